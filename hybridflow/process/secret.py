@@ -11,6 +11,9 @@ import hmac
 import os
 import secrets
 import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 VARIABLE = "HYBRIDFLOW_JOB_SECRET"
 CHALLENGE_BYTES = PROOF_BYTES = 32
@@ -69,24 +72,64 @@ class Greeting:
         return digest(use, self._purpose, *ordered)
 
 
-def greet(connection: socket.socket, purpose: str, is_client: bool) -> Greeting | None:
-    """Both proofs over a blocking socket, within the socket's timeout for each wait. None when the other end is a
-    stranger.
+def greet(connection: socket.socket, purpose: str, within_s: float) -> Greeting | None:
+    """The client's end of both proofs over a blocking socket. None when the other end is a stranger.
+
+    Args:
+        within_s: seconds for all of it: one that sends a byte now and then is given up as well.
 
     Raises:
-        OSError: the connection broke, or the other end is silent.
+        OSError: the connection broke, or the other end is silent or slow.
     """
-    greeting = Greeting(purpose, is_client)
+    deadline = time.monotonic() + within_s
+    greeting = Greeting(purpose, is_client=True)
     connection.sendall(greeting.challenge)
-    greeting.theirs = read_exactly(connection, CHALLENGE_BYTES)
+    greeting.theirs = read_exactly(connection, CHALLENGE_BYTES, deadline)
     connection.sendall(greeting.proof())
-    return greeting if greeting.is_proven(read_exactly(connection, PROOF_BYTES)) else None
+    return greeting if greeting.is_proven(read_exactly(connection, PROOF_BYTES, deadline)) else None
 
 
-def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes. OSError when the connection ends before."""
+async def greet_client(
+    read: Callable[[int], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]], purpose: str
+) -> Greeting | None:
+    """The server's end of `greet`, in an event loop; its caller sets the deadline. None for a stranger, who is told
+    nothing more than a challenge."""
+    greeting = Greeting(purpose, is_client=False)
+    await write(greeting.challenge)
+    greeting.theirs = await read(CHALLENGE_BYTES)
+    if not greeting.is_proven(await read(PROOF_BYTES)):
+        return None
+    await write(greeting.proof())
+    return greeting
+
+
+class Lobby:
+    """Connections whose other ends have proven nothing yet: at most `most`, since each holds a descriptor of this
+    process. For a further one the oldest is closed, so that strangers take places from each other; a process of the job
+    needs its own for milliseconds, and connects again."""
+
+    def __init__(self, most: int = 64) -> None:
+        self._most, self._closing = most, dict[object, Callable[[], object]]()
+
+    @contextmanager
+    def place(self, close: Callable[[], object]) -> Iterator[None]:
+        """A place for one connection inside of the block; `close` ends it when it is the oldest."""
+        if len(self._closing) >= self._most:
+            self._closing.pop(next(iter(self._closing)))()
+        mine = object()
+        self._closing[mine] = close
+        try:
+            yield
+        finally:
+            self._closing.pop(mine, None)
+
+
+def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
+    """So many bytes, by the deadline of `time.monotonic` if there is one. OSError when the connection ends before."""
     data = bytearray()
     while len(data) < size:
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-6))
         part = connection.recv(min(size - len(data), 1 << 20))
         if not part:
             raise ConnectionResetError("the other end has closed the connection")

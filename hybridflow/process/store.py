@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-from hybridflow.process.secret import CHALLENGE_BYTES, PROOF_BYTES, Greeting, greet, read_exactly
+from hybridflow.process.secret import Greeting, Lobby, greet, greet_client, read_exactly
 
 _PURPOSE = "store"
 _SIZE = struct.Struct("<Q")
 _MAC_BYTES = 32
 _MOST_BYTES = 1 << 30
+_BACKLOG = 1024
 _GREETING_S = 5.0  # a stranger that says nothing is not listened to any longer
 _GRACE_S = 5.0  # an answer is late when the server's own deadline has passed by so much
 _RETRY_S = 0.05
@@ -100,7 +101,7 @@ class StoreServer:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._listener.bind((host, port))
-            self._listener.listen(1024)
+            self._listener.listen(_BACKLOG)
         except OSError:
             self._listener.close()
             raise
@@ -117,7 +118,7 @@ class StoreServer:
 
 def _serve(loop: asyncio.AbstractEventLoop, listener: socket.socket, keys: _Keys) -> None:
     asyncio.set_event_loop(loop)
-    loop.run_until_complete(asyncio.start_server(keys.attend, sock=listener, limit=1 << 20))
+    loop.run_until_complete(asyncio.start_server(keys.attend, sock=listener, limit=1 << 20, backlog=_BACKLOG))
     loop.run_forever()
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
@@ -134,11 +135,14 @@ class _Keys:
         self._loop = loop
         self._values: dict[bytes, bytes] = {}
         self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}
+        self._lobby = Lobby()
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection until it ends."""
         try:
-            frames = await asyncio.wait_for(_accept(reader, writer), _GREETING_S)
+            with self._lobby.place(writer.transport.abort):
+                greeting = await asyncio.wait_for(_greeted(reader, writer), _GREETING_S)
+            frames = _Frames(greeting.key(), is_client=False) if greeting else None
             while frames is not None:
                 header = await reader.readexactly(_SIZE.size + _MAC_BYTES)
                 body = await reader.readexactly(_size(header[: _SIZE.size]))
@@ -206,15 +210,11 @@ class _Keys:
         return str(len(self._values)).encode()
 
 
-async def _accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Frames | None:
-    """The server's end of `secret.greet`; None for a stranger."""
-    greeting = Greeting(_PURPOSE, is_client=False)
-    writer.write(greeting.challenge)
-    greeting.theirs = await reader.readexactly(CHALLENGE_BYTES)
-    if not greeting.is_proven(await reader.readexactly(PROOF_BYTES)):
-        return None  # and nothing more is said to it
-    writer.write(greeting.proof())
-    return _Frames(greeting.key(), is_client=False)
+async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Greeting | None:
+    async def write(data: bytes) -> None:
+        writer.write(data)
+
+    return await greet_client(reader.readexactly, write, _PURPOSE)
 
 
 class _Connection:
@@ -232,7 +232,7 @@ class _Connection:
                 left = max(deadline - time.monotonic(), 0.001)
                 connection = socket.create_connection((self.host, self.port), timeout=left)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if greeting := greet(connection, _PURPOSE, is_client=True):
+                if greeting := greet(connection, _PURPOSE, left):
                     return connection, _Frames(greeting.key(), is_client=True)
                 raise ConnectionRefusedError("who listens there does not know the job's secret")
             except OSError as error:

@@ -11,18 +11,20 @@ its port through the store. Both ends of a connection prove that they know the j
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import NoReturn
 
 import torch
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.process.secret import greet, read_exactly
+from hybridflow.process.secret import Lobby, greet, greet_client
 from hybridflow.sync.meeting import Meeting, Member, Peers, meet, refuse_device
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import DONE, LAST_TAG, TRANSPORTS, Endpoint, Transport, Work
@@ -30,7 +32,9 @@ from hybridflow.sync.transports.base import DONE, LAST_TAG, TRANSPORTS, Endpoint
 _RANK = struct.Struct("<q")  # the trainer rank that a connection is from
 _HEADER = struct.Struct("<qq")  # tag, bytes of the payload
 _TAKEN = struct.Struct("<q")  # tag
-_HELLO_S = 5.0  # a stranger that says nothing holds the others up no longer
+_HELLO_S = 5.0  # for a greeting in all
+_TRIES, _PAUSE_S = 5, 0.05
+_BACKLOG = 1024  # peers, and strangers that come before the meeting is over
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connections:
@@ -43,16 +47,11 @@ def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connecti
         links = {}
         for peer, said in meeting.peers.items():
             try:
-                where = (said["host"], said["port"])
-                link = socket.create_connection(where, timeout=max(deadline - time.monotonic(), 0.001))
-                on_error.callback(link.close)
-                link.sendall(_RANK.pack(rank))
-                if greet(link, _purpose(member, rank, peer), is_client=True) is None:
-                    raise ConnectionRefusedError("who listens there does not know the job's secret")
+                links[peer] = _connected((said["host"], said["port"]), rank, _purpose(member, rank, peer), deadline)
             except OSError as error:
                 what = f"it cannot be reached at {said['host']}:{said['port']} ({error})"
                 raise member.failure(peer, 0, what) from error
-            links[peer] = link
+            on_error.callback(links[peer].close)
         on_error.pop_all()
     return Connections(member, meeting, links)
 
@@ -63,7 +62,7 @@ def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Connec
     refuse_device(member, device, "use p2p")
     deadline = time.monotonic() + endpoint.timeout_s
     host = _own_address(endpoint)
-    with socket.create_server((host, 0), backlog=len(member.peers) + 8) as listener:
+    with socket.create_server((host, 0), backlog=_BACKLOG) as listener:
         meeting = meet(member, host=host, port=listener.getsockname()[1])
         return Connections(member, meeting, _accept_all(member, listener, deadline))
 
@@ -231,34 +230,108 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
+def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float) -> socket.socket:
+    """A connection whose other end has proven itself. Where it is closed during the greeting, since strangers crowd
+    there, again, a few times."""
+    for tries_left in reversed(range(_TRIES)):
+        left = max(deadline - time.monotonic(), 0.001)
+        with ExitStack() as on_error:
+            link = on_error.enter_context(socket.create_connection(where, timeout=left))
+            try:
+                link.sendall(_RANK.pack(rank))
+                if greet(link, purpose, left) is None:
+                    raise ConnectionRefusedError("who listens there does not know the job's secret")
+            except (ConnectionResetError, BrokenPipeError):
+                if not tries_left:
+                    raise
+                continue
+            on_error.pop_all()
+            return link
+    raise AssertionError("unreachable")
+
+
 def _accept_all(member: Member, listener: socket.socket, deadline: float) -> dict[int, socket.socket]:
     """One connection from each sender, by its rank."""
-    links: dict[int, socket.socket] = {}
-    with ExitStack() as on_error:
-        while missing := [peer for peer in member.peers if peer not in links]:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+    if not member.peers:
+        return {}
+    with ThreadPoolExecutor(1) as own:  # a thread without an event loop of its caller's
+        return own.submit(asyncio.run, _Greeter(member, listener).links(deadline)).result()
+
+
+class _Greeter:
+    """Greets everybody who connects at the same time, each within `_HELLO_S`: nobody waits for a stranger."""
+
+    def __init__(self, member: Member, listener: socket.socket) -> None:
+        self._member, self._listener = member, listener
+        self._missing, self._links = set(member.peers), dict[int, socket.socket]()
+        self._lobby, self._tasks, self._are_here = Lobby(), set[asyncio.Task[None]](), asyncio.Event()
+
+    async def links(self, deadline: float) -> dict[int, socket.socket]:
+        """The connections by rank. WeightSyncError at the deadline."""
+        self._listener.setblocking(False)
+        accepting = asyncio.create_task(self._accept())
+        try:
+            await asyncio.wait_for(self._are_here.wait(), max(deadline - time.monotonic(), 0.001))
+        except TimeoutError as error:
+            for link in self._links.values():
+                link.close()
+            missing = sorted(self._missing)
+            what = f"no connection came from trainer ranks {missing}"
+            raise self._member.failure(missing[0], 0, what) from error
+        finally:
+            for task in (accepting, *self._tasks):
+                task.cancel()
+            await asyncio.gather(accepting, *self._tasks, return_exceptions=True)
+        return self._links
+
+    async def _accept(self) -> None:
+        while True:
             try:
-                link, _ = listener.accept()
-            except TimeoutError as error:
-                raise member.failure(missing[0], 0, f"no connection came from trainer ranks {missing}") from error
-            rank = _greeted(link, member, min(_HELLO_S, max(deadline - time.monotonic(), 0.001)))
-            if rank in missing:
-                links[rank] = link
-                on_error.callback(link.close)
+                link, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError:  # it has gone again, or no descriptor is free before others are given up
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            task = asyncio.create_task(self._greet(link))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _greet(self, link: socket.socket) -> None:
+        link.setblocking(False)
+        rank = -1
+        try:
+            mine = asyncio.current_task()
+            assert mine is not None
+            with self._lobby.place(mine.cancel):
+                rank = await asyncio.wait_for(self._rank(link), _HELLO_S)
+        except (OSError, TimeoutError):
+            return  # a stranger
+        finally:
+            if rank in self._missing:
+                self._missing.remove(rank)
+                self._links[rank] = link
             else:
                 link.close()
-        on_error.pop_all()
-    return links
+            if not self._missing:
+                self._are_here.set()
 
+    async def _rank(self, link: socket.socket) -> int:
+        """The rank that the other end has proven to be; -1 for a stranger."""
+        loop = asyncio.get_running_loop()
 
-def _greeted(link: socket.socket, member: Member, within_s: float) -> int:
-    """The rank that the other end has proven to be; -1 for a stranger."""
-    link.settimeout(within_s)
-    try:
-        rank = int(_RANK.unpack(read_exactly(link, _RANK.size))[0])
-        return rank if greet(link, _purpose(member, rank, member.rank), is_client=False) else -1
-    except OSError:
-        return -1
+        async def read(size: int) -> bytes:
+            data = b""
+            while len(data) < size:
+                part = await loop.sock_recv(link, size - len(data))
+                if not part:
+                    raise ConnectionResetError("the other end has closed the connection")
+                data += part
+            return data
+
+        async def write(data: bytes) -> None:
+            await loop.sock_sendall(link, data)
+
+        rank = int(_RANK.unpack(await read(_RANK.size))[0])
+        return rank if await greet_client(read, write, _purpose(self._member, rank, self._member.rank)) else -1
 
 
 def _purpose(member: Member, sender: int, receiver: int) -> str:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import pickle
+import resource
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hybridflow.process import secret, signed_objects
-from hybridflow.process.secret import CHALLENGE_BYTES, PROOF_BYTES, VARIABLE, Greeting, digest, greet
+from hybridflow.process import secret, signed_objects, store
+from hybridflow.process.secret import CHALLENGE_BYTES, PROOF_BYTES, VARIABLE, Greeting, digest, greet, greet_client
 from hybridflow.process.store import MasterStore, StoreClient, StoreError, StoreLate, _Frames
 from hybridflow.process.torch_store import TorchStore
 
@@ -202,16 +206,70 @@ def test_an_absurd_length_is_refused_before_it_is_read(master: MasterStore) -> N
     assert not master.check(["anything"])
 
 
-def test_greet_tells_a_stranger_from_a_process_of_the_job() -> None:
-    ends = socket.socketpair()
-    for end in ends:
-        end.settimeout(60)
+@pytest.mark.parametrize(("purpose", "is_known"), [("one", True), ("another", False)])
+def test_greet_tells_a_stranger_from_a_process_of_the_job(purpose: str, is_known: bool) -> None:
+    client, server = socket.socketpair()
+
+    async def answer() -> Greeting | None:
+        reader, writer = await asyncio.open_unix_connection(sock=server)
+
+        async def write(data: bytes) -> None:
+            writer.write(data)
+
+        try:
+            return await greet_client(reader.readexactly, write, "one")
+        finally:
+            writer.close()
+
     found: list[Greeting | None] = []
-    thread = threading.Thread(target=lambda: found.append(greet(ends[0], "one", is_client=False)))
+    thread = threading.Thread(target=lambda: found.append(asyncio.run(answer())))
     thread.start()
-    assert greet(ends[1], "another", is_client=True) is None
+    if is_known:
+        mine = greet(client, purpose, 60.0)
+        thread.join()
+        assert mine is not None and found[0] is not None and mine.key() == found[0].key()
+    else:
+        with pytest.raises(OSError, match="closed the connection"):  # the server says nothing more
+            greet(client, purpose, 60.0)
+        thread.join()
+        assert found == [None]
+
+
+def test_a_greeting_has_one_deadline_however_often_a_byte_comes() -> None:
+    """Who listens where the store should be and sends a byte now and then holds a member no longer than silence."""
+    client, server = socket.socketpair()
+    sent = 0
+
+    def drip() -> None:
+        nonlocal sent
+        with suppress(OSError):
+            while sent < CHALLENGE_BYTES + PROOF_BYTES:
+                server.send(b"x")
+                sent += 1
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        greet(client, "one", 0.5)
+    client.close()
     thread.join()
-    assert found == [None]
+    assert sent < CHALLENGE_BYTES
+
+
+def test_a_thousand_strangers_leave_members_their_places(master: MasterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_GREETING_S", 600.0)  # so that no deadline makes room
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
+    member = StoreClient(HOST, master.port, 60.0)
+    before = len(os.listdir("/proc/self/fd"))
+    with ExitStack() as open_:
+        strangers = [open_.enter_context(socket.create_connection((HOST, master.port), 60)) for _ in range(1000)]
+        StoreClient(HOST, master.port, 60.0).set("key", "value")
+        assert member.get("key") == b"value"
+        # each stranger has a descriptor of its own here; the server has those of the lobby and of the new member
+        assert len(os.listdir("/proc/self/fd")) - before - len(strangers) <= 64 + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # ---- what objects carry, and what children inherit

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import client_store, master_store
 from hybridflow.process.secret import CHALLENGE_BYTES, PROOF_BYTES
+from hybridflow.sync.meeting import Member
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports import open_receiver, open_sender, tcp
 from hybridflow.sync.transports.base import Endpoint
@@ -144,3 +146,43 @@ def test_strangers_are_shown_the_door(store: Any) -> None:
     for end in ends:
         end.close()
     strangers[1].close()
+
+
+@pytest.fixture
+def accepting() -> Iterator[tuple[tuple[str, int], Any, Member]]:
+    """Where an engine rank listens, the connections that it will have accepted, and its end."""
+    member = Member(Endpoint("tcp", "crowd", HOST, 1, (0,), (0,), 64, 60.0), "engine", 0)
+    with socket.create_server((HOST, 0), backlog=1024) as listener, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(tcp._accept_all, member, listener, time.monotonic() + 60.0)
+        yield listener.getsockname(), accepted, member
+        for link in accepted.result(120).values():
+            link.close()
+
+
+def _comes(where: tuple[str, int], member: Member) -> None:
+    tcp._connected(where, 0, tcp._purpose(member, 0, 0), time.monotonic() + 60.0).close()
+
+
+def test_nobody_waits_for_strangers_that_are_silent(accepting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are greeted at the same time, and beyond some number the oldest goes: their deadline plays no part."""
+    monkeypatch.setattr(tcp, "_HELLO_S", 600.0)
+    where, accepted, member = accepting
+    with ExitStack() as open_:
+        for number in range(150):
+            link = open_.enter_context(socket.create_connection(where, timeout=60))
+            link.sendall(bytes(number % 50))
+        _comes(where, member)
+        assert set(accepted.result(120)) == {0}
+
+
+def test_a_greeting_that_drips_has_one_deadline(accepting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "_HELLO_S", 0.5)
+    where, _, member = accepting
+    sent = 0
+    with socket.create_connection(where, timeout=60) as stranger, suppress(OSError):
+        while sent < 8 + CHALLENGE_BYTES + PROOF_BYTES:
+            stranger.sendall(bytes(1))
+            sent += 1
+            time.sleep(0.05)
+    assert sent < CHALLENGE_BYTES
+    _comes(where, member)
