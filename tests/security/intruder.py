@@ -263,6 +263,9 @@ def on_engines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "/server_info": None,
         "/get_model_info": None,
         "/v1/models": None,
+        "/health": None,
+        "/health_generate": None,
+        "/ready": None,
         "/metrics": None,
         "/abort_request": {"rid": "", "abort_all": True},
     }

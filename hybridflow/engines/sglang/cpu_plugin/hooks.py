@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridflow.engines.sglang import cpu_plugin
+from hybridflow.engines.sglang.closed_paths import close_paths
 from hybridflow.engines.sglang.closed_sockets import close_sockets
 from hybridflow.engines.sglang.packed_answers import pack_answers
 
@@ -14,6 +15,7 @@ from hybridflow.engines.sglang.packed_answers import pack_answers
 def register() -> None:
     """Entry point: runs once in every SGLang process, from `load_plugins()`."""
     close_sockets()
+    close_paths()
     pack_answers()
     if not cpu_plugin.wanted():
         return
