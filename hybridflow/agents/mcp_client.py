@@ -33,6 +33,7 @@ from hybridflow.config.derived import run_dir
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 from hybridflow.process.restart_limit import RestartLimit
+from hybridflow.process.surroundings import is_own
 
 _KEY = "rollout.agent.mcp_servers"
 _END_S = 10.0  # for the connections to be closed at the end of the process
@@ -235,7 +236,9 @@ async def _over_http(
     hooks = {"response": [look, _bound]}
     timeout = httpx2.Timeout(30.0, read=timeout_s)
     async with (
-        httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks) as http,
+        httpx2.AsyncClient(
+            headers=headers, timeout=timeout, event_hooks=hooks, trust_env=not is_own(settings.url)
+        ) as http,
         streamable_http_client(settings.url, http_client=http, max_sse_event_size=MOST_BYTES) as streams,
     ):
         yield streams

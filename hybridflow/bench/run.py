@@ -140,7 +140,7 @@ def _measure_once(job: Job, name: str, entry: Measurement | None, part: int) -> 
     limit_s = entry.timeout_s if entry else _SCRIPT_S
     local = Path(tempfile.mkdtemp(prefix="hybridflow-bench-"))
     out = local / "metrics.json"
-    words: Sequence[str] = [sys.executable, "-m", "hybridflow.bench", absolute_entry(name), "--out", str(out)]
+    words: Sequence[str] = [sys.executable, "-P", "-m", "hybridflow.bench", absolute_entry(name), "--out", str(out)]
     words = [*words, "--folder", str(job.folder.resolve()), "--local", str(local), "--node", job.node]
     words = [*words, "--part", str(part), "--nodes", *job.nodes] if entry else [sys.executable, str(scripts()[name])]
     environment = {**os.environ, **CONDITIONS, RESULT_VARIABLE: str(out)}

@@ -95,7 +95,7 @@ def _on_every_node(args: argparse.Namespace) -> int:
     if shutil.which("srun") is None or "SLURM_JOB_ID" not in os.environ:
         raise ResourceError("--nodes asks the nodes of a Slurm job: run it under salloc or sbatch")
     words = [word for word in sys.argv[1:] if word != "--nodes"]
-    command = ["srun", "--ntasks-per-node=1", "--overlap", sys.executable, "-m", "hybridflow.cli.main", *words]
+    command = ["srun", "--ntasks-per-node=1", "--overlap", sys.executable, "-P", "-m", "hybridflow.cli.main", *words]
     return subprocess.run(command, check=False).returncode
 
 

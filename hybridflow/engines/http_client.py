@@ -15,6 +15,13 @@ from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError, EngineSilent
 
 
+def direct_session() -> requests.Session:
+    """A session that asks this machine's servers without a proxy, which must neither see nor break such calls."""
+    session = requests.Session()
+    session.trust_env = False
+    return session
+
+
 class ServerClient:
     """Speaks to one engine. Safe to use from several threads.
 
@@ -116,7 +123,5 @@ class ServerClient:
     def _session(self) -> requests.Session:
         session = getattr(self._local, "session", None)
         if session is None:
-            session = requests.Session()
-            session.trust_env = False  # a proxy of the environment must not see, nor break, calls to this machine
-            self._local.session = session
+            session = self._local.session = direct_session()
         return session

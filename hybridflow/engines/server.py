@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -21,16 +20,19 @@ from typing import Any, Self
 import requests
 
 from hybridflow.engines import guard
+from hybridflow.engines.http_client import direct_session
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from hybridflow.process.fork_client import ForkedProcess, fork
 from hybridflow.process.listening import listeners_at
 from hybridflow.process.private_folder import compiled_code
 from hybridflow.process.secret import VARIABLE, digest, job_secret, without_credentials
+from hybridflow.process.surroundings import SAFE_PATH, socket_folder, without_proxy
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
+_SOCKET_ROOM = 64  # of "/hf-engine-", a token and the servers' own names: a uuid (vllm/utils/network_utils.py)
 GRACE_S = {"cpu": 0.0, "cuda": 8.0}  # SGLang looks at SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
 INHERITED_BY_RANKS = (
     "RANK",
@@ -74,6 +76,8 @@ def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
         for k, v in without_credentials().items()
         if k not in INHERITED_BY_RANKS and not k.startswith("TORCHELASTIC_")
     }
+    env |= without_proxy(env)  # a server's own calls of its address, and its ranks' of each other
+    env |= SAFE_PATH
     env |= {
         VARIABLE: job_secret(),  # the ranks meet the trainer's in its store
         "TMPDIR": folder,  # the server's zmq sockets: removed with the folder
@@ -169,7 +173,7 @@ class ServerProcess:
             raise EngineError("already started", engine=self.spec.name)
         self._prepare()
         self.port, self._lock = reserve_port(self.spec.ports)
-        self._folder = os.path.join(tempfile.gettempdir(), f"hf-engine-{secrets.token_hex(4)}")
+        self._folder = os.path.join(socket_folder(_SOCKET_ROOM), f"hf-engine-{secrets.token_hex(4)}")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command, env = self._command(), self._environment()
         watch = [guard.__file__, str(os.getpid()), str(GRACE_S[self.spec.device]), self._folder, "--"]
@@ -230,9 +234,10 @@ class ServerProcess:
             return False  # it does not listen yet, and another user who does would be sent its key
         headers = {"Authorization": f"Bearer {self.admin_key}"}
         try:
-            answer = requests.request(
-                "POST" if body else "GET", self.url + path, json=body, timeout=timeout_s, headers=headers
-            )
+            with direct_session() as session:
+                answer = session.request(
+                    "POST" if body else "GET", self.url + path, json=body, timeout=timeout_s, headers=headers
+                )
         except requests.RequestException:
             return False  # not listening yet: the caller looks at liveness and deadline
         return answer.status_code == 200

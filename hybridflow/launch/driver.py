@@ -58,7 +58,7 @@ class Driver:
 
     def run(self, words: Sequence[str]) -> int:
         """Run `hybridflow WORDS` to its end; returns its exit status, or STOPPED when it was asked to stop."""
-        command = [sys.executable, "-m", "hybridflow.cli.main", *words]
+        command = [sys.executable, "-P", "-m", "hybridflow.cli.main", *words]
         with (self.folder / records.DRIVER_LOG).open("ab") as log:
             self.process = subprocess.Popen(
                 command,

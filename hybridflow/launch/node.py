@@ -191,6 +191,7 @@ def ray_command(
     # Ray's CPUs only count slots; a small machine may hold more processes than it has cores.
     words = [
         sys.executable,
+        "-P",
         "-m",
         "ray.scripts.scripts",
         "start",

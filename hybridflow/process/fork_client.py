@@ -1,6 +1,6 @@
 """Asking a fork server (`fork_server`) for a process, and being that process for whoever started us.
 
-Standard library only. Run as a script, `python -I -S fork_client.py SOCKET ARGUMENT...` is `python ARGUMENT...` that
+Standard library only. Run as a script, `python -I -S fork_client.py SOCKET ARGUMENT...` is `python -P ARGUMENT...` that
 finds its modules loaded: it passes environment, folder and files on, forwards SIGTERM and SIGINT, and ends as the
 process ends. Where the server does not answer, it becomes that interpreter itself.
 """
@@ -92,7 +92,7 @@ class ForkedProcess:
 def fork(
     name: str, argv: Sequence[str], env: Mapping[str, str], files: Sequence[int], *, leader: bool = False
 ) -> ForkedProcess:
-    """Have the server run `python ARGV...` (a script, or -m and a module) in a fork of itself.
+    """Have the server run `python -P ARGV...` (a script, or -m and a module) in a fork of itself.
 
     Args:
         name: of the server.
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         process = fork(argv[0], argv[1:], os.environ, (0, 1, 2))
     except OSError:
-        os.execv(sys.executable, [sys.executable, *argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-P", *argv[1:]])
 
     def forward(number: int, _: FrameType | None) -> None:
         process.send_signal(number)

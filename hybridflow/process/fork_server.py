@@ -206,14 +206,12 @@ def _begin(order: dict[str, Any], files: Sequence[int], server: int) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """`python ARGV...` in this interpreter: a script, or -m and a module, with its arguments."""
+    """`python -P ARGV...` in this interpreter: a script, or -m and a module, with its arguments."""
     if argv[0] == "-m":
         sys.argv = [argv[1], *argv[2:]]
-        sys.path[0] = os.getcwd()
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(argv)
-        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
         runpy.run_path(argv[0], run_name="__main__")
 
 

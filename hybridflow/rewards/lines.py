@@ -18,6 +18,7 @@ from typing import Any
 
 from hybridflow.process.children import print_whole_lines
 from hybridflow.process.secret import without_credentials
+from hybridflow.process.surroundings import import_path
 
 _KIND = "__hybridflow__"
 
@@ -85,12 +86,12 @@ def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[
             log_path.parent.mkdir(parents=True, exist_ok=True)
             out = opened.enter_context(log_path.open("ab"))
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(opened.enter_context(theirs).fileno())],
+            [sys.executable, "-P", "-m", module, str(opened.enter_context(theirs).fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env=without_credentials() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=without_credentials() | {"PYTHONPATH": os.pathsep.join(import_path())},
         )
     return process, Lines(ours)
 

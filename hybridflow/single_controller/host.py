@@ -84,7 +84,7 @@ class Host:
         self._identity = Identity(role, context.world_size, context.node, log_path, os.getpid())
         os.environ.update(env)
         use_threads_of_environment()
-        # Ray passes only the driver's folder and script on.
+        # Ray itself passes nothing on (`plain_job_config`)
         sys.path += [entry for entry in path if entry not in sys.path]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115  stays open as long as the process

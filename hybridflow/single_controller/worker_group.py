@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from hybridflow.dispatch import (
 )
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
 from hybridflow.process.children import end_processes, is_running
+from hybridflow.process.surroundings import import_path
 from hybridflow.single_controller.actors import (
     environment,
     join_actors,
@@ -248,7 +248,7 @@ class WorkerGroup:
         contexts = [self._context(pool, r, infos) for r in range(self.world_size)]
         placed = [placed_environment(s, i, pool.gpus) for s, i in zip(slots, infos, strict=True)]
         settings = [
-            (self.role, c, environment(c, {**given, **self._env}), sys.path)
+            (self.role, c, environment(c, {**given, **self._env}), import_path())
             for c, given in zip(contexts, placed, strict=True)
         ]
         self._everywhere("set_up", settings, deadline)

@@ -55,7 +55,7 @@ class Preload:
             words += [*(["/"] if words else []), str(listener.fileno()), *names]
             listeners.append(listener)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hybridflow.process.fork_server", *words],
+            [sys.executable, "-P", "-m", "hybridflow.process.fork_server", *words],
             # a pool of threads would not survive a fork; a fork sets its own number
             env={"TORCH_COMPILE_DISABLE": "1", **os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,

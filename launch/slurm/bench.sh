@@ -11,8 +11,8 @@ mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 status=0
 # shellcheck disable=SC2016 # the nodes expand it
 srun "${SRUN[@]}" --ntasks-per-node=1 --mem=0 --cpu-bind=none --wait=0 "${CONTAINER[@]}" bash -c \
-  'exec "$1" -m hybridflow.cli.main "${@:3}" --out "$2" --node "$SLURMD_NODENAME"' - "$PYTHON" "$DIR" "${TRAIN[@]}" \
+  'exec "$1" -P -m hybridflow.cli.main "${@:3}" --out "$2" --node "$SLURMD_NODENAME"' - "$PYTHON" "$DIR" "${TRAIN[@]}" \
   --nodes "${HOSTS[@]}" || echo "hybridflow: the suite ended with status $? on a node; the report says what there is"
-"${HERE[@]}" "$PYTHON" -m hybridflow.cli.main bench report "$DIR" --format html --out "$DIR/report.html"
-"${HERE[@]}" "$PYTHON" -m hybridflow.cli.main bench report "$DIR" --strict || status=$?
+"${HERE[@]}" "$PYTHON" -P -m hybridflow.cli.main bench report "$DIR" --format html --out "$DIR/report.html"
+"${HERE[@]}" "$PYTHON" -P -m hybridflow.cli.main bench report "$DIR" --strict || status=$?
 exit "$status"

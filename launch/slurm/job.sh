@@ -93,7 +93,7 @@ finish() {
   local state='' start=''
   read -r state start < <(again squeue --noheader --Format=State,RestartCnt --jobs "$SLURM_JOB_ID" 2> /dev/null) || true
   [[ ${start:-$RESTART} == "$RESTART" ]] || state=REQUEUED
-  "${HERE[@]}" "$PYTHON" -m hybridflow.launch verdict --job-dir "$JOB_DIR" --restart "$RESTART" \
+  "${HERE[@]}" "$PYTHON" -P -m hybridflow.launch verdict --job-dir "$JOB_DIR" --restart "$RESTART" \
     --max-restarts "$MAX_RESTARTS" --run-dir "$RUN_DIR" --state "${state:-UNKNOWN}" --asked "$asked" \
     --driver-status "$driver_status" --why "$why" || status=$?
   rm -f -- "$DIR/token"
@@ -116,7 +116,7 @@ TRY=("${HOSTS[@]}")
 while ((${#TRY[@]} > 0)); do
   each "${TRY[@]}"
   run timeout --foreground --kill-after=10 "$PREFLIGHT_TIMEOUT" \
-    "${ON[@]}" "${CONTAINER[@]}" "$PYTHON" -m hybridflow.launch preflight --dir "$DIR" --hosts "${TRY[*]}" \
+    "${ON[@]}" "${CONTAINER[@]}" "$PYTHON" -P -m hybridflow.launch preflight --dir "$DIR" --hosts "${TRY[*]}" \
     "${PREFLIGHT[@]}" > "$DIR/preflight.out" 2>> "$DIR/preflight.err" || true
   REST=()
   for host in "${TRY[@]}"; do
@@ -126,17 +126,17 @@ while ((${#TRY[@]} > 0)); do
   TRY=("${REST[@]}")
 done
 ((asked)) && { why='it was asked to stop before the driver had started'; finish; }
-run "${HERE[@]}" "$PYTHON" -m hybridflow.launch judge --dir "$DIR" --hosts "${HOSTS[*]}" --nodes "$NODES" \
+run "${HERE[@]}" "$PYTHON" -P -m hybridflow.launch judge --dir "$DIR" --hosts "${HOSTS[*]}" --nodes "$NODES" \
   --max-clock-skew "$MAX_CLOCK_SKEW" || { why='preflight found too few good nodes'; finish; }
 mapfile -t USE < "$DIR/nodes.txt"
 
 each "${USE[@]}"
 "${ON[@]}" --kill-on-bad-exit=1 "${CONTAINER[@]}" \
-  "$PYTHON" -m hybridflow.launch node --dir "$DIR" "${RAY[@]}" > "$DIR/ray.err" 2>&1 & # each node has a log of its own
+  "$PYTHON" -P -m hybridflow.launch node --dir "$DIR" "${RAY[@]}" > "$DIR/ray.err" 2>&1 & # each node has a log of its own
 ray=$!
 
 "${STEP[@]}" --nodes=1 --ntasks=1 "--nodelist=${USE[0]}" "${CONTAINER[@]}" \
-  "$PYTHON" -m hybridflow.launch driver --dir "$DIR" --nodes "$NODES" --start-timeout "$START_TIMEOUT" \
+  "$PYTHON" -P -m hybridflow.launch driver --dir "$DIR" --nodes "$NODES" --start-timeout "$START_TIMEOUT" \
   --grace "$GRACE" -- "${TRAIN[@]}" &
 driver=$!
 ((asked)) && ask

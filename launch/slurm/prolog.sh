@@ -5,7 +5,7 @@
 set -euo pipefail
 PYTHON=${PYTHON:-/opt/hybridflow/.venv/bin/python}
 status=0
-said=$(timeout --kill-after=2 25 "$PYTHON" -m hybridflow.launch health --gpus "${GPUS:-0}" \
+said=$(timeout --kill-after=2 25 "$PYTHON" -P -m hybridflow.launch health --gpus "${GPUS:-0}" \
   --min-free-gib "${MIN_FREE_GIB:-5}" 2>&1) || status=$?
 ((status != 0)) || exit 0
 ((status != 124 && status != 137)) || said="the node's checks did not end within 25 s"

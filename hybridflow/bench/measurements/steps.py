@@ -62,7 +62,7 @@ def train(place: Place, words: list[str]) -> tuple[list[dict[str, Any]], float]:
     Raises:
         ResourceError: the run failed; says what it said last.
     """
-    command = [sys.executable, "-m", "hybridflow.cli.main", "train", "--config-name", RECIPE, *_SETTINGS]
+    command = [sys.executable, "-P", "-m", "hybridflow.cli.main", "train", "--config-name", RECIPE, *_SETTINGS]
     command += [f"output_dir={place.local}", f"data.prepare.out={place.folder.resolve() / 'data'}", *words]
     begun = time.time()
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=place.local)

@@ -11,6 +11,7 @@ from hybridflow.engines.server import HOST, common_environment, has_weights
 from hybridflow.engines.spec import EngineSpec, model_config
 from hybridflow.engines.vllm.door import KEY
 from hybridflow.errors import EngineError
+from hybridflow.process.surroundings import SAFE_PATH
 
 BLOCK_TOKENS = 32  # of the KV cache; the smallest that vLLM's attention on CPUs takes
 NEEDED = ("vllm", "torch", "numpy", "xxhash")  # modules; the last three are what our code in the ranks imports
@@ -49,7 +50,14 @@ def check_python(spec: EngineSpec) -> None:
         "(docs/adr/0050-vllm-as-a-kind-of-engine.md)"
     )
     try:
-        found = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, timeout=_LOOK_S, check=True)
+        found = subprocess.run(
+            [python, "-c", _LOOK],
+            env=os.environ | SAFE_PATH,
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_S,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise EngineError(f"rollout.python={python} does not run: {error}; {remedy}", engine=spec.name) from error
     if missing := found.stdout.split():

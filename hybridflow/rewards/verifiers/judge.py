@@ -8,6 +8,7 @@ import re
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from hybridflow.process.surroundings import is_own
 from hybridflow.rewards.reading import read_response
 from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
@@ -116,5 +117,8 @@ def _client(url: str, key_variable: str) -> Any:
     known = _clients.setdefault(asyncio.get_running_loop(), {})
     if (url, key_variable) not in known:
         key = os.environ[key_variable] if key_variable else "none"
-        known[url, key_variable] = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=_MAX_RETRIES)
+        http = openai.DefaultAsyncHttpxClient(trust_env=not is_own(url))  # a proxy is for other machines' addresses
+        known[url, key_variable] = openai.AsyncOpenAI(
+            base_url=url, api_key=key, max_retries=_MAX_RETRIES, http_client=http
+        )
     return known[url, key_variable]

@@ -266,6 +266,7 @@ def test_a_server_that_cannot_be_used_is_named_at_the_start(opened: Callable[...
 
 def test_a_server_behind_an_address_is_given_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "server_http.py").write_text(HTTP)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # is for the addresses of other machines
 
     def start(port: int) -> tuple[subprocess.Popen[str], int]:
         command = [sys.executable, str(tmp_path / "server_http.py"), str(port)]

@@ -79,7 +79,7 @@ def test_the_python_of_each_lane_is_right(
     version: tuple[int, int, int], level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine.sys, "version_info", version)
-    assert next(doctor._versions()).level == level
+    assert next(machine._versions()).level == level
 
 
 def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

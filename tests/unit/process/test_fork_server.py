@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ SAYS = """
 import json, os, sys
 import numpy
 json.dump({"argv": sys.argv, "of": os.environ.get("OF"), "left": os.environ.get("OF_THE_SERVER"), "cwd": os.getcwd(),
-           "folder": sys.path[0], "loaded": [name for name in sys.argv[1:] if name in sys.modules],
+           "path": sys.path, "loaded": [name for name in sys.argv[1:] if name in sys.modules],
            "random": float(numpy.random.random()), "group": os.getpgid(0) == os.getpid(),
            "session": os.getsid(0) == os.getpid(), "name": __name__}, sys.stdout)
 sys.exit(7)
@@ -51,7 +52,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             words += ["/"] * bool(words) + [str(listener.fileno()), *modules]
         running.append(
             subprocess.Popen(
-                [sys.executable, "-m", "hybridflow.process.fork_server", *words],
+                [sys.executable, "-P", "-m", "hybridflow.process.fork_server", *words],
                 pass_fds=[listener.fileno() for listener in listeners],
                 env={**os.environ, "PYTHONPATH": f"{ROOT}:{path}", "OF_THE_SERVER": "1", "OMP_NUM_THREADS": "1"},
                 stderr=stderr,
@@ -67,7 +68,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def _said(name: str, folder: Path, *words: str, leader: bool = False) -> dict[str, object]:
+def _said(name: str, folder: Path, *words: str, leader: bool = False) -> dict[str, Any]:
     script, out = folder / "says.py", folder / "said.json"
     script.write_text(SAYS)
     with open(out, "wb") as file, open(os.devnull, "rb") as nothing:
@@ -96,7 +97,7 @@ def test_a_fork_is_a_new_interpreter_that_finds_modules_loaded(start: Start, tmp
     first, second = (_said(name, tmp_path, "sqlite3", "decimal_of_nobody") for _ in range(2))
     assert first["argv"] == [str(tmp_path / "says.py"), "sqlite3", "decimal_of_nobody"]
     assert (first["of"], first["left"], first["name"]) == ("the order", None, "__main__")
-    assert (first["cwd"], first["folder"]) == (os.getcwd(), str(tmp_path))
+    assert first["cwd"] == os.getcwd() and str(tmp_path) not in first["path"]  # no folder hides the library's modules
     assert first["loaded"] == ["sqlite3"]
     assert first["random"] != second["random"]
     assert (first["group"], first["session"]) == (True, False)  # whoever kills its group kills nobody else

@@ -84,7 +84,10 @@ def graded(given: dict[str, Any], texts: list[str], prompt: str = "2+2=") -> lis
         return manager.score(["any"] * len(texts), texts, ["4"] * len(texts), infos)
 
 
-def test_the_judge_sees_prompt_reference_and_response_and_its_grade_is_the_score(server: Server) -> None:
+def test_the_judge_sees_prompt_reference_and_response_and_its_grade_is_the_score(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # is for the addresses of other machines
     """Fields in the texts are text."""
     server.answer = lambda text: f"Score: 1? It says 4. Score: {7.5 if 'it is 4' in text else 0}"
     request = {"max_tokens": 99, "chat_template_kwargs": {"thinking": False}}
