@@ -28,8 +28,16 @@ from hybridflow.config.schema import ClusterConfig
 from hybridflow.device.platform import Kind, Platform
 from hybridflow.errors import ClusterLostError, HybridFlowError, ResourceError
 from hybridflow.process.private_folder import LONGEST_FOR_RAY, RAY, make_private_folder
-from hybridflow.process.secret import without_credentials
 from hybridflow.single_controller import guard, watch
+from hybridflow.single_controller.joining import (
+    ASK_S,
+    TOKEN_OF_SCRIPT,
+    answers_strangers,
+    find_token,
+    plain_job_config,
+    require_listener,
+    within,
+)
 from hybridflow.single_controller.remote_node import RemoteNode
 
 LOOPBACK = "127.0.0.1"
@@ -44,7 +52,6 @@ _PREFIX = "hf-ray-"
 _LOCK = "owner.lock"
 _MIN_AGE_TO_SWEEP_S = 60.0
 _POLL_S = 0.3
-_TOKEN_OF_SCRIPT = "~/.hybridflow-ray-token"  # where launch/ray/cluster.sh looks
 
 
 @dataclass(frozen=True)
@@ -141,9 +148,11 @@ class Cluster:
         local = _Local.make()
         slots = config.nodes * config.procs_per_node
         before = signal.getsignal(signal.SIGTERM)
-        starting = watch.Watch(watch.Starting(_starting_processes), local.keep_guarded)
+        starting = watch.Watch(watch.Starting(_starting_processes, config.start_timeout_s), local.keep_guarded)
         try:
             ray.init(
+                address="local",  # whatever RAY_ADDRESS says
+                job_config=plain_job_config(),
                 num_cpus=num_cpus or max(os.cpu_count() or 1, 4 * slots, 16),
                 include_dashboard=False,
                 log_to_driver=False,
@@ -175,23 +184,32 @@ class Cluster:
 
     @classmethod
     def _join(cls, config: ClusterConfig, run_dir: Path) -> Cluster:
-        _find_token()
+        find_token()
+        require_listener(config)
         import ray
 
         _prepare_client(ray)
         before = signal.getsignal(signal.SIGTERM)
+        starting = watch.Watch(watch.Starting(dict, config.start_timeout_s))
         try:
-            ray.init(address=config.address, log_to_driver=False, configure_logging=False)
-        except Exception as error:
-            hint = (
-                "check the address, and that RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH or "
-                f"{_TOKEN_OF_SCRIPT} holds the cluster's token"
+            ray.init(
+                address=config.address, job_config=plain_job_config(), log_to_driver=False, configure_logging=False
             )
-            raise ResourceError(f"cannot join the Ray cluster at {config.address}: {error}; {hint}") from error
+        except BaseException as error:
+            starting.stop()
+            lost = starting.interrupted_over()
+            if not isinstance(error, Exception) and not lost:
+                raise
+            hint = (
+                "check the address (cluster.address), and that RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH or "
+                f"{TOKEN_OF_SCRIPT} holds the cluster's token"
+            )
+            raise ResourceError(f"cannot join the Ray cluster at {config.address}: {lost or error}; {hint}") from error
         finally:
             _restore_sigterm(before)
+        starting.stop()
         cluster = cls(config, run_dir, None)
-        if not config.trusted_network and _answers_strangers(cluster.address):
+        if not config.trusted_network and answers_strangers(cluster.address):
             cluster.shutdown()
             raise ResourceError(
                 f"the Ray cluster at {config.address} asks nobody for a token: whoever reaches it runs code as you; "
@@ -316,11 +334,15 @@ def wait_for_nodes(address: str, nodes: int, timeout_s: float, check: Callable[[
     while True:
         check()
         try:
-            found = GcsClient(address=address).get_all_node_info(timeout=5.0).values()
+            found = within(
+                min(ASK_S, timeout_s), lambda: GcsClient(address=address).get_all_node_info(timeout=ASK_S).values()
+            )
             joined = sorted(info.node_manager_address for info in found if info.state == 0)  # GcsNodeInfo.ALIVE
             if len(joined) >= nodes:
                 return
             why = f"joined: {', '.join(joined) or 'none'}"
+        except TimeoutError:
+            why = "it does not answer"
         except Exception as error:  # Ray raises RpcError, RaySystemError and others
             why = f"{type(error).__name__}: {error}"
         if time.monotonic() >= deadline:
@@ -345,6 +367,7 @@ def _set_environment() -> None:
     # When they are set after the import, the client ignores them and retries for 20 s (ray/_private/authentication).
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.pop("RAY_ADDRESS", None)  # of another cluster, which Ray's own calls in this process would ask
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Without it a thread that calls Ray after its shutdown would start another cluster, of which nobody knows.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
@@ -352,25 +375,6 @@ def _set_environment() -> None:
     # get_node_ip_address (ray/_private/services.py:811) returns loopback only when clusters over several machines are
     # disabled.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-
-
-def _find_token() -> None:
-    """Let Ray's client use the token of the environment, or the one that `launch/ray/cluster.sh` starts Ray with. Ray
-    itself ignores a token unless RAY_AUTH_MODE says that there is one."""
-    path = Path(_TOKEN_OF_SCRIPT).expanduser()
-    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() and path.is_file():
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
-    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-
-
-def _answers_strangers(address: str) -> bool:
-    """Whether Ray's gcs answers a process without a token."""
-    ask = "import sys; from ray._raylet import GcsClient; GcsClient(sys.argv[1]).internal_kv_keys(b'', None, 10)"
-    env = {**without_credentials(), "RAY_AUTH_MODE": "disabled"}
-    return (
-        subprocess.run([sys.executable, "-c", ask, address], env=env, capture_output=True, check=False).returncode == 0
-    )
 
 
 def _gcs_address() -> str:

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
@@ -158,11 +159,13 @@ class Starting:
 
     Args:
         running: those that there are now, by name. What there was before, of an earlier cluster, is not looked at.
+        timeout_s: how long the start may take, from now on.
     """
 
-    def __init__(self, running: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, running: Callable[[], Mapping[str, int]], timeout_s: float) -> None:
         self._running, self._seen = running, dict[str, int]()
         self._before = frozenset(running().values())
+        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
 
     def pids(self) -> Sequence[int]:
         """The processes that were seen."""
@@ -174,8 +177,10 @@ class Starting:
         return Processes(self._seen).ended()
 
     def silent(self) -> str:
-        """Nothing: who starts may be slow."""
-        return ""
+        """That the start takes longer than it may."""
+        if time.monotonic() < self._deadline:
+            return ""
+        return f"Ray has not answered within cluster.start_timeout_s={self._timeout_s:g}"
 
 
 class Address:

@@ -6,9 +6,14 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,14 +22,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.config.schema import SamplingConfig
+from hybridflow.config.schema import ClusterConfig, SamplingConfig
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.errors import ClusterLostError, WorkerError
+from hybridflow.errors import ClusterLostError, ResourceError, WorkerError
 from hybridflow.process.children import state_of
 from hybridflow.single_controller import colocated, future
-from hybridflow.single_controller.cluster import _find_token, _ip_key
+from hybridflow.single_controller.cluster import _ip_key, wait_for_nodes
 from hybridflow.single_controller.colocate import address_of
 from hybridflow.single_controller.host import Failure, Host
+from hybridflow.single_controller.joining import find_token, require_listener
 from hybridflow.single_controller.pieces import At, ColumnRecipe, Header, Recipe, Request, gather
 from hybridflow.single_controller.stored import INLINE_BYTES, is_small
 
@@ -265,10 +271,39 @@ def test_a_driver_that_joins_uses_the_token_that_ray_was_started_with(
     (tmp_path / ".hybridflow-ray-token").write_text("t")
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path), **environment})
-    _find_token()
+    find_token()
     found = {name: os.environ[name] for name in names if name in os.environ}
     assert found == {name: value.format(home=tmp_path) for name, value in expected.items()}
     (tmp_path / ".hybridflow-ray-token").unlink()
     monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path)})
-    _find_token()
+    find_token()
     assert set(os.environ) == {"HOME"}
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["refuses", "says nothing"])
+def test_a_dead_head_is_given_up_by_the_deadline(monkeypatch: pytest.MonkeyPatch, listens: bool) -> None:
+    """Ray's client tries for half a minute whatever its caller wants."""
+    asked = threading.Event()
+
+    class Client:
+        def __init__(self, address: str) -> None:
+            asked.set()
+            threading.Event().wait()  # for ever
+
+    monkeypatch.setitem(sys.modules, "ray._private.services", SimpleNamespace(GcsClient=Client))
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        if listens:
+            head.listen()
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        with pytest.raises(ResourceError, match=f"0 of 2 nodes have joined Ray at {address} .*it does not answer"):
+            wait_for_nodes(address, 2, 0.2)
+        assert asked.is_set()
+        config = ClusterConfig(address=address, start_timeout_s=0.5)
+        with nullcontext() if listens else pytest.raises(ResourceError, match=f"{address}.*correct cluster.address"):
+            require_listener(config)
+
+
+def test_a_cluster_named_otherwise_is_left_to_ray() -> None:
+    for address in ("auto", "ray://head:10001", "head"):
+        require_listener(ClusterConfig(address=address))

@@ -53,7 +53,7 @@ def test_a_stopped_process_is_lost_after_some_looks_and_one_that_goes_on_is_not(
 
 def test_a_process_that_ends_while_others_are_started_is_named(sleeper: subprocess.Popen[bytes]) -> None:
     running = dict[str, int]()
-    watched = watch.Starting(lambda: dict(running))
+    watched = watch.Starting(lambda: dict(running), 60.0)
     assert watched.ended() == watched.silent() == "" and not watched.pids()
     running["gcs_server"] = sleeper.pid
     assert watched.ended() == "" and watched.pids() == [sleeper.pid]
@@ -66,8 +66,13 @@ def test_a_process_that_ends_while_others_are_started_is_named(sleeper: subproce
 def test_what_is_left_of_an_earlier_cluster_is_no_loss_of_one_that_starts(sleeper: subprocess.Popen[bytes]) -> None:
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # a zombie, which is a child still
-    watched = watch.Starting(lambda: {"gcs_server": sleeper.pid})
+    watched = watch.Starting(lambda: {"gcs_server": sleeper.pid}, 60.0)
     assert watched.ended() == "" and not watched.pids()
+
+
+def test_a_start_that_takes_too_long_is_over() -> None:
+    assert watch.Starting(dict, 60.0).silent() == ""
+    assert watch.Starting(dict, 0.0).silent() == "Ray has not answered within cluster.start_timeout_s=0"
 
 
 def test_an_address_is_lost_after_some_refusals() -> None:
