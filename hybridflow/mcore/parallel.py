@@ -25,7 +25,7 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
     """
     global _layout
     _layout = config
-    join_world(backend, timeout_s)
+    join_world(backend, timeout_s, undo=parallel_state.destroy_model_parallel)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,

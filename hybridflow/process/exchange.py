@@ -14,7 +14,7 @@ class Exchange:
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: seconds that a rank waits for the slowest one in `gather`."""
-        self.world = dist.get_world_size()
+        self.of, self.world = dist.group.WORLD, dist.get_world_size()
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def gather(self, text: str) -> list[str]:
@@ -52,6 +52,6 @@ def shared_exchange(timeout_s: float = 1800.0) -> Exchange:
     """The exchange for loads and exports on the training's thread. The first call, which is collective, creates it and
     sets its timeout."""
     global _shared
-    if _shared is None or _shared.world != dist.get_world_size():
+    if _shared is None or _shared.of is not dist.group.WORLD:  # a process may join another world
         _shared = Exchange(timeout_s)
     return _shared

@@ -4,6 +4,7 @@ of them with the job."""
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,6 +36,7 @@ from hybridflow.placement import pools_of
 from hybridflow.placement.threads import threads_by_role, user_limit
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.process.stopping import terminate_as_interrupt
+from hybridflow.process.surroundings import without_proxy
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.dumps import Dumps, identity
 from hybridflow.rollout.evaluation import Scorer, Validator, check_truths, open_val_sets, sources_to_score
@@ -168,7 +170,9 @@ class _Job:
             args = [(spec,) for spec in specs]
         if cluster is None:
             with self.progress.stage(f"build the model in this process ({backend})"):
-                return InProcessGroup(worker, role="actor", args=args, log_dir=self.session.folder / "logs")
+                group = InProcessGroup(worker, role="actor", args=args, log_dir=self.session.folder / "logs")
+                self.stack.callback(group.close)
+                return group
         with self.progress.stage(f"start {procs} {backend} ranks ({layout_text(config)})"):
             return self._group(cluster, self.pools["actor"], worker, "actor", args)
 
@@ -383,6 +387,7 @@ def _run_job(
     config: RunConfig, preload: Preload | None, job: Callable[[_Job], dict[str, Any]], total_steps: int
 ) -> None:
     """Open the run folder, run the job, write summary and report; on an interrupt, say how to resume."""
+    os.environ.update(without_proxy(os.environ))  # rewards, tools and episodes ask this machine's addresses as well
     folder = derived.run_dir(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder), Progress(0, "") as progress:
