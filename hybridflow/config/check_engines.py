@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridflow.config import derived
+from hybridflow.config.engine_arguments import refusals
+from hybridflow.config.keys import ENGINE
 from hybridflow.config.schema import RolloutConfig, RunConfig
-
-# arguments of the engine's server that say who reaches it
-_OURS = ("host", "port", "api-key", "admin-api-key", "nccl-port", "dist-init-addr", "config", "grpc-mode")
 
 
 def shape_problems(config: RunConfig) -> Iterator[str]:
@@ -22,6 +21,8 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
                 f"tensor-parallel ranks; choose a divisor of {rollout.tensor}, or raise rollout.tensor"
             )
     yield from _node_problems(config)
+    for name, why in refusals(rollout.extra_args) if rollout.engine in ENGINE.names() else ():
+        yield f"rollout.extra_args.{name}={rollout.extra_args[name]!r}: {why}"
     yield from _open_doors(config)
     if rollout.quantization == "fp8" and config.model.dtype != "bfloat16":
         # sglang/srt/layers/quantization/fp8.py:326
@@ -53,12 +54,6 @@ def _node_problems(config: RunConfig) -> Iterator[str]:
 def _open_doors(config: RunConfig) -> Iterator[str]:
     """What would let others of the machine or the network reach an engine."""
     rollout, cluster = config.rollout, config.cluster
-    for name in rollout.extra_args:
-        if name.replace("_", "-") in _OURS:
-            yield (
-                f"rollout.extra_args.{name}={rollout.extra_args[name]!r}: engines listen on loopback alone, on a port "
-                "and with keys of the job's own; remove it"
-            )
     if rollout.nodes_per_engine > 1 and not derived.engines_may_span_nodes(config):
         yield (
             f"rollout.nodes_per_engine={rollout.nodes_per_engine} in the cluster at {cluster.address}: the ranks of "

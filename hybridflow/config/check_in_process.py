@@ -16,6 +16,7 @@ _ONE = (
 )
 _WITHOUT_USE = {
     "cluster.address": None,
+    "rollout.extra_args": {},
     "rollout.quantization": None,
     "rollout.python": None,
     "rollout.sleep_while_training": False,

@@ -370,7 +370,8 @@ class RolloutConfig:
     sleep_while_training: bool = False
     # interpreter of the engine's server, with the kind's library (vllm); null: the one of this process
     python: str | None = None
-    # more arguments of the engine's own server, e.g. {chunked_prefill_size: 2048} (sglang)
+    # more arguments of the engine's own server, e.g. {chunked_prefill_size: 2048} (sglang); those that change what is
+    # sampled, by which weights, or what reaches the trainer are refused
     extra_args: dict[str, Any] = field(default_factory=dict)
 
 

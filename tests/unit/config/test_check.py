@@ -82,6 +82,10 @@ def test_the_gsm8k_recipe_passes_once_prepared() -> None:
         ("rollout.tensor=2", "rollout.expert=2"),
         ("rollout.pipeline=2", "rollout.sync.pause=abort"),
         ("rollout.quantization=fp8", "model.dtype=bfloat16"),
+        (
+            "rollout.extra_args={chunked_prefill_size: 64, attention_backend: triton, disable_radix_cache: true, "
+            "kv_cache_dtype: fp8_e5m2, enable_return_routed_experts: true}",
+        ),
         ("rollout.tensor=2", "rollout.nodes_per_engine=2", "rollout.sync.transport=shared_memory"),
         ("rollout.tensor=8", "rollout.data_parallel_attention=2", "rollout.expert=4"),
         ("actor.max_tokens_per_micro_batch=48",),
@@ -159,6 +163,32 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("rollout.extra_args.host='0.0.0.0'", "on loopback alone", "remove it"),
         ),
         (("+rollout.extra_args.admin_api_key=x",), ("rollout.extra_args.admin_api_key", "keys of the job's own")),
+        *(
+            ((f"+rollout.extra_args.{given}",), (f"rollout.extra_args.{given.partition('=')[0]}=", said))
+            for given, said in (
+                ("speculative_algorithm=EAGLE", "which no sync updates"),
+                ("spec=EAGLE", "which no sync updates"),  # command lines take beginnings of names
+                ("preferred_sampling_params={min_p:0.3}", "than rollout.sampling says"),
+                ("enable-custom-logit-processor=true", "than rollout.sampling says"),
+                ("quantization=fp8", "rollout.quantization or model.dtype"),
+                ("load_format=auto", "weights that the trainer sends"),
+                ("enable_lora=true", "docs/lora.md"),
+                ("enable_eplb=true", "where a sync writes"),
+                ("hicache_storage_backend=file", "older weights"),
+                ("tokenizer_mode=slow", "token ids of model.tokenizer"),
+                ("disaggregation_mode=prefill", "as the job sets them"),
+                ("tp_size=2", "rollout.tensor says it"),
+                ("trust_remote_code=true", "runs code of files"),
+            )
+        ),
+        (
+            ("rollout.engine=vllm", "+rollout.extra_args.hf_overrides={a:1}"),
+            ("extra_args.hf_overrides", "model.hf_config"),
+        ),
+        (
+            ("cluster=in-process", "+rollout.extra_args.chunked_prefill_size=64"),
+            ('rollout.extra_args={"chunked_prefill_size": 64}', "set it to {}"),
+        ),
         (
             ("rollout.tensor=2", "rollout.nodes_per_engine=2", "cluster.address=10.0.0.1:6379"),
             ("rollout.nodes_per_engine=2", "10.0.0.1:6379", "cluster.trusted_network=true"),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.config.engine_arguments import refusals
 from hybridflow.engines import guard
 from hybridflow.engines.server import command_line, reserve_port
 from hybridflow.engines.sglang.engine import SglangEngine
@@ -317,3 +318,23 @@ def test_every_server_has_our_loader_and_sleeps_when_idle(tmp_path: Path) -> Non
     words = command_line(server_arguments(EngineSpec(name="e", model_path=str(tmp_path)), 20000))
     assert words[words.index("--custom-weight-loader") + 1] == "hybridflow.engines.sglang.weight_receiver.load"
     assert "--sleep-on-idle" in words
+
+
+@pytest.mark.full
+def test_every_argument_of_sglang_is_refused_by_its_whole_name_or_let_through() -> None:
+    """A release of SGLang with other arguments fails here: each new one is to be judged."""
+    code = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(json.dumps([word[2:] for action in parser._actions for word in action.option_strings if word[:2] == "--"]))
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    names = dict.fromkeys(json.loads(said.splitlines()[-1]))
+    refused = dict(refusals(names))
+    golden = Path(__file__).parents[2] / "golden" / "sglang_arguments.txt"
+    assert sorted(names.keys() - refused) == golden.read_text(encoding="utf-8").split()
+    ours = server_arguments(EngineSpec(name="e", model_path="x", tensor=2, pipeline=2, expert=2), 20000)
+    free = {"skip-server-warmup", "grammar-backend", "log-level-http", "sleep-on-idle", "disable-radix-cache"}
+    assert set(ours) - refused.keys() <= free  # what the job sets is not to be set otherwise
