@@ -16,9 +16,9 @@ import numpy as np
 from hybridflow.agents.episodes import Episode, Episodes
 from hybridflow.agents.formats.base import Call
 from hybridflow.config.schema import AgentConfig
+from hybridflow.data.chat_template import Exchange, ShownCall
 from hybridflow.data.plain_text import whole_text
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.data.turns import ShownCall, Turn
 from hybridflow.errors import ConfigError
 
 
@@ -62,7 +62,7 @@ class Conversation:
         config: `rollout.agent`.
         room: tokens that may still follow the prompt, sampled or shown.
         messages: the answers and observations so far, as chat messages.
-        shown: the same as turns of the chat template.
+        shown: the same as exchanges of the chat template.
         end: why it ended; empty while it goes on.
         failure: what went wrong, where the loop raised. Its tokens are not trained on.
         episodes: begin an episode of `rollout.agent.environment`; None without one.
@@ -79,7 +79,7 @@ class Conversation:
     sample: Sample
     room: int
     messages: list[dict[str, str]] = field(default_factory=list)
-    shown: list[Turn] = field(default_factory=list)
+    shown: list[Exchange] = field(default_factory=list)
     end: str = ""
     failure: str | None = None
     answered: int = 0
@@ -144,10 +144,10 @@ class Conversation:
         if self.finish_reason != "stop":
             raise ConversationOver("the answer was cut off")
         most = self.config.max_observation_tokens
-        turn = Turn([{**one, "content": self.tokenizer.cut(one["content"], most)} for one in messages], calls)
-        ids = self.tokenizer.continuation([*self.shown, turn], self.tokens[-1] if self.tokens else None)
+        exchange = Exchange([{**one, "content": self.tokenizer.cut(one["content"], most)} for one in messages], calls)
+        ids = self.tokenizer.continuation([*self.shown, exchange], self.tokens[-1] if self.tokens else None)
         self.need(len(ids) + 1)
-        self.shown.append(turn)
+        self.shown.append(exchange)
         version = self.versions[-1] if self.versions else -1
         count = len(ids)
         self._append(np.array(ids, np.int64), False, np.zeros(count, np.float32), np.full(count, version, np.int64))

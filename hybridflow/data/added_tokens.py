@@ -34,7 +34,7 @@ class AddedTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def find(self, text: str, begin: int = 0) -> Iterator[Found]:
-        """Those in the text from `begin` on, in order."""
+        """The added tokens of the text from `begin` on, in order."""
         position = begin
         while match := self._pattern.search(text, position):
             token = self._tokens[match[0]]

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from hybridflow.data.added_tokens import AddedTokens
-from hybridflow.data.turns import Piece
+from hybridflow.data.chat_template import Piece, common_beginning
 
 _NOT_SPACE = re.compile(r"\S")
 _NEUTRAL = "\ufffc"  # in place of what must not be read as a token
@@ -66,7 +66,7 @@ class PlainText:
             return text
         if self._backend is None:
             ids = self._ids(text)
-            return text if len(ids) <= most else _common(text, str(self._hf.decode(ids[:most])))
+            return text if len(ids) <= most else common_beginning(text, str(self._hf.decode(ids[:most])))
         offsets = self._backend.encode(text, add_special_tokens=False).offsets
         return text if len(offsets) <= most else text[: offsets[most][0]]
 
@@ -99,9 +99,3 @@ class PlainText:
         found = Backend.from_str(json.dumps({**state, "added_tokens": [], "truncation": None, "padding": None}))
         found.add_special_tokens([AddedToken(_ANCHOR, normalized=False, special=True)])
         return found
-
-
-def _common(text: str, other: str) -> str:
-    """The longest beginning of both."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return text[: next((place for place, (one, two) in pairs if one != two), min(len(text), len(other)))]

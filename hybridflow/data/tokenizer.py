@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.outside_json import read_outside_json
+from hybridflow.data.chat_template import ChatTemplate, Exchange
 from hybridflow.data.chat_trial import TEXTS, render_all, trial
 from hybridflow.data.plain_text import PlainText, whole_text
 from hybridflow.data.tiktoken_files import is_tiktoken_folder, read_tiktoken
-from hybridflow.data.turns import ChatTurns, Turn
 from hybridflow.errors import DataError
 
 _NOT_A_TOKEN = "\ufffd"
@@ -64,7 +64,8 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        """The prompt text of chat messages [{role, content}, ...], ending where the assistant's answer starts.
+        """The prompt text of chat messages [{role, content}, ...], ending where the assistant's answer starts, or goes
+        on where the last message is the assistant's.
 
         Args:
             tools: declarations to show; None: those of the run.
@@ -72,6 +73,8 @@ class Tokenizer:
         Raises:
             DataError: the tokenizer has no chat template, or the template refuses the messages.
         """
+        if messages and messages[-1].get("role") == "assistant":
+            return self._render(messages, tools, continue_final_message=True)
         return self._render(messages, tools, add_generation_prompt=True)
 
     def _render(
@@ -88,7 +91,7 @@ class Tokenizer:
                 f"{self.path}: the chat template refused the messages {str(messages)[:200]}: {error}"
             ) from error
 
-    def _render_for_turns(self, messages: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:
+    def _render_for_template(self, messages: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:
         return self._render(messages, None, add_generation_prompt=opens_answer)
 
     def encode_chat(
@@ -99,30 +102,38 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, tools))
 
     @cached_property
-    def turns(self) -> ChatTurns:
+    def template(self) -> ChatTemplate:
         """What the chat template writes between an answer and the next one."""
         stops = [self.token_text(token) for token in self.stop_ids]
-        return ChatTurns(str(self.path), self._render_for_turns, self._plain.added, stops)
+        return ChatTemplate(str(self.path), self._render_for_template, self._plain.added, stops)
 
-    def continuation(self, turns: Sequence[Turn], last: int | None = None) -> list[int]:
+    def continuation(self, exchanges: Sequence[Exchange], last: int | None = None) -> list[int]:
         """Token ids between the last answer of a conversation and the next one, as the chat template writes them. What
         was said before is not needed and not made again.
 
         Tokens that are written out in a message stay text, so that a tool cannot speak for another role.
 
         Args:
-            turns: answers and what followed them; the messages of the last turn are written.
+            exchanges: answers and what followed them; the messages of the last one are written.
             last: the last token of the answer. The template's own end of an answer is shown where that is another one.
 
         Raises:
             DataError: the template refuses such messages, or leaves them or the answer out.
         """
         ended = self.token_text(last) if last is not None and last in self.stop_ids else None
-        return self._plain.encode_pieces(self.turns.following(turns, ended))
+        return self._plain.encode_pieces(self.template.following(exchanges, ended))
 
     def cut(self, text: str, most: int) -> str:
         """The text up to its first `most` tokens, with U+FFFD for each half of a surrogate pair."""
         return self._plain.cut(whole_text(text), most)
+
+    @cached_property
+    def end_id(self) -> int:
+        """The id that ends an answer in training: what the chat template puts there, where generation stops at it, else
+        `eos_id`."""
+        end = self.template.ends_answer if self._hf.chat_template else None
+        found = self.eos_id if end is None else int(self._hf.convert_tokens_to_ids(end))
+        return found if found in self.stop_ids else self.eos_id
 
     @cached_property
     def _plain(self) -> PlainText:

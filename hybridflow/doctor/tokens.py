@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridflow.data.chat_template import TemplateReport
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
-from hybridflow.data.turns import TemplateReport
 from hybridflow.doctor.findings import Finding
 from hybridflow.errors import DataError
 
@@ -59,7 +59,7 @@ def _template(tokenizer: Tokenizer, observed: str | None) -> Iterator[Finding]:
         yield Finding("chat template", "error", str(error), remedy)
         yield Finding("answers end", "warning", f"at {names}; no template says at which", remedy)
         return
-    report = tokenizer.turns.report()
+    report = tokenizer.template.report()
     thinking = "the prompt opens a thinking" if report.opens_thinking else "the prompt opens no thinking"
     dropped = (
         f"; earlier thinking is dropped before {', '.join(report.drops_thinking)}" if report.drops_thinking else ""

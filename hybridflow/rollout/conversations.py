@@ -23,12 +23,14 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.agents.call_reading import format_of
 from hybridflow.agents.completions import CompletionServer
 from hybridflow.agents.conversation import Conversation, ConversationOver, Sampled
 from hybridflow.agents.episodes import EpisodeError, Episodes
+from hybridflow.agents.formats.base import FORMATS
 from hybridflow.agents.loops.base import LOOPS
 from hybridflow.agents.toolbox import toolbox
-from hybridflow.agents.tools.base import ToolLostError
+from hybridflow.agents.tools.base import Toolbox, ToolLostError
 from hybridflow.batch import ROUTED, ROUTES, DataProto, Jagged, objects
 from hybridflow.config import derived
 from hybridflow.config.registry import describe_error
@@ -76,9 +78,9 @@ class Conversations:
         self.agent = config.rollout.agent
         log_path = None if logs is None else logs / "environments.log"
         self._episodes = None if self.agent.environment is None else Episodes(self.agent, log_path)
-        self._agent_loop, self._tools = LOOPS.get(self.agent.loop), toolbox(config)
+        self._agent_loop, self._tools = LOOPS.get(self.agent.loop), self._toolbox()
         role = self.agent.observation_role
-        tokenizer.turns.check(role, with_calls=role == "tool" and self.agent.loop == "tools")
+        tokenizer.template.check(role, with_calls=role == "tool" and self.agent.loop == "tools")
         self._next_ticket = 0
         self._held: dict[int, tuple[Conversation, asyncio.Task[None]]] = {}
         self._waiting: list[_Ask] = []
@@ -89,6 +91,18 @@ class Conversations:
         self._events = asyncio.new_event_loop()
         self._completions = CompletionServer()
         weakref.finalize(self, _close, self._events, self._completions)
+
+    def _toolbox(self) -> Toolbox:
+        template, chosen = self.tokenizer.template, self.agent.call_format
+        found = toolbox(self.config, thinking_open=template.opens_thinking)
+        shown = format_of(template.example_call) if found.tools and template.example_call else None
+        if shown not in (None, chosen) and chosen in FORMATS.names():
+            _log.warning(
+                "rollout.agent.call_format=%s, and the chat template writes calls as %s: the policy may never call a "
+                "tool; set rollout.agent.call_format=%s",
+                *(chosen, shown, shown),
+            )
+        return found
 
     def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
         """Begin a conversation for each prompt, and return a ticket for each.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ class Call:
     """A call as an answer writes it.
 
     Attributes:
+        arguments: by name. With `is_text` they are as they were written, and the tool's declaration says what they are.
         problem: what is wrong with one that cannot be read; the policy is told.
         id: as the answer writes it; empty where the format has none.
     """
@@ -25,7 +26,24 @@ class Call:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
     id: str = ""
+    is_text: bool = False
 
+
+@dataclass(frozen=True)
+class JsonBlock:
+    """A block of `json_blocks`: what was found before its value (None: something else), the value, and what is wrong
+    with it."""
+
+    header: re.Match[str] | None
+    value: Any
+    problem: str
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 # (answer, {name of a tool: names of its parameters}) -> the calls in it, in order
 CallFormat = Callable[[str, Mapping[str, Sequence[str]]], list[Call]]
@@ -37,31 +55,59 @@ def call_format(name: str) -> Callable[[CallFormat], CallFormat]:
     return FORMATS.entry(name, lambda function: function)
 
 
-def blocks(text: str, begin: str, end: str, read: Callable[[str], Call], what: str) -> list[Call]:
-    """The calls between `begin` and `end`, as `read` has each; one that is not closed is a problem of `what`."""
-    found = re.finditer(rf"{re.escape(begin)}(.*?)({re.escape(end)}|\Z)", text, re.DOTALL)
-    return [read(one[1]) if one[2] else Call("", problem=f"{what} is not closed") for one in found]
-
-
-def json_call(text: str, arguments_key: str) -> Call:
-    """The call in a JSON object {"name": ..., arguments_key: {...}}."""
+def json_at(text: str, place: int) -> tuple[Any, int]:
+    """The JSON value that begins at `place`, and where it ends. ValueError: there is none, or it holds NaN."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return Call("", problem=f"the call is no JSON ({error})")
+        return _DECODER.raw_decode(text, place)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def json_blocks(text: str, begin: str, header: re.Pattern[str], end: re.Pattern[str], what: str) -> Iterator[JsonBlock]:
+    """The blocks that `begin` opens: a header, a JSON value that is read from its first character to its last, whatever
+    is written in its strings, and an end.
+
+    Args:
+        header: what stands between `begin` and the value.
+        end: what closes a block; it is searched for where the value cannot be read.
+        what: names a block for problems.
+    """
+    place = text.find(begin)
+    while place >= 0:
+        head = header.match(text, place + len(begin))
+        start = head.end() if head else place + len(begin)
+        value, stop, problem = None, start, "" if head else f"{what} is no call"
+        if head:
+            try:
+                value, stop = json_at(text, start)
+            except ValueError as error:
+                problem = f"is no JSON ({error})"
+        closed = end.match(text, stop)
+        if closed is None:
+            closed = end.search(text, stop)
+            problem = problem or "is no JSON (text follows the value)"
+        if closed is None:
+            yield JsonBlock(head, None, f"{what} is not closed")
+            return
+        yield JsonBlock(head, value, problem)
+        place = text.find(begin, closed.end())
+
+
+def json_call(found: Any, arguments_key: str) -> Call:
+    """The call in a JSON object {"name": ..., arguments_key: {...}}."""
     name = found.get("name") if isinstance(found, dict) else None
     if not isinstance(name, str):
         return Call("", problem='the call is no JSON object with a "name"')
     return with_arguments(name, found.get(arguments_key, {}))
 
 
-def with_arguments(name: str, arguments: Any) -> Call:
-    """The call of `name` with arguments as an object, or as JSON of one."""
+def with_arguments(name: str, arguments: Any, number: str = "") -> Call:
+    """The call of `name` with arguments as an object, or as JSON of one; `number` is its id."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return Call(name, problem=f"the arguments of {name} are no JSON ({error})")
+            arguments, _ = json_at(arguments, len(arguments) - len(arguments.lstrip()))
+        except ValueError as error:
+            return Call(name, problem=f"the arguments of {name} are no JSON ({error})", id=number)
     if not isinstance(arguments, dict):
-        return Call(name, problem=f"the arguments of {name} are no JSON object")
-    return Call(name, arguments)
+        return Call(name, problem=f"the arguments of {name} are no JSON object", id=number)
+    return Call(name, arguments, id=number)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import Call, blocks, call_format, with_arguments
+from hybridflow.agents.formats.base import Call, JsonBlock, call_format, json_blocks, with_arguments
 
 _BEGIN, _SEPARATOR, _END = (f"<｜tool▁{word}｜>" for word in ("call▁begin", "sep", "call▁end"))
-_FENCED = re.compile(r"(?P<name>[^\n]*)\n```(?:json)?\n(?P<arguments>.*?)\n?```", re.DOTALL)
+_HEADER = re.compile(rf"(?P<kind>[^<]*){_SEPARATOR}\s*(?:(?P<name>[^\n`{{]*)\n```(?:json)?)?\s*")
+_CLOSED = re.compile(rf"\s*(?:```)?\s*{_END}")
 
 
 @call_format("deepseek")
 def deepseek(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """`function SEP name, ```json block` (V3, R1) and `name SEP json` (V3.1)."""
     del tools
-    return blocks(text, _BEGIN, _END, _call, "the call")
+    return [_call(one) for one in json_blocks(text, _BEGIN, _HEADER, _CLOSED, "the call")]
 
 
-def _call(text: str) -> Call:
-    before, separator, after = text.partition(_SEPARATOR)
-    if not separator:
-        return Call("", problem=f"the call has no {_SEPARATOR}")
-    if before.strip() == "function" and (fenced := _FENCED.match(after.strip())):
-        return with_arguments(fenced["name"].strip(), fenced["arguments"])
-    return with_arguments(before.strip(), after.strip())
+def _call(block: JsonBlock) -> Call:
+    if block.header is None:
+        return Call("", problem=block.problem if "closed" in block.problem else f"the call has no {_SEPARATOR}")
+    name = (block.header["name"] or block.header["kind"]).strip()
+    if block.problem:
+        return Call(name, problem=f"the arguments of {name}: {block.problem}")
+    return with_arguments(name, block.value)

@@ -3,31 +3,31 @@ with semicolons between; <|python_tag|> may stand before."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import Call, call_format, json_call
+from hybridflow.agents.formats.base import Call, call_format, json_at, json_call
 
 _TAG = "<|python_tag|>"
+_OBJECT = re.compile(r"[\s;]*\{")
 
 
 @call_format("llama")
 def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """The objects of an answer that begins with one. An answer that does not, or whose object has no "name", calls
-    nothing; after the tag it must."""
-    del tools
+    """The objects of an answer that begins with one. An answer that does not, or whose object has no "name" or names no
+    tool and has no parameters, calls nothing; after the tag it must."""
     rest = text.strip()
     tagged = rest.startswith(_TAG)
-    rest, calls = rest.removeprefix(_TAG).strip(), list[Call]()
-    while rest.startswith("{"):
+    place, calls = len(_TAG) if tagged else 0, list[Call]()
+    while begin := _OBJECT.match(rest, place):
         try:
-            found, end = json.JSONDecoder().raw_decode(rest)
-        except (ValueError, RecursionError):
+            found, place = json_at(rest, begin.end() - 1)
+        except ValueError:
             break
-        if not isinstance(found.get("name"), str) and not tagged:
+        key = next((key for key in ("parameters", "arguments") if key in found), None)
+        if not tagged and (not isinstance(found.get("name"), str) or (key is None and found["name"] not in tools)):
             return []
-        calls.append(json_call(rest[:end], "parameters" if "parameters" in found else "arguments"))
-        rest = rest[end:].strip().removeprefix(";").strip()
-    if rest and (calls or tagged):
+        calls.append(json_call(found, key or "parameters"))
+    if rest[place:].strip(" ;\n") and (calls or tagged):
         calls.append(Call("", problem="the call is no JSON object"))
     return calls

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from hybridflow.agents.call_reading import read_calls
 from hybridflow.agents.formats.base import FORMATS, Call
 from hybridflow.config.build import build_options
 from hybridflow.config.keys import TOOL
@@ -107,27 +108,32 @@ class Toolbox:
 
     Args:
         offered: tools besides those of `rollout.agent.tools`.
+        thinking_open: answers begin inside of a thinking, as the prompt has opened one.
 
     Raises:
         ConfigError: there is no tool or format of a name, two tools have the same one, or the options of a tool are
             wrong.
     """
 
-    def __init__(self, config: AgentConfig, offered: Sequence[Tool] = ()) -> None:
+    def __init__(self, config: AgentConfig, offered: Sequence[Tool] = (), *, thinking_open: bool = False) -> None:
         self.tools: dict[str, Tool] = {}
         for found in [*(_opened(TOOLS.get(name), config) for name in config.tools), *offered]:
             if found.name in self.tools:
                 raise ConfigError(f"rollout.agent.tools: two tools are called {found.name}; leave one of them out")
             self.tools[found.name] = found
-        self._format, self._timeout_s = FORMATS.get(config.call_format), config.tool_timeout_s
+        FORMATS.get(config.call_format)
+        self._format, self._thinking_open = config.call_format, thinking_open
+        self._declared = {name: found.schema()["function"]["parameters"] for name, found in self.tools.items()}
+        self._timeout_s = config.tool_timeout_s
 
     def schemas(self) -> list[dict[str, Any]]:
         """What chat templates are told of the tools."""
         return [found.schema() for found in self.tools.values()]
 
     def calls(self, answer: str) -> list[Call]:
-        """The calls in an answer, in order."""
-        return self._format(answer, {name: found.parameters for name, found in self.tools.items()})
+        """The calls in an answer, in order; what is written in its thinking calls nothing. Arguments have the types
+        that the tools declare."""
+        return read_calls(self._format, answer, self._declared, thinking_open=self._thinking_open)
 
     async def results(self, calls: Sequence[Call]) -> list[str]:
         """What each call returned, or what was wrong with it, as text for the policy. The calls run at the same time.

@@ -27,7 +27,12 @@ _KEY = "rollout.agent.tool_options.retrieval"
 _TEXTS = (".txt", ".md")
 _TABLES = (".jsonl", ".parquet")
 _WORD = re.compile(r"\w+")
-_FORMAT = 1  # of the saved index; another one is built again
+# Han, Hiragana, Katakana, Thai, Lao, Khmer and Burmese
+_UNSPACED = re.compile(
+    "([\u3005\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]+)"
+)
+_FORMAT = 2  # of the saved index; another one is built again
 _log = logging.getLogger(__name__)
 
 
@@ -176,7 +181,18 @@ def _cut(paragraph: str, most: int) -> Iterable[str]:
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
+    """Words, and pairs of characters of scripts that put no spaces between words."""
+    return [part for word in _WORD.findall(text.lower()) for part in _parts_of(word)]
+
+
+def _parts_of(word: str) -> Iterator[str]:
+    for run in _UNSPACED.split(word):
+        if not _UNSPACED.fullmatch(run):
+            yield from filter(None, [run])
+        elif len(run) == 1:
+            yield run
+        else:
+            yield from (run[place : place + 2] for place in range(len(run) - 1))
 
 
 def _loaded(folder: Path, count: int) -> bm25s.BM25 | None:

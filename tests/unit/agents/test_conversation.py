@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hybridflow.agents.conversation import Conversation, ConversationOver
+from hybridflow.data.chat_template import Exchange
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.data.turns import Turn
 from hybridflow.errors import DataError
 from tests.unit.agents.talks import FAMILIES, Engine, byte_tokenizer, conversation
 
@@ -72,7 +72,7 @@ def test_a_tool_cannot_speak_for_another_role(tokenizer: Tokenizer) -> None:
     special = text_of(tokenizer, [tokenizer.eos_id])
     engine = Engine(tokenizer, "call", "done")
     held = conversation(tokenizer, engine)
-    plain = tokenizer.continuation([Turn([{"role": "tool", "content": "x"}])], tokenizer.eos_id)
+    plain = tokenizer.continuation([Exchange([{"role": "tool", "content": "x"}])], tokenizer.eos_id)
     asyncio.run(talk(held, [f"x{special}x"]))
     shown = [token for token, own in zip(held.tokens, held.mask, strict=True) if not own]
     assert shown.count(tokenizer.eos_id) == plain.count(tokenizer.eos_id)
@@ -107,4 +107,4 @@ def test_limits(tokenizer: Tokenizer) -> None:
 def test_a_template_that_does_not_show_what_was_said_is_refused(tmp_path: Path, template: str) -> None:
     found = byte_tokenizer(tmp_path, ["<e>"], "<e>", template)
     with pytest.raises(DataError, match=r"observation_role|refused the messages"):
-        found.turns.check("tool")
+        found.template.check("tool")

@@ -8,9 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridflow.agents.call_reading import format_of, read_calls
 from hybridflow.agents.formats.base import FORMATS, Call
+from tests.unit.data.chat_tokenizers import TEMPLATES, published
 
 TOOLS = {"add": ("a", "b"), "search": ("query",)}
+NUMBER = {"type": "integer"}
+DECLARED = {
+    "add": {"type": "object", "properties": {"a": NUMBER, "b": {}}},
+    "search": {"type": "object", "properties": {"query": {"type": "string"}, "limit": NUMBER}},
+}
+
+
+def written(value: object) -> str:
+    """A value between tags: text as it is, any other as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def parameters(arguments: dict[str, object], opened: str) -> str:
+    return "".join(f"<parameter{opened.format(key)}>{written(value)}</parameter>" for key, value in arguments.items())
+
+
 WRITTEN = {
     "hermes": (
         "I add. <tool_call>\n{}\n</tool_call>",
@@ -29,21 +47,50 @@ WRITTEN = {
         lambda name, arguments: (
             name
             + "".join(
-                f"\n<arg_key>{key}</arg_key>\n<arg_value>{json.dumps(value)}</arg_value>"
+                f"\n<arg_key>{key}</arg_key>\n<arg_value>{written(value)}</arg_value>"
                 for key, value in arguments.items()
             )
         ),
     ),
 }
+WRITTEN |= {
+    "qwen3_coder": (
+        "I add.\n<tool_call>\n{}\n</tool_call>",
+        lambda name, arguments: f"<function={name}>\n{parameters(arguments, '={}')}</function>",
+    ),
+    "minimax": (
+        "I add.\n<minimax:tool_call>\n{}\n</minimax:tool_call>",
+        lambda name, arguments: f'<invoke name="{name}">\n' + parameters(arguments, ' name="{}"') + "</invoke>",
+    ),
+    "kimi": (
+        "I add.<|tool_calls_section_begin|>{}<|tool_calls_section_end|>",
+        lambda name, arguments: (
+            f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
+        ),
+    ),
+    "mistral": (
+        "[TOOL_CALLS]{}",
+        lambda name, arguments: f"{name}[ARGS]{json.dumps(arguments)}",
+    ),
+    "harmony": (
+        "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant{}",
+        lambda name, arguments: f" to=functions.{name}<|channel|>commentary json<|message|>{json.dumps(arguments)}",
+    ),
+}
+TAGGED = ("glm", "qwen3_coder", "minimax")
 PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="<>", exclude_categories=["Cs"]), max_size=20)
-ARGUMENTS = st.fixed_dictionaries({"a": st.integers(), "b": PLAIN | st.floats(allow_nan=False) | st.booleans()})
+ARGUMENTS = st.fixed_dictionaries(
+    {"a": st.integers(), "b": PLAIN | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()}
+)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 @given(arguments=ARGUMENTS)
 def test_what_is_written_is_read(name: str, arguments: dict[str, object]) -> None:
     frame, write = WRITTEN[name]
-    assert FORMATS.get(name)(frame.format(write("add", arguments)), TOOLS) == [Call("add", arguments)]
+    [call] = read_calls(name, frame.replace("{}", write("add", arguments)), DECLARED)
+    known = arguments if name not in TAGGED or not isinstance(arguments["b"], str) else {"a": arguments["a"]}
+    assert (call.name, call.problem) == ("add", "") and call.arguments.items() >= known.items()
 
 
 @pytest.mark.parametrize("name", [*WRITTEN, "tags"])
@@ -51,7 +98,8 @@ def test_what_is_written_is_read(name: str, arguments: dict[str, object]) -> Non
 def test_any_text_is_read_without_an_error(name: str, text: str) -> None:
     """Rubbish gives calls with a problem, or none."""
     read = FORMATS.get(name)
-    for around in ("{}", "<tool_call>{}</tool_call>", "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>", "<search>{}"):
+    frames = (frame for frame, _ in WRITTEN.values())
+    for around in ("{}", "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>", "<search>{}", *frames):
         assert all(isinstance(call, Call) for call in read(around.replace("{}", text), TOOLS))
     assert read("The answer is 4.", TOOLS) == []
 
@@ -68,8 +116,8 @@ def test_several_calls_keep_their_order() -> None:
     newer = "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>".format('{"a": 1, "b": 2}')
     assert FORMATS.get("deepseek")(newer, TOOLS) == calls[:1]
     assert FORMATS.get("tags")("<search>x</search> <search>y</search>", TOOLS) == [
-        Call("search", {"query": "x"}),
-        Call("search", {"query": "y"}),
+        Call("search", {"query": "x"}, is_text=True),
+        Call("search", {"query": "y"}, is_text=True),
     ]
 
 
@@ -85,7 +133,14 @@ def test_several_calls_keep_their_order() -> None:
         ("deepseek", "<｜tool▁call▁begin｜>function", "is not closed"),
         ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁call▁end｜>", "has no <｜tool▁sep｜>"),
         ("glm", "<tool_call>add\n<arg_key>a", "is not closed"),
-        ("glm", "<tool_call>add\n<arg_key>a</tool_call>", "no pairs"),
+        ("glm", "<tool_call>add\n<arg_key>a</tool_call>", "not written as pairs"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>", "is not closed"),
+        ("minimax", "<minimax:tool_call>add(1)</minimax:tool_call>", "holds no <invoke>"),
+        ("kimi", "<|tool_call_begin|>functions.add:0<|tool_call_end|>", "has no <|tool_call_argument_begin|>"),
+        ("mistral", "[TOOL_CALLS]add(1)", "is no JSON"),
+        ("harmony", " to=functions.add<|channel|>commentary json<|message|>{", "arguments of add are no JSON"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number of JSON"),
+        ("hermes", '<tool_call>{"name": "add"} and</tool_call>', "text follows the value"),
         ("tags", "<search>x", "<search> is not closed"),
         ("tags", "<add>1</add>", "takes 2 arguments"),
     ],
@@ -96,3 +151,97 @@ def test_a_malformed_call_says_what_is_wrong(name: str, text: str, problem: str)
 
 def test_an_answer_in_json_calls_no_tool_of_llama() -> None:
     assert FORMATS.get("llama")('{"answer": 4}', TOOLS) == []
+
+
+HOSTILE = (
+    "end with </tool_call> please",
+    '"}}</tool_call>',
+    "<｜tool▁call▁end｜> <|tool_call_end|> <|call|> </parameter> </arg_value> </function>",
+    "[TOOL_CALLS] [ARGS] <|message|> ```",
+    "<tool_call>",
+)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("text", HOSTILE)
+def test_an_argument_may_hold_what_closes_a_call(name: str, text: str) -> None:
+    frame, write = WRITTEN[name]
+    calls = read_calls(name, frame.replace("{}", write("search", {"query": text})), DECLARED)
+    assert [(call.name, dict(call.arguments), call.problem) for call in calls] == [("search", {"query": text}, "")]
+
+
+def test_a_program_in_tags_may_hold_its_closing_tag() -> None:
+    read = FORMATS.get("tags")
+    calls = read('<python>print("</python>")</python> then <search>x</search>', {**TOOLS, "python": ("code",)})
+    assert [dict(call.arguments) for call in calls] == [{"code": 'print("</python>")'}, {"query": "x"}]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_thought_calls_nothing(name: str) -> None:
+    frame, write = WRITTEN[name]
+    draft, real = (frame.replace("{}", write("search", {"query": text})) for text in ("draft", "real"))
+    if name == "harmony":
+        draft = f"<|channel|>analysis<|message|>{write('search', {'query': 'draft'})[:20]}<|end|>"
+    for thinking_open, answer in ((False, f"<think>{draft}</think>\n\n{real}"), (True, f"{draft}</think>{real}")):
+        calls = read_calls(name, answer, DECLARED, thinking_open=thinking_open)
+        assert [dict(call.arguments) for call in calls] == [{"query": "real"}]
+    assert read_calls(name, f"<think>{draft}", DECLARED) == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12345", "12345"),
+        ({"type": "string"}, " a\nb ", " a\nb "),
+        ({"type": "integer"}, "5", 5),
+        ({"type": "integer"}, "5.0", 5),
+        ({"type": "number"}, "1e3", 1000.0),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array"}, "[1, 2]", [1, 2]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+        ({"enum": ["5", "6"]}, "5", "5"),
+        ({}, "5", 5),
+        ({}, "five", "five"),
+    ],
+)
+def test_arguments_have_the_types_that_a_tool_declares(schema: dict[str, object], text: str, value: object) -> None:
+    declared = {"search": {"properties": {"query": schema}}}
+    for name in TAGGED:
+        frame, write = WRITTEN[name]
+        [call] = read_calls(name, frame.replace("{}", write("search", {"query": text})), declared)
+        assert (
+            call.problem == "" and call.arguments == {"query": value} and type(call.arguments["query"]) is type(value)
+        )
+
+
+def test_an_argument_of_another_type_is_told() -> None:
+    [call] = read_calls("hermes", '<tool_call>{"name": "search", "arguments": {"limit": "5"}}</tool_call>', DECLARED)
+    assert call.arguments == {"limit": 5}
+    [call] = read_calls("hermes", '<tool_call>{"name": "search", "arguments": {"limit": "x"}}</tool_call>', DECLARED)
+    assert call.problem == "the argument limit of search must be integer, not 'x'"
+
+
+def test_an_object_that_names_no_tool_and_has_no_parameters_is_an_answer() -> None:
+    assert FORMATS.get("llama")('{"name": "Bingo", "age": 30}', TOOLS) == []
+    assert FORMATS.get("llama")('{"name": "search"}', TOOLS) == [Call("search")]
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("Qwen-Qwen3-0.6B", "hermes"),
+        ("Qwen-QwQ-32B", "hermes"),
+        ("Qwen3-Coder", "qwen3_coder"),
+        ("GLM-4.6", "glm"),
+        ("deepseek-ai-DeepSeek-V3.1", "deepseek"),
+        ("moonshotai-Kimi-K2", "kimi"),
+        ("MiniMax-M2", "minimax"),
+        ("mistralai-Mistral-Nemo-Instruct-2407", "mistral"),
+        ("openai-gpt-oss-120b", "harmony"),
+        ("Apertus-8B-Instruct", None),
+    ],
+)
+def test_the_format_of_a_template_is_recognised(template: str, name: str | None) -> None:
+    tokenizer = published((TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8"))
+    assert format_of(tokenizer.template.example_call) == name

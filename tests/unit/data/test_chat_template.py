@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from hybridflow.data.chat_template import Exchange, ShownCall
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.data.turns import ShownCall, Turn
 from hybridflow.errors import DataError
 from tests.unit.data.chat_tokenizers import TEMPLATES, published
 
@@ -49,29 +49,29 @@ def case(request: Any) -> tuple[str, Tokenizer]:
     return name, published(template)
 
 
-def messages_of(turns: list[Turn], arguments: Any) -> list[dict[str, Any]]:
+def messages_of(exchanges: list[Exchange], arguments: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
-    for turn in turns:
+    for exchange in exchanges:
         calls = [
             {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": arguments}}
-            for one in turn.calls
+            for one in exchange.calls
         ]
         found.append({"role": "assistant", "content": ANSWER, **({"tool_calls": calls} if calls else {})})
-        found += [{**one, "content": one["content"].replace("\ud800", "\ufffd")} for one in turn.messages]
+        found += [{**one, "content": one["content"].replace("\ud800", "\ufffd")} for one in exchange.messages]
     return found
 
 
-def rendered(tokenizer: Tokenizer, turns: list[Turn]) -> str:
+def rendered(tokenizer: Tokenizer, exchanges: list[Exchange]) -> str:
     """The oracle: the template over the whole conversation."""
     try:
-        return tokenizer.render_chat(messages_of(turns, {"key": "value"}))
+        return tokenizer.render_chat(messages_of(exchanges, {"key": "value"}))
     except DataError:
-        return tokenizer.render_chat(messages_of(turns, json.dumps({"key": "value"})))
+        return tokenizer.render_chat(messages_of(exchanges, json.dumps({"key": "value"})))
 
 
-def turn_of(role: str, texts: list[str]) -> Turn:
+def exchange_of(role: str, texts: list[str]) -> Exchange:
     known = {"tool_call_id": CALL.id, "name": CALL.name} if role == "tool" else {}
-    return Turn([{"role": role, "content": text, **known} for text in texts], [CALL] if role == "tool" else [])
+    return Exchange([{"role": role, "content": text, **known} for text in texts], [CALL] if role == "tool" else [])
 
 
 def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -87,31 +87,34 @@ def test_a_conversation_goes_on_as_the_template_writes_it(case: tuple[str, Token
     name, tokenizer = case
     if role == "tool" and name in WITHOUT_TOOLS:
         with pytest.raises(DataError, match="observation_role"):
-            tokenizer.turns.check(role, with_calls=True)
+            tokenizer.template.check(role, with_calls=True)
         return
-    tokenizer.turns.check(role, with_calls=role == "tool")
+    tokenizer.template.check(role, with_calls=role == "tool")
     everything = "".join(tokenizer._hf.get_added_vocab())
     for observation in (*OBSERVATIONS, everything):
         for last in tokenizer.stop_ids:
-            for turns in ([turn_of(role, [observation])], [turn_of(role, ["no"]), turn_of(role, [observation])]):
-                compare(tokenizer, turns, last)
+            for exchanges in (
+                [exchange_of(role, [observation])],
+                [exchange_of(role, ["no"]), exchange_of(role, [observation])],
+            ):
+                compare(tokenizer, exchanges, last)
 
 
-def compare(tokenizer: Tokenizer, turns: list[Turn], last: int) -> None:
-    whole, ids = rendered(tokenizer, turns), tokenizer.continuation(turns, last)
+def compare(tokenizer: Tokenizer, exchanges: list[Exchange], last: int) -> None:
+    whole, ids = rendered(tokenizer, exchanges), tokenizer.continuation(exchanges, last)
     shown, end = text_of(tokenizer, ids), text_of(tokenizer, [last])
     assert whole.endswith(shown)
     sampled = whole[: len(whole) - len(shown)]
-    ends = [sampled.rfind(said) + len(said) for said in (ANSWER, *(["value"] if turns[-1].calls else []))]
+    ends = [sampled.rfind(said) + len(said) for said in (ANSWER, *(["value"] if exchanges[-1].calls else []))]
     sampled = sampled[max(ends) :]
-    if not turns[-1].calls:  # with calls the rest of their form was sampled too
+    if not exchanges[-1].calls:  # with calls the rest of their form was sampled too
         assert sampled.strip() in ("", end)
     assert not any(text_of(tokenizer, [stop]) in sampled.removesuffix(end) for stop in tokenizer.stop_ids)
-    texts = [str(one["content"]) for one in turns[-1].messages]
+    texts = [str(one["content"]) for one in exchanges[-1].messages]
     if not any(token in text for text in texts for token in tokenizer._hf.get_added_vocab()):
         assert tokenizer.encode(whole)[-len(ids) :] == ids
-    plain = Turn([{**one, "content": "408"} for one in turns[-1].messages], turns[-1].calls)
-    assert added(tokenizer, ids) == added(tokenizer, tokenizer.continuation([*turns[:-1], plain], last))
+    plain = Exchange([{**one, "content": "408"} for one in exchanges[-1].messages], exchanges[-1].calls)
+    assert added(tokenizer, ids) == added(tokenizer, tokenizer.continuation([*exchanges[:-1], plain], last))
 
 
 REPORTED = {
@@ -128,7 +131,7 @@ REPORTED = {
 
 @pytest.mark.parametrize("name", REPORTED)
 def test_what_a_template_does_is_reported(name: str) -> None:
-    report = published(dict(CASES)[name]).turns.report()
+    report = published(dict(CASES)[name]).template.report()
     tool = report.observations["tool"]
     assert (report.ends_answer, tool.text, report.opens_thinking, report.drops_thinking) == REPORTED[name]
     assert {"user", "assistant", "tool"} <= set(report.roles) and not report.problems
@@ -136,7 +139,7 @@ def test_what_a_template_does_is_reported(name: str) -> None:
 
 
 def test_a_template_without_results_of_tools_says_so() -> None:
-    report = published(dict(CASES)["microsoft-Phi-3.5-mini-instruct"]).turns.report()
+    report = published(dict(CASES)["microsoft-Phi-3.5-mini-instruct"]).template.report()
     assert report.roles == ("system", "user", "assistant") and set(report.observations) == {"user"}
     assert "observation_role" in report.problems["tool"] and report.example_call == ""
 
@@ -168,12 +171,12 @@ def test_the_end_of_an_answer_is_shown_where_another_token_ended_it(
 ) -> None:
     tokenizer = published(dict(CASES)[name])
     [stop] = tokenizer.encode(last)
-    assert text_of(tokenizer, tokenizer.continuation([turn_of(role, ["408"])], stop)) == shown
+    assert text_of(tokenizer, tokenizer.continuation([exchange_of(role, ["408"])], stop)) == shown
 
 
 def test_results_are_strings_of_json_where_the_template_writes_them_so() -> None:
     tokenizer = published(FORMS["headers"])
-    ids = tokenizer.continuation([turn_of("tool", ['line1\nsay "hi"'])], tokenizer.encode("<|eot_id|>")[0])
+    ids = tokenizer.continuation([exchange_of("tool", ['line1\nsay "hi"'])], tokenizer.encode("<|eot_id|>")[0])
     assert r'"line1\nsay \"hi\""' in text_of(tokenizer, ids)
 
 
@@ -184,8 +187,8 @@ def test_a_template_that_moves_what_was_said_is_refused() -> None:
     )
     tokenizer = published(tools_before_the_last_question)
     with pytest.raises(DataError, match="writes what was said before anew when a message of role user comes"):
-        tokenizer.turns.check("user")
-    tokenizer.turns.check("tool")
+        tokenizer.template.check("user")
+    tokenizer.template.check("tool")
 
 
 def test_added_tokens_that_the_vocabulary_holds_too_stay_text() -> None:
@@ -204,5 +207,5 @@ def test_added_tokens_that_the_vocabulary_holds_too_stay_text() -> None:
         "{% for m in messages %}{{ m.content }}{{ '</s>' if m.role == 'assistant' else '</s>U:' }}{% endfor %}"
     )
     tokenizer = Tokenizer(hf, Path("unigram"), (hf.eos_token_id,))
-    ids = tokenizer.continuation([Turn([{"role": "user", "content": "ab</s>c"}])], hf.eos_token_id)
+    ids = tokenizer.continuation([Exchange([{"role": "user", "content": "ab</s>c"}])], hf.eos_token_id)
     assert hf.convert_ids_to_tokens(ids) == [*"ab", "<", "/", "s", ">", "c", "</s>", *"U:"]

@@ -58,7 +58,7 @@ class ShownCall:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Exchange:
     """An answer and what follows it.
 
     Attributes:
@@ -99,8 +99,7 @@ class TemplateReport:
         needs_calls: it takes messages of the role `tool` only after an answer with calls.
         opens_thinking: the generation prompt ends inside of a thinking.
         drops_thinking: roles of messages at which it leaves the thinking of earlier answers out.
-        example_call: what it writes for an answer that calls the tool `lookup` with {"key": "value"}; empty where it
-            writes no calls.
+        example_call: an answer that calls the tool `lookup` with {"key": "value"}; empty where it writes no calls.
     """
 
     closes_answer: str
@@ -150,7 +149,7 @@ class _Form:
     invents: bool
 
 
-class ChatTurns:
+class ChatTemplate:
     """Continues conversations as a chat template does.
 
     Args:
@@ -163,11 +162,11 @@ class ChatTurns:
     def __init__(self, name: str, render: Render, added: AddedTokens, stops: Sequence[str]) -> None:
         self._name, self._render, self._added, self._stops = name, render, added, tuple(stops)
 
-    def following(self, turns: Sequence[Turn], last: str | None = None) -> list[Piece]:
+    def following(self, exchanges: Sequence[Exchange], last: str | None = None) -> list[Piece]:
         """What the template writes between the last answer and the next one.
 
         Args:
-            turns: those after the first user message. The messages of the last one are written; of earlier ones only
+            exchanges: all after the first user message. The messages of the last one are written; of others only
                 roles, calls and ids matter.
             last: the stop token with which the answer ended, as text; None where another thing ended it. The template's
                 own token is left out where it is that one, and shown otherwise.
@@ -175,7 +174,7 @@ class ChatTurns:
         Raises:
             DataError: the template refuses such messages, or does not show them and the answer once each, in order.
         """
-        frame = self._frame(turns)
+        frame = self._frame(exchanges)
         shown = self._shown(frame)
         skipped = self._sampled(frame.text[frame.begin :], last)
         if shown is None:
@@ -232,6 +231,25 @@ class ChatTurns:
         opened = [found.end() for found in _THINKING.finditer(asked)]
         return bool(opened) and not _END_OF_THINKING.search(asked, opened[-1])
 
+    @cached_property
+    def example_call(self) -> str:
+        """An answer that calls the tool `lookup` with {"key": "value"}, as the template writes it; empty where it
+        writes no calls."""
+        for as_text in (False, True):
+            call = _call("lookup", "call00000", {"key": "value"}, as_text)
+            try:
+                asked = self._render([_OPENING], True)
+                shown = self._render([_OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], False)
+            except DataError:
+                continue
+            alike = len(common_beginning(asked, shown))
+            begin = next((one.begin for one in self._added.find(shown) if one.begin < alike < one.end), alike)
+            said = shown[begin:]
+            place = said.rfind("value")
+            ends = (found.begin for found in self._added.find(said, max(place, 0)) if found.token in self._stops)
+            return said[: next(ends, len(said))] if place >= 0 else ""
+        return ""
+
     def report(self) -> TemplateReport:
         """What the template does, for people."""
         observations, problems, needs_calls = dict[str, ObservationForm](), dict[str, str](), False
@@ -256,20 +274,20 @@ class ChatTurns:
             needs_calls=needs_calls,
             opens_thinking=self.opens_thinking,
             drops_thinking=tuple(role for role in observations if self._drops_thinking(role)),
-            example_call=self._example_call(),
+            example_call=self.example_call,
         )
 
     # ---- how an answer is continued
 
-    def _frame(self, turns: Sequence[Turn]) -> _Frame:
+    def _frame(self, exchanges: Sequence[Exchange]) -> _Frame:
         """The conversation with marks, in the first form of its calls that the template takes."""
         problem: DataError | None = None
-        for form in _forms(turns):
+        for form in _forms(exchanges):
             names: dict[str, str] = {}
             messages: list[Message] = [_OPENING]
-            for number, turn in enumerate(turns):
-                messages += _marked(turn, form, names, earlier=len(turns) - 1 - number)
-            contents = [str(one["content"]) for one in turns[-1].messages]
+            for number, exchange in enumerate(exchanges):
+                messages += _marked(exchange, form, names, earlier=len(exchanges) - 1 - number)
+            contents = [str(one["content"]) for one in exchanges[-1].messages]
             try:
                 text = self._render(messages, True)
                 answer, begin = self._end_of_answer(text, len(contents))
@@ -375,15 +393,11 @@ class ChatTurns:
         except DataError:
             return False
 
-    def _example_call(self) -> str:
-        for as_text in (False, True):
-            call = _call("lookup", "call00000", {"key": "value"}, as_text)
-            try:
-                shown = self._render([_OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], False)
-                return shown if "value" in shown else ""
-            except DataError:
-                continue
-        return ""
+
+def common_beginning(one: str, other: str) -> str:
+    """The longest text with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))]
 
 
 def _first_seen(text: str) -> int:
@@ -398,29 +412,29 @@ def _with_contents(frame: _Frame, contents: Mapping[int, str]) -> list[Message]:
     return [{**one, "content": texts.get(place, one["content"])} for place, one in enumerate(frame.messages)]
 
 
-def _example(role: str, content: str, with_calls: bool) -> Turn:
+def _example(role: str, content: str, with_calls: bool) -> Exchange:
     if not with_calls:
-        return Turn([{"role": role, "content": content}])
+        return Exchange([{"role": role, "content": content}])
     call = ShownCall("lookup", "call00000")
-    return Turn([{"role": role, "content": content, "tool_call_id": call.id, "name": call.name}], [call])
+    return Exchange([{"role": role, "content": content, "tool_call_id": call.id, "name": call.name}], [call])
 
 
-def _forms(turns: Sequence[Turn]) -> Iterator[_Form]:
-    most = max(len(turn.calls) for turn in turns)
+def _forms(exchanges: Sequence[Exchange]) -> Iterator[_Form]:
+    most = max(len(exchange.calls) for exchange in exchanges)
     for count in (None, 1, 0)[0 if most > 1 else 1 if most else 2 :]:
         yield _Form(count, False, False)
         if count != 0:
             yield _Form(count, True, False)
-    if any(not turn.calls and any(one["role"] == "tool" for one in turn.messages) for turn in turns):
+    if any(not exchange.calls and any(one["role"] == "tool" for one in exchange.messages) for exchange in exchanges):
         yield _Form(None, False, True)
         yield _Form(None, True, True)
 
 
-def _marked(turn: Turn, form: _Form, names: dict[str, str], earlier: int) -> list[Message]:
-    """An answer and what follows it with marks, which are others for a turn that later ones follow; `names` learns
+def _marked(exchange: Exchange, form: _Form, names: dict[str, str], earlier: int) -> list[Message]:
+    """An answer and what follows it with marks, which are others for an exchange that later ones follow; `names` learns
     what those of names and ids stand for."""
-    results = [one for one in turn.messages if one["role"] == "tool"]
-    calls = turn.calls or ([ShownCall("tool", f"call{n:05d}") for n in range(len(results))] if form.invents else [])
+    results = [one for one in exchange.messages if one["role"] == "tool"]
+    calls = exchange.calls or ([ShownCall("tool", f"call{n:05d}") for n in range(len(results))] if form.invents else [])
     answer: dict[str, Any] = {"role": "assistant", "content": _mark("E", earlier) if earlier else _ANSWER}
     arguments = {"argument": _mark("U" if earlier else "V")}
     given = [
@@ -429,9 +443,9 @@ def _marked(turn: Turn, form: _Form, names: dict[str, str], earlier: int) -> lis
     ]
     if given:
         answer["tool_calls"] = given
-    unnamed = iter(calls if not turn.calls else ())
+    unnamed = iter(calls if not exchange.calls else ())
     messages: list[Message] = [answer]
-    for number, one in enumerate(turn.messages):
+    for number, one in enumerate(exchange.messages):
         call = next(unnamed, None) if one["role"] == "tool" else None
         known = {**({} if call is None else {"tool_call_id": call.id, "name": call.name}), **one}
         shown = {"role": one["role"], "content": _mark("S" if earlier else "T", number)}

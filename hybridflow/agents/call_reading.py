@@ -1,0 +1,101 @@
+"""The calls of an answer: what follows its thinking, in a format, with arguments of the types that tools declare."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from hybridflow.agents.formats.base import FORMATS, Call, json_at
+from hybridflow.rewards.reading import read_response
+
+Schema = Mapping[str, Any]
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+def read_calls(
+    call_format: str, answer: str, tools: Mapping[str, Schema], *, thinking_open: bool = False
+) -> list[Call]:
+    """The calls in an answer, in order. What is written in its thinking calls nothing.
+
+    Args:
+        call_format: `rollout.agent.call_format`.
+        tools: the JSON schema of each tool's arguments, by its name.
+        thinking_open: the answer begins inside of a thinking.
+    """
+    names = {name: tuple(schema.get("properties") or ()) for name, schema in tools.items()}
+    found = FORMATS.get(call_format)(read_response(answer, thinking_open).answer, names)
+    return [_typed(call, tools.get(call.name, {})) for call in found]
+
+
+@functools.cache
+def format_of(example: str) -> str | None:
+    """The built-in format in which this answer calls `lookup` with {"key": "value"}; None where there is none."""
+    schema = {"properties": {"key": {"type": "string"}}}
+    for name in FORMATS.names():
+        calls = read_calls(name, example, {"lookup": schema})
+        if [(call.name, dict(call.arguments), call.problem) for call in calls] == [("lookup", {"key": "value"}, "")]:
+            return name
+    return None
+
+
+def _typed(call: Call, schema: Schema) -> Call:
+    declared = schema.get("properties") or {}
+    arguments: dict[str, Any] = {}
+    for name, value in call.arguments.items():
+        kinds = _kinds(declared.get(name))
+        is_said = "string" in kinds or not kinds  # a string of JSON is one, where it may be
+        if not isinstance(value, str) or (is_said and not call.is_text):
+            arguments[name] = value
+            continue
+        arguments[name] = _value(value, kinds)
+        if kinds and not any(_is(arguments[name], kind) for kind in kinds):
+            return dataclasses.replace(
+                call,
+                problem=f"the argument {name} of {call.name} must be {' or '.join(sorted(kinds))}, not {value!r:.80}",
+            )
+    return dataclasses.replace(call, arguments=arguments, is_text=False)
+
+
+def _kinds(schema: Any) -> frozenset[str]:
+    """The types that a schema allows; empty where it does not say."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            parts = [_kinds(one) for one in schema[key]]
+            return frozenset().union(*parts) if all(parts) else frozenset()
+    kind = schema.get("type")
+    if kind is None and isinstance(schema.get("enum"), list):
+        return frozenset(name for one in schema["enum"] for name in _KINDS if _is(one, name))
+    kinds = [one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)]
+    return frozenset(kinds) if all(one in _KINDS for one in kinds) else frozenset()
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _KINDS[kind])
+
+
+def _value(text: str, kinds: frozenset[str]) -> Any:
+    """The value that the text writes; the text where it writes none of these types."""
+    plain = text.strip()
+    try:
+        found, end = json_at(plain, 0)
+        found = found if end == len(plain) else text
+    except ValueError:
+        found = _WORDS.get(plain.lower(), text) if kinds else text
+    if "integer" in kinds and isinstance(found, float) and found.is_integer():
+        return int(found)
+    return found if not kinds or any(_is(found, kind) for kind in kinds) else text

@@ -1,0 +1,39 @@
+"""Calls as gpt-oss writes them: messages to functions.NAME in the commentary channel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from hybridflow.agents.formats.base import Call, call_format, json_at, with_arguments
+
+_MESSAGE = "<|message|>"
+_RECIPIENT = re.compile(r"to=functions\.(?P<name>[^\s<]+)")
+_END = re.compile(r"<\|(?:end|call|return)\|>")
+_SPACE = re.compile(r"\s*")
+
+
+@call_format("harmony")
+def harmony(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
+    """Every message to a function. What is thought in the analysis channel calls nothing."""
+    del tools
+    calls: list[Call] = []
+    place = 0
+    while (message := text.find(_MESSAGE, place)) >= 0:
+        recipients = list(_RECIPIENT.finditer(text, place, message))
+        start = message + len(_MESSAGE)
+        if recipients:
+            call, start = _call(recipients[-1]["name"], text, start)
+            calls.append(call)
+        end = _END.search(text, start)
+        place = end.end() if end else len(text)
+    return calls
+
+
+def _call(name: str, text: str, place: int) -> tuple[Call, int]:
+    space = _SPACE.match(text, place)
+    try:
+        value, end = json_at(text, space.end() if space else place)
+    except ValueError as error:
+        return Call(name, problem=f"the arguments of {name} are no JSON ({error})"), place
+    return with_arguments(name, value), end

@@ -1,0 +1,45 @@
+"""Calls as Mistral models write them: [TOOL_CALLS] and a list of objects, or for each a name, [ARGS] and an object."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from hybridflow.agents.formats.base import Call, call_format, json_at, json_call, with_arguments
+
+_BEGIN = "[TOOL_CALLS]"
+_SPACE = re.compile(r"\s*")
+_HEADER = re.compile(r"(?P<name>[^\[{]*)(?:\[CALL_ID\](?P<id>[^\[{]*))?(?:\[ARGS\])?\s*")
+
+
+@call_format("mistral")
+def mistral(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
+    """What follows every [TOOL_CALLS]."""
+    del tools
+    calls: list[Call] = []
+    place = text.find(_BEGIN)
+    while place >= 0:
+        found, end = _calls(text, place + len(_BEGIN))
+        calls += found
+        place = text.find(_BEGIN, end)
+    return calls
+
+
+def _calls(text: str, place: int) -> tuple[list[Call], int]:
+    space = _SPACE.match(text, place)
+    start = space.end() if space else place
+    header = None if text.startswith("[", start) else _HEADER.match(text, start)
+    name = header["name"].strip() if header else ""
+    try:
+        value, end = json_at(text, header.end() if header else start)
+    except ValueError as error:
+        return [Call(name, problem=f"the call is no JSON ({error})")], place
+    if header:
+        return [with_arguments(name, value, (header["id"] or "").strip())], end
+    listed = value if isinstance(value, list) else [value]
+    return [_named(json_call(one, "arguments"), one) for one in listed], end
+
+
+def _named(call: Call, value: object) -> Call:
+    number = value.get("id") if isinstance(value, dict) else None
+    return Call(call.name, call.arguments, call.problem, number) if isinstance(number, str) else call
