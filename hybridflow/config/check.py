@@ -182,15 +182,20 @@ def _lengths(config: RunConfig) -> Iterator[str]:
             f"2 x actor.parallel.context={parallel.context}; raise it to at least {padded}"
         )
     limits = {
-        "actor.max_tokens_per_micro_batch": "the longest sample must fit one micro-batch",
-        "rollout.max_total_tokens": "the longest sample must fit the KV cache of an engine",
+        "actor.max_tokens_per_micro_batch": (longest, "the longest sample must fit one micro-batch"),
+        "rollout.max_total_tokens": (longest, "the longest sample must fit the KV cache of an engine"),
     }
-    for key, why in limits.items():
+    if margin := derived.engine_margin(config):
+        why = f"the longest sample must fit the KV cache of an engine, whose last {margin} tokens take no prompt"
+        limits["rollout.max_total_tokens"] = longest + margin, why
+    for key, (least, why) in limits.items():
         limit = value_at(config, key)
-        if limit < longest:
+        if limit < least:
             yield (
-                f"{key}={limit} is less than {total} tokens; {why}: raise it to at least {longest} or shorten the "
-                "lengths"
+                f"{key}={limit} is less than {total} tokens; {why}: raise it to at least {least} or shorten the lengths"
+                if least == longest
+                else f"{key}={limit} is less than {total} tokens + {margin}; {why}: raise it to at least {least} or "
+                "shorten the lengths"
             )
 
 
@@ -320,10 +325,12 @@ def _deepep_problems(config: RunConfig) -> Iterator[str]:
 
 def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
     limit, longest = sizes.get("max_position_embeddings"), derived.max_sequence_length(config)
-    if isinstance(limit, int) and limit < longest:
+    margin = derived.engine_margin(config)
+    if isinstance(limit, int) and limit < longest + margin:
+        rest = f" + {margin}, as an engine takes no prompt that ends in its last {margin} tokens" if margin else ""
         yield (
             f"max_position_embeddings={limit} of the model is less than data.max_prompt_length + "
-            f"data.max_response_length = {longest}; shorten the lengths"
+            f"data.max_response_length = {longest}{rest}; shorten the lengths"
         )
 
 

@@ -22,6 +22,8 @@ from hybridflow.errors import ConfigError
 
 Role = CriticConfig | ReferenceConfig | RewardModelConfig | TeacherConfig
 
+_PROMPT_MARGIN = 6  # the largest among the engines
+
 
 def world_size(config: RunConfig) -> int:
     """Megatron processes."""
@@ -175,6 +177,12 @@ def total_updates(config: RunConfig) -> int:
 def max_sequence_length(config: RunConfig) -> int:
     """Tokens of the longest prompt with the longest response."""
     return config.data.max_prompt_length + config.data.max_response_length
+
+
+def engine_margin(config: RunConfig) -> int:
+    """Tokens at the end of an engine's context in which no prompt may end. A conversation becomes the prompt of its
+    next answer."""
+    return _PROMPT_MARGIN if config.rollout.agent.loop != "single_turn" else 0
 
 
 def needs_reference(config: RunConfig) -> bool:

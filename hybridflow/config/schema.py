@@ -97,6 +97,8 @@ class DataConfig:
     max_prompt_length: PositiveInt = 512  # tokens, after the chat template
     max_response_length: PositiveInt = 512  # tokens
     filter_overlong_prompts: bool = False  # drop prompts longer than max_prompt_length instead of refusing to start
+    # a prompt whose last message is the assistant's is the beginning of the answer; false: such a row is refused
+    continue_final_message: bool = False
     # where a prompt that is too long and not filtered is cut; error: the job does not start
     truncation: Literal["error", "left", "right", "middle"] = "error"
     shuffle: bool = True
@@ -271,11 +273,15 @@ class RewardTrainingConfig:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-4))
 
 
+MIN_TEMPERATURE = 1e-6
+
+
 @dataclass(frozen=True)
 class SamplingConfig:
     """Token sampling for training."""
 
-    temperature: Positive = 1.0
+    # engines take the most likely token below 0.000001, and the log-probabilities would be others
+    temperature: Annotated[float, AtLeast(MIN_TEMPERATURE)] = 1.0
     top_p: Annotated[float, Above(0), AtMost(1)] = 1.0  # 1 switches it off
     top_k: Annotated[int, AtLeast(-1)] = -1  # -1 switches it off
 

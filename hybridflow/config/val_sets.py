@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.config.build import build_options
 from hybridflow.config.keys import PositiveInt, out_of_range
-from hybridflow.config.schema import RunConfig, SamplingConfig, ValSamplingConfig
+from hybridflow.config.schema import MIN_TEMPERATURE, RunConfig, SamplingConfig, ValSamplingConfig
 from hybridflow.errors import ConfigError
 
 VAL_SET = "val_set"  # column of prompts that are answered as validation answers the set of this name [B]
@@ -70,6 +70,12 @@ def problems(config: RunConfig) -> Iterator[str]:
         if found[name].sampling.top_k == 0:
             yield f"{key}.sampling.top_k=0 would sample from no token; -1 switches it off"
     for name, one in {"": unnamed, **found}.items():
+        if 0 < one.sampling.temperature < MIN_TEMPERATURE:
+            yield (
+                f"{f'data.val_sets.{name}.sampling' if name else 'rollout.val_sampling'}.temperature="
+                f"{one.sampling.temperature:g} must be 0, which takes the most likely token, or at least "
+                f"{MIN_TEMPERATURE:g}"
+            )
         if one.samples > 1 and not one.sampling.temperature:
             samples, temperature = (
                 (f"data.val_sets.{name}.samples", f"data.val_sets.{name}.sampling.temperature")

@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 class _Dataset:
     """Rows of parquet files as token ids: a prompt, and the answers of `answers` {column: key of the row}, which end
-    with eos.
+    as the chat template ends them, once.
+
+    A prompt whose last message is the assistant's is refused: the answer would stand in the question. With
+    `data.continue_final_message` it is the beginning of the answer, and its turn stays open.
 
     A row with a prompt of more than `data.max_prompt_length` tokens (chat template included) or an answer of more than
     `data.max_response_length` (eos included) is dropped with `filter_overlong_prompts`, else refused or cut as
@@ -54,7 +57,7 @@ class _Dataset:
             if max_rows is not None and len(columns["prompt_ids"]) >= max_rows:
                 break
             prompt = _prompt_ids(row, tokenizer, config)
-            ids = {name: [*tokenizer.encode(row.text(key)), tokenizer.eos_id] for name, key in answers.items()}
+            ids = {name: _answer_ids(row, key, tokenizer) for name, key in answers.items()}
             if len(prompt) > config.max_prompt_length or any(
                 len(answer) > config.max_response_length for answer in ids.values()
             ):
@@ -188,8 +191,26 @@ def _rows(files: Sequence[str | Path], required: Sequence[str], optional: Sequen
         yield from read_rows(path, required, optional)
 
 
+def _answer_ids(row: Row, key: str, tokenizer: Tokenizer) -> list[int]:
+    """The answer and the token that ends it. DataError: it says nothing."""
+    ids = tokenizer.encode(row.text(key).rstrip())
+    if not ids or ids[-1] not in tokenizer.stop_ids:
+        ids = [*tokenizer.encode(row.text(key)), tokenizer.end_id]
+    while len(ids) > 1 and ids[-2] in tokenizer.stop_ids:
+        ids.pop()
+    if len(ids) < 2:
+        raise row.malformed(key, "an answer (an empty one would teach to end at once)")
+    return ids
+
+
 def _prompt_ids(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
     messages = row.messages(config.prompt_key)
+    if messages[-1]["role"] == "assistant" and not config.continue_final_message:
+        raise DataError(
+            f"{row.path}, row {row.number}, column {config.prompt_key!r}: the last message is the assistant's, "
+            f"{messages[-1]['content'][:60]!r}; leave it out, or set data.continue_final_message: true where it is the "
+            "beginning of the answer"
+        )
     try:
         ids = tokenizer.encode_chat(messages)
     except DataError as error:

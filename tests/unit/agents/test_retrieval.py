@@ -95,6 +95,18 @@ def test_scores_are_those_of_the_formula(tmp_path: Path) -> None:
     assert np.asarray(ranked.get_scores(["fish", "the", "bees"])) == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [("故乡", "低头思故乡"), ("乡", "乡"), ("カタカナ", "これはカタカナです"), ("Qwen模型", "使用qwen模型的例子")],
+)
+def test_scripts_without_spaces_are_searched_by_pairs_of_characters(query: str, text: str, tmp_path: Path) -> None:
+    texts = ["低头思故乡", "乡", "これはカタカナです", "使用qwen模型的例子", "天气很好"]
+    path = tmp_path / "docs.jsonl"
+    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    tools = opened(documents=str(path), top_k=1)
+    assert found(tools, query) == f"[1] {text}"
+
+
 def test_files_of_text_are_cut_into_passages(tmp_path: Path) -> None:
     paragraphs = [" ".join([word] * 12) for word in ("alpha", "beta", "gamma", "delta")]
     tools = opened(documents=folder(tmp_path / "d", {"a.txt": "\n\n".join(paragraphs)}), passage_characters=40, top_k=9)

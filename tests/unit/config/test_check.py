@@ -248,7 +248,17 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("actor.optim.min_lr=1",), ("actor.optim.min_lr=1", "actor.optim.lr=")),
         (("sft.optim.adam_beta2=1.0",), ("sft.optim.adam_beta2=1.0",)),
         (("rollout.val_sampling.temperature=-1",), ("rollout.val_sampling.temperature=-1", "at least 0")),
-        (("rollout.sampling.temperature=0",), ("rollout.sampling.temperature=0", "more than 0")),
+        (("rollout.sampling.temperature=0",), ("rollout.sampling.temperature=0", "at least 1e-06")),
+        (("rollout.sampling.temperature=1e-7",), ("rollout.sampling.temperature=1e-07", "at least 1e-06")),
+        (("rollout.val_sampling.temperature=1e-7",), ("rollout.val_sampling.temperature=1e-07", "must be 0")),
+        (
+            ("+data.val_sets.aime={files: [x], sampling: {temperature: 1e-9}}",),
+            ("data.val_sets.aime.sampling.temperature=1e-09", "must be 0"),
+        ),
+        (
+            ("data.max_response_length=992", "rollout.agent.loop=tools", "rollout.agent.tools=[calculator]"),
+            ("max_position_embeddings=1024", "= 1024 + 6", "takes no prompt"),
+        ),
         (("rollout.sampling.top_k=0",), ("rollout.sampling.top_k=0", "-1")),
         (("actor.clip_ratio_c=0.9",), ("actor.clip_ratio_c=0.9", "null")),
         (("rollout.mem_fraction_static=1.5",), ("mem_fraction_static=1.5", "less than 1")),
@@ -307,7 +317,8 @@ def test_what_cannot_run_is_refused_with_keys_and_values(overrides: tuple[str, .
 
 
 def test_a_temperature_below_zero_gets_one_answer() -> None:
-    assert found("rollout.sampling.temperature=-1") == ["rollout.sampling.temperature=-1.0 must be more than 0"]
+    [line] = found("rollout.sampling.temperature=-1")
+    assert line.startswith("rollout.sampling.temperature=-1.0 must be at least 1e-06 (")
 
 
 @pytest.fixture(scope="module")

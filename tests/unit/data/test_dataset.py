@@ -8,12 +8,13 @@ import pytest
 
 from hybridflow.config.schema import DataConfig, DatasetClassConfig
 from hybridflow.data.custom import open_prompts, open_sampler
-from hybridflow.data.dataset import PromptDataset, SftDataset
+from hybridflow.data.dataset import PreferenceDataset, PromptDataset, SftDataset
 from hybridflow.data.parquet import read_rows
 from hybridflow.data.prepare.tasks.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError, DataError
+from tests.unit.data.chat_tokenizers import TEMPLATES, published
 
 ROLES = "a non-empty list of chat messages"
 
@@ -224,6 +225,41 @@ def test_a_response_that_is_too_long_with_its_eos(tmp_path, tokenizer):
         tokenizer.eos_id,
         tokenizer.encode("4")[0],
     ]
+
+
+@pytest.mark.parametrize("response", ["3", "3<eos>", "3<eos>\n", "3<eos><eos>"])
+def test_a_response_ends_once(tmp_path, tokenizer, response):
+    prompt = [{"role": "user", "content": "1+2"}]
+    path = _file(tmp_path, [{"prompt": prompt, "response": response}])
+    batch = SftDataset([path], tokenizer, DataConfig()).batch([0])
+    assert batch.jagged("response_ids").row(0).tolist() == tokenizer.encode("3<eos>")
+    pair = _file(tmp_path, [{"prompt": prompt, "chosen": response, "rejected": "4<eos>"}], "pairs.parquet")
+    batch = PreferenceDataset([pair], tokenizer, DataConfig()).batch([0])
+    assert batch.jagged("chosen_ids").row(0).tolist() == tokenizer.encode("3<eos>")
+
+
+def test_a_response_ends_as_the_template_ends_it(tmp_path):
+    chatml = published((TEMPLATES / "Qwen-Qwen3-0.6B.jinja").read_text(encoding="utf-8"), "<|endoftext|>")
+    path = _file(tmp_path, [{"prompt": [{"role": "user", "content": "1+2"}], "response": "3"}])
+    batch = SftDataset([path], chatml, DataConfig()).batch([0])
+    assert batch.jagged("response_ids").row(0).tolist() == chatml.encode("3<|im_end|>")
+
+
+@pytest.mark.parametrize("response", ["", "<eos>", "<eos><eos>\n"])
+def test_an_empty_response_is_refused_with_its_row(tmp_path, tokenizer, response):
+    prompt = [{"role": "user", "content": "1+2"}]
+    rows = [{"prompt": prompt, "response": "3"}, {"prompt": prompt, "response": response}]
+    with pytest.raises(DataError, match=r"rows\.parquet, row 1, column 'response': expected an answer"):
+        SftDataset([_file(tmp_path, rows)], tokenizer, DataConfig())
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_refused_or_continued(tmp_path, tokenizer):
+    messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
+    path = _file(tmp_path, [_row("7"), _row("", prompt=messages)])
+    with pytest.raises(DataError, match=r"row 1, column 'prompt': the last message is the assistant's, '3'"):
+        PromptDataset([path], tokenizer, DataConfig())
+    dataset = PromptDataset([path], tokenizer, DataConfig(continue_final_message=True))
+    assert [tokenizer.decode(row) for row in dataset.batch([0, 1])["prompt_ids"]] == ["7=", "1+2=3"]
 
 
 def test_a_demonstration_without_response_is_named(tmp_path, tokenizer):
