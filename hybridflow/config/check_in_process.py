@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.keys import differing
@@ -14,7 +15,7 @@ _ONE = (
     *("cluster.nodes", "cluster.procs_per_node", "rollout.num_engines", "rollout.tensor", "rollout.pipeline"),
     *("rollout.expert", "rollout.data_parallel_attention", "rollout.nodes_per_engine"),
 )
-_WITHOUT_USE = {
+_WITHOUT_USE: Mapping[str, Any] = {
     "cluster.address": None,
     "rollout.extra_args": {},
     "rollout.quantization": None,
