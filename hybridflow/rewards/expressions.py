@@ -198,6 +198,13 @@ def rational(text: str) -> Fraction | None:
     return value * (-1 if found["sign"] == "-" else 1) / (100 if found["percent"] else 1)
 
 
+def canonical(text: str) -> str:
+    """One text for the answers that are written alike but for decoration, and for each rational number."""
+    bare = without_unit(without_name(plain(text))[0])[0] if readable(text) else text
+    value = rational(bare)
+    return str(value) if value is not None and max(abs(value.numerator), value.denominator) < 10**300 else bare
+
+
 def in_base(text: str) -> tuple[str, str] | None:
     """The digits and the base of a number like 1101_2."""
     found = _IN_BASE.fullmatch(re.sub(r"\\text\{(.*?)\}|\s", r"\1", text))

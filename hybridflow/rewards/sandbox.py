@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from hybridflow.errors import ResourceError
 
 _START_S, _PATIENCE_S = 60.0, 30.0
 ENDED = "the sandbox ended"  # `ProgramResult.why` where its process was killed, from outside or by the program
-COMMAND = ("-I", "-S")  # no environment, no site-packages
+COMMAND = ("-I", "-S")  # no environment, no site-packages but numpy
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class ProgramResult:
     seconds: float
 
 
+def _packages() -> list[str]:
+    """The folders of numpy, which programs of public data sets import, and of the libraries in its wheel."""
+    found = importlib.util.find_spec("numpy")
+    folder = Path(str(found and found.origin)).parent
+    return [str(path) for path in (folder, folder.with_name("numpy.libs")) if path.is_dir()]
+
+
 class Sandbox:
     """Starts the process that programs are forked from (`sandbox_process`); each program costs forks, no interpreter.
     The process ends with the thread that has made this object.
@@ -57,7 +65,7 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *COMMAND, str(Path(__file__).with_name("sandbox_process.py"))],
+                [sys.executable, *COMMAND, str(Path(__file__).with_name("sandbox_process.py")), *_packages()],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

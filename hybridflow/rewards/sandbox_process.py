@@ -35,7 +35,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _
 )  # fmt: skip
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 4, 38, 22
 _SYS_CLONE, _SYS_PIVOT_ROOT, _SYS_CAPSET = 56, 155, 126
-_NOBODY = 65534
+_NOBODY, _PACKAGES = 65534, "/packages"
 _FILES, _THREADS = 64, 32
 _SPARES = 5  # namespaces that are made anew for a program because their first process was killed
 _TMP_FLAGS, _TMP_OPTIONS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size={},nr_inodes=1024,mode=1777"
@@ -149,6 +149,8 @@ def _leave_files() -> None:
     for link in ("/lib", "/lib64"):
         if os.path.islink(link) and not os.path.lexists(root + link):
             os.symlink(os.path.realpath(link), root + link)
+    for folder in sys.argv[1:]:
+        _bind(folder, f"{root}{_PACKAGES}/{os.path.basename(folder)}", is_folder=True)
     for device in ("null", "zero", "random", "urandom"):
         _bind(f"/dev/{device}", f"{root}/dev/{device}", is_folder=False)
     for folder in ("tmp", "old"):
@@ -425,6 +427,8 @@ def main() -> None:
     # a process that has changed its user may not write its own maps otherwise
     _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
     as_root = os.getuid() == 0
+    sys.path.append(_PACKAGES)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its buffers of each thread are more than a program's memory
     lines = control.makefile("rwb")
     try:
         if os.uname().machine != "x86_64":

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-_MOST = 3.4028234663852886e38  # the largest float32
+# of float32's 3.4e38: differences, sums and products with the size of a group stay finite
+_MOST = 1e30
 PART_REWARDS = ("turn_rewards", "token_rewards")  # beside the score: lists of numbers, one for each turn or token
 
 
 def finite_number(value: Any, factor: float = 1.0) -> float | None:
     """A number (also a boolean, a scalar, 0-d array or 0-d tensor) as a float, if it and its product with `factor` are
-    finite in float32; None of anything else."""
+    at most 1e30 in size, which float32 holds with room for sums; None of anything else."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # of numpy and torch; detached and on the host
         value = value.item()
     if not isinstance(value, (numbers.Real, Decimal)):
@@ -36,7 +37,7 @@ def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any
         weight: what the score is multiplied with later (`reward.weight`).
 
     Raises:
-        ValueError: there is no score that is finite in float32, or rewards of turns or tokens are no list of such.
+        ValueError: there is no finite score of at most 1e30, or rewards of turns or tokens are no list of such numbers.
     """
     extra: dict[str, Any] = {}
     score = found

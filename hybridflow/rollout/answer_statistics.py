@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+_RIGHT = "\0right"  # the vote of answers that are right, however they are written
 _ANSWER = ("answer", "pred")  # names under which rewards return what they read from a response
 
 
@@ -29,6 +30,8 @@ def answer_statistics(
     scores_PN = np.asarray(scores, np.float64).reshape(-1, samples)
     answers = _answers(extras)
     is_binary = np.isin(scores_PN, (0.0, 1.0)).all()
+    if answers is not None and is_binary:  # right answers equal the ground truth, and so each other: 0.5 and 1/2
+        answers = [_RIGHT if score else answer for score, answer in zip(scores_PN.ravel(), answers, strict=True)]
     found = {f"mean@{samples}": float(scores_PN.mean())}
     for k in sorted({*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), samples}):
         found[f"best@{k}"] = float(best_of(scores_PN, k).mean())

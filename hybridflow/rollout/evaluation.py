@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.agents.loops.base import LOOPS
-from hybridflow.batch import DataProto
+from hybridflow.batch import DataProto, objects
 from hybridflow.config.schema import RewardConfig, RunConfig
 from hybridflow.config.val_sets import VAL_SET, tag, val_sets
 from hybridflow.data.custom import Prompts, open_prompts
@@ -21,7 +19,8 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dispatch import DataflowStep
 from hybridflow.rewards.manager import RewardManager, Submitted
 from hybridflow.rewards.reading import opens_thinking
-from hybridflow.rewards.verifiers.base import PROMPT, THINKING_OPEN, ScoreResult
+from hybridflow.rewards.scores import finite_number
+from hybridflow.rewards.verifiers.base import PROMPT, THINKING_OPEN, ScoreResult, result_of
 from hybridflow.rollout.answer_statistics import answer_statistics
 from hybridflow.rollout.conversations import TURN_REWARDS
 from hybridflow.rollout.dumps import dump_batch
@@ -80,7 +79,8 @@ class Scorer:
         parts: list[Scoring] = []
         for part in (slice(start, start + size) for start in range(0, len(texts), max(size, 1))):
             if given is not None and _loop_scores(self.rewards.config):
-                results = [ScoreResult(sum(rewards), {TURN_REWARDS: rewards}) for rewards in given[part]]
+                weight = self.rewards.config.weight
+                results = [_of_turns(rewards, weight) for rewards in given[part]]
                 parts.append(Scoring(texts[part], results))
             else:
                 sources, truths, infos = (column[part] for column in columns)
@@ -123,11 +123,23 @@ class Scorer:
             found_columns["reward_failure"] = np.array([result.failure for result in results], dtype=object)
         return DataProto.from_columns(found_columns)
 
+    def check_failures(self, batch: DataProto) -> None:
+        """Raise DataError for rows that failed after they were scored, as `RewardManager.check` does."""
+        self.rewards.check([ScoreResult(0.0, failure=text) for text in batch["reward_failure"].tolist()])
+
     def forget(self, parts: Sequence[Scoring]) -> None:
         """Nobody finishes these parts."""
         for part in parts:
             if isinstance(part.rows, Submitted):
                 self.rewards.forget(part.rows)
+
+
+def _of_turns(rewards: Sequence[float], weight: float) -> ScoreResult:
+    """The score of a conversation whose loop rewards its turns."""
+    try:
+        return result_of({"score": sum(rewards), TURN_REWARDS: rewards}, weight)
+    except ValueError as error:
+        return ScoreResult(0.0, failure=f"the agent loop gave {error}")
 
 
 def _loop_scores(config: RewardConfig) -> bool:
@@ -216,6 +228,14 @@ class Validator:
         }
 
 
+def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
+    """With these rows failed as well, [B] a text or None: their score is 0, and nothing beside it counts."""
+    before = batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
+    merged = [old if old is not None else new for old, new in zip(before, texts, strict=True)]
+    scores = np.where([text is None for text in texts], batch["scores"], np.float32(0.0))
+    return batch.with_columns(scores=scores, reward_failure=objects(merged))
+
+
 def without_failed(batch: DataProto, policy: str) -> DataProto:
     """With the policy `drop` (`reward.on_failure`), rows whose scoring failed have no sampled token left and,
     so that the mean of their group stays as it is, the mean score of its other rows."""
@@ -248,8 +268,8 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for extra in batch["reward_extra"].tolist() if "reward_extra" in batch else ():
         for name, value in extra.items():
-            if isinstance(value, numbers.Real) and math.isfinite(value):
-                values.setdefault(name, []).append(float(value))
+            if (number := finite_number(value)) is not None:
+                values.setdefault(name, []).append(number)
     spreads = {
         f"reward_extra/{name}/{what}": float(of(found))
         for name, found in values.items()

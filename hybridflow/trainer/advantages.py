@@ -20,12 +20,10 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.dispatch import DataflowStep
 from hybridflow.errors import DataError
+from hybridflow.rewards.scores import PART_REWARDS, finite_number
 from hybridflow.rollout.sampling_control import sampled_tokens
 from hybridflow.trainer.metrics import spread
 from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
-
-# what a reward returns beside the score to reward parts of an answer: numbers, one for each turn or sampled token
-PART_REWARDS = ("turn_rewards", "token_rewards")
 
 
 def advantages_step(config: RunConfig) -> DataflowStep:
@@ -167,14 +165,71 @@ def _values(batch: DataProto, name: str) -> torch.Tensor:
     return found[0] if isinstance(found, tuple) else found
 
 
+def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
+    """[B] why a row counts as failed though it has a score, or None: the reward did not return the number beside it
+    that the estimator wants, or returned more rewards of turns or tokens than there are."""
+    algorithm = config.algorithm
+    names = getattr(estimator_options(algorithm), "rewards", ())
+    texts: list[str | None] = [None] * len(batch)
+    failed = _failed(batch)
+    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [{}] * len(batch)
+    most = _part_counts(batch) if ESTIMATORS.get(algorithm.adv_estimator).takes_parts else {}
+    for row, extra in enumerate(extras):
+        missing = [name for name in names if finite_number(extra.get(name)) is None]
+        if failed[row]:
+            continue
+        if missing:
+            texts[row] = (
+                f"the reward returned {missing[0]}={extra.get(missing[0])!r:.60}, and algorithm.adv_estimator_options."
+                "rewards wants a finite number of this name"
+            )
+        for name, counts in most.items():
+            if len(extra.get(name) or ()) > counts[row]:
+                texts[row] = (
+                    f"the reward returned {len(extra[name])} {name}, and the answer has {counts[row]} "
+                    f"{name.partition('_')[0]}s that the policy sampled"
+                )
+    return texts
+
+
+def _failed(batch: DataProto) -> list[bool]:
+    if "reward_failure" not in batch:
+        return [False] * len(batch)
+    return [text is not None for text in batch["reward_failure"].tolist()]
+
+
 def _reward_parts(batch: DataProto) -> dict[str, torch.Tensor]:
-    """{name: [B] f32} of what the reward returned as a number for every sample beside the score."""
+    """{name: [B] f32} of what the reward returned as a number for every sample beside the score; 0 of one whose scoring
+    failed."""
     if "reward_extra" not in batch:
         return {}
-    rows = batch["reward_extra"].tolist()
-    shared = set.intersection(*(set(row) for row in rows)) if rows else set()
-    numeric = [name for name in sorted(shared) if all(isinstance(row[name], int | float) for row in rows)]
-    return {name: torch.tensor([float(row[name]) for row in rows]) for name in numeric}
+    rows = [None if lost else row for row, lost in zip(batch["reward_extra"].tolist(), _failed(batch), strict=True)]
+    names = (
+        set.intersection(*(set(row) for row in rows if row is not None))
+        if any(row is not None for row in rows)
+        else set()
+    )
+    found = {name: [0.0 if row is None else finite_number(row[name]) for row in rows] for name in sorted(names)}
+    return {name: torch.tensor(values) for name, values in found.items() if None not in values}
+
+
+def _part_ends(batch: DataProto, name: str) -> np.ndarray:
+    """[T] bool: the last token of each turn, a run of sampled tokens, or each sampled token."""
+    column = batch.jagged(RESPONSE_MASK)
+    mask, offsets = column.values, column.offsets
+    ends = mask.copy()
+    if name == "turn_rewards":
+        goes_on = np.append(mask[1:], False)
+        goes_on[offsets[1:][offsets[1:] > 0] - 1] = False
+        ends &= ~goes_on
+    return ends
+
+
+def _part_counts(batch: DataProto) -> dict[str, list[int]]:
+    """{name: [B] how many turns, or tokens, the policy has sampled}."""
+    offsets = batch.jagged(RESPONSE_MASK).offsets
+    sums = {name: np.append(0, np.cumsum(_part_ends(batch, name))) for name in PART_REWARDS}
+    return {name: (sums[name][offsets[1:]] - sums[name][offsets[:-1]]).tolist() for name in PART_REWARDS}
 
 
 def _part_rewards(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
@@ -189,16 +244,11 @@ def _part_rewards(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor] | tuple
     name = next((name for name in PART_REWARDS if any(name in extra for extra in extras)), None)
     if name is None:
         return None, None
-    mask, offsets = batch.jagged(RESPONSE_MASK).values, batch.jagged(RESPONSE_MASK).offsets
-    ends = mask.copy()
-    if name == "turn_rewards":
-        goes_on = np.append(mask[1:], False)
-        goes_on[offsets[1:][offsets[1:] > 0] - 1] = False
-        ends &= ~goes_on
-    rewards = np.zeros(len(mask), np.float32)
-    for row, extra in enumerate(extras):
+    ends, offsets = _part_ends(batch, name), batch.jagged(RESPONSE_MASK).offsets
+    rewards = np.zeros(len(ends), np.float32)
+    for row, (extra, failed) in enumerate(zip(extras, _failed(batch), strict=True)):
         places = offsets[row] + np.flatnonzero(ends[offsets[row] : offsets[row + 1]])
-        values = extra.get(name, [])
+        values = [] if failed else extra.get(name, [])
         if not isinstance(values, list | tuple) or not all(isinstance(value, int | float) for value in values):
             raise DataError(f"row {row}: the reward returned {name}={values!r}, which must be a list of numbers")
         if len(values) > len(places):

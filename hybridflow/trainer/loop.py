@@ -34,13 +34,13 @@ from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.dumps import Dumps, dump_batch
-from hybridflow.rollout.evaluation import Scorer, Validator, extra_metrics, failures, without_failed
+from hybridflow.rollout.evaluation import Scorer, Validator, extra_metrics, failures, with_failures, without_failed
 from hybridflow.rollout.groups import Groups
 from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync, answers
 from hybridflow.rollout.recorded import RecordedPairs
 from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
 from hybridflow.saving.store import Checkpoint
-from hybridflow.trainer.advantages import Advantages
+from hybridflow.trainer.advantages import Advantages, lost_parts
 from hybridflow.trainer.calls import Asked, Calls
 from hybridflow.trainer.metrics import (
     answer_metrics,
@@ -202,6 +202,10 @@ class RLTrainer:
 
     def with_scores(self, batch: DataProto) -> DataProto:
         """Leaves out rows whose scores do not count."""
+        lost = lost_parts(self.config, batch)
+        if any(lost):
+            batch = with_failures(batch, lost)
+            self.scorer.check_failures(batch)
         batch = without_failed(batch, self.config.reward.on_failure)
         return without_overlong(batch) if self.config.algorithm.overlong_filter else batch
 

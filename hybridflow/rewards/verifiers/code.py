@@ -37,7 +37,7 @@ def code(
     """The share of tests that the program of the response passes.
 
     The program is the last fenced block with a label of Python, or without any the last one without a label. A block
-    that never ends was cut, and is no program. The sandbox has the standard library alone; `failed_with` names a
+    that never ends was cut, and is no program. The sandbox has the standard library and numpy; `failed_with` names a
     module that a program misses.
 
     Args:

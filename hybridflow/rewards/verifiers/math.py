@@ -22,6 +22,7 @@ _SOURCES = (
 )
 
 _TRUTHS = 4096  # ground truths that a process keeps as it has read them
+_RECORDED = 200  # characters of an answer that are kept
 _PRECISE = 7  # digits of a decimal that may stand for a fraction, as math-verify rounds
 _MOST_DIGITS = 10_000  # of an integer that a comparison may compute: a larger power cannot be interrupted
 # operations that an answer leaves to the reader
@@ -55,7 +56,8 @@ def math(
         thinking_open: whether the prompt opened the thinking.
 
     Returns:
-        extra["answer"] holds the answer that was read, or None.
+        extra["answer"] holds the answer that was read, or None; a rational number in its lowest terms, so that 0.5 and
+        1/2 are one vote of maj@k.
 
     Raises:
         ValueError: nothing can be read from the ground truth.
@@ -68,7 +70,7 @@ def math(
             right = found is not None and _equal(truth, found, literal)
     except (OverBudget, RecursionError):
         right = False
-    return ScoreResult(float(right), {"answer": found})
+    return ScoreResult(float(right), {"answer": found if found is None else expressions.canonical(found)[:_RECORDED]})
 
 
 def _equal(truth: str, found: str, literal: bool) -> bool:

@@ -58,3 +58,8 @@ def test_equally_frequent_answers_share_the_majority() -> None:
     assert majority([1.0, 0.0, 0.0, 0.0], ["a", "b", "c", "c"], 2) == 0.25
     assert majority([1.0, 1.0, 0.0], ["a", "a", "b"], 3) == 1.0
     assert majority([1.0, 0.0, 0.0], ["a", "b", "b"], 3) == 0.0
+
+
+def test_answers_that_a_verifier_finds_equal_are_one_vote() -> None:
+    extras = [{"answer": text} for text in ("0.5", "1/2", "3", "3", "\\frac{1}{2}")]
+    assert answer_statistics(np.array([1.0, 1.0, 0.0, 0.0, 1.0]), 5, extras)["maj@5"] == 1.0
