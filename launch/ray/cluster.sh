@@ -26,7 +26,7 @@ fi
 
 folder='' # Ray's own default, /tmp/ray, is open to every user of the machine
 if [[ $action == head || $action == join ]]; then
-  folder=$("$PYTHON" -m hybridflow.launch private-folder --prefix "hf-cluster-$FIRST_PORT-") || {
+  folder=$("$PYTHON" -P -m hybridflow.launch private-folder --prefix "hf-cluster-$FIRST_PORT-") || {
     echo "cluster.sh: no private folder could be made for Ray; set PYTHON to the Python that has HybridFlow" >&2
     exit 2
   }
