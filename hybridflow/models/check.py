@@ -4,6 +4,7 @@ before anything starts."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from hybridflow.config import derived
@@ -11,14 +12,29 @@ from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.family import family_of, use_family
 from hybridflow.models.layout import Coordinates
+from hybridflow.models.model_folder import check_weights
 from hybridflow.models.recompute import check_recompute
 
 
 def check(config: RunConfig, job: str = "train") -> None:
-    """Raise ConfigError where a model of `hybridflow train`, `sft` or `train-reward` cannot be cut; one line each."""
+    """Raise ConfigError where a model of `hybridflow train`, `sft` or `train-reward` cannot be cut, or its folder of
+    weights is not whole; one line each."""
     use_family(config.model.family)
-    if found := list(dict.fromkeys(problems(config, job))):
+    if found := list(dict.fromkeys(problems(config, job))) or list(dict.fromkeys(_folder_problems(config, job))):
         raise ConfigError("\n".join(found))
+
+
+def _folder_problems(config: RunConfig, job: str) -> Iterator[str]:
+    """What is missing in the folders of weights, as one line each."""
+    for role, model in [("model", config.model), *_models(config, job)]:
+        if model.path is None:
+            continue
+        try:
+            has_head = role not in ("critic", "reward_model")  # a scalar head may be a fresh one
+            family = family_of({"vocab_size": 1, **derived.hf_config(model)}) if has_head else None
+            check_weights(Path(model.path), family.tensors() if family else ())
+        except ModelError as error:
+            yield str(error)
 
 
 def problems(config: RunConfig, job: str = "train") -> Iterator[str]:

@@ -271,6 +271,7 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
         ModelError: a tensor is missing, or a file is not what the folder's checksums.sha256 says (where it has one).
     """
     from hybridflow.models import family_of
+    from hybridflow.models.model_folder import check_weights
     from hybridflow.models.weights import SafetensorsFolder
 
     file = folder / "config.json"
@@ -282,9 +283,8 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
         raise ConfigError(f"{file} is {error}") from error
     if problems := _wrong_checksums(folder):
         raise ModelError(f"{folder} was not imported: {'; '.join(problems[:6])}")
+    check_weights(folder, family_of(hf_config).tensors())
     source = SafetensorsFolder(folder)
-    if missing := sorted(family_of(hf_config).tensors().keys() - source.names()):
-        raise ModelError(f"{len(missing)} tensors that config.json implies are missing: {', '.join(missing[:4])}")
     chosen = dtype or str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
     return _write(source, hf_config, out, chosen, max_shard_bytes, folder, folder)
 

@@ -90,7 +90,8 @@ def write_engine_folder(
     written["eos_token_id"] = tokenizer.eos_id
     # engines run their own classes and no code of the folder, and know Kimi-K2 as what it is built like
     written.pop("auto_map", None)
-    written["model_type"] = _ENGINE_TYPES.get(written["model_type"], written["model_type"])
+    if written.get("model_type") in _ENGINE_TYPES:
+        written["model_type"] = _ENGINE_TYPES[written["model_type"]]
     written.pop("quantization_config", None)
     if quantization == "fp8":
         written["quantization_config"] = BlockQuantisation.of(hf_config).config()

@@ -99,11 +99,13 @@ def test_a_quantisation_describes_what_is_in_fp8_alone(tmp_path: Path) -> None:
         assert torch.equal(again.read(name, (0,) * len(shape), shape), went[name])
 
 
-@pytest.mark.parametrize("lost", ["all", "one"])
-def test_a_config_announces_no_heads_that_are_absent(lost: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("absent", ["all", "one"])
+def test_a_config_announces_no_heads_that_are_absent(absent: str, tmp_path: Path) -> None:
     folder = published_folder("glm-4.5", tmp_path / "hf", shards=1)
     kept = tensors_in(folder)
-    for name in [name for name in kept if name.startswith("model.layers.2.") and (lost == "all" or "eh_proj" in name)]:
+    for name in [
+        name for name in kept if name.startswith("model.layers.2.") and (absent == "all" or "eh_proj" in name)
+    ]:
         del kept[name]
     save_file(kept, folder / "model.safetensors")
     done = import_(folder, tmp_path / "out", None, 1 << 30)

@@ -1,0 +1,104 @@
+"""Whether the weights of a Hugging Face folder are all there: asked before anything starts, from the headers of the
+files alone and without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from hybridflow.config.outside_json import read_outside_json
+from hybridflow.errors import ModelError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_POINTER = b"version https://git-lfs"
+_MOST_HEADER_BYTES = 100 << 20  # what the safetensors library accepts
+
+
+def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
+    """Read the index and the header of every file.
+
+    Args:
+        tensors: names that must be there.
+
+    Raises:
+        ModelError: a file is missing, cut short or a git-lfs pointer, or a tensor is missing; one message with the
+            command that completes the folder.
+    """
+    held, files = _listed(folder)
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{folder / missing[0]}{more}: {INDEX} lists it, and it is not there; {_again(folder)}")
+    for name in files:
+        present = _names_in(folder / name)
+        if absent := held.get(name, set()) - present:
+            raise ModelError(
+                f"{folder / name} has no tensor {min(absent)}, which {INDEX} says is in it; {_again(folder)}"
+            )
+        held[name] = present if name == SINGLE else held[name]
+    known = set().union(*held.values())
+    if absent := set(tensors) - known:
+        where = folder / (INDEX if (folder / INDEX).exists() else SINGLE)
+        raise ModelError(
+            f"{where} lacks {len(absent)} of the {len(set(tensors))} tensors that config.json implies, for example "
+            f"{min(absent)}; if config.json is of the same model, {_again(folder)}"
+        )
+
+
+def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
+    """({file: tensors that the index says are in it}, the files)."""
+    index = folder / INDEX
+    if index.is_file():
+        if _is_pointer(index):
+            raise ModelError(f"{index} is a git-lfs pointer in place of the file; {_again(folder, pointer=True)}")
+        try:
+            weight_map = read_outside_json(index)["weight_map"]
+            held: dict[str, set[str]] = {}
+            for name, file in weight_map.items():
+                held.setdefault(Path(file).name, set()).add(name)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise ModelError(f"{index} is no index of weights ({error}); {_again(folder)}") from error
+        return held, sorted(held)
+    if (folder / SINGLE).is_file():
+        return {}, [SINGLE]
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+    if shards:
+        raise ModelError(f"{index} is missing beside {len(shards)} files of weights; {_again(folder)}")
+    found = f"; {other[0]} is in another form, and only safetensors are read" if other else ""
+    raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}{found}; {_again(folder)}")
+
+
+def _names_in(file: Path) -> set[str]:
+    """The tensors of a safetensors file whose bytes are all there."""
+    if _is_pointer(file):
+        raise ModelError(f"{file} is a git-lfs pointer in place of weights; {_again(file.parent, pointer=True)}")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        data = stream.read(min(length, _MOST_HEADER_BYTES))
+    try:
+        header = json.loads(data)
+        names = {name for name in header if name != "__metadata__"}
+        end = max((header[name]["data_offsets"][1] for name in names), default=0)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise ModelError(f"{file} is no whole safetensors file; {_again(file.parent)}") from error
+    if size != 8 + length + end:
+        raise ModelError(
+            f"{file} is no whole safetensors file: it has {size} bytes, and its header says {8 + length + end}; "
+            f"{_again(file.parent)}"
+        )
+    return names
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(_POINTER)) == _POINTER
+
+
+def _again(folder: Path, *, pointer: bool = False) -> str:
+    """What to do: a download goes on where it was interrupted."""
+    rest = len(list(folder.glob(".cache/huggingface/download/**/*.incomplete")))
+    was = f" (it was interrupted: {rest} .incomplete files are left)" if rest else ""
+    pull = f"run `git lfs pull` in {folder}, or" if pointer else "run"
+    return f"{pull} `hf download ORG/NAME --local-dir {folder}` with the name of the model{was}"

@@ -1,0 +1,112 @@
+"""Each family's folder, as it was published: checked, loaded, trained by SFT and RL, exported, read by transformers,
+whose log-probs are the trainer's. No code of the folder is run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.batch import DataProto, read_parquet
+from hybridflow.config.load import load_config
+from hybridflow.data.prepare import prepare
+from tests.e2e.conftest import REWARD
+from tests.e2e.runs import Run
+from tests.published.folders import FAMILIES, code_ran, published_folder
+
+pytestmark = pytest.mark.slow
+RECIPE = """
+defaults: [data: files, model: folder, actor: tiny, rollout: tiny, algorithm: grpo, cluster: in-process,
+           trainer: smoke, reward: custom, sft: smoke, _self_]
+model: {{path: {folder}/hf, dtype: float32}}
+data:
+  train_files: [{folder}/data/train.parquet]
+  train_batch_size: 2
+  max_prompt_length: 96
+  max_response_length: 12
+sft: {{train_files: [{folder}/data/sft.parquet]}}
+rollout: {{n: 4}}
+actor: {{optim: {{lr: 1.0e-3}}}}
+reward: {{path: {folder}/reward.py}}
+output_dir: {folder}/runs
+"""
+MAIN = "import sys; from hybridflow.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def train(folder: Path, name: str, *words: str) -> str:
+    """One run in one process; what it printed."""
+    recipe = ("--config-dir", str(folder), "--config-name", "published", f"name={name}")
+    with Run(folder / "output", *recipe, *words, command=(sys.executable, "-c", MAIN, "train")) as run:
+        assert run.end(300) == 0, run.out + run.err
+        return run.out
+
+
+def prepared(folder: Path) -> Path:
+    """Data, reward and recipe beside `folder`/hf."""
+    prepare("arithmetic", folder / "data", None, load_config("e2e").data.prepare.options)
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "published.yaml").write_text(RECIPE.format(folder=folder))
+    return folder
+
+
+def read_by_transformers(folder: Path) -> tuple[Any, set[str]]:
+    """(the model, tensors of the folder that it left)."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config", None)  # of layers that transformers does not have; it would ask for accelerate
+    kind = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])  # unknown to transformers
+    settings = CONFIG_MAPPING[kind].from_dict({**config, "model_type": kind})
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, config=settings, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    return model.eval(), set(info["unexpected_keys"])
+
+
+@torch.no_grad()
+def largest_difference(model: Any, batch: DataProto) -> float:
+    """The largest difference between the responses' log-probs in transformers and in the trainer."""
+    columns = [batch.jagged(name) for name in ("prompt_ids", "response_ids", "old_log_probs")]
+    found = []
+    for prompt, response, expected in zip(*columns, strict=True):
+        ids = torch.tensor([[*prompt.tolist(), *response.tolist()]])
+        log_probs = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1].float(), dim=-1)
+        mine = log_probs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        found.append(float((mine - torch.from_numpy(expected.copy())).abs().max()))
+    return max(found)
+
+
+def walks_through(family: str, folder: Path, **config: Any) -> None:
+    """Train, export, read the export by transformers, and begin another run from it."""
+    source = published_folder(family, folder / "hf", **config)
+    out = train(prepared(folder), "first", "trainer.total_steps=2")
+    assert "SFT 2/2" in out and "GRPO 2/2" in out
+    summary = json.loads((folder / "runs" / "first" / "summary.json").read_text())
+    assert summary["steps"] == 2 and 0 < summary["logprob_diff_max"] <= 1e-5
+    export = folder / "runs" / "first" / "export"
+    heads = json.loads((source / "config.json").read_text()).get("num_nextn_predict_layers", 0)
+    assert json.loads((export / "config.json").read_text()).get("num_nextn_predict_layers", 0) == heads
+    assert (f"that training does not touch were copied from {source}" in out) == bool(heads)
+    model, left = read_by_transformers(export)
+    assert all(name.startswith("model.layers.2.") for name in left) and bool(left) == bool(heads)
+    train(folder, "second", f"model.path={export}", "sft=none", "trainer.total_steps=1", "trainer.export=false")
+    dump = read_parquet(folder / "runs" / "second" / "rollouts" / "step_000001.parquet")
+    assert largest_difference(model, dump) <= 1e-5
+    assert not code_ran(folder)
+
+
+def test_a_folder_with_every_peculiarity(tmp_path: Path) -> None:
+    """Kimi-K2 (its tokenizer, its model_type, fp8 with scales) with a layer for multi-token prediction."""
+    walks_through("kimi-k2", tmp_path, num_nextn_predict_layers=1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_folder(family: str, tmp_path: Path) -> None:
+    walks_through(family, tmp_path)
