@@ -121,6 +121,9 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
     # torch's TCPStore listens on every interface whatever its host name says; a file needs no listener
     # (sglang/srt/distributed/bootstrap.py:238).
     env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/rendezvous"
+    # Where other ranks find this one's queues. Left to SGLang, it is the address towards the internet, and every
+    # interface where there is no way there (sglang/srt/utils/network.py:391).
+    env["SGLANG_HOST_IP"] = spec.host
     for name in ALLOCATOR_SETTINGS:  # torch_memory_saver refuses expandable segments, which trainers want
         env.pop(name, None)
     # it permutes expert weights after each load without undoing it first: orders that describe or fail permute twice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -93,6 +94,8 @@ def test_the_ranks_of_an_engine_over_nodes_meet_in_the_jobs_store() -> None:
     spec = EngineSpec(name="e", model_path="/nowhere", tensor=2, nnodes=2, dist_init_addr="127.0.0.1:4")
     url = environment(spec, "/folder")["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
     assert url == "hybridflow://127.0.0.1:4" and environment(spec, "/folder")[VARIABLE] == os.environ[VARIABLE]
+    other = environment(replace(spec, host="10.0.0.2", node_rank=1), "/folder")
+    assert other["SGLANG_HOST_IP"] == "10.0.0.2"  # where this node's ranks are found by the others
     master = master_store("127.0.0.1", 0, 60.0)
     url = f"{closed_sockets.SCHEME}://127.0.0.1:{master.port}?rank=1&world_size=2"
     store, rank, world = next(closed_sockets.meet(url, timedelta(seconds=60)))
