@@ -20,6 +20,7 @@ from hybridflow.config import (
     check_loop,
     check_lora,
     derived,
+    own_entries,
     roles,
     val_sets,
 )
@@ -57,7 +58,10 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     Args:
         files: whether the files and folders that a run reads must be there; a plan is made without them.
     """
-    found = [*out_of_range(config), *_names(config), *check_entries.problems(config), *val_sets.problems(config)]
+    found = [*out_of_range(config), *_names(config)]
+    found += own_entries.problems(config) if files else []
+    if not found:  # a file that is missing is said once
+        found = [*check_entries.problems(config), *val_sets.problems(config)]
     if found:
         return found  # the checks below divide by these numbers, and ask these entries what they need
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (

@@ -12,7 +12,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.engines.base import ENGINES, LocalEngine
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.conversations import conversing
 from hybridflow.rollout.in_process import InProcessRollouts
@@ -27,6 +27,7 @@ from hybridflow.workers.rollout import engine_spec
 First = TypeVar("First")
 Second = TypeVar("Second")
 _STOP_S = 10.0
+_LOCAL = ("start", "stop", "generate", "take", "sleep", "wake")  # what a run in one process calls of its engine
 
 
 class Generation(Protocol):
@@ -152,7 +153,12 @@ class EngineHere:
         self.config, self.stop_ids = config, stop_ids
         spec = engine_spec(config.rollout, 0, folder, config.model.dtype, config.seed, False)
         made = ENGINES.get(config.rollout.engine)(spec, log_dir / f"{spec.name}.log", lambda: None)
-        self.engine = cast(LocalEngine, made)  # `config.check` lets no other kind through
+        if missing := [name for name in _LOCAL if not callable(getattr(made, name, None))]:
+            raise ConfigError(
+                f"rollout.engine={config.rollout.engine} has no {', '.join(missing)}, which an engine in the trainer's "
+                "process needs (hybridflow.engines.base.LocalEngine); add them, or set cluster.in_process=false"
+            )
+        self.engine = cast(LocalEngine, made)
         self.engine.start()
 
     def check_starting(self) -> None:

@@ -116,11 +116,13 @@ def transport(file: str, folder: Path) -> None:
 
 def engine(file: str, folder: Path) -> None:
     from hybridflow.engines.base import ENGINES
+    from hybridflow.trainer.generation import _LOCAL
 
     spec: Any = None
     made = ENGINES.get(f"{file}:parrot")(spec, folder / "engine.log", lambda: None)
     [answer] = made.generate([[5, 6, 7]], SamplingConfig(), 2)
     assert answer.token_ids == [5, 6] and answer.weight_versions[0].end == 2
+    assert all(callable(getattr(made, name)) for name in _LOCAL)  # it runs with cluster=in-process
 
 
 RUNS: dict[str, Callable[[str, Path], None]] = {

@@ -1,0 +1,104 @@
+"""Entries of the user's own files, `path/to/file.py:name`, of every key that names a registry: the file is there, a
+process of its own imports it, and it registers the right kind. Asked before anything of a run starts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.keys import VERIFIER, Entry, all_keys, value_at
+from hybridflow.config.registry import Registry, is_user_entry
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ConfigError
+from hybridflow.process.secret import without_credentials
+
+_IMPORT_S = 120.0  # for all files together; one that imports torch takes seconds
+_CHECKED_HERE = ("algorithm.adv_estimator", "actor.policy_loss", "trainer.loggers")  # `check_entries` imports them
+_MARK = "\nown entries: "  # before the answer: a user's file may print
+
+
+def named(config: RunConfig) -> Iterator[tuple[str, Entry, str]]:
+    """(key, registry, value) of each entry of a user's file."""
+    for key, kind in all_keys(RunConfig):
+        value = value_at(config, key)
+        for one in (value if kind.is_list else (value,)) if kind.entry else ():
+            if one is not None and is_user_entry(one):
+                assert kind.entry is not None
+                yield key, kind.entry, one
+    yield from (("reward.combine", VERIFIER, name) for name in map(str, config.reward.combine) if is_user_entry(name))
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Every problem as one line. Starts a process where there are such entries."""
+    asked = []
+    for key, entry, value in named(config):
+        path = Path(value.rpartition(":")[0])
+        if not path.is_file():
+            yield f"{key}={value}: {str(path)!r} is no file (looked in {Path.cwd()}); correct the path"
+        elif key not in _CHECKED_HERE:
+            asked.append((key, entry.package, value))
+    if asked:
+        yield from _imported(asked)
+
+
+def _imported(asked: Sequence[tuple[str, str, str]]) -> list[str]:
+    """What a process says that imports these entries (key, package, value)."""
+    command = [sys.executable, "-P", "-m", "hybridflow.config.own_entries", json.dumps(asked)]
+    values = ", ".join(f"{key}={value}" for key, _, value in asked)
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=without_credentials(),
+            timeout=_IMPORT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [f"{values}: importing took more than {_IMPORT_S:.0f} s; what a file does when imported must end soon"]
+    _, mark, said = done.stdout.rpartition(_MARK)
+    if not mark:
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        return [f"{values}: the process that imports them ended: {last}"]
+    found: list[str] = json.loads(said)
+    return found
+
+
+def main(asked: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Import each entry; returns why entries cannot be used, a line each."""
+    found = []
+    for key, package, value in asked:
+        try:
+            _registry_of(package).get(value)
+        except ConfigError as error:
+            if not _lacks_what_nodes_have(error.__cause__):
+                found.append(str(error) if str(error).startswith(key) else f"{key}={value}: {error}")
+    return found
+
+
+def _registry_of(package: str) -> Registry[Any]:
+    """The registry whose built-in entries this package holds."""
+    for module in (f"{package}.base", package):
+        if importlib.util.find_spec(module) is None:
+            continue
+        for value in vars(importlib.import_module(module)).values():
+            if isinstance(value, Registry) and value.package == package:
+                return value
+    raise AssertionError(f"no registry of {package}")
+
+
+def _lacks_what_nodes_have(cause: BaseException | None) -> bool:
+    """Whether an import has failed for want of a library that a machine which only submits jobs need not have."""
+    return isinstance(cause, ModuleNotFoundError) and importlib.util.find_spec("torch") is None
+
+
+if __name__ == "__main__":
+    print(f"{_MARK}{json.dumps(main(json.loads(sys.argv[1])))}")
