@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.cli.extras import KERNELS, require
+from hybridflow.process.obstacles import require_none
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
@@ -47,7 +48,9 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
 
 def run_job(job: str, run: RunConfig) -> None:
     """Run a checked configuration as `train`, `sft` or `train-reward`."""
-    require(KERNELS, "torch", "transformers", *(() if run.cluster.in_process else ("ray",)))
+    libraries = ("torch", "transformers", *(() if run.cluster.in_process else ("ray",)))
+    require(KERNELS, *libraries)
+    require_none((*libraries, "numpy", "pyarrow"))
     from hybridflow.config.derived import generates
     from hybridflow.trainer.preload import Preload
 

@@ -21,6 +21,7 @@ from hybridflow.doctor.findings import Finding, Level
 from hybridflow.errors import HybridFlowError
 from hybridflow.launch.node import FIRST_PORT
 from hybridflow.observe.environment import query_gpus
+from hybridflow.process.obstacles import obstacles
 
 _GIB = 2**30
 # What a run cannot do without, with a test of it here; the exact versions are in requirements/.
@@ -39,6 +40,7 @@ def examine(config: RunConfig | None = None) -> list[Finding]:
     """All findings on this machine. With a recipe, also what that recipe needs: GPUs, memory, folders."""
     gpus, trouble = query_gpus()
     findings = [*_versions(), *_devices(gpus, trouble, config), *_faster(bool(gpus)), *_network(bool(gpus)), *_limits()]
+    findings += [Finding(one.topic, one.level, one.what, one.remedy) for one in obstacles()]
     return [*findings, *_disk(config), *_cluster(config)]
 
 

@@ -12,8 +12,9 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -38,13 +39,22 @@ class Run:
     environment (daemons that were handed to init included), and every address that one of them listens on.
     """
 
-    def __init__(self, folder: Path, *words: str, command: Sequence[str | Path] = (HYBRIDFLOW,)) -> None:
-        """Start it; output goes to `folder`/out and err."""
+    def __init__(
+        self,
+        folder: Path,
+        *words: str,
+        command: Sequence[str | Path] = (HYBRIDFLOW,),
+        site: Mapping[str, str | None] = MappingProxyType({}),
+        cwd: Path | None = None,
+    ) -> None:
+        """Start it in `cwd`; output goes to `folder`/out and err. `site`: other variables of its environment, None
+        unsets one."""
         folder.mkdir(parents=True, exist_ok=True)
         self.mark = uuid.uuid4().hex
         self.temp_dir = Path(tempfile.mkdtemp(prefix="hft-", dir="/tmp"))  # short: Ray's sockets lie in it
         self._out, self._err = folder / f"out-{self.mark}", folder / f"err-{self.mark}"
-        env = {**without_credentials(), _MARK: self.mark, "TMPDIR": str(self.temp_dir), "COLUMNS": "200"}
+        base = {**without_credentials(), _MARK: self.mark, "TMPDIR": str(self.temp_dir), "COLUMNS": "200"}
+        env = {name: value for name, value in {**base, **site}.items() if value is not None}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 [*HEAR_INTERRUPTS, *map(str, command), *words],
@@ -52,6 +62,7 @@ class Run:
                 stdout=out,
                 stderr=err,
                 env=env,
+                cwd=cwd,
                 start_new_session=True,
             )
         self.seen: dict[Process, str] = {}

@@ -1,0 +1,136 @@
+"""What of the environment would stop a run or surprise its user: `hybridflow doctor` shows all of it, and a run that
+would be stopped is refused."""
+
+from __future__ import annotations
+
+import locale
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Literal
+
+from hybridflow.errors import ResourceError
+from hybridflow.process.surroundings import proxies
+
+# import name -> distribution, of libraries that a run takes in the version of its own environment
+LIBRARIES = {
+    name: name for name in ("torch", "ray", "transformers", "numpy", "pyarrow", "sglang", "hydra", "omegaconf")
+}
+LIBRARIES |= {"hydra": "hydra-core"}
+_LONG = 40  # a longer name of a temporary folder may leave no room for sockets
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """One thing that was found. An error stops a run; `remedy` is empty where nothing is to be done."""
+
+    topic: str
+    level: Literal["ok", "unused", "warning", "error"]
+    what: str
+    remedy: str = ""
+
+
+def obstacles(libraries: Sequence[str] = tuple(LIBRARIES)) -> list[Obstacle]:
+    """What was found; `libraries` are those that the run imports."""
+    return [*_folders(), *_encoding(), *_import_path(libraries), *_variables()]
+
+
+def require_none(libraries: Sequence[str]) -> None:
+    """Raise ResourceError, which says what to change, where a run that imports these libraries would be stopped."""
+    found = [one for one in obstacles(libraries) if one.level == "error"]
+    if found:
+        raise ResourceError("\n".join(f"{one.topic}: {one.what}; {one.remedy}" for one in found))
+
+
+def _folders() -> Iterator[Obstacle]:
+    wanted = os.environ.get("TMPDIR")
+    try:
+        used = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        yield Obstacle("TMPDIR", "error", str(error), "set TMPDIR to a folder that can be written")
+        return
+    if wanted and Path(used) != Path(wanted).absolute():
+        yield Obstacle(
+            "TMPDIR",
+            "warning",
+            f"{wanted} cannot be written; {used} is used",
+            "create it, or set TMPDIR to another folder",
+        )
+    elif len(os.fsencode(used)) > _LONG:
+        yield Obstacle("TMPDIR", "unused", f"{used} is too long for unix sockets, which are in /tmp")
+    home = os.environ.get("HOME")
+    if not home or not os.access(home, os.W_OK | os.X_OK) or not os.path.isdir(home):
+        said = f"{home} cannot be written" if home else "is not set"
+        yield Obstacle("HOME", "unused", f"{said}: libraries keep no caches, and settings are not read there")
+
+
+def _encoding() -> Iterator[Obstacle]:
+    found = locale.getpreferredencoding(False)
+    if found.lower().replace("-", "") != "utf8":
+        what = f"Python reads and writes text as {found}, which files of torch are not"
+        yield Obstacle("encoding", "error", what, "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1)")
+
+
+def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
+    """Modules that would be taken from PYTHONPATH in place of Python's own or of the environment's."""
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        remedy = f"remove {folder} from PYTHONPATH"
+        if hidden := _names_in(folder) & sys.stdlib_module_names:
+            yield Obstacle("PYTHONPATH", "error", f"{folder} has {_listed(hidden)}, as Python itself has", remedy)
+        for name in libraries:
+            theirs = PathFinder.find_spec(name, [folder])
+            ours = PathFinder.find_spec(name, [entry for entry in sys.path if entry not in ("", folder)])
+            if theirs is None or theirs.origin is None or ours is None or ours.origin is None:
+                continue
+            versions = [_version(name, Path(found.origin or "").parents[1]) for found in (theirs, ours)]
+            if "" in versions or versions[0] != versions[1]:
+                what = f"{folder} has {name} {versions[0] or 'of no known version'}, which hides {name} {versions[1]}"
+                yield Obstacle("PYTHONPATH", "error", f"{what} of this environment", remedy)
+    if sys.flags.safe_path:
+        return
+    try:
+        hidden = _names_in(os.getcwd()) & sys.stdlib_module_names
+    except OSError as error:
+        yield Obstacle(
+            "working directory", "error", f"it cannot be read ({error.strerror})", "change to another folder"
+        )
+        return
+    if hidden:
+        what = f"{_listed(hidden)} have names of Python's modules; what a run starts does not import them"
+        yield Obstacle("working directory", "unused", what)
+
+
+def _variables() -> Iterator[Obstacle]:
+    if found := proxies(os.environ):
+        yield Obstacle("proxy", "ok", f"{', '.join(found)}: not for this machine's own addresses")
+    if address := os.environ.get("RAY_ADDRESS"):
+        what = f"{address} is not joined: a run reads cluster.address alone"
+        yield Obstacle("RAY_ADDRESS", "warning", what, f"unset it, or set cluster.address={address}")
+
+
+def _names_in(folder: str) -> set[str]:
+    """Modules and packages that lie in a folder."""
+    if not os.path.isdir(folder):
+        return set()
+    with os.scandir(folder) as entries:
+        return {
+            entry.name.removesuffix(".py")
+            for entry in entries
+            if entry.name.endswith(".py") or (entry.is_dir() and os.path.isfile(f"{entry.path}/__init__.py"))
+        }
+
+
+def _version(name: str, folder: Path) -> str:
+    """The version of a library that lies in this folder; empty where nothing says it."""
+    for found in metadata.distributions(name=LIBRARIES[name], path=[str(folder)]):
+        return str(found.version)
+    return ""
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(f"{name}.py" for name in sorted(names)[:5])
