@@ -18,9 +18,7 @@ from hybridflow.errors import ResourceError
 from hybridflow.process.surroundings import proxies
 
 # import name -> distribution, of libraries that a run takes in the version of its own environment
-LIBRARIES = {
-    name: name for name in ("torch", "ray", "transformers", "numpy", "pyarrow", "sglang", "hydra", "omegaconf")
-}
+LIBRARIES = {name: name for name in ("torch", "ray", "transformers", "numpy", "pyarrow", "hydra", "omegaconf")}
 LIBRARIES |= {"hydra": "hydra-core"}
 _LONG = 40  # a longer name of a temporary folder may leave no room for sockets
 
