@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,8 +17,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.agents.call_reading import read_calls
+from hybridflow.agents.completion_request import ChatRequest, RequestError, read_request
 from hybridflow.agents.conversation import Conversation, ConversationOver, Endpoint
-from hybridflow.agents.formats.base import FORMATS, Call
+from hybridflow.data.chat_template import ShownCall
 from hybridflow.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,15 +28,8 @@ if TYPE_CHECKING:
 
 MODEL = "policy"
 _MOST_BYTES = 16 << 20  # of a request
+_log = logging.getLogger(__name__)
 _QUIET_S = 0.02  # from one request or answer to the next, while a program is at work on it
-
-
-class RequestError(Exception):
-    """What is wrong with a request, told to the client with an HTTP status."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass
@@ -41,7 +37,8 @@ class _Served:
     """A conversation with the requests it has had."""
 
     conversation: Conversation
-    messages: list[Mapping[str, Any]] = field(default_factory=list)  # those of the last request
+    messages: Sequence[Mapping[str, Any]] = ()  # those of the last request
+    tools: Sequence[Mapping[str, Any]] = ()  # those of the first one
     pending: asyncio.Task[dict[str, Any]] | None = None  # the answer to it
     calls: list[dict[str, Any]] = field(default_factory=list)  # in the last answer, as the client was told them
     over: ConversationOver | None = None
@@ -56,6 +53,7 @@ class CompletionServer:
         self._base_url = ""
         self._starting = asyncio.Lock()
         self._moved = 0.0
+        self._has_warned = False
 
     @property
     def is_active(self) -> bool:
@@ -98,7 +96,14 @@ class CompletionServer:
         from aiohttp import web
 
         app = web.Application(client_max_size=_MOST_BYTES)
-        app.add_routes([web.post("/v1/chat/completions", self._complete), web.get("/v1/models", self._models)])
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._complete),
+                web.get("/v1/models", self._models),
+                web.get(f"/v1/models/{MODEL}", self._models),
+                web.route("*", "/{rest:.*}", _unknown),
+            ]
+        )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -117,48 +122,55 @@ class CompletionServer:
             self._of(request)
         except RequestError as error:
             return _error(error)
-        return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "hybridflow"}]})
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "hybridflow"}
+        return _json(model if request.path.endswith(MODEL) else {"object": "list", "data": [model]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self._moved = time.monotonic()
         try:
             served = self._of(request)
-            body = await _body_of(request)
-            completion = await self._answer_to(served, body)
+            asked = read_request(await _body_of(request))
+            self._warn(asked)
+            completion = await self._answer_to(served, asked)
             self._moved = time.monotonic()
         except (RequestError, DataError) as error:  # DataError: of the chat template
             return _error(error)
         except ConversationOver as over:
             served.over = over
             return _error(RequestError(f"the conversation is over: {over}"), "context_length_exceeded")
-        return await _streamed(request, completion, body) if body.get("stream") else _json(completion)
+        return await _streamed(request, completion, asked) if asked.stream else _json(completion)
 
-    async def _answer_to(self, served: _Served, body: Any) -> dict[str, Any]:
-        messages = _messages_of(body)
-        if served.pending is None or messages != served.messages:
+    def _warn(self, asked: ChatRequest) -> None:
+        """Say once that the run decides how the policy is sampled."""
+        if asked.ignored and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "a program asks for %s: answers are sampled as rollout.sampling and rollout.val_sampling say",
+                ", ".join(asked.ignored),
+            )
+
+    async def _answer_to(self, served: _Served, asked: ChatRequest) -> dict[str, Any]:
+        if served.pending is None or asked.messages != served.messages:
             if served.pending is not None and not served.pending.done():
                 raise RequestError("another request of this conversation has no answer yet")
-            self._show(served, messages, body)
-            served.messages = messages
-            served.pending = asyncio.create_task(_next_answer(served, body))
+            self._show(served, asked)
+            served.messages = asked.messages
+            served.pending = asyncio.create_task(_next_answer(served, asked))
         # a client that sends the same request again has lost the answer, and is given that one
         return await asyncio.shield(served.pending)
 
     @staticmethod
-    def _show(served: _Served, messages: Sequence[Mapping[str, Any]], body: Mapping[str, Any]) -> None:
+    def _show(served: _Served, asked: ChatRequest) -> None:
         """Append to the conversation what the request adds to it."""
-        conversation, before = served.conversation, len(served.messages)
+        conversation, messages, before = served.conversation, asked.messages, len(served.messages)
         if served.pending is None:
-            ids = conversation.tokenizer.encode_chat(messages, body.get("tools") or None)
-            if ids != list(conversation.prompt):
-                raise RequestError(
-                    "the messages of the first request must render to the prompt of the row, "
-                    f"{conversation.tokenizer.decode(conversation.prompt)!r}; they render to "
-                    f"{conversation.tokenizer.decode(ids)!r}"
-                )
+            _compare(conversation, messages, asked.tools)
+            served.tools = asked.tools
             return
         if served.over is not None:
             raise served.over
+        if asked.tools != served.tools:
+            raise RequestError("tools must be those of the first request: the prompt shows them", param="tools")
         differs = next((n for n in range(before) if n >= len(messages) or messages[n] != served.messages[n]), None)
         if differs is not None:
             raise RequestError(f"message {differs} is not that of the last request; a conversation only goes on")
@@ -166,54 +178,103 @@ class CompletionServer:
             raise RequestError(
                 f"message {before} must be the last answer as it was given, and another message must follow it"
             )
-        role = conversation.config.observation_role
-        new = messages[before + 1 :]
-        if other := next((str(one["role"]) for one in new if one["role"] != role), None):
-            raise RequestError(
-                f"a message of role {other} follows the answer, and the run shows messages of role {role}; set "
-                f"rollout.agent.observation_role, or send {role}"
-            )
-        conversation.observe([one["content"] for one in new])
+        _observe(served, messages[before + 1 :])
 
 
-async def _next_answer(served: _Served, body: Mapping[str, Any]) -> dict[str, Any]:
+def _compare(conversation: Conversation, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> None:
+    """Refuse messages that are not the prompt of the row. A message of the role developer may be its system message."""
+    as_system = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+    problem: DataError | None = None
+    ids: list[int] = []
+    for some in [messages, *([as_system] if as_system != messages else [])]:
+        try:
+            ids = conversation.tokenizer.encode_chat(some, tools or None)
+        except DataError as error:
+            problem = error
+            continue
+        if ids == list(conversation.prompt):
+            return
+    if problem is not None and not ids:
+        raise problem
+    raise RequestError(
+        "the messages of the first request must render to the prompt of the row, "
+        f"{conversation.tokenizer.decode(conversation.prompt)!r}; they render to "
+        f"{conversation.tokenizer.decode(ids)!r}"
+    )
+
+
+def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
+    """Show what follows the last answer: results of its calls, and what else the program says."""
+    calls = [ShownCall(one["function"]["name"], one["id"]) for one in served.calls]
+    names = {one.id: one.name for one in calls}
+    shown: list[dict[str, str]] = []
+    for one in new:
+        if one["role"] == "assistant":
+            raise RequestError("a message of the assistant follows the answer; the policy alone answers")
+        known = {"tool_call_id": one["tool_call_id"]} if "tool_call_id" in one else {}
+        name = one.get("name") or names.get(one.get("tool_call_id", ""))
+        named = {"name": name} if name and one["role"] == "tool" else {}
+        shown.append({"role": one["role"], "content": one["content"], **known, **named})
+    for role in {one["role"] for one in shown}:
+        served.conversation.tokenizer.template.check(role, with_calls=role == "tool" and bool(calls))
+    served.conversation.show(shown, calls)
+
+
+async def _next_answer(served: _Served, asked: ChatRequest) -> dict[str, Any]:
     """The next answer of the policy as a completion."""
     conversation = served.conversation
     before = len(conversation.prompt) + len(conversation.tokens)
-    text = await conversation.answer(body.get("max_completion_tokens") or body.get("max_tokens"))
-    served.calls = _tool_calls(conversation.config.call_format, text, body.get("tools") or ())
+    text = await conversation.answer(asked.most, asked.stop)
+    served.calls = _tool_calls(conversation, text, asked)
     conversation.calls += len(served.calls)
     message: dict[str, Any] = {"role": "assistant", "content": text}
     reason = conversation.finish_reason
     if served.calls:
         message, reason = {**message, "tool_calls": served.calls}, "tool_calls"
     after = len(conversation.prompt) + len(conversation.tokens)
+    sampled = after - before
+    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    if asked.logprobs:
+        choice["logprobs"] = {"content": _log_probs(conversation, sampled), "refusal": None}
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": MODEL,
-        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-        "usage": {"prompt_tokens": before, "completion_tokens": after - before, "total_tokens": after},
+        "choices": [choice],
+        "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": after},
+        **({"ignored": list(asked.ignored)} if asked.ignored else {}),
     }
 
 
-def _tool_calls(call_format: str, text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
+def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]:
+    """The last tokens with their log-probabilities, without the one that ended the answer."""
+    ids, log_probs = conversation.tokens[-sampled:], conversation.log_probs[-sampled:]
+    if ids and ids[-1] in conversation.tokenizer.stop_ids:
+        ids, log_probs = ids[:-1], log_probs[:-1]
+    texts = [conversation.tokenizer.decode([token]) for token in ids]
+    return [
+        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in zip(texts, log_probs, strict=True)
+    ]
+
+
+def _tool_calls(conversation: Conversation, text: str, asked: ChatRequest) -> list[dict[str, Any]]:
     """The calls that the text has, as OpenAI's clients read them; none where one of them cannot be read."""
-    known = {
-        str(one["function"]["name"]): tuple(one["function"].get("parameters", {}).get("properties", {}))
-        for one in tools
-    }
-    found: list[Call] = FORMATS.get(call_format)(text, known) if known else []
+    tools = {str(one["function"]["name"]): one["function"].get("parameters", {}) for one in asked.tools}
+    if not tools or not asked.reads_calls:
+        return []
+    opened = conversation.tokenizer.template.opens_thinking
+    found = read_calls(conversation.config.call_format, text, tools, thinking_open=opened)
     if any(call.problem for call in found):
         return []
     return [
         {
-            "id": f"call_{secrets.token_hex(8)}",
+            "id": call.id or conversation.call_id(number),
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
         }
-        for call in found
+        for number, call in enumerate(found[: asked.most_calls])
     ]
 
 
@@ -222,6 +283,10 @@ def _is_last_answer(message: Mapping[str, Any], served: _Served) -> bool:
     same_calls = [one.get("id") for one in message.get("tool_calls") or ()] == [one["id"] for one in served.calls]
     told = message["content"] == given or (not message["content"] and bool(served.calls))
     return message["role"] == "assistant" and told and same_calls
+
+
+async def _unknown(request: web.Request) -> web.StreamResponse:
+    return _error(RequestError(f"{request.path} is not served; use /v1/chat/completions or /v1/models", 404))
 
 
 async def _body_of(request: web.Request) -> Any:
@@ -233,54 +298,6 @@ async def _body_of(request: web.Request) -> Any:
         raise RequestError(f"the body is no JSON: {error}") from error
     except web.HTTPRequestEntityTooLarge as error:
         raise RequestError(f"the body has more than {_MOST_BYTES >> 20} MiB", 413) from error
-
-
-def _messages_of(body: Any) -> list[Mapping[str, Any]]:
-    """The messages of a request, each with a role and its content as text.
-
-    Raises:
-        RequestError: the body is not a request that can be answered.
-    """
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise RequestError("messages is needed, a list of messages")
-    if body.get("n") not in (None, 1):
-        raise RequestError("n must be 1: a conversation has one answer at a time")
-    for name in ("max_tokens", "max_completion_tokens"):
-        most = body.get(name)
-        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-            raise RequestError(f"{name} must be a whole number of at least 1")
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(
-        isinstance(one, dict) and _declares(one.get("function")) for one in tools
-    ):
-        raise RequestError("tools must be a list of declarations of functions")
-    if not isinstance(body.get("stream_options") or {}, dict):
-        raise RequestError("stream_options must be an object")
-    return [_message(number, one) for number, one in enumerate(body["messages"])]
-
-
-def _declares(function: Any) -> bool:
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return False
-    parameters = function.get("parameters", {})
-    return isinstance(parameters, dict) and isinstance(parameters.get("properties", {}), dict)
-
-
-def _message(number: int, message: Any) -> Mapping[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(f"message {number} has no role")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise RequestError(f"message {number} has a part that is no text")
-        content = "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
-        raise RequestError(f"the content of message {number} is no text")
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list) or not all(isinstance(one, dict) for one in calls):
-        raise RequestError(f"the tool_calls of message {number} are no list of calls")
-    found = {"role": message["role"], "content": content or ""}
-    return {**found, "tool_calls": calls} if calls else found
 
 
 # ---- responses
@@ -297,10 +314,12 @@ def _error(error: Exception, code: str | None = None) -> web.Response:
 
     status = error.status if isinstance(error, RequestError) else 400
     kind = "authentication_error" if status == 401 else "invalid_request_error"
-    return web.json_response({"error": {"message": str(error), "type": kind, "code": code}}, status=status)
+    param = error.param if isinstance(error, RequestError) else None
+    told = {"message": str(error), "type": kind, "param": param, "code": code}
+    return web.json_response({"error": told}, status=status)
 
 
-async def _streamed(request: web.Request, completion: Mapping[str, Any], body: Mapping[str, Any]) -> web.StreamResponse:
+async def _streamed(request: web.Request, completion: Mapping[str, Any], asked: ChatRequest) -> web.StreamResponse:
     """The completion as server-sent events: the message in one piece, then why it ended."""
     from aiohttp import web
 
@@ -310,10 +329,10 @@ async def _streamed(request: web.Request, completion: Mapping[str, Any], body: M
         message["tool_calls"] = [{"index": number, **one} for number, one in enumerate(message["tool_calls"])]
     head = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     chunks: list[dict[str, Any]] = [
-        {**head, "choices": [{"index": 0, "delta": message, "finish_reason": None}]},
+        {**head, "choices": [{"index": 0, "delta": message, "finish_reason": None, "logprobs": choice["logprobs"]}]},
         {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
     ]
-    if (body.get("stream_options") or {}).get("include_usage"):
+    if asked.with_usage:
         chunks.append({**head, "choices": [], "usage": completion["usage"]})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)

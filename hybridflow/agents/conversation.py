@@ -6,6 +6,8 @@ and the next one (`Tokenizer.continuation`).
 
 from __future__ import annotations
 
+import dataclasses
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -94,11 +96,13 @@ class Conversation:
     versions: list[int] = field(default_factory=list)
     routes: np.ndarray | None = None
 
-    async def answer(self, most: int | None = None) -> str:
+    async def answer(self, most: int | None = None, stop: Sequence[str] = ()) -> str:
         """Let the policy go on; the text of what it sampled, without the token that ended it.
 
         Args:
             most: tokens of this answer; None: as many as there is room for.
+            stop: texts before which the answer ends. The token that completes one is its last: what was sampled after
+                it is dropped.
 
         Raises:
             ConversationOver: it has had `rollout.agent.max_answers` answers, or there is no room for another token.
@@ -106,14 +110,14 @@ class Conversation:
         if self.answered == self.config.max_answers:
             raise ConversationOver(f"{self.answered} answers")
         self.need(1)
-        sampled = await self.sample([*self.prompt, *self.tokens], min(self.room, most or self.room))
+        asked = [*self.prompt, *self.tokens]
+        sampled, text = self._until(stop, await self.sample(asked, min(self.room, most or self.room)), len(asked))
         self._append(sampled.token_ids, True, sampled.log_probs, sampled.versions)
         if sampled.routes is not None:  # each token keeps those of the request in which it was sampled or shown
             known = sampled.routes[:0] if self.routes is None else self.routes
             self.routes = np.concatenate([known, sampled.routes[len(known) : -1]])
         self.answered += 1
         self.finish_reason = sampled.finish_reason
-        text = self.tokenizer.decode(sampled.token_ids.tolist())
         self.messages.append({"role": "assistant", "content": text})
         return text
 
@@ -188,6 +192,26 @@ class Conversation:
         if tokens > self.room:
             self.finish_reason = "length"
             raise ConversationOver("no room is left")
+
+    def _until(self, stop: Sequence[str], sampled: Sampled, asked: int) -> tuple[Sampled, str]:
+        """What was sampled up to the first text of `stop`, and the text before it."""
+        ids = sampled.token_ids.tolist()
+        text = self.tokenizer.decode(ids)
+        begin = min((place for one in stop if (place := text.find(one)) >= 0), default=None)
+        if begin is None:
+            return sampled, text
+        length = bisect_left(
+            range(len(ids)), True, key=lambda count: any(one in self.tokenizer.decode(ids[:count]) for one in stop)
+        )
+        kept = dataclasses.replace(
+            sampled,
+            token_ids=sampled.token_ids[:length],
+            log_probs=sampled.log_probs[:length],
+            versions=sampled.versions[:length],
+            finish_reason="stop",
+            routes=None if sampled.routes is None else sampled.routes[: asked + length],
+        )
+        return kept, text[:begin]
 
     def _append(self, ids: np.ndarray, sampled: bool, log_probs: np.ndarray, versions: np.ndarray) -> None:
         self.tokens += ids.tolist()

@@ -137,6 +137,105 @@ def test_who_asks_the_same_again_is_given_the_same_answer(chatml: Tokenizer) -> 
     assert held.answered == 1
 
 
+def test_what_changes_no_answer_is_taken(chatml: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """Fields that clients send by themselves; the run's own sampling is said to stay."""
+    sent: dict[str, Any] = {"n": 1, "stream": False, "logprobs": False, "frequency_penalty": 0, "logit_bias": {}}
+    sent |= {"response_format": {"type": "text"}, "user": "me", "store": False, "tool_choice": "auto", "seed": 3}
+
+    async def program(client: openai.AsyncOpenAI) -> Any:
+        return await asked(client, QUESTION, temperature=0.2, top_p=0.9, metadata={"a": "b"}, **sent)
+
+    found = served(conversation(chatml, Engine(chatml, "fine")), program)
+    assert found.choices[0].message.content == "fine" and found.ignored == ["temperature", "top_p", "seed"]
+    assert "a program asks for temperature, top_p, seed" in caplog.text
+
+
+def test_an_answer_ends_before_a_text_of_stop(tokenizer: Tokenizer) -> None:
+    async def program(client: openai.AsyncOpenAI) -> Any:
+        first = await asked(client, QUESTION, stop=["\nObservation:", "END"], logprobs=True)
+        message = {"role": "assistant", "content": first.choices[0].message.content}
+        await asked(client, [*QUESTION, message, {"role": "user", "content": "Observation: 408"}])
+        return first
+
+    engine = Engine(tokenizer, "I call.\nObservation: END 9", "It is 408.")
+    held = conversation(tokenizer, engine)
+    first = served(held, program)
+    assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("I call.", "stop")
+    kept = tokenizer.encode("I call.\nObservation:")
+    assert held.tokens[: len(kept)] == kept and held.mask[: len(kept) + 1] == [True] * len(kept) + [False]
+    told = first.choices[0].logprobs.content
+    assert [one.logprob for one in told] == held.log_probs[: len(kept)] and first.usage.completion_tokens == len(kept)
+    assert "".join(one.token for one in told) == "I call.\nObservation:"
+
+
+def test_results_and_questions_follow_an_answer_together(chatml: Tokenizer) -> None:
+    """Messages of several roles after one answer are what the template writes of them."""
+
+    async def program(client: openai.AsyncOpenAI) -> None:
+        message = (await asked(client, QUESTION, tools=TOOLS)).choices[0].message
+        [call] = message.tool_calls
+        result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "408 \U0001f600"}]}
+        more = [message.model_dump(exclude_none=True), result, {"role": "user", "content": "Sure?"}]
+        await asked(client, [*QUESTION, *more], tools=TOOLS)
+
+    held = conversation(chatml, Engine(chatml, CALL, "Yes."))
+    served(held, program)
+    shown = chatml.render_chat([*QUESTION, *held.messages[:-1]])
+    assert shown.endswith(
+        "<tool_response>\n408 \U0001f600\n</tool_response><|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    whole = [*held.prompt, *held.tokens]
+    assert whole == [*chatml.encode(shown), *chatml.encode("Yes."), chatml.eos_id]
+
+
+def test_calls_are_told_as_the_request_wants_them(chatml: Tokenizer) -> None:
+    async def calls_of(**more: Any) -> Any:
+        async def program(client: openai.AsyncOpenAI) -> Any:
+            return (await asked(client, QUESTION, tools=TOOLS, **more)).choices[0]
+
+        return await asyncio.to_thread(served, conversation(chatml, Engine(chatml, CALL + CALL)), program)
+
+    both, first, none = (
+        asyncio.run(calls_of(**more)) for more in ({}, {"parallel_tool_calls": False}, {"tool_choice": "none"})
+    )
+    assert [one.id for one in both.message.tool_calls] == ["c00010000", "c00010001"]
+    assert len(first.message.tool_calls) == 1 and first.finish_reason == "tool_calls"
+    assert none.message.tool_calls is None and none.message.content == CALL + CALL and none.finish_reason == "stop"
+
+
+def test_tools_stay_those_of_the_prompt(chatml: Tokenizer) -> None:
+    async def program(client: openai.AsyncOpenAI) -> None:
+        await asked(client, QUESTION, tools=TOOLS)
+        with pytest.raises(openai.BadRequestError, match="tools must be those of the first request"):
+            await asked(client, [*ANSWERED, MORE])
+
+    served(conversation(chatml, Engine(chatml, "It is 408.")), program)
+
+
+def test_a_developer_speaks_as_the_system(tmp_path: Path) -> None:
+    known, end, template = FAMILIES["chatml"]
+    refusing = "{% for m in messages if m.role == 'developer' %}{{ raise_exception('no developer') }}{% endfor %}"
+    chatml = byte_tokenizer(tmp_path, known, end, refusing + template)
+    told = [{"role": "system", "content": "Be brief."}, *QUESTION]
+    held = conversation(chatml, Engine(chatml, "fine"))
+    held.prompt = chatml.encode_chat(told)
+
+    async def program(client: openai.AsyncOpenAI) -> Any:
+        return await asked(client, [{"role": "developer", "content": "Be brief."}, *QUESTION])
+
+    assert served(held, program).choices[0].message.content == "fine"
+
+
+def test_other_paths_are_refused_in_openais_form(chatml: Tokenizer) -> None:
+    async def program(client: openai.AsyncOpenAI) -> None:
+        assert (await client.models.retrieve("policy")).id == "policy"
+        with pytest.raises(openai.NotFoundError, match=r"/v1/embeddings is not served"):
+            await client.embeddings.create(model="policy", input="x")
+
+    served(conversation(chatml, Engine(chatml)), program)
+
+
 ANSWERED: list[Any] = [*QUESTION, {"role": "assistant", "content": "It is 408."}]
 MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
 
@@ -155,14 +254,35 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
         (QUESTION, {"tools": [{"function": {"name": "x", "parameters": None}}]}, "tools must be a list"),
         (QUESTION, {"tools": [{"function": {"name": "x", "parameters": {"properties": None}}}]}, "tools must be a"),
         (QUESTION, {"extra_body": {"stream_options": "x"}}, "stream_options must be an object"),
+        (QUESTION, {"extra_body": {"stream_options": {"x": 1}}}, "stream_options must be an object"),
+        (QUESTION, {"logprobs": True, "top_logprobs": 3}, "top_logprobs must be 0"),
+        (QUESTION, {"response_format": {"type": "json_object"}}, "response_format must be .*a grammar would change"),
+        (QUESTION, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice must be auto or none"),
+        (
+            QUESTION,
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice must",
+        ),
+        (
+            QUESTION,
+            {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+            "chat_template_kwargs must be",
+        ),
+        (QUESTION, {"presence_penalty": 0.5}, "presence_penalty must be 0"),
+        (QUESTION, {"logit_bias": {"5": 1}}, "logit_bias must be empty"),
+        (QUESTION, {"reasoning_effort": "high"}, "reasoning_effort is not supported; leave it out"),
+        (QUESTION, {"extra_body": {"ignore_eos": True}}, "ignore_eos is not supported"),
+        (QUESTION, {"stop": ["a", "b", "c", "d", "e"]}, "stop must be a text or a list of at most 4"),
+        (QUESTION, {"extra_body": {"functions": [{"name": "x"}]}}, "functions is the old name of tools"),
     ],
 )
 def test_a_first_request_that_cannot_be_answered_is_refused(
     chatml: Tokenizer, messages: list[Any], more: dict[str, Any], said: str
 ) -> None:
     async def program(client: openai.AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match=said):
+        with pytest.raises(openai.BadRequestError, match=said) as refused:
             await asked(client, messages, **more)
+        assert refused.value.type == "invalid_request_error" and (not more or refused.value.param in said)
         assert (await asked(client, QUESTION)).choices[0].message.content == "fine"
 
     served(conversation(chatml, Engine(chatml, "fine")), program)
@@ -174,7 +294,7 @@ def test_a_first_request_that_cannot_be_answered_is_refused(
         ([{"role": "user", "content": "What?"}, *ANSWERED[1:], MORE], "message 0 is not that of the last request"),
         ([*QUESTION, {"role": "assistant", "content": "It is 409."}, MORE], "message 1 must be the last answer"),
         (ANSWERED, "message 1 must be the last answer as it was given, and another message must follow it"),
-        ([*ANSWERED, {"role": "user", "content": "sure?"}], "set rollout.agent.observation_role, or send tool"),
+        ([*ANSWERED, {"role": "assistant", "content": "sure."}], "a message of the assistant follows the answer"),
     ],
 )
 def test_a_program_that_rewrites_what_was_said_is_refused(chatml: Tokenizer, messages: list[Any], said: str) -> None:

@@ -1,0 +1,169 @@
+"""A request of OpenAI's chat completions, read and checked: each field is honoured, or refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_MOST_STOPS = 4
+# the run decides how the policy is sampled: what it is trained on must be what it does
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+# what no answer depends on
+_OF_THE_SENDER = (
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    "prompt_cache_retention",
+)
+# {field: (values that change nothing, why another is refused)}
+_FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "must be 1: a conversation has one answer at a time"),
+    "top_logprobs": ((0,), "must be 0: the engines tell the log-probabilities of sampled tokens alone"),
+    "response_format": (({"type": "text"},), 'must be {"type": "text"}: a grammar would change what is sampled'),
+    "presence_penalty": ((0,), "must be 0: the policy is sampled without penalties"),
+    "frequency_penalty": ((0,), "must be 0: the policy is sampled without penalties"),
+    "repetition_penalty": ((1,), "must be 1: the policy is sampled without penalties"),
+    "logit_bias": (({},), "must be empty: it would change what is sampled"),
+    "chat_template_kwargs": (({},), "must be empty: the prompt of the row was made without them"),
+    "modalities": ((["text"],), 'must be ["text"]'),
+    "functions": (([],), "is the old name of tools; send tools"),
+    "function_call": ((), "is the old name of tool_choice; send tool_choice"),
+}
+_READ = (
+    *("messages", "max_tokens", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "stop"),
+    *("logprobs", "stream", "stream_options"),
+)
+
+
+class RequestError(Exception):
+    """What is wrong with a request, told to the client with an HTTP status and the name of the field."""
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What a request asks for.
+
+    Attributes:
+        messages: role and content as text, with `tool_calls`, `tool_call_id` and `name` where they are given.
+        tools: declarations of functions.
+        reads_calls: calls in the answer are told as such (`tool_choice` is not none).
+        most_calls: calls that are told; None: all.
+        most: tokens of the answer; None: as many as there is room for.
+        stop: texts before which the answer ends.
+        logprobs: whether the log-probability of each token is told.
+        stream, with_usage: whether the answer comes as events, and its usage as the last of them.
+        ignored: fields of sampling that the run decides.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    reads_calls: bool
+    most_calls: int | None
+    most: int | None
+    stop: tuple[str, ...]
+    logprobs: bool
+    stream: bool
+    with_usage: bool
+    ignored: tuple[str, ...]
+
+
+def read_request(body: Any) -> ChatRequest:
+    """The request in a body of JSON.
+
+    Raises:
+        RequestError: a field cannot be honoured.
+    """
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise RequestError("messages is needed, a list of messages", param="messages")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        _check(name, value)
+    choice = given.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise RequestError("tool_choice must be auto or none: a call cannot be forced", param="tool_choice")
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or set(options) - {"include_usage"}:
+        raise RequestError("stream_options must be an object that holds include_usage alone", param="stream_options")
+    limits = [_whole(given, name) for name in ("max_completion_tokens", "max_tokens") if name in given]
+    return ChatRequest(
+        messages=[_message(number, one) for number, one in enumerate(given["messages"])],
+        tools=_tools(given.get("tools", [])),
+        reads_calls=choice == "auto",
+        most_calls=None if _flag(given, "parallel_tool_calls", True) else 1,
+        most=min(limits, default=None),
+        stop=_stops(given.get("stop", [])),
+        logprobs=_flag(given, "logprobs", False),
+        stream=_flag(given, "stream", False),
+        with_usage=_flag(options, "include_usage", False),
+        ignored=tuple(name for name in _SAMPLING if name in given),
+    )
+
+
+def _check(name: str, value: Any) -> None:
+    if name in _FIXED:
+        values, why = _FIXED[name]
+        if isinstance(value, bool) or value not in values:
+            raise RequestError(f"{name} {why}", param=name)
+    elif name not in (*_READ, *_SAMPLING, *_OF_THE_SENDER):
+        raise RequestError(f"{name} is not supported; leave it out", param=name)
+
+
+def _flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
+    found = given.get(name, default)
+    if not isinstance(found, bool):
+        raise RequestError(f"{name} must be true or false", param=name)
+    return found
+
+
+def _whole(given: Mapping[str, Any], name: str) -> int:
+    most = given[name]
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        raise RequestError(f"{name} must be a whole number of at least 1", param=name)
+    return most
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else given
+    if (
+        not isinstance(stops, list)
+        or len(stops) > _MOST_STOPS
+        or not all(isinstance(one, str) and one for one in stops)
+    ):
+        raise RequestError(f"stop must be a text or a list of at most {_MOST_STOPS} texts", param="stop")
+    return tuple(stops)
+
+
+def _tools(tools: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(tools, list) or not all(
+        isinstance(one, dict) and _declares(one.get("function")) for one in tools
+    ):
+        raise RequestError("tools must be a list of declarations of functions", param="tools")
+    return tools
+
+
+def _declares(function: Any) -> bool:
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    parameters = function.get("parameters", {})
+    return isinstance(parameters, dict) and isinstance(parameters.get("properties", {}), dict)
+
+
+def _message(number: int, message: Any) -> Mapping[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(f"message {number} has no role", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise RequestError(f"message {number} has a part that is no text", param="messages")
+        content = "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise RequestError(f"the content of message {number} is no text", param="messages")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(one, dict) for one in calls):
+        raise RequestError(f"the tool_calls of message {number} are no list of calls", param="messages")
+    known = {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
+    found = {"role": message["role"], "content": content or "", **known}
+    return {**found, "tool_calls": calls} if calls else found
