@@ -13,20 +13,27 @@ import resource
 import signal
 import string
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 SECONDS, BYTES = 5, 1 << 30
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
 # prose, code and other scripts; and of each character a run that ends otherwise, on which patterns backtrack
 TEXTS = (
     "What is 1 + 1? It's 2.\n\n\tdef f(x):\r\n        return x ** 2  # Größe, привет, 你好，世界, 🙂 <|end|>\n",
     *(f"{character * 48}\x00" for character in string.printable),
 )
-_CONVERSATIONS: tuple[Sequence[Mapping[str, str]], ...] = (
+_CONVERSATIONS: tuple[Sequence[Mapping[str, Any]], ...] = (
     [{"role": "user", "content": "What is 1 + 1?"}],
     [
         {"role": "system", "content": "Answer briefly."},
         {"role": "user", "content": "What is 1 + 1?"},
         {"role": "assistant", "content": "2"},
         {"role": "user", "content": "And 2 + 2?"},
+    ],
+    [
+        {"role": "user", "content": "What is 1 + 1?"},
+        {"role": "assistant", "content": "I add.", "tool_calls": [_CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "call00000", "name": "add"},
     ],
 )
 _NO_MEMORY, _FAILED = 3, 4
@@ -45,7 +52,7 @@ def trial(calls: Sequence[Callable[[], object]]) -> str:
     return "fails" if os.WEXITSTATUS(status) else ""
 
 
-def render_all(render: Callable[[Sequence[Mapping[str, str]]], object]) -> None:
+def render_all(render: Callable[[Sequence[Mapping[str, Any]]], object]) -> None:
     """Render short conversations, which a template may refuse."""
     for messages in _CONVERSATIONS:
         try:

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from hybridflow.agents.conversation import Conversation, ConversationOver
+from hybridflow.agents.loops.base import LOOPS
+from hybridflow.agents.tools.base import Toolbox
 from hybridflow.data.chat_template import Exchange
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from tests.unit.agents.talks import FAMILIES, Engine, byte_tokenizer, conversation
+from tests.unit.data.chat_tokenizers import TEMPLATES, published
 
 
 @pytest.fixture(params=FAMILIES)
@@ -108,3 +111,54 @@ def test_a_template_that_does_not_show_what_was_said_is_refused(tmp_path: Path, 
     found = byte_tokenizer(tmp_path, ["<e>"], "<e>", template)
     with pytest.raises(DataError, match=r"observation_role|refused the messages"):
         found.template.check("tool")
+
+
+KIMI_CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:{}<|tool_call_argument_begin|>"
+    '{{"expression": "12 * 34"}}<|tool_call_end|><|tool_calls_section_end|>'
+)
+CODER_CALL = (
+    "<tool_call>\n<function=calculator>\n<parameter=expression>\n12 * 34\n</parameter>\n</function>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "call_format", "call", "shown"),
+    [
+        (
+            "moonshotai-Kimi-K2",
+            "kimi",
+            KIMI_CALL.format(0),
+            "tool<|im_middle|>## Return of functions.calculator:0\\n408",
+        ),
+        ("Qwen3.5-4B", "qwen3_coder", f"I draft {CODER_CALL}.</think>\n\n{CODER_CALL}", "<tool_response>\n408\n</tool"),
+        (
+            "openai-gpt-oss-120b",
+            "harmony",
+            ' to=functions.calculator<|channel|>commentary json<|message|>{"expression": "12 * 34"}',
+            'functions.calculator to=assistant<|channel|>commentary<|message|>"408"<|end|>',
+        ),
+        (
+            "mistralai-Mistral-Nemo-Instruct-2407",
+            "mistral",
+            '[TOOL_CALLS][{"name": "calculator", "arguments": {"expression": "12 * 34"}}]',
+            '[TOOL_RESULTS]{"content": 408, "call_id": "c00010000"}[/TOOL_RESULTS]',
+        ),
+    ],
+)
+def test_calls_and_their_ids_reach_the_template(template: str, call_format: str, call: str, shown: str) -> None:
+    """The loop `tools` with the formats of four families: each call is run once, and its result is shown as theirs."""
+    found = published((TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8"))
+    held = conversation(found, Engine(found, call, "It is 408."), call_format=call_format, tools=("calculator",))
+    tools = Toolbox(held.config, thinking_open=found.template.opens_thinking)
+    found.tools = tools.schemas()
+    asyncio.run(LOOPS.get("tools").function(held, tools))
+    assert (held.calls, held.answered) == (1, 2)
+    between = [token for token, own in zip(held.tokens, held.mask, strict=True) if not own]
+    assert shown in text_of(found, between)
+
+
+def test_half_a_surrogate_pair_in_an_observation_is_shown_and_recorded(tokenizer: Tokenizer) -> None:
+    held = conversation(tokenizer, Engine(tokenizer, "call", "done"))
+    asyncio.run(talk(held, ["a\ud800b"]))
+    assert held.messages[1]["content"] == "a\ufffdb" and "a\ufffdb" in text_of(tokenizer, held.tokens)
