@@ -73,11 +73,12 @@ _WORDS = (
     (re.compile(rf"\\text\s?\{{\s*{_PERCENT}\s*\}}|(?<=[\d\s}}])\b{_PERCENT}\b|\\?%"), "%"),
     (re.compile(r"\^\s?(?:\\circ|\{\s*\\circ\s*\})|°|\\degree\b|\\text\s?\{\s*degrees?\s*\}"), ""),
     (re.compile(r"(?<=[\d\s}])\bdegrees?\b"), ""),
+    (re.compile(r"\\?\$|[€£¥₹]"), ""),
     (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\(?:(?:text|math)(?:bf|it|rm|sf)?|boldsymbol)\s?\{\s*([-+\d.,]*)\s*\}"), r"\1"),
     (re.compile(r"^\s*[A-Za-z]\s*(?:\\in(?![A-Za-z])|∈)"), ""),
     (re.compile(r"(?<!\\)\\(?:[,!;: ]|quad\b|qquad\b)|~|\u202f|\u00a0"), " "),
     (re.compile(r"(?<=\d)\s+(?=\d{3}(?!\d))(?![^(]*\))"), ""),
-    (re.compile(r"\\?\$|[€£¥₹]"), ""),
     (re.compile(r"\u2212|\u2013"), "-"),
     (re.compile(r"\\div(?![A-Za-z])|÷"), "/"),
     (re.compile(r"×"), r"\\times "),
@@ -177,6 +178,7 @@ _RATIONAL_PATTERN = re.compile(_RATIONAL)
 _LITERAL = re.compile(
     rf"[+-]?(?:(?:{_FRACTION})(?:{_TIMES}{_SYMBOL}){{0,2}}|{_TERM})%?|[+-]?\\infty|\\emptyset|\\varnothing"
 )
+_MIXED = re.compile(r"[+-]?\d+ \d+/\d+")  # whose space is no decoration
 _IN_BASE = re.compile(r"\(?(\w+?)\)?_\{?\(?(\d+)\)?\}?")
 _PARTS = re.compile(
     r"[,;()\[\]&]|\\\{|\\\}|\\lbrace|\\rbrace|\\cup|∪|\\(?:begin|end)\{\w+\}|\\\\|\\text\{\s*(?:and|or)\s*\}|"
@@ -220,8 +222,9 @@ def literals(text: str) -> list[str] | None:
     """The literals of an answer that holds nothing else: of a number itself, of a pair, set, interval, union, matrix or
     inequality the parts. None where a part is no literal."""
     text = without_name(text)[0]
-    whole = without_unit(text)[0].replace(" ", "")
-    if is_literal(whole) or rational(text) is not None:
+    bare = without_unit(text)[0]
+    whole = bare if _MIXED.fullmatch(bare) else bare.replace(" ", "")
+    if is_literal(whole) or rational(whole) is not None:
         return [whole]
     parts = []
     for part in _PARTS.split(text):

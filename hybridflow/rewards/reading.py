@@ -115,6 +115,11 @@ def last_box(text: str) -> Box | None:
     return Box(", ".join(dict.fromkeys(contents)), joined[-1][0])
 
 
+def boxed(content: str) -> str:
+    """A box with this content."""
+    return f"\\boxed{{{content}}}"
+
+
 @dataclass(frozen=True)
 class Block:
     """A fenced block.
@@ -144,7 +149,8 @@ def fenced_blocks(text: str) -> list[Block]:
             number += 1
             continue
         indent, label = opening
-        ends = closings[bisect.bisect_left(closings, number + 1) :][: 1 + _MAX_LONGER]
+        first = bisect.bisect_left(closings, number + 1)
+        ends = closings[first : first + 1 + _MAX_LONGER]
         labelled = next(
             (at for at in range(number + 1, (ends or [0])[-1]) if (_opening(lines[at]) or ("", ""))[1]), None
         )

@@ -47,7 +47,7 @@ def _packages() -> list[str]:
     """The folders of numpy, which programs of public data sets import, and of the libraries in its wheel."""
     found = importlib.util.find_spec("numpy")
     folder = Path(str(found and found.origin)).parent
-    return [str(path) for path in (folder, folder.with_name("numpy.libs")) if path.is_dir()]
+    return [f"--package={path}" for path in (folder, folder.with_name("numpy.libs")) if path.is_dir()]
 
 
 class Sandbox:

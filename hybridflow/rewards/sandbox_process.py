@@ -35,7 +35,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _
 )  # fmt: skip
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 4, 38, 22
 _SYS_CLONE, _SYS_PIVOT_ROOT, _SYS_CAPSET = 56, 155, 126
-_NOBODY, _PACKAGES = 65534, "/packages"
+_NOBODY, _PACKAGES, _GIVEN = 65534, "/packages", "--package="
 _FILES, _THREADS = 64, 32
 _SPARES = 5  # namespaces that are made anew for a program because their first process was killed
 _TMP_FLAGS, _TMP_OPTIONS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size={},nr_inodes=1024,mode=1777"
@@ -149,8 +149,9 @@ def _leave_files() -> None:
     for link in ("/lib", "/lib64"):
         if os.path.islink(link) and not os.path.lexists(root + link):
             os.symlink(os.path.realpath(link), root + link)
-    for folder in sys.argv[1:]:
-        _bind(folder, f"{root}{_PACKAGES}/{os.path.basename(folder)}", is_folder=True)
+    for folder in (given.removeprefix(_GIVEN) for given in sys.argv if given.startswith(_GIVEN)):
+        with suppress(OSError):  # one that this user may not read: programs miss its package
+            _bind(folder, f"{root}{_PACKAGES}/{os.path.basename(folder)}", is_folder=True)
     for device in ("null", "zero", "random", "urandom"):
         _bind(f"/dev/{device}", f"{root}/dev/{device}", is_folder=False)
     for folder in ("tmp", "old"):

@@ -74,7 +74,8 @@ def choice(response: str, ground_truth: str | int, *, thinking_open: bool | None
 
 def _read(text: str) -> str | None:
     box, section = last_box(text), last_section(text, "answer")
-    if box is not None and box.content is None:
+    cut_section = text.rfind("<answer>") > text.rfind("</answer>")
+    if cut_section or (box is not None and box.content is None):
         return None
     statements: list[tuple[int, str | None]] = []
     if box is not None and box.content is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridflow.rewards import expressions
 from hybridflow.rewards.latex import cheap_prediction
-from hybridflow.rewards.reading import read_response
+from hybridflow.rewards.reading import boxed, read_response
 from hybridflow.rewards.time_budget import OverBudget, time_budget
 from hybridflow.rewards.verifiers.base import ScoreResult, text_truth, verifier
 
@@ -143,7 +143,7 @@ def _verified(truth: str, found: str) -> bool:
     """Whether math-verify finds both equal."""
     parse, verify = _functions()
     with cheap_prediction():
-        expected, given = parse(f"\\boxed{{{truth}}}"), parse(f"\\boxed{{{found}}}")
+        expected, given = parse(boxed(truth)), parse(boxed(found))
     if any(_is_costly(one) for one in (*expected, *given)):
         return False
     return bool(expected and given) and bool(verify(expected, given))
