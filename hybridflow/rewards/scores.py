@@ -47,8 +47,8 @@ def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any
     number = finite_number(score, weight)
     if number is None:
         raise ValueError(
-            f"{shown(found)}; expected a finite number (in float32, also times reward.weight) or a dict with one under "
-            '"score"'
+            f"{shown(found)}; expected a finite number (at most 1e30, also times reward.weight) or a dict with one "
+            'under "score"'
         )
     for name in PART_REWARDS:
         if name in extra:

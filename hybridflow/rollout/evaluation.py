@@ -80,7 +80,7 @@ class Scorer:
         for part in (slice(start, start + size) for start in range(0, len(texts), max(size, 1))):
             if given is not None and _loop_scores(self.rewards.config):
                 weight = self.rewards.config.weight
-                results = [_conversation_score(rewards, weight) for rewards in given[part]]
+                results = [_loop_result(rewards, weight) for rewards in given[part]]
                 parts.append(Scoring(texts[part], results))
             else:
                 sources, truths, infos = (column[part] for column in columns)
@@ -134,7 +134,7 @@ class Scorer:
                 self.rewards.forget(part.rows)
 
 
-def _conversation_score(rewards: Sequence[float], weight: float) -> ScoreResult:
+def _loop_result(rewards: Sequence[float], weight: float) -> ScoreResult:
     """The score of a conversation whose loop rewards its turns."""
     try:
         return result_of({"score": sum(rewards), TURN_REWARDS: rewards}, weight)
