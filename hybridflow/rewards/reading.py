@@ -46,9 +46,10 @@ def read_response(text: str, thinking_open: bool = False) -> Reading:
     """Split a response into its thinking and the answer that follows its last thinking.
 
     `thinking_open` says that the prompt ended with an opening marker. A thinking that never ends leaves an empty
-    answer. Without any marker the whole text is the answer. After a first thinking a marker opens another one only at
-    the start of a line, so that an answer (a call's arguments, for example) may mention markers. A closing marker
-    that nothing opened ends a thinking where it begins or ends a line, or a tag follows it.
+    answer. Without any marker the whole text is the answer. Behind a quotation mark, and after a first thinking, a
+    marker opens another one only at the start of a line, so that an answer (a call's arguments, for example) may
+    mention markers. A closing marker that nothing opened ends a thinking where it begins or ends a line, or a tag
+    follows it.
     """
     opener = next(iter(_OPENERS)) if thinking_open else ""
     started = ended = 0  # where the current thinking began; where the last one ended
@@ -62,7 +63,7 @@ def read_response(text: str, thinking_open: bool = False) -> Reading:
             elif thinking_open and word in _OPENERS and marker.start() < _INDENT and not text[: marker.start()].strip():
                 opener, started = word, marker.end()  # the model repeats the prompt's marker
         elif word in _OPENERS:
-            if not pieces or _begins_line(text, marker.start()):
+            if _begins_line(text, marker.start()) or not (pieces or _is_quoted(text, marker.start())):
                 pieces.append(text[ended : marker.start()])
                 opener, started = word, marker.end()
         elif not pieces and _stands_apart(text, marker):
@@ -76,6 +77,11 @@ def read_response(text: str, thinking_open: bool = False) -> Reading:
 def _begins_line(text: str, position: int) -> bool:
     before = text[max(0, position - _INDENT) : position].rstrip(" \t")
     return before.endswith("\n") or (not before and position < _INDENT)
+
+
+def _is_quoted(text: str, position: int) -> bool:
+    before = text[max(0, position - 4 * _INDENT) : position]
+    return '"' in before or "`" in before
 
 
 def _stands_apart(text: str, marker: re.Match[str]) -> bool:

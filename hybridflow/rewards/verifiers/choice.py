@@ -17,7 +17,7 @@ _SUBJECT = re.compile(
     r"(?<![A-Za-z])\(?([A-Z])\)?[*_]{0,2}\s(?:is|must be|would be)\s(?:the\s)?(?:only\s|best\s|most\s)?"
     r"(?:correct|right|accurate|answer|best)\b"
 )
-_MOST_STATEMENTS = 200  # of a response, from its end, that are read
+_NEAR_END, _MOST_STATEMENTS = 20_000, 200  # characters, and statements in them, that are looked at
 _NAMED = re.compile(r"(?i:\boption\b)")
 # what may stand between the announcement and its letter, and ends with a verb or a colon
 _VERB = re.compile(r"(?i:[^.\n:：=]{0,40}?(?:\b(?:is|are|be|es|est|ist|was)\b|[:：=]|是|为|為|は|은))")
@@ -91,7 +91,8 @@ def _read(text: str) -> str | None:
 def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | None]]:
     """The position and the letter of the last "the answer is B" and the last "B is correct"; None where several letters
     are named, or one is denied. The words before a box announce it, and are no statement of their own."""
-    for found in reversed(list(_ANNOUNCED.finditer(text))[-_MOST_STATEMENTS:]):
+    near = max(len(text) - _NEAR_END, 0)
+    for found in reversed(list(_ANNOUNCED.finditer(text, near))[-_MOST_STATEMENTS:]):
         after = text[found.end() : found.end() + _REACH]
         verb = _VERB.match(after)
         if verb is None and not re.match(r"[\s*_(]{0,4}[A-Z](?![A-Za-z])", after):
@@ -103,13 +104,13 @@ def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | No
         if letters or denied:
             yield found.start(), letters[0] if len(letters) == 1 else None
             break
-    for found in list(_SUBJECT.finditer(text))[-1:]:
+    for found in list(_SUBJECT.finditer(text, near))[-1:]:
         yield found.start(), found[1]
 
 
 def _options(text: str) -> Iterator[str]:
     """The letters of "option B" that are not ruled out, the last one first."""
-    for found in reversed(list(_NAMED.finditer(text))[-_MOST_STATEMENTS:]):
+    for found in reversed(list(_NAMED.finditer(text, max(len(text) - _NEAR_END, 0)))[-_MOST_STATEMENTS:]):
         after = _DECORATION.sub("", text[found.end() : found.end() + _REACH])
         letter = re.match(r"\s{0,2}[(\[]?([A-Z])\b[)\]]?", after)
         before = text[max(0, found.start() - 12) : found.start()]
