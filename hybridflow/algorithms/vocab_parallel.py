@@ -8,12 +8,15 @@ v vocabulary rows of this rank (rank r holds [r v, (r + 1) v), padding at the en
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybridflow.batch import Supports
 from hybridflow_kernels import uses_triton
 from hybridflow_kernels.linear_log_probs import Upstream, gradients, partial_sums
 
@@ -52,10 +55,70 @@ class Scoring:
     chunk: int = 1024
 
 
+@dataclass(frozen=True)
+class Support:
+    """The tokens among which each of n targets was sampled, m in all; some targets may have no support.
+
+    Attributes:
+        rows, columns: [m] the target that each token belongs to, and its place among the tokens of that target.
+        tokens: [m] global token ids.
+        targets: [n] the column of each target itself, 0 without a support.
+        width: columns of the largest support; known on the host, which would wait for it.
+        whole: [w] targets without a support, sampled from the whole vocabulary; None where there are none.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    width: int
+    whole: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        supports: Supports,
+        targets_N: np.ndarray,
+        upload: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Support:
+        """The supports of these targets, on the device.
+
+        Raises:
+            ValueError: a target is not among the tokens of its support, or more than once.
+        """
+        sizes = supports.sizes.astype(np.int64)
+        starts = np.cumsum(sizes) - sizes
+        rows = np.repeat(np.arange(len(sizes)), sizes)
+        columns = np.arange(len(rows)) - starts[rows]
+        hits = np.flatnonzero(supports.ids == targets_N[rows])
+        found = np.bincount(rows[hits], minlength=len(sizes))
+        if len(wrong := np.flatnonzero(found != (sizes > 0))):
+            row = int(wrong[0])
+            raise ValueError(
+                f"target {row} is {int(targets_N[row])}, which is {found[row]} times among the {sizes[row]} tokens "
+                "that its sampler chose from; the support is another token's"
+            )
+        places = np.zeros(len(sizes), np.int64)
+        places[rows[hits]] = columns[hits]
+        whole = np.flatnonzero(sizes == 0)
+        arrays = rows, columns, supports.ids.astype(np.int64), places, whole
+        of_rows, of_columns, tokens, targets, rest = (upload(torch.from_numpy(one)) for one in arrays)
+        return cls(of_rows, of_columns, tokens, targets, int(sizes.max(initial=1)), rest if len(whole) else None)
+
+
 def log_probs_and_entropy(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, scoring: Scoring, group: Any
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    scoring: Scoring,
+    group: Any,
+    support: Support | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log p(target) and, when asked for, the entropy of softmax(hidden weight^T / temperature).
+
+    With a `support` both are of the distribution that the sampler took the target from: the softmax over its tokens
+    alone, which are constants (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Keep Sampling Mask"). Only their logits
+    are computed, and the kernel is not used.
 
     Args:
         hidden_NH: [n, h], equal on all ranks of `group`; its gradient is this rank's share and must be summed over the
@@ -64,6 +127,7 @@ def log_probs_and_entropy(
             With the kernel, its gradient is added to Megatron's `main_grad` straight away, where it has one in fp32.
         targets_N: [n] global token ids.
         group: tensor-parallel group.
+        support: the tokens that each target was sampled among; None: the whole vocabulary.
 
     Returns:
         [n] fp32 log-probs with gradient, [n] entropies (natural log, with gradient) or None. Equal on all ranks of the
@@ -74,8 +138,33 @@ def log_probs_and_entropy(
             the targets would wait for it, the log-prob of such a target is not a number (`check_token_ids` refuses the
             batch before it gets there).
     """
+    if support is not None:
+        return _over_support(hidden_NH, weight_VH, targets_N, scoring, group, support)
     log_probs, entropy = _Scores.apply(hidden_NH, weight_VH, targets_N, scoring, group)
     return log_probs, entropy if scoring.with_entropy else None
+
+
+def _over_support(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scoring: Scoring, group: Any, support: Support
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`log_probs_and_entropy` over the tokens of the support."""
+    logits = _Logits.apply(hidden, weight, support.rows, support.tokens, scoring, group)
+    table = logits.new_full((len(hidden), support.width), -torch.inf)
+    if support.whole is not None:
+        table[support.whole] = 0.0  # any numbers: these rows are replaced below
+    table = table.index_put((support.rows, support.columns), logits)
+    log_probs_NK = table.log_softmax(-1)
+    log_probs = log_probs_NK.gather(1, support.targets[:, None])[:, 0]
+    entropy = None
+    if scoring.with_entropy:
+        entropy = -(log_probs_NK.exp() * log_probs_NK.masked_fill(table == -torch.inf, 0.0)).sum(-1)
+    if support.whole is None:
+        return log_probs, entropy
+    whole = log_probs_and_entropy(hidden[support.whole], weight, targets[support.whole], scoring, group)
+    log_probs = log_probs.index_copy(0, support.whole, whole[0].to(log_probs.dtype))
+    if entropy is not None and whole[1] is not None:
+        entropy = entropy.index_copy(0, support.whole, whole[1].to(entropy.dtype))
+    return log_probs, entropy
 
 
 def log_probs_of_tokens(
@@ -91,7 +180,9 @@ def log_probs_of_tokens(
     `log_probs_and_entropy` has found: they differ by the difference of the logits, so that no second pass over the
     vocabulary is needed. Arguments and gradients as there; `tokens_NK` int64 in any order.
     """
-    logits = _Logits.apply(hidden_NH, weight_VH, torch.cat([targets_N[:, None], tokens_NK], 1), scoring, group)
+    tokens = torch.cat([targets_N[:, None], tokens_NK], 1)
+    rows = torch.arange(len(tokens), device=tokens.device).repeat_interleave(tokens.shape[1])
+    logits = _Logits.apply(hidden_NH, weight_VH, rows, tokens.reshape(-1), scoring, group).view(tokens.shape)
     return log_probs_N[:, None] + logits[:, 1:] - logits[:, :1]
 
 
@@ -242,50 +333,57 @@ class _Scores(torch.autograd.Function):
 
 
 class _Logits(torch.autograd.Function):
-    """Logits of a few tokens of each row; the rows of the weight are gathered again in the backward, a chunk at a
+    """Logits of m pairs of a row and a token; the rows of the weight are gathered again in the backward, a chunk at a
     time."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, scoring: Scoring, group: Any
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        scoring: Scoring,
+        group: Any,
     ) -> torch.Tensor:
-        """[n, k], in fp32 or what `hidden` has if that is more; equal on all ranks of the group."""
+        """[m], in fp32 or what `hidden` has if that is more; equal on all ranks of the group."""
         local = _Shard(weight, scoring, group).local(tokens)
-        logits = hidden.new_zeros(tokens.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for rows in _chunks(len(hidden), scoring):
-            gathered = weight[local[rows].clamp(min=0)].to(logits.dtype)
-            logits[rows] = torch.einsum("nkh,nh->nk", gathered, hidden[rows].to(logits.dtype))
+        logits = hidden.new_zeros(len(rows), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for part in _pair_chunks(len(rows), weight, scoring):
+            gathered = weight[local[part].clamp(min=0)].to(logits.dtype)
+            logits[part] = torch.linalg.vecdot(gathered, hidden[rows[part]].to(logits.dtype))
         logits.div_(scoring.temperature).masked_fill_(local < 0, 0.0)
         dist.all_reduce(logits, group=group)
-        ctx.save_for_backward(hidden, weight, local)
+        ctx.save_for_backward(hidden, weight, rows, local)
         ctx.scoring, ctx.parameter = scoring, weight
         return logits
 
     @staticmethod
     def backward(ctx: Any, grad_logits: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """This rank's share of the hidden states' gradient, and its rows of the weight's."""
-        hidden, weight, local = ctx.saved_tensors
+        hidden, weight, rows, local = ctx.saved_tensors
         grad_logits = (grad_logits / ctx.scoring.temperature).masked_fill(local < 0, 0.0)
         main_grad = _main_grad(ctx.parameter) if ctx.needs_input_grad[1] else None
         grad_hidden = hidden.new_zeros(hidden.shape, dtype=grad_logits.dtype)
         grad_weight = main_grad
         if ctx.needs_input_grad[1] and main_grad is None:
             grad_weight = weight.new_zeros(weight.shape, dtype=grad_logits.dtype)
-        for rows in _chunks(len(hidden), ctx.scoring):
-            index, grad = local[rows].clamp(min=0), grad_logits[rows]
-            grad_hidden[rows] = torch.einsum("nkh,nk->nh", weight[index].to(grad.dtype), grad)
+        for part in _pair_chunks(len(rows), weight, ctx.scoring):
+            index, row, grad = local[part].clamp(min=0), rows[part], grad_logits[part, None]
+            grad_hidden.index_add_(0, row, grad * weight[index].to(grad.dtype))
             if grad_weight is not None:
-                of_rows = torch.einsum("nk,nh->nkh", grad, hidden[rows].to(grad.dtype))
-                grad_weight.index_add_(0, index.reshape(-1), of_rows.reshape(-1, hidden.shape[1]))
+                grad_weight.index_add_(0, index, grad * hidden[row].to(grad.dtype))
         if main_grad is not None:
             ctx.parameter.grad_added_to_main_grad = True  # as for `_Scores`
-            return grad_hidden.to(hidden.dtype), torch.empty_like(weight), None, None, None
+            return grad_hidden.to(hidden.dtype), torch.empty_like(weight), None, None, None, None
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
 
 
-def _chunks(rows: int, scoring: Scoring) -> list[slice]:
-    return [slice(start, min(start + scoring.chunk, rows)) for start in range(0, rows, scoring.chunk)]
+def _pair_chunks(pairs: int, weight: torch.Tensor, scoring: Scoring) -> list[slice]:
+    """Pairs whose hidden states and rows of the weight take no more memory than the logits of a chunk."""
+    size = max(1, scoring.chunk * len(weight) // (2 * weight.shape[1]))
+    return [slice(start, start + size) for start in range(0, pairs, size)]
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:

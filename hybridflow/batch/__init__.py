@@ -9,6 +9,7 @@ from hybridflow.batch.columns import Column, Deferred, objects
 from hybridflow.batch.jagged import Jagged
 from hybridflow.batch.protocol import DataProto
 from hybridflow.batch.routes import FREE, ROUTED, ROUTES, unknown_routes, with_free_end
+from hybridflow.batch.support import SUPPORT, SUPPORT_IDS, SUPPORT_SIZES, Supports, support_columns
 
 if TYPE_CHECKING:
     from hybridflow.batch.arrow import (
@@ -25,15 +26,20 @@ __all__ = [
     "FREE",
     "ROUTED",
     "ROUTES",
+    "SUPPORT",
+    "SUPPORT_IDS",
+    "SUPPORT_SIZES",
     "Column",
     "DataProto",
     "Deferred",
     "Jagged",
+    "Supports",
     "from_stream",
     "from_table",
     "iter_parquet",
     "objects",
     "read_parquet",
+    "support_columns",
     "to_stream",
     "to_table",
     "unknown_routes",

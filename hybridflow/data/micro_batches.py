@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch import SUPPORT, SUPPORT_IDS, SUPPORT_SIZES, DataProto, Jagged, Supports
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def check_token_ids(batch: DataProto, vocab_size: int) -> None:
     Raises:
         ValueError: there is one; names the column and the id.
     """
-    for name in ("prompt_ids", "response_ids"):
+    for name in ("prompt_ids", "response_ids", *([SUPPORT_IDS] if SUPPORT_IDS in batch else [])):
         ids = batch.jagged(name).values
         if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
             wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
@@ -87,6 +87,25 @@ def values_of(batch: DataProto, name: str, rows: np.ndarray, keep: np.ndarray | 
     """[n, ...] values of a column at the tokens of these rows that take part, int64 or float32."""
     values = batch.jagged(name).take(rows).values[keep]
     return np.array(values, dtype=np.int64 if np.issubdtype(values.dtype, np.integer) else np.float32)
+
+
+def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) -> Supports | None:
+    """The sampler's supports of the tokens of these rows that take part; None for a batch without them.
+
+    Raises:
+        ValueError: a row has more or fewer tokens in its supports than their sizes say.
+    """
+    if not all(name in batch for name in SUPPORT):
+        return None
+    sizes, ids = batch.jagged(SUPPORT_SIZES).take(rows), batch.jagged(SUPPORT_IDS).take(rows)
+    before = np.concatenate([[0], np.cumsum(sizes.values, dtype=np.int64)])
+    if len(wrong := np.flatnonzero(np.diff(before[sizes.offsets]) != ids.lengths)):
+        row = int(wrong[0])
+        raise ValueError(
+            f"{SUPPORT_IDS} of row {rows[row]} has {ids.lengths[row]} tokens, and {SUPPORT_SIZES} add up to "
+            f"{np.diff(before[sizes.offsets])[row]}"
+        )
+    return Supports(sizes.values, ids.values).take(keep)
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ class ScoringModel(nn.Module):
         ).last_hidden_state
         rows = hidden[0].index_select(0, micro.predict_rows)
         weight, tokens = self.causal.lm_head.weight, micro.columns.get(TEACHER_IDS)
-        log_probs, entropy = log_probs_and_entropy(rows, weight, micro.targets, scoring, self.alone)
+        log_probs, entropy = log_probs_and_entropy(rows, weight, micro.targets, scoring, self.alone, micro.support)
         if tokens is None:
             return log_probs, entropy, None
         found = log_probs_of_tokens(rows, weight, tokens, micro.targets, log_probs, scoring, self.alone)

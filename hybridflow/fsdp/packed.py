@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hybridflow.algorithms.vocab_parallel import Support
 from hybridflow.batch import DataProto
 from hybridflow.data.micro_batches import (
     RESPONSE_MASK,
     counted_tokens,
     lengths_read,
     ranges,
+    supports_of,
     tokens_read,
     values_of,
 )
@@ -30,6 +32,7 @@ class MicroBatch:
         predict_rows: [n] the row whose output predicts a response token. targets: [n] those tokens.
         lengths: [s] how many of the n each sample has.
         columns: per-response-token columns [n, ...] (old_log_probs, advantages, ...).
+        support: what each of the n targets was sampled among, where the batch says it.
     """
 
     samples: np.ndarray
@@ -40,6 +43,7 @@ class MicroBatch:
     targets: torch.Tensor
     lengths: torch.Tensor
     columns: Mapping[str, torch.Tensor]
+    support: Support | None = None
 
     def mask(self) -> torch.Tensor:
         """[1, 1, t, t] which tokens a token attends to: those before it in its own sample, and itself."""
@@ -75,13 +79,16 @@ def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: to
     def there(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.array(values)).to(device)
 
+    targets = np.array(responses.values[keep], dtype=np.int64)
+    supports = supports_of(batch, rows, keep)
     return MicroBatch(
         samples=rows,
         tokens=there(tokens)[None],
         positions=there(positions)[None],
         segments=there(segments),
         predict_rows=there(predict_rows),
-        targets=there(responses.values[keep]).long(),
+        targets=there(targets),
         lengths=there(counts),
         columns={name: there(values_of(batch, name, rows, keep)) for name in columns if name != RESPONSE_MASK},
+        support=None if supports is None else Support.of(supports, targets, lambda one: one.to(device)),
     )

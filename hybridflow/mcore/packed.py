@@ -11,6 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.algorithms.vocab_parallel import Support
 from hybridflow.batch import DataProto
 from hybridflow.data.micro_batches import (
     RESPONSE_MASK,
@@ -18,6 +19,7 @@ from hybridflow.data.micro_batches import (
     lengths_read,
     ranges,
     sequence_lengths,
+    supports_of,
     tokens_read,
     values_of,
 )
@@ -68,6 +70,7 @@ class MicroBatch:
         lengths: [s] how many of the n each sample has.
         num_targets: n; known on the host, which would wait for the sum of `lengths`.
         columns: per-response-token columns [n, ...] (old_log_probs, advantages, ...).
+        support: what each of the n' targets was sampled among, where the batch says it.
     """
 
     samples: np.ndarray
@@ -81,6 +84,7 @@ class MicroBatch:
     lengths: torch.Tensor
     num_targets: int
     columns: Mapping[str, torch.Tensor]
+    support: Support | None = None
 
 
 def build_micro_batches(
@@ -124,6 +128,8 @@ def _pack(
     mine = layout.rows_of(cut.rank)
     places = np.flatnonzero(layout.owner[predict_rows] == cut.rank)
     upload = Platform.detect().upload
+    targets = np.array(responses.values[keep], dtype=np.int64)[places]
+    supports = supports_of(batch, rows, keep)
     return MicroBatch(
         samples=rows,
         length=total,
@@ -131,7 +137,7 @@ def _pack(
         positions=upload(torch.from_numpy(positions[mine])[None]),
         packed=_segments(bounds, real[mine]),
         predict_rows=upload(torch.from_numpy(layout.local[predict_rows[places]])),
-        targets=upload(torch.from_numpy(np.array(responses.values[keep], dtype=np.int64)[places])),
+        targets=upload(torch.from_numpy(targets)),
         places=upload(torch.from_numpy(places)) if cut.size > 1 else None,
         lengths=upload(torch.from_numpy(np.array(counts))),
         num_targets=int(np.sum(counts)),
@@ -140,6 +146,7 @@ def _pack(
             for name in columns
             if name != RESPONSE_MASK
         },
+        support=None if supports is None else Support.of(supports.take(places), targets, upload),
     )
 
 

@@ -122,7 +122,7 @@ def response_log_probs(
     `hidden` [1, t', h] is what the last chunk returned.
     """
     rows, weight, group = _predicting(chunks, hidden, micro)
-    log_probs, entropy = log_probs_and_entropy(rows, weight, micro.targets, scoring, group)
+    log_probs, entropy = log_probs_and_entropy(rows, weight, micro.targets, scoring, group, micro.support)
     if (tokens := micro.columns.get(TEACHER_IDS)) is not None:
         tokens = tokens if micro.places is None else tokens[micro.places]
         found = log_probs_of_tokens(rows, weight, tokens, micro.targets, log_probs, scoring, group)

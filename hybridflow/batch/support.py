@@ -1,0 +1,53 @@
+"""The batch columns with the sampler's support: the tokens that top-p, top-k and min-p left for each response token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridflow.batch.jagged import Jagged
+
+# jagged int32 [response tokens]: how many tokens each was sampled among; 0: the whole vocabulary
+SUPPORT_SIZES = "support_sizes"
+SUPPORT_IDS = "support_ids"  # jagged int32 [sum of the sizes]: these tokens, one response token after another
+SUPPORT = (SUPPORT_SIZES, SUPPORT_IDS)
+
+
+@dataclass(frozen=True)
+class Supports:
+    """The supports of consecutive tokens: sizes [t] and the ids [sum of sizes], both int32."""
+
+    sizes: np.ndarray
+    ids: np.ndarray
+
+    @classmethod
+    def unknown(cls, tokens: int) -> Supports:
+        """Supports of tokens that were not sampled, or from the whole vocabulary."""
+        return cls(np.zeros(tokens, np.int32), np.empty(0, np.int32))
+
+    @classmethod
+    def concat(cls, parts: Sequence[Supports]) -> Supports:
+        """The supports of all parts, in order."""
+        none = cls.unknown(0)
+        return cls(*(np.concatenate([getattr(one, name) for one in (none, *parts)]) for name in ("sizes", "ids")))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def take(self, keep: np.ndarray | slice) -> Supports:
+        """The supports of some tokens: a slice, a mask [t] or indices."""
+        starts = np.cumsum(self.sizes, dtype=np.int64) - self.sizes
+        sizes = self.sizes[keep]
+        ends = np.cumsum(sizes, dtype=np.int64)
+        index = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts[keep] - (ends - sizes), sizes)
+        return Supports(sizes, self.ids[index])
+
+
+def support_columns(rows: Sequence[Supports]) -> dict[str, Jagged]:
+    """The columns `SUPPORT`, a row for the supports of each response."""
+    return {
+        SUPPORT_SIZES: Jagged.from_rows([one.sizes for one in rows], np.int32),
+        SUPPORT_IDS: Jagged.from_rows([one.ids for one in rows], np.int32),
+    }
