@@ -90,6 +90,12 @@ def read_parquet(path: str | Path) -> DataProto:
         return from_table(file.read())
 
 
+def parquet_rows(path: str | Path) -> int:
+    """Rows of one file, from its footer; errors as in `iter_parquet`."""
+    with _open_parquet(path) as file:
+        return int(file.metadata.num_rows)
+
+
 def iter_parquet(
     path: str | Path, required: Sequence[str], optional: Sequence[str] = (), rows: int = 4096
 ) -> Iterator[DataProto]:

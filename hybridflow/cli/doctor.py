@@ -100,6 +100,7 @@ def _on_every_node(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> RunConfig:
+    from hybridflow.config.hub import located
     from hybridflow.config.load import load_config
 
-    return load_config(args.config_name, args.overrides, args.config_dir)
+    return located(load_config(args.config_name, args.overrides, args.config_dir))

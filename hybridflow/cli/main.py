@@ -59,6 +59,7 @@ tasks:
 
 examples:
   hybridflow prepare arithmetic --out data/arithmetic num_train=4000
+  hybridflow prepare dapo_math 'evaluate=["aime24","aime25"]'    from the Hugging Face cache (hf download)
   hybridflow prepare gsm8k --source downloads/gsm8k --out data/gsm8k
 """
 
@@ -143,11 +144,14 @@ def build_parser() -> argparse.ArgumentParser:
     _add_job(commands, "train-reward", "train a reward model on pairs, the recipe's reward_training section")
 
     tasks = "\n".join(f"  {name:<12} {text}" for name, text in PREPARE_TASK.summaries().items())
-    about = "make the parquet files and the tokenizer of a task"
+    about = "make the parquet files of a task"
     prepare = add_command(commands, "prepare", about, PREPARE.format(tasks=tasks), run_prepare)
     prepare.add_argument("task", metavar="TASK", help=" | ".join(PREPARE_TASK.names()))
     prepare.add_argument(
-        "--source", type=Path, metavar="DIR", help="folder with the raw files, for tasks that need one"
+        "--source",
+        type=Path,
+        metavar="DIR",
+        help="folder with the raw files of a published data set (default: the Hugging Face cache)",
     )
     prepare.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data/TASK)")
     prepare.add_argument("overrides", nargs="*", metavar="key=value", help="options of the task")
@@ -185,7 +189,7 @@ def run_prepare(args: argparse.Namespace) -> int:
 
     done = prepare(args.task, out, args.source, options)
     counts = ", ".join(f"{name} ({rows} rows)" for name, rows in done.rows.items())
-    print(f"{'already in place' if done.reused else 'written'}: {counts} and tokenizer/ in {done.folder}")
+    print(f"{'already in place' if done.reused else 'written'}: {counts} in {done.folder}")
     return 0
 
 
@@ -224,7 +228,9 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
         print(dump_yaml(run), end="")
         return None
     from hybridflow.config.check import check
+    from hybridflow.config.hub import located
 
+    run = located(run)
     check(run, job)
     if args.explain:
         from hybridflow.models.check import check as check_models
@@ -235,10 +241,26 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 
         recipe = args.config_name.removesuffix(".yaml")
         print(explain(run, Origins.find(recipe, args.overrides, config_dirs(args.config_dir))))
+        print(f"\n{_epochs(run)}")
         print(f"\n{_placement(run, job)}")
         print(f"\n{_threads(run, job)}")
         return None
     return run
+
+
+def _epochs(run: RunConfig) -> str:
+    """How many steps go through the data once; rows that are too long are dropped later."""
+    files, batch, steps = run.data.train_files, run.data.train_batch_size, run.trainer.total_steps
+    if not files or not all(Path(file).is_file() for file in files):
+        return "Epoch: not known before data.train_files are there"
+    from hybridflow.data.files import count_rows
+
+    rows = sum(map(count_rows, files))
+    return (
+        f"Epoch: {rows} rows of data.train_files / data.train_batch_size {batch} = {rows / batch:,.1f} steps; "
+        f"trainer.total_steps {steps} = {steps * batch / max(rows, 1):,.2f} epochs (before rows that are too long are "
+        "dropped)"
+    )
 
 
 def _placement(run: RunConfig, job: str) -> str:

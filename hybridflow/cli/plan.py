@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_recipe(args: argparse.Namespace) -> int:
+    from hybridflow.config.hub import located
     from hybridflow.config.load import load_config
     from hybridflow.planning import advice
     from hybridflow.planning.devices import read_cluster
@@ -86,7 +87,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
     from hybridflow.planning.table import table
     from hybridflow.planning.transfer import transfer_of
 
-    config: RunConfig = load_config(args.config_name, args.overrides, args.config_dir)
+    config: RunConfig = located(load_config(args.config_name, args.overrides, args.config_dir))
     if found := advice.refused(config):
         raise ConfigError("\n".join(found))
     cluster = config.cluster

@@ -133,6 +133,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
         raise ConfigError("--config-name is missing: name a recipe (`hybridflow train` lists them), or --bench SUITE")
     from hybridflow.config import derived
     from hybridflow.config.check import check
+    from hybridflow.config.hub import located
     from hybridflow.config.load import load_config
     from hybridflow.launch.job import Job, nodes_of
 
@@ -147,7 +148,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     _check_address(run.cluster.address, overrides)
     # the job's own head takes the place of what the recipe's group says (`launch.driver.run`)
     joined = [*overrides, "cluster.address='127.0.0.1:1'"]
-    check(load_config(args.config_name, joined, args.config_dir), args.job)
+    check(located(load_config(args.config_name, joined, args.config_dir)), args.job)
     if run.trainer.resume == "disable":
         raise ConfigError("trainer.resume=disable: a requeued job would begin again; choose another name=... instead")
     site = _site(args)

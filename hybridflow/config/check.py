@@ -20,6 +20,7 @@ from hybridflow.config import (
     check_loop,
     check_lora,
     derived,
+    hub,
     own_entries,
     roles,
     val_sets,
@@ -251,14 +252,19 @@ def _model_source(config: RunConfig) -> Iterator[str]:
 def _model_folder(config: RunConfig) -> Iterator[str]:
     """The folders of policy and tokenizer."""
     model = config.model
-    if model.path is not None and not Path(model.path).is_dir():
+    if model.path is not None and hub.is_hub_id(model.path):
+        yield f"model.path={model.path}: {hub.missing(model.path, 'model')}, or give a Hugging Face folder"
+    elif model.path is not None and not Path(model.path).is_dir():
         yield f"model.path={model.path}: no such folder; give a Hugging Face folder with config.json and weights"
     if model.tokenizer is None and model.path is None:
         yield (
             "model.tokenizer is empty and there is no model.path to take it from; give model.path=FOLDER with weights, "
             "or model.tokenizer=FOLDER for random ones"
         )
-    if model.tokenizer is not None and not check_files.available(config, model.tokenizer):
+    if model.tokenizer is not None and hub.is_hub_id(model.tokenizer):
+        if not check_files.available(config, model.tokenizer):
+            yield f"model.tokenizer={model.tokenizer}: {hub.missing(model.tokenizer, 'model')}"
+    elif model.tokenizer is not None and not check_files.available(config, model.tokenizer):
         yield f"model.tokenizer={model.tokenizer}: no such folder"
 
 

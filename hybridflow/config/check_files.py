@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridflow.config import derived
+from hybridflow.config import hub
+from hybridflow.config.build import build_options
+from hybridflow.config.entries import PREPARATIONS
 from hybridflow.config.schema import RunConfig
 from hybridflow.config.val_sets import val_sets
+from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str) -> Iterator[str]:
@@ -36,12 +39,24 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
         if not config.sft.train_files:
             yield f"sft.steps={config.sft.steps} needs sft.train_files, for example sft.train_files=[sft.parquet]"
     for key, files in wanted.items():
-        for file in files:
-            if not available(config, file):
-                yield f"{key}: {file} does not exist; check the path, or prepare it with `hybridflow prepare`"
+        yield from (f"{key}: {file} {_absent(file)}" for file in files if not available(config, file))
     if config.reward.path is not None and not Path(config.reward.path).is_file():
         yield f"reward.path={config.reward.path}: no such file"
     yield from _prepare_source(config)
+
+
+def _absent(file: str) -> str:
+    """Why a name stands for no file: that of a file, or the hub id of a data set with or without a pattern."""
+    repository = file.partition(":")[0]
+    if not hub.is_hub_id(repository):
+        return "does not exist; check the path, or prepare it with `hybridflow prepare`"
+    folder = hub.cached(repository, "dataset")
+    if folder is None:
+        return f"is {hub.missing(repository, 'dataset')}, or give files"
+    return (
+        f"is a data set whose snapshot {folder} has no such files; name them as {repository}:PATTERN, for example "
+        f"{repository}:data/train-*.parquet"
+    )
 
 
 def _prepare_source(config: RunConfig) -> Iterator[str]:
@@ -61,12 +76,22 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
                 f"{section}.train_files: {made[0]} will not be made, because data.prepare.options.{option} is 0; give "
                 f"the number of {rows}, for example data.prepare.options.{option}={example}"
             )
-    missing = [str(path) for path in derived.prepared_train_files(config) if not path.exists()]
-    if prepare.task == "gsm8k" and prepare.source is None and missing:
-        yield (
-            f"data.prepare.task=gsm8k must make {missing[0]} and has no data.prepare.source; give the folder with the "
-            f"raw files, or run `hybridflow prepare gsm8k --source FOLDER --out {prepare.out}` before"
-        )
+    yield from _published(config)
+
+
+def _published(config: RunConfig) -> Iterator[str]:
+    """Data sets that `data.prepare` must read, as its output is not there, and cannot."""
+    prepare, out = config.data.prepare, Path(config.data.prepare.out)
+    entry = PREPARATIONS.get(prepare.task).published if prepare.task is not None else None
+    if prepare.task is None or entry is None or (out / "manifest.json").is_file():
+        return
+    try:
+        options = build_options(PREPARATIONS.get(prepare.task).options(), prepare.options, "data.prepare.options")
+    except ConfigError as error:
+        yield str(error)
+        return
+    for line in entry.missing(options, Path(prepare.source) if prepare.source else None):
+        yield f"{line}, or run `hybridflow prepare {prepare.task} --out {prepare.out}` before"
 
 
 def available(config: RunConfig, path: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config import hub
 from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.config.schema import (
@@ -324,12 +325,6 @@ def run_dir(config: RunConfig) -> Path:
     return Path(config.output_dir) / config.name
 
 
-def prepared_train_files(config: RunConfig) -> tuple[Path, ...]:
-    """The files whose absence makes `data.prepare` run."""
-    out = Path(config.data.prepare.out)
-    return (out / "train.parquet", out / "test.parquet", out / "tokenizer")
-
-
 def differing_size(wanted: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """(name, wanted, other) of the first size, or the family, that both give and that differs; None where all agree.
     Lengths may differ: they say how far positions reach."""
@@ -342,12 +337,13 @@ def differing_size(wanted: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple
 
 
 def hf_config(model: ModelConfig) -> Mapping[str, Any]:
-    """The Hugging Face configuration: `hf_config` as given, else `path`/config.json.
+    """The Hugging Face configuration: `hf_config` as given, else `path`/config.json. A plan takes the sizes of a recipe
+    whose `path` is a hub id that is not in the cache.
 
     Raises:
         ConfigError: config.json is missing or not an object of JSON (`read_outside_json`).
     """
-    if model.path is None:
+    if model.path is None or (model.hf_config and hub.is_hub_id(model.path)):
         return model.hf_config
     file = Path(model.path) / "config.json"
     try:

@@ -1,19 +1,21 @@
-"""Advantage estimators, policy losses and trackers: what an entry declares where it is registered, and the registries.
+"""Advantage estimators, policy losses, trackers and preparations of data: what an entry declares where it is
+registered, and the registries.
 
 Checks, `--explain`, the roles of a run and the columns of its steps follow from these declarations. Entries live in
-`hybridflow/algorithms` and `hybridflow/observe/trackers`; this room holds what must be known before torch is imported.
+`hybridflow/algorithms`, `hybridflow/observe/trackers` and `hybridflow/data/prepare/tasks`; this room holds what must be
+known before torch is imported.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hybridflow.config.build import build_options
-from hybridflow.config.keys import ESTIMATOR, POLICY_LOSS, TRACKER
+from hybridflow.config.keys import ESTIMATOR, POLICY_LOSS, PREPARE_TASK, TRACKER
 from hybridflow.config.registry import Registry
 from hybridflow.config.schema import ActorConfig, AlgorithmConfig
 from hybridflow.errors import ConfigError
@@ -71,9 +73,42 @@ class TokenLoss:
     aggregations: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """A preparation of data: its options and how its files are written.
+
+    Attributes:
+        options: frozen dataclass; its fields are the option names, with types, ranges and defaults as in
+            `hybridflow.config.schema`.
+        write: writes every file of the task into an existing empty folder and returns rows per parquet file; called
+            with the options, that folder, and `data.prepare.source`.
+        source_files: names of the raw files that the task reads from `data.prepare.source`; empty when it needs none.
+        published: the data set of the Hugging Face hub that the task reads (`hybridflow.data.prepare.published`); None:
+            another task.
+    """
+
+    options: type
+    write: Callable[[Any, Path, Path | None], dict[str, int]]
+    source_files: tuple[str, ...] = ()
+    published: PublishedSet | None = None
+
+
+class PublishedSet(Protocol):
+    """What a preparation says of the published data that it reads, before anything is read."""
+
+    def missing(self, options: Any, source: Path | None) -> Iterable[str]:
+        """Why files cannot be read, a line for each set; none: all are there."""
+        ...
+
+    def fingerprint(self, options: Any, source: Path | None) -> dict[str, str]:
+        """{file or set: what tells its content}."""
+        ...
+
+
 ESTIMATORS: Registry[Estimator] = Registry(ESTIMATOR.kind, ESTIMATOR.package, "algorithm.adv_estimator")
 POLICY_LOSSES: Registry[TokenLoss] = Registry(POLICY_LOSS.kind, POLICY_LOSS.package, "actor.policy_loss")
 TRACKERS: Registry[Callable[[Path], Any]] = Registry(TRACKER.kind, TRACKER.package, "trainer.loggers")
+PREPARATIONS: Registry[Preparation] = Registry(PREPARE_TASK.kind, PREPARE_TASK.package, "data.prepare.task")
 
 
 def estimator_options(algorithm: AlgorithmConfig) -> Any:

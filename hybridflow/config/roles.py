@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridflow.config import check_entries, derived
+from hybridflow.config import check_entries, derived, hub
 from hybridflow.config.derived import Role
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.config.schema import ModelConfig, OffloadConfig, ParallelConfig, RunConfig
@@ -78,7 +78,9 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
             f"{role}.max_tokens_per_micro_batch={section.max_tokens_per_micro_batch} is less than the longest sample, "
             f"{longest} tokens; raise it to at least {longest}"
         )
-    if with_path and section.path is not None and not (Path(section.path) / "config.json").is_file():
+    if with_path and section.path is not None and hub.is_hub_id(section.path):
+        yield f"{role}.path={section.path}: {hub.missing(section.path, 'model')}, or give a Hugging Face folder"
+    elif with_path and section.path is not None and not (Path(section.path) / "config.json").is_file():
         maker = "train-reward" if role == "reward_model" else "sft"
         yield (
             f"{role}.path={section.path}: no Hugging Face folder (no config.json in it); give that of a model, or make "

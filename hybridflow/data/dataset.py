@@ -13,7 +13,7 @@ import numpy as np
 
 from hybridflow.batch import DataProto, Jagged, objects
 from hybridflow.config.schema import DataConfig
-from hybridflow.data.parquet import Row, read_rows
+from hybridflow.data.files import Row, read_rows
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 

@@ -8,10 +8,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from hybridflow.config.build import build_options
+from hybridflow.config.build import build_options, to_plain
 from hybridflow.data.prepare.manifest import (
     MANIFEST,
     files_are_intact,
@@ -53,7 +53,8 @@ def prepare(
     Args:
         task: a built-in task, or one of yours as path/to/file.py:name.
         out: folder that receives train.parquet, test.parquet, [sft.parquet], tokenizer/ and manifest.json.
-        source: folder of raw files, for tasks that need one.
+        source: folder of raw files, for tasks that need one; those of published data sets read the Hugging Face cache
+            without it.
         options: the task's options by name; missing ones take their defaults.
 
     Raises:
@@ -64,7 +65,16 @@ def prepare(
     known = TASKS.get(task)
     parsed = build_options(known.options(), options or {}, KEY)
     out = Path(out)
-    request = {"task": task, "options": asdict(parsed), "source": _source_hashes(task, known, source)}
+    request: dict[str, object] = {"task": task, "options": to_plain(parsed)}
+    if known.published is not None:
+        missing = list(known.published.missing(parsed, source))
+        if missing and (rows := _rows_if_done(out, request, any_source=True)) is not None:
+            return PreparedData(out, rows, reused=True)  # the raw files need not be where a run is
+        if missing:
+            raise DataError("\n".join(missing))
+        request["source"] = known.published.fingerprint(parsed, source)
+    else:
+        request["source"] = _source_hashes(task, known, source)
     if (rows := _rows_if_done(out, request)) is not None:
         return PreparedData(out, rows, reused=True)
     _refuse_foreign_files(out)
@@ -103,10 +113,17 @@ def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str
     return listed_files(source, known.source_files)
 
 
-def _rows_if_done(out: Path, request: Mapping[str, object]) -> dict[str, int] | None:
-    """Rows per file when `out` holds exactly this request with every file as it was written, else None."""
+def _rows_if_done(out: Path, request: Mapping[str, object], any_source: bool = False) -> dict[str, int] | None:
+    """Rows per file when `out` holds exactly this request with every file as it was written, else None.
+
+    Args:
+        any_source: the raw files may have been any.
+    """
     found = read_manifest(out)
-    if found is None or found["request"] != request or not files_are_intact(out, found):
+    if found is None or found["request"] is None or not files_are_intact(out, found):
+        return None
+    made = {key: value for key, value in found["request"].items() if not any_source or key != "source"}
+    if made != request:
         return None
     return dict(found["rows"])
 

@@ -25,20 +25,26 @@ def prompt_row(data_source: str, question: str, ground_truth: str, extra_info: M
     }
 
 
-def write_prompts(path: Path, rows: Sequence[Mapping[str, Any]], extra_info: Mapping[str, pa.DataType]) -> int:
+def write_prompts(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    extra_info: Mapping[str, pa.DataType],
+    ground_truth: pa.DataType | None = None,
+) -> int:
     """Writes prompt rows and returns their number.
 
     Args:
         path: the parquet file.
         rows: as `prompt_row` makes them.
         extra_info: field types of the extra_info struct, given so that an empty file has the schema of a full one.
+        ground_truth: its type; None: text.
     """
     schema = pa.schema(
         [
             ("data_source", pa.string()),
             ("prompt", MESSAGES),
             ("ability", pa.string()),
-            ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+            ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", ground_truth or pa.string())])),
             ("extra_info", pa.struct(list(extra_info.items()))),
         ]
     )

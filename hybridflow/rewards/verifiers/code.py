@@ -23,7 +23,11 @@ def _plausible(ground_truth: Any) -> None:
         raise ValueError(f"the ground truth {ground_truth!r} holds no tests")
 
 
-@verifier("code", data_sources=["codecontests", "apps", "codeforces", "taco", "programs"], truth=_plausible)
+@verifier(
+    "code",
+    data_sources=["codecontests", "apps", "codeforces", "taco", "programs", "mbpp", "humaneval"],
+    truth=_plausible,
+)
 def code(
     response: str,
     ground_truth: str | Mapping[str, Any] | Sequence[Any],

@@ -204,7 +204,7 @@ def test_help_says_what_each_task_makes(capsys: pytest.CaptureFixture[str]) -> N
         main(["prepare", "--help"])
     text = capsys.readouterr().out
     assert "arithmetic  " in text and "Integer arithmetic written as characters" in text
-    assert "gsm8k  " in text and "GSM8K: grade-school word problems" in text
+    assert "gsm8k  " in text and "GSM8K (openai/gsm8k): grade-school word problems" in text
 
 
 def test_report_prints_where_it_is(calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +249,7 @@ def test_a_plan_that_cannot_be_written_names_the_file(tmp_path: Path, capsys: py
 def test_prepare_without_its_source_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "gsm8k", "--out", "out"]) == 2
     error = capsys.readouterr().err
-    assert "--source DIR" in error and "train.jsonl" in error
+    assert "--source" in error and "`hf download --repo-type dataset openai/gsm8k`" in error
 
 
 def test_config_keys_explains_a_group(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from hybridflow.config.explain import Origins, explain
 from hybridflow.config.keys import Above, AtLeast, Bound, all_keys
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import RunConfig
+from hybridflow.data.prepare import prepare
 from hybridflow.errors import ConfigError
 from hybridflow.models.published import published
 from tests.unit.config.small import found, small
@@ -34,11 +35,12 @@ def test_the_recipes_pass(name: str) -> None:
 
 
 def test_the_gsm8k_recipe_passes_once_prepared() -> None:
-    assert any("hybridflow prepare" in line for line in found(name="gsm8k-smoke"))
-    out = Path("data/gsm8k")
-    (out / "tokenizer").mkdir(parents=True)
-    for file in ("train.parquet", "test.parquet"):
-        (out / file).touch()
+    [line] = found(name="gsm8k-smoke")
+    assert "`hybridflow prepare gsm8k --out data/gsm8k`" in line
+    Path("raw").mkdir()
+    for split in ("train", "test"):
+        Path(f"raw/{split}.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    prepare("gsm8k", Path("data/gsm8k"), Path("raw"))
     assert found(name="gsm8k-smoke") == []
 
 
@@ -307,7 +309,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         ),
         (("sft=warm-start",), ("sft.parquet", "data.prepare.options.num_sft=2000")),
         (("reward.path=nowhere.py",), ("reward.path=nowhere.py", "no such file")),
-        (("data.prepare.task=gsm8k",), ("data.prepare.source", "hybridflow prepare gsm8k")),
+        (("data.prepare.task=gsm8k",), ("unknown key data.prepare.options.reverse_answer",)),
         (("data.prepare.task=null",), ("data.train_files", "does not exist")),
     ],
 )

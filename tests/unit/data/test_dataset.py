@@ -9,7 +9,7 @@ import pytest
 from hybridflow.config.schema import DataConfig, DatasetClassConfig
 from hybridflow.data.custom import open_prompts, open_sampler
 from hybridflow.data.dataset import PreferenceDataset, PromptDataset, SftDataset
-from hybridflow.data.parquet import read_rows
+from hybridflow.data.files import read_rows
 from hybridflow.data.prepare.tasks.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer

@@ -260,12 +260,7 @@ def test_gsm8k_rows(tmp_path):
         "prompt": [{"role": "user"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "3000"},
-        "extra_info": {
-            "split": "test",
-            "index": 2,
-            "question": "What is 3 thousand?",
-            "answer": "It is <<3*1000>>.\n#### 3,000",
-        },
+        "extra_info": {"split": "test", "index": 2},
     }
 
 
@@ -281,23 +276,23 @@ def test_gsm8k_takes_max_rows_and_notices_a_changed_source(tmp_path):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ('{"question": "cut o', "not valid JSON"),
-        ('["a list"]', "expected an object"),
-        ('{"question": "q"}', "expected an object"),
-        ('{"question": "q", "answer": 5}', "expected an object"),
-        ('{"question": "q", "answer": "no mark 5"}', 'no final answer after "####"'),
-        ('{"question": "q", "answer": "x #### "}', 'no final answer after "####"'),
+        ('{"question": "cut o', "line 6: not valid JSON"),
+        ('["a list"]', "line 6: expected an object"),
+        ('{"question": "q"}', "row 4: column 'answer' is missing; it has question"),
+        ('{"question": "q", "answer": 5}', "row 4, column 'answer': expected a string"),
+        ('{"question": "q", "answer": "no mark 5"}', "row 4, column 'answer': .* final answer after \"####\""),
+        ('{"question": "q", "answer": "x #### "}', "row 4, column 'answer': .* final answer after \"####\""),
     ],
 )
 def test_a_malformed_line_is_named_with_file_and_number(tmp_path, line, named):
     source = _write_gsm8k(tmp_path / "raw", test_tail="\n" + line + "\n")
-    with pytest.raises(DataError, match=rf"test\.jsonl, line 6: .*{named}"):
+    with pytest.raises(DataError, match=rf"test\.jsonl, {named}"):
         prepare("gsm8k", tmp_path / "data", source)
     assert not (tmp_path / "data").exists()
 
 
 def test_a_missing_source_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.prepare\.source"):
+    with pytest.raises(DataError, match=r"data\.prepare\.source"):
         prepare("gsm8k", tmp_path / "data")
-    with pytest.raises(DataError, match=r"no train\.jsonl and no test\.jsonl"):
+    with pytest.raises(DataError, match="no files of the split train and test"):
         prepare("gsm8k", tmp_path / "data", tmp_path)

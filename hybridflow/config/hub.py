@@ -1,0 +1,141 @@
+"""Hugging Face hub ids where a configuration may name a folder or data files: `ORG/NAME`, optionally `@REVISION`.
+
+An id stands for what `hf download` has put into this machine's cache. Nothing is downloaded, and no switch of the
+library (such as HF_HUB_OFFLINE) is set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hybridflow.config.schema import RunConfig
+
+Kind = Literal["model", "dataset"]
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
+_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_SPLITS = ("train", "test", "validation", "val")
+_MODELS = ("model", "critic", "reference", "teacher", "reward_model")
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether the text has the form of a hub id and is neither a path that exists nor the name of a data file."""
+    return bool(_ID.fullmatch(text)) and not text.endswith(DATA_SUFFIXES) and not Path(text).exists()
+
+
+def cached(hub_id: str, kind: Kind) -> Path | None:
+    """The folder of the downloaded snapshot; None where the cache has none, or lacks weights that the model lists."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ModuleNotFoundError:  # the login node need not have it
+        return None
+    repository, _, revision = hub_id.partition("@")
+    try:
+        folder = Path(snapshot_download(repository, repo_type=kind, revision=revision or None, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return folder if kind == "dataset" or _has_weights(folder) else None
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether every file of weights is there: a snapshot also exists where a download was cut off, or took one file."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all((folder / str(name)).is_file() for name in names)
+
+
+def located(config: RunConfig) -> RunConfig:
+    """The configuration with the folders and files of hub ids in place of the ids; an id that the cache lacks stays,
+    and `config.check` says so."""
+    for section in _MODELS:
+        part = getattr(config, section)
+        for key in ("path", "tokenizer"):
+            name = getattr(part, key, None)
+            if name is not None and is_hub_id(name) and (folder := cached(name, "model")):
+                part = replace(part, **{key: str(folder)})
+        config = replace(config, **{section: part})
+    data, sft, pairs = config.data, config.sft, config.reward_training
+    return replace(
+        config,
+        data=replace(
+            data,
+            train_files=_files(data.train_files, "train"),
+            val_files=_files(data.val_files, "test"),
+            val_sets={name: _of_val_set(given) for name, given in data.val_sets.items()},
+        ),
+        sft=replace(sft, train_files=_files(sft.train_files, "train")),
+        reward_training=replace(
+            pairs, train_files=_files(pairs.train_files, "train"), val_files=_files(pairs.val_files, "test")
+        ),
+    )
+
+
+def _of_val_set(given: Any) -> Any:
+    """An entry of `data.val_sets`, which has not been checked yet."""
+    files = given.get("files") if isinstance(given, Mapping) else None
+    if not isinstance(files, (list, tuple)) or not all(isinstance(file, str) for file in files):
+        return given
+    return {**given, "files": list(_files(files, "test"))}
+
+
+def _files(names: Sequence[str], split: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for name in names:
+        repository, _, pattern = name.partition(":")
+        folder = cached(repository, "dataset") if is_hub_id(repository) else None
+        files = [] if folder is None else split_files(folder, split, pattern)
+        found += map(str, files) if files else [name]
+    return tuple(found)
+
+
+def split_files(folder: Path, split: str, pattern: str = "", subset: str = "") -> list[Path]:
+    """The data files of one split of a data set as it is published, sorted.
+
+    Args:
+        split: `train` or `test`, for which a file of `validation` also counts where there is no `test`.
+        pattern: a glob below `folder` that says which files; empty: those whose path names the split, or all files
+            where no path names any split.
+        subset: a folder of the set that counts alone where it exists, such as gsm8k's `main`.
+    """
+    if pattern:
+        return sorted(path for path in folder.glob(pattern) if path.suffix in DATA_SUFFIXES)
+    root = folder / subset if subset and (folder / subset).is_dir() else folder
+    found = (path for path in root.rglob("*") if path.suffix in DATA_SUFFIXES and path.name not in _METADATA)
+    files = sorted(path for path in found if path.is_file())
+    named = {name: [file for file in files if name in _words(file.relative_to(root))] for name in _SPLITS}
+    if not any(named.values()):
+        return files
+    return named["train"] if split == "train" else named["test"] or named["validation"] or named["val"]
+
+
+def _words(path: Path) -> set[str]:
+    return set(re.split(r"[^a-z]+", str(path.with_suffix("")).lower()))
+
+
+def missing(hub_id: str, kind: Kind) -> str:
+    """Why a hub id stands for nothing here, and the command that changes that."""
+    repository, _, revision = hub_id.partition("@")
+    words = ["hf", "download", *(["--repo-type", "dataset"] if kind == "dataset" else []), repository]
+    words += ["--revision", revision] if revision else []
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ModuleNotFoundError:
+        return (
+            f"neither a path nor to be looked up in the Hugging Face cache, as huggingface-hub is not installed: pip "
+            f"install 'hybridflow[hub]', then `{' '.join(words)}`"
+        )
+    return (
+        f"neither a path nor complete in the Hugging Face cache {HF_HUB_CACHE}: run `{' '.join(words)}` where there is "
+        "internet, with HF_HOME on a disk that all nodes read"
+    )

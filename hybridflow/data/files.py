@@ -1,0 +1,165 @@
+"""Reading rows of data files with checks: every complaint names the file, the column, the row and what was expected."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hybridflow.batch import iter_parquet, parquet_rows
+from hybridflow.errors import DataError, naming
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a file: its values by column, and where it came from."""
+
+    path: str
+    number: int
+    values: Mapping[str, Any]
+
+    def malformed(self, column: str, expected: str) -> DataError:
+        """The error for a value that is not what was expected."""
+        found = repr(self.values.get(column))
+        shown = found if len(found) <= 120 else found[:120] + "..."
+        return DataError(f"{self.path}, row {self.number}, column {column!r}: expected {expected}, found {shown}")
+
+    def text(self, column: str) -> str:
+        """The value of a column of strings."""
+        value = self.values[column]
+        if not isinstance(value, str):
+            raise self.malformed(column, "a string")
+        return value
+
+    def messages(self, column: str) -> list[dict[str, Any]]:
+        """The value of a column of chat messages; fields that Arrow filled with null are left out."""
+        value = self.values[column]
+        expected = "a non-empty list of chat messages {role: string, content: string}"
+        if not isinstance(value, list) or not value:
+            raise self.malformed(column, expected)
+        for message in value:
+            if not isinstance(message, dict) or not all(
+                isinstance(message.get(key), str) for key in ("role", "content")
+            ):
+                raise self.malformed(column, expected)
+        return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+    def mapping(self, column: str) -> dict[str, Any]:
+        """The value of an optional column of structs; {} when the column or value is missing."""
+        value = self.values.get(column)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.malformed(column, "a struct")
+        return value
+
+
+def read_rows(path: str | Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
+    """Yields the rows of a data file with the named columns. The file's suffix says its form: parquet, jsonl (an object
+    a line), json (a list of objects, or such lines), csv (a header, all values strings) or arrow (an IPC file or
+    stream); any other is read as parquet.
+
+    Raises:
+        DataError: the file is missing, is not (whole and) of its form, or lacks a required column.
+    """
+    reader = _READERS.get(Path(path).suffix)
+    if reader is None:
+        yield from _parquet_rows(path, required, optional)
+        return
+    if not Path(path).is_file():
+        raise DataError(f"{path}: no such file")
+    with naming(Path(path)):
+        for number, values in enumerate(reader(Path(path))):
+            if missing := [name for name in required if name not in values]:
+                columns = ", ".join(map(str, values)) or "no columns"
+                raise DataError(
+                    f"{path}, row {number}: column {', '.join(map(repr, missing))} is missing; it has {columns}"
+                )
+            yield Row(str(path), number, {name: values[name] for name in (*required, *optional) if name in values})
+
+
+def count_rows(path: str | Path) -> int:
+    """Rows of a data file; DataError as for `read_rows`."""
+    if Path(path).suffix not in _READERS:
+        return parquet_rows(path)
+    return sum(1 for _ in read_rows(path, ()))
+
+
+def _parquet_rows(path: str | Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[Row]:
+    number = 0
+    for batch in iter_parquet(path, required, optional):
+        for values in zip(*(batch[name] for name in batch.columns), strict=True):
+            yield Row(str(path), number, dict(zip(batch.columns, map(_plain, values), strict=True)))
+            number += 1
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield _object(_parsed(line, f"{path}, line {number}"), f"{path}, line {number}")
+
+
+def _json(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as stream:
+        start = stream.read(1 << 12).lstrip()[:1]
+    if start != b"[":
+        yield from _json_lines(path)
+        return
+    for number, item in enumerate(_parsed(path.read_bytes(), str(path))):
+        yield _object(item, f"{path}, row {number}")
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
+        raise DataError(f"{where}: not valid JSON ({error})") from error
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: expected an object with the columns of a row, found {str(value)[:80]!r}")
+    return value
+
+
+def _csv(path: Path) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(1 << 30)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            for row in csv.DictReader(stream, strict=True):
+                if None in row or None in row.values():
+                    raise DataError(f"{path}: a row has not as many values as the header has names: {str(row)[:120]}")
+                yield row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a readable csv file: {error}") from error
+
+
+def _arrow(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with pa.memory_map(str(path)) as source:
+            opened = pa.ipc.open_file(source) if source.read(6) == b"ARROW1" else None
+            source.seek(0)
+            numbers = range(opened.num_record_batches) if opened else ()
+            for batch in map(opened.get_batch, numbers) if opened else pa.ipc.open_stream(source):
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: not a readable Arrow file: {error}") from error
+
+
+_READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".arrow": _arrow,
+}

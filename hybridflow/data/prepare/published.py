@@ -1,0 +1,303 @@
+"""Data sets in the forms in which the Hugging Face hub has them, as rows of prompts.
+
+A set is read from the cache that `hf download --repo-type dataset ORG/NAME` fills, or from a folder of its files.
+Repeated questions are kept once: DAPO-Math-17k has each about a hundred times.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.config import hub
+from hybridflow.config.entries import PREPARATIONS, Preparation
+from hybridflow.data.prepare.options import KEY, require
+from hybridflow.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from hybridflow.data.files import Row
+
+log = logging.getLogger(__name__)
+BOXED = r"Reason step by step, and put the final answer within \boxed{}."
+
+
+@dataclass(frozen=True)
+class PublishedOptions:
+    """Options of every task that reads a published set (`data.prepare.options`).
+
+    Attributes:
+        max_rows: rows taken from the top of each split; -1 takes all.
+        instruction: stands after the question where the set's own rows have none; null: the task's own.
+        evaluate: other tasks of this kind, whose held-out rows are written to TASK.parquet.
+    """
+
+    max_rows: int = -1
+    instruction: str | None = None
+    evaluate: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the option that is out of range."""
+        require(self.max_rows >= -1 and self.max_rows != 0, "max_rows", self.max_rows, "positive, or -1 for all")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row as `convert` of a set makes it.
+
+    Attributes:
+        question: the text of the user's message, or whole messages.
+        ground_truth: what the verifier of `data_source` judges an answer by.
+    """
+
+    data_source: str
+    question: str | Sequence[Mapping[str, Any]]
+    ground_truth: Any
+    ability: str = "math"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A set of the hub.
+
+    Attributes:
+        repository: its hub id.
+        columns: those that `convert` reads, which every file must have.
+        convert: makes a row a prompt; None leaves it out. DataError: the row is malformed.
+        instruction: stands after a question of plain text.
+        splits: what it has: `train`, `test`.
+        subset: folder of the snapshot that counts alone.
+        optional: columns that a file may have.
+    """
+
+    repository: str
+    columns: tuple[str, ...]
+    convert: Callable[[Row], Prompt | None]
+    instruction: str = ""
+    splits: tuple[str, ...] = ("train", "test")
+    subset: str = ""
+    optional: tuple[str, ...] = ()
+
+    def files(self, split: str, source: Path | None) -> list[Path]:
+        """The files of one split: below `source`, or in the cache. Empty: there are none."""
+        folder = hub.cached(self.repository, "dataset") if source is None else self._below(source)
+        return [] if folder is None else hub.split_files(folder, split, subset=self.subset)
+
+    def _below(self, source: Path) -> Path | None:
+        """The folder that has the set's name, or `source` itself."""
+        named = source / self.repository.rpartition("/")[2]
+        return named if named.is_dir() else source
+
+    def prompts(self, files: Sequence[Path], options: PublishedOptions) -> Iterator[Prompt]:
+        """The prompts of these files, each question once. DataError: a row is malformed."""
+        from hybridflow.data.files import read_rows
+
+        seen: set[str] = set()
+        repeated = left_out = 0
+        for row in (row for file in files for row in read_rows(file, self.columns, self.optional)):
+            prompt = self.convert(row)
+            if prompt is None:
+                left_out += 1
+                continue
+            key = json.dumps(prompt.question, sort_keys=True)
+            if key in seen:
+                repeated += 1
+                continue
+            seen.add(key)
+            yield prompt
+            if len(seen) == options.max_rows:
+                break
+        if repeated or left_out:
+            log.info("%s: %d repeated rows and %d of another kind left out", self.repository, repeated, left_out)
+
+
+def register(name: str, published: Published, tokenizer: bool = False) -> None:
+    """Register the task `name`, which writes train.parquet and test.parquet as far as the set has the splits.
+
+    Args:
+        tokenizer: also write a byte-level tokenizer, for models of random weights.
+    """
+    reads = _Reads(name, published)
+    PREPARATIONS.register(name, Preparation(PublishedOptions, partial(_write, reads, tokenizer), published=reads))
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """The sets that a task reads: its own, and those that `evaluate` names."""
+
+    name: str
+    own: Published
+
+    def sets(self, options: PublishedOptions) -> dict[str, tuple[Published, tuple[str, ...]]]:
+        """{task: its set, the splits of it that are written}."""
+        found = {self.name: (self.own, self.own.splits)}
+        for other in options.evaluate:
+            entry = PREPARATIONS.get(other).published
+            if not isinstance(entry, _Reads) or "test" not in entry.own.splits:
+                raise ConfigError(f"{KEY}.evaluate: {other} is no task that reads a published set of held-out rows")
+            if other != self.name:
+                found[other] = (entry.own, ("test",))
+        return found
+
+    def place(self, name: str, published: Published, source: Path | None) -> Path | None:
+        """Where the files of a set are looked for: an evaluation set that the folder lacks comes from the cache."""
+        if source is None or name == self.name or (source / published.repository.rpartition("/")[2]).is_dir():
+            return source
+        return None
+
+    def missing(self, options: PublishedOptions, source: Path | None) -> Iterator[str]:
+        """Why files cannot be read, a line for each set; none: all are there."""
+        for name, (published, splits) in self.sets(options).items():
+            place = self.place(name, published, source)
+            lacking = [split for split in splits if not published.files(split, place)]
+            if lacking and place is not None:
+                yield (
+                    f"{place}: no files of the split {' and '.join(lacking)}; task {self.name!r} reads those of "
+                    f"{published.repository}: `hf download --repo-type dataset {published.repository} --local-dir "
+                    f"{place}`"
+                )
+            elif lacking:
+                yield (
+                    f"data.prepare.task={self.name} reads the data set {published.repository}, which is "
+                    f"{hub.missing(published.repository, 'dataset')}; or give a folder with its files as "
+                    "data.prepare.source (`hybridflow prepare`: --source)"
+                )
+
+    def fingerprint(self, options: PublishedOptions, source: Path | None) -> dict[str, str]:
+        """{file or set: what tells its content}: a snapshot of the cache is named by its commit."""
+        from hybridflow.data.prepare.manifest import listed_files
+
+        found: dict[str, str] = {}
+        for name, (published, splits) in self.sets(options).items():
+            place = self.place(name, published, source)
+            if place is None:
+                folder = hub.cached(published.repository, "dataset")
+                found[published.repository] = folder.name if folder else ""
+                continue
+            files = [file for split in splits for file in published.files(split, place)]
+            found |= listed_files(place, [str(file.relative_to(place)) for file in files])
+        return found
+
+
+def _write(reads: _Reads, tokenizer: bool, options: PublishedOptions, out: Path, source: Path | None) -> dict[str, int]:
+    import pyarrow as pa
+
+    from hybridflow.data.prepare.rows import write_prompts
+    from hybridflow.data.prepare.tokenizer_files import write_byte_tokenizer
+
+    rows = {}
+    for name, (published, splits) in reads.sets(options).items():
+        for split in splits:
+            files = published.files(split, reads.place(name, published, source))
+            written = [
+                _row(prompt, options.instruction, published.instruction, split, index)
+                for index, prompt in enumerate(published.prompts(files, options))
+            ]
+            if not written:
+                raise DataError(f"{', '.join(map(str, files))}: no rows that task {name!r} can use")
+            file = f"{split if name == reads.name else name}.parquet"
+            truth = pa.infer_type([row["reward_model"]["ground_truth"] for row in written])
+            extra = {"split": pa.string(), "index": pa.int64()}
+            rows[file] = write_prompts(out / file, written, extra, truth)
+    if tokenizer:
+        write_byte_tokenizer(out / "tokenizer")
+    return rows
+
+
+def _row(prompt: Prompt, given: str | None, own: str, split: str, index: int) -> dict[str, Any]:
+    messages: Any = prompt.question
+    if isinstance(messages, str):
+        instruction = own if given is None else given
+        messages = [{"role": "user", "content": f"{messages} {instruction}".rstrip()}]
+    return {
+        "data_source": prompt.data_source,
+        "prompt": [{key: message[key] for key in ("role", "content")} for message in messages],
+        "ability": prompt.ability,
+        "reward_model": {"style": "rule", "ground_truth": prompt.ground_truth},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+# ---- forms that several sets share
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last \boxed{...} of a solution, braces matched; None without one."""
+    start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
+    if start < 0:
+        return None
+    begin = text.index("{", start) + 1
+    depth = 1
+    for position in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if not depth:
+            return text[begin:position]
+    return None
+
+
+def problem_with_answer(data_source: str, row: Row) -> Prompt:
+    r"""A row {problem, answer or solution}: the answer, else the last \boxed{} of the solution."""
+    answer = row.values.get("answer")
+    if answer is None:
+        solution = row.values.get("solution")
+        answer = boxed(solution) if isinstance(solution, str) else None
+    if isinstance(answer, (int, float)):
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        raise row.malformed(
+            "answer" if "answer" in row.values else "solution", r"an answer, or a solution with a \boxed{} one"
+        )
+    return Prompt(data_source, row.text("problem"), answer.strip())
+
+
+def rows_of_prompts(row: Row) -> Prompt:
+    """A row that is a prompt already: {data_source, prompt, reward_model}."""
+    model = row.values["reward_model"]
+    if not isinstance(model, dict) or model.get("ground_truth") is None:
+        raise row.malformed("reward_model", "a struct {style, ground_truth} with a ground_truth")
+    return Prompt(row.text("data_source"), row.messages("prompt"), model["ground_truth"])
+
+
+def calls_of(code: str, names: Sequence[str]) -> tuple[str, list[Any], list[Any]] | None:
+    """(function, arguments of each call, results) of tests `assert f(1, 2) == 3`, for the verifier `code`.
+
+    Args:
+        code: Python, which is parsed and not run.
+        names: functions whose calls count; empty: that of the first such assertion.
+
+    Returns:
+        None where an assertion has another form, or arguments or results that JSON cannot carry.
+    """
+    import ast
+
+    try:
+        tree = ast.parse(code)
+        function, given, wanted = names[0] if names else "", [], []
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.Assert)):
+            test = node.test
+            if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq) or len(test.ops) > 1:
+                return None
+            call = test.left
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.keywords:
+                return None
+            function = function or call.func.id
+            if call.func.id not in (*names, function):
+                return None
+            given.append([ast.literal_eval(argument) for argument in call.args])
+            wanted.append(ast.literal_eval(test.comparators[0]))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    plain = [_plain_json(value) for value in (*given, *wanted)]
+    return (function, given, wanted) if given and all(plain) else None
+
+
+def _plain_json(value: Any) -> bool:
+    """Whether JSON gives the value back as it was; tuples and sets come back as lists or not at all."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,27 @@
+"""The code rows of Eurus-2-RL-Data (PRIME-RL): programming problems with tests, judged in the sandbox."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from hybridflow.data.files import Row
+from hybridflow.data.prepare.published import Prompt, Published, register, rows_of_prompts
+
+COLUMNS = ("data_source", "prompt", "ability", "reward_model")
+
+
+def convert(row: Row) -> Prompt | None:
+    """A row whose ability is code; its ground truth is JSON {inputs, outputs, fn_name?}."""
+    if row.text("ability") != "code":
+        return None
+    prompt = rows_of_prompts(row)
+    try:
+        tests = json.loads(prompt.ground_truth)
+        is_whole = len(tests["inputs"]) == len(tests["outputs"]) > 0
+    except (ValueError, TypeError, KeyError) as error:
+        raise row.malformed("reward_model", "a ground_truth of JSON {inputs, outputs}") from error
+    return replace(prompt, ability="code") if is_whole else None
+
+
+register("eurus2_code", Published("PRIME-RL/Eurus-2-RL-Data", COLUMNS, convert))

@@ -1,0 +1,26 @@
+"""MBPP (google-research-datasets/mbpp): short Python functions, judged by the calls that their tests assert."""
+
+from __future__ import annotations
+
+import json
+
+from hybridflow.data.files import Row
+from hybridflow.data.prepare.published import Prompt, Published, calls_of, register
+
+_ASK = "Write the Python function in one fenced block. It must pass this test:"
+
+
+def convert(row: Row) -> Prompt | None:
+    """A row {text, test_list}; None where a test is no comparison of a call with a plain value."""
+    tests = row.values["test_list"]
+    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
+        raise row.malformed("test_list", "a list of assertions")
+    found = calls_of("\n".join(tests), ())
+    if found is None:
+        return None
+    function, given, wanted = found
+    truth = json.dumps({"fn_name": function, "inputs": given, "outputs": wanted})
+    return Prompt("mbpp", f"{row.text('text')} {_ASK}\n{tests[0]}", truth, "code")
+
+
+register("mbpp", Published("google-research-datasets/mbpp", ("text", "test_list"), convert, subset="full"))

@@ -1,0 +1,34 @@
+"""A Hugging Face cache as `hf download` leaves it, for tests that name hub ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@contextmanager
+def hub_cache(folder: Path) -> Iterator[Path]:
+    """An empty cache below `folder`, where the library looks for its own."""
+    cache = folder / "cache with a space"
+    cache.mkdir()
+    with patch("huggingface_hub.constants.HF_HUB_CACHE", str(cache)):
+        yield cache
+
+
+def download(cache: Path, repository: str, files: dict[str, str], kind: str = "models") -> Path:
+    """What `hf download` leaves: blobs, a snapshot of links to them, and the commit that `main` stands for."""
+    folder = cache / f"{kind}--{repository.replace('/', '--')}"
+    snapshot = folder / "snapshots" / COMMIT
+    for number, (name, text) in enumerate(files.items()):
+        blob, link = folder / "blobs" / f"{number:064x}", snapshot / name
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_text(text)
+        link.symlink_to(blob)
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs/main").write_text(COMMIT)
+    return snapshot
