@@ -75,7 +75,8 @@ _WORDS = (
     (re.compile(r"(?<=[\d\s}])\bdegrees?\b"), ""),
     (re.compile(r"\\?\$|[€£¥₹]"), ""),
     (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\(?:(?:text|math)(?:bf|it|rm|sf)?|boldsymbol)\s?\{\s*([-+\d.,]*)\s*\}"), r"\1"),
+    (re.compile(r"\\(?:(?:text|math)(?:bf|it|rm|sf)?|boldsymbol)\s?\{\s*([-+\d.,()]*)\s*\}"), r"\1"),
+    (re.compile(r"^\s*\{([-+\d.,]*)\}\s*$"), r"\1"),
     (re.compile(r"^\s*[A-Za-z]\s*(?:\\in(?![A-Za-z])|∈)"), ""),
     (re.compile(r"(?<!\\)\\(?:[,!;: ]|quad\b|qquad\b)|~|\u202f|\u00a0"), " "),
     (re.compile(r"(?<=\d)\s+(?=\d{3}(?!\d))(?![^(]*\))"), ""),
@@ -102,6 +103,9 @@ _UNIT = re.compile(
 _NAME = re.compile(r"^[A-Za-z\\|∠△][A-Za-z0-9\\{}_'()|, ∠△]{0,40}?(?:=|\\approx(?![A-Za-z])|≈)\s*(?=[^=])")
 
 
+_END_OF_SENTENCE = re.compile(r"(?<!\\)[.。,，;；]{1,3}$")
+
+
 def readable(text: str) -> bool:
     """Whether a text is as short and as flat as results are."""
     depth = deepest = 0
@@ -113,7 +117,7 @@ def readable(text: str) -> bool:
 
 def plain(text: str) -> str:
     """An answer without decoration: spaces, sizes and kinds of LaTeX's commands, currency, degrees, thousands."""
-    text = text.strip().strip("*").strip().rstrip(".。,，;；").strip()
+    text = _END_OF_SENTENCE.sub("", text.strip().strip("*").strip()).strip()
     for begin, end in _OPENED.items():
         if text.startswith(begin) and text.endswith(end) and len(text) > len(begin):
             text = text[len(begin) : -len(end)].strip().rstrip(".")

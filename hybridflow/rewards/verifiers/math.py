@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from hybridflow.rewards import expressions
-from hybridflow.rewards.latex import cheap_prediction
+from hybridflow.rewards.latex import cheap_prediction, parser
 from hybridflow.rewards.reading import boxed, read_response
 from hybridflow.rewards.time_budget import OverBudget, time_budget
 from hybridflow.rewards.verifiers.base import ScoreResult, text_truth, verifier
@@ -64,6 +64,7 @@ def math(
     """
     truth = text_truth(ground_truth)
     found = expressions.stated_answer(read_response(response, bool(thinking_open)).answer)
+    _functions()  # the import takes seconds, and must not be interrupted
     try:
         with time_budget(comparison_s):
             _expected(truth)
@@ -188,6 +189,7 @@ def _functions() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
     do not reach through its handlers of errors. The samples of a prompt have one ground truth, which is read once."""
     from math_verify import LatexExtractionConfig, parse, verify
 
+    parser()
     for part in ("parser", "grader"):  # they warn that calls have no deadline of math-verify's
         logging.getLogger(f"math_verify.{part}").setLevel(logging.ERROR)
     read = functools.partial(parse, extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
