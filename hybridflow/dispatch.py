@@ -174,6 +174,7 @@ class MethodSpec:
     blocking: bool
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    may_read: tuple[str, ...] = ()
 
     @property
     def needs_mesh(self) -> bool:
@@ -181,6 +182,10 @@ class MethodSpec:
         if isinstance(self.dispatch, CustomDispatch):
             return self.dispatch.needs_mesh
         return self.dispatch in (Dispatch.DP, Dispatch.DP_METRIC)
+
+    def read_of(self, batch: DataProto) -> list[str]:
+        """The columns of the batch that the method reads; what it needs and the batch lacks is among them."""
+        return [*self.reads, *(name for name in self.may_read if name in batch)]
 
 
 @dataclass(frozen=True)
@@ -215,6 +220,7 @@ def register(
     blocking: bool = True,
     reads: Sequence[str] = (),
     writes: Sequence[str] = (),
+    may_read: Sequence[str] = (),
 ) -> Callable[[F], F]:
     """Mark a worker method as callable on a group. The function itself is returned unchanged.
 
@@ -225,18 +231,19 @@ def register(
         reads: columns the method needs; with `DP`, only these are sent. Empty: all columns.
         writes: columns the method returns; with `DP`, the result must have exactly these. Empty: not checked. With
             `ONE_TO_ALL`, each rank returns a batch of its own with these columns.
+        may_read: columns the method reads where the batch has them.
 
     Raises:
         ValueError: a data-parallel method that only rank 0 runs, or a column declared twice.
     """
     if execute is Execute.RANK_ZERO and dispatch in (Dispatch.DP, Dispatch.DP_METRIC, Dispatch.ALL_TO_ALL):
         raise ValueError(f"{dispatch} spreads arguments over all ranks and cannot be run by rank 0 alone")
-    for columns in (reads, writes):
+    for columns in (reads, writes, may_read):
         if isinstance(columns, str) or len(set(columns)) != len(columns):
             raise ValueError(f"reads and writes are tuples of different column names, got {columns!r}")
 
     def mark(function: F) -> F:
-        spec = MethodSpec(function.__name__, dispatch, execute, blocking, tuple(reads), tuple(writes))
+        spec = MethodSpec(function.__name__, dispatch, execute, blocking, tuple(reads), tuple(writes), tuple(may_read))
         setattr(function, _ATTRIBUTE, spec)
         return function
 
@@ -339,7 +346,7 @@ def _require_reads(spec: MethodSpec, batches: Sequence[DataProto]) -> None:
 def _chunks(spec: MethodSpec, batch: DataProto, dp_size: int) -> list[DataProto]:
     """One piece for each data-parallel group, all with the same number of rows, on which training code may rely."""
     if spec.reads:
-        batch = batch.select(name for name in spec.reads if name in batch)
+        batch = batch.select(name for name in spec.read_of(batch) if name in batch)
     padded, num_padding = batch.pad_to_divisor(dp_size)
     pieces = padded.chunk(dp_size)
     size = len(pieces[0])

@@ -17,6 +17,7 @@ import numpy as np
 
 from hybridflow.agents.episodes import Episode, Episodes
 from hybridflow.agents.formats.base import Call
+from hybridflow.batch import Supports
 from hybridflow.config.schema import AgentConfig
 from hybridflow.data.chat_template import Exchange, ShownCall
 from hybridflow.data.plain_text import whole_text
@@ -28,13 +29,15 @@ from hybridflow.errors import ConfigError
 class Sampled:
     """What the engine sampled: token_ids, log_probs and weight versions `[t]`, and why it ended (stop, length, abort);
     where they are replayed, the experts of all tokens that it was asked with and of these
-    `[asked + t, layers, experts a token]`, those of the last one not known."""
+    `[asked + t, layers, experts a token]`, those of the last one not known; and where the sampler cuts its
+    distribution, what each token was sampled among."""
 
     token_ids: np.ndarray
     log_probs: np.ndarray
     versions: np.ndarray
     finish_reason: str
     routes: np.ndarray | None = None
+    support: Supports | None = None
 
 
 # (all tokens so far, the most tokens to sample) -> what the engine sampled
@@ -72,6 +75,7 @@ class Conversation:
         rewards: what the loop has given.
         answered, calls: number of answers, and of tools called.
         routes: experts of the first tokens of prompt and conversation, as far as they are known; None: not asked for.
+        supports: what the `tokens` were sampled among, in parts.
     """
 
     prompt: Sequence[int]
@@ -95,6 +99,7 @@ class Conversation:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routes: np.ndarray | None = None
+    supports: list[Supports] = field(default_factory=list)
 
     async def answer(self, most: int | None = None, stop: Sequence[str] = ()) -> str:
         """Let the policy go on; the text of what it sampled, without the token that ended it.
@@ -112,7 +117,7 @@ class Conversation:
         self.need(1)
         asked = [*self.prompt, *self.tokens]
         sampled, text = self._until(stop, await self.sample(asked, min(self.room, most or self.room)), len(asked))
-        self._append(sampled.token_ids, True, sampled.log_probs, sampled.versions)
+        self._append(sampled.token_ids, True, sampled.log_probs, sampled.versions, sampled.support)
         if sampled.routes is not None:  # each token keeps those of the request in which it was sampled or shown
             known = sampled.routes[:0] if self.routes is None else self.routes
             self.routes = np.concatenate([known, sampled.routes[len(known) : -1]])
@@ -210,10 +215,19 @@ class Conversation:
             versions=sampled.versions[:length],
             finish_reason="stop",
             routes=None if sampled.routes is None else sampled.routes[: asked + length],
+            support=None if sampled.support is None else sampled.support.take(slice(length)),
         )
         return kept, text[:begin]
 
-    def _append(self, ids: np.ndarray, sampled: bool, log_probs: np.ndarray, versions: np.ndarray) -> None:
+    def _append(
+        self,
+        ids: np.ndarray,
+        sampled: bool,
+        log_probs: np.ndarray,
+        versions: np.ndarray,
+        support: Supports | None = None,
+    ) -> None:
+        self.supports.append(support or Supports.unknown(len(ids)))
         self.tokens += ids.tolist()
         self.mask += [sampled] * len(ids)
         self.log_probs += log_probs.tolist()

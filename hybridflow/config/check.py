@@ -19,6 +19,7 @@ from hybridflow.config import (
     check_in_process,
     check_loop,
     check_lora,
+    check_sampling,
     derived,
     hub,
     own_entries,
@@ -66,9 +67,10 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     if found:
         return found  # the checks below divide by these numbers, and ask these entries what they need
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-        *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source),
+        *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _model_source),
         *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
         *(check_agent.problems, check_loop.staleness_problems, check_loop.dump_problems),
+        check_sampling.problems,
     )
     found = [line for one in checks for line in one(config)]
     sizes, unreadable = _read_sizes(config)
@@ -204,21 +206,6 @@ def _lengths(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _rollout(config: RunConfig) -> Iterator[str]:
-    sampling = config.rollout.sampling
-    for prefix, one in (("sampling", sampling), ("val_sampling", config.rollout.val_sampling)):
-        if one.top_k == 0:
-            yield f"rollout.{prefix}.top_k=0 would sample from no token; -1 switches it off"
-    if config.rollout.logprob_diff_bound is None:
-        return
-    if sampling.top_p < 1 or sampling.top_k != -1:
-        yield (
-            f"rollout.sampling.top_p={sampling.top_p} top_k={sampling.top_k} samples from a cut distribution, so "
-            "rollout and trainer log-probabilities differ by design; switch both off, or set "
-            "rollout.logprob_diff_bound=null"
-        )
-
-
 def _optim(prefix: str, optim: OptimConfig, dtype: str) -> Iterator[str]:
     if optim.precision_aware and dtype != "bfloat16":
         yield (
@@ -334,14 +321,18 @@ def _deepep_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
-    limit, longest = sizes.get("max_position_embeddings"), derived.max_sequence_length(config)
+    limit, prompt = sizes.get("max_position_embeddings"), config.data.max_prompt_length
     margin = derived.engine_margin(config)
-    if isinstance(limit, int) and limit < longest + margin:
-        rest = f" + {margin}, as an engine takes no prompt that ends in its last {margin} tokens" if margin else ""
-        yield (
-            f"max_position_embeddings={limit} of the model is less than data.max_prompt_length + "
-            f"data.max_response_length = {longest}{rest}; shorten the lengths"
-        )
+    rest = f" + {margin}, as an engine takes no prompt that ends in its last {margin} tokens" if margin else ""
+    answers = {"data.max_response_length": config.data.max_response_length}
+    for key, one in check_sampling.sampled(config).items():
+        answers[f"{key}.max_new_tokens"] = getattr(one, "max_new_tokens", None) or 0
+    for key, most in answers.items():
+        if isinstance(limit, int) and limit < prompt + most + margin:
+            yield (
+                f"max_position_embeddings={limit} of the model is less than data.max_prompt_length + "
+                f"{key} = {prompt + most}{rest}; shorten the lengths"
+            )
 
 
 def _router_losses(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:

@@ -209,6 +209,14 @@ def needs_engine_routes(config: RunConfig) -> bool:
     return config.actor.router_replay in ("compare", "r3")
 
 
+def needs_support(config: RunConfig) -> bool:
+    """Whether engines must return what each token was sampled among, for the trainer's log-probs. The most likely token
+    alone (top_k=1) would have none: its log-prob stays that of the whole vocabulary."""
+    sampling = config.rollout.sampling
+    cut = sampling.top_p < 1 or sampling.top_k != -1 or sampling.min_p > 0
+    return config.data.answers == "sampled" and cut and sampling.top_k != 1
+
+
 def replays_routes(config: RunConfig) -> bool:
     """Whether updates go along recorded experts."""
     return config.actor.router_replay in ("r2", "r3")

@@ -88,8 +88,18 @@ def _rollout(config: RunConfig) -> list[str]:
         f"  samples   = data.train_batch_size x rollout.n = {prompts} x {n} = {samples}",
         f"  an engine = {samples} samples / rollout.num_engines {engines} = {_up(samples, engines)}, at most "
         f"rollout.max_running_requests {config.rollout.max_running_requests} at a time",
+        f"  sampling  = {_sampling(config)}",
         f"  staleness = trainer.max_staleness {config.trainer.max_staleness}: {_staleness(config)}",
     ]
+
+
+def _sampling(config: RunConfig) -> str:
+    if not derived.needs_support(config):
+        return "from the whole vocabulary, and log-probs are over it"
+    return (
+        f"among at most rollout.sampling.top_k {config.rollout.sampling.top_k} tokens; log-probs, entropies and the "
+        "reference's are over those of each token, without the log-prob kernel"
+    )
 
 
 def _staleness(config: RunConfig) -> str:

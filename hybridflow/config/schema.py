@@ -89,9 +89,12 @@ class DataConfig:
     train_files: tuple[str, ...] = ()
     val_files: tuple[str, ...] = ()
     # more held-out sets, each with metrics of its own: {name: {files: [...], max_prompts: ..., samples: ..., sampling:
-    # {...}}}; what a set leaves out is as val_max_prompts, rollout.val_samples and rollout.val_sampling say
+    # {...}, chat_template_kwargs: {...}}}; what a set leaves out is as val_max_prompts, rollout.val_samples,
+    # rollout.val_sampling and chat_template_kwargs say
     val_sets: dict[str, Any] = field(default_factory=dict)
     prompt_key: str = "prompt"
+    # what the chat template is given besides the messages, for example {enable_thinking: false}
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     train_batch_size: PositiveInt = 64  # prompts a step
     val_max_prompts: PositiveInt | None = None  # null: all of them
     max_prompt_length: PositiveInt = 512  # tokens, after the chat template
@@ -278,12 +281,20 @@ MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Token sampling for training."""
+    """Token sampling for training. What cuts the distribution enters the trainer's log-probs (docs/algorithms.md)."""
 
     # engines take the most likely token below 0.000001, and the log-probabilities would be others
     temperature: Annotated[float, AtLeast(MIN_TEMPERATURE)] = 1.0
-    top_p: Annotated[float, Above(0), AtMost(1)] = 1.0  # 1 switches it off
+    top_p: Annotated[float, Above(0), AtMost(1)] = 1.0  # 1 switches it off; in training it needs a top_k
     top_k: Annotated[int, AtLeast(-1)] = -1  # -1 switches it off
+    # leave out tokens less likely than this share of the most likely one; 0 switches it off; in training it needs a
+    # top_k
+    min_p: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
+    # penalties change logits by the tokens before: for validation alone; 0, 0 and 1 switch them off
+    frequency_penalty: Annotated[float, AtLeast(-2), AtMost(2)] = 0.0
+    presence_penalty: Annotated[float, AtLeast(-2), AtMost(2)] = 0.0
+    repetition_penalty: Annotated[float, Above(0), AtMost(2)] = 1.0
+    stop: tuple[str, ...] = ()  # an answer ends behind the first of these texts, which is part of it
 
 
 @dataclass(frozen=True)
@@ -291,6 +302,7 @@ class ValSamplingConfig(SamplingConfig):
     """Token sampling for validation."""
 
     temperature: NonNegative = 0.0  # 0 takes the most likely token
+    max_new_tokens: PositiveInt | None = None  # tokens of an answer; null: data.max_response_length
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.config.build import build_options
@@ -25,6 +25,7 @@ class ValSet:
     max_prompts: PositiveInt | None = None  # null: all of them
     samples: PositiveInt = 1  # answers to each prompt
     sampling: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def val_sets(config: RunConfig) -> dict[str, ValSet]:
@@ -67,8 +68,6 @@ def problems(config: RunConfig) -> Iterator[str]:
         yield from (f"{key}.{line}" for line in out_of_range(found[name]))
         if not found[name].files:
             yield f"{key}.files is empty; give parquet files, for example {key}.files=[test.parquet]"
-        if found[name].sampling.top_k == 0:
-            yield f"{key}.sampling.top_k=0 would sample from no token; -1 switches it off"
     for name, one in {"": unnamed, **found}.items():
         if 0 < one.sampling.temperature < MIN_TEMPERATURE:
             yield (
@@ -90,10 +89,11 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 def _unnamed(config: RunConfig) -> ValSet:
     data, rollout = config.data, config.rollout
-    return ValSet(data.val_files, data.val_max_prompts, rollout.val_samples, rollout.val_sampling)
+    template = data.chat_template_kwargs
+    return ValSet(data.val_files, data.val_max_prompts, rollout.val_samples, rollout.val_sampling, template)
 
 
 def _built(unnamed: ValSet, name: str, given: Mapping[str, Any]) -> ValSet:
-    defaults = ValSet((), unnamed.max_prompts, unnamed.samples, unnamed.sampling)
+    defaults = replace(unnamed, files=())
     made: ValSet = build_options(defaults, given, f"data.val_sets.{name}")
     return made

@@ -3,6 +3,8 @@ only."""
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from hashlib import sha256
@@ -34,6 +36,7 @@ class Tokenizer:
         stop_ids: sorted ids at which generation stops: `eos_id`, those of config.json and generation_config.json, and
             the token that the chat template puts behind an assistant's text.
         tools: declarations of tools that chat templates show the model.
+        template_kwargs: what chat templates are given besides the messages (`with_template`).
     """
 
     def __init__(self, hf_tokenizer: Any, path: Path, stop_ids: tuple[int, ...]) -> None:
@@ -45,6 +48,7 @@ class Tokenizer:
         self.vocab_size: int = max(self._known) + 1
         self.stop_ids = stop_ids
         self.tools: Sequence[Mapping[str, Any]] = ()
+        self.template_kwargs: Mapping[str, Any] = {}
 
     def digest(self) -> str:
         """A hash of the vocabulary: which token each id stands for."""
@@ -55,6 +59,23 @@ class Tokenizer:
         """Hashes of the vocabulary and of the chat template."""
         template = repr(self._hf.chat_template).encode("utf-8", "surrogatepass")
         return {"vocabulary": self.digest(), "chat template": sha256(template).hexdigest()[:16]}
+
+    def with_template(self, kwargs: Mapping[str, Any]) -> Tokenizer:
+        """The tokenizer whose chat template is given these.
+
+        Raises:
+            DataError: the template does not read one of them.
+        """
+        unread = [name for name in kwargs if not re.search(rf"\b{re.escape(name)}\b", str(self._hf.chat_template))]
+        if unread:
+            raise DataError(
+                f"chat_template_kwargs.{unread[0]}: the chat template of {self.path} does not read it; correct the "
+                "name, or leave it out"
+            )
+        made = copy.copy(self)
+        made.__dict__.pop("template", None)  # what was found out about it with other values
+        made.template_kwargs = dict(kwargs)
+        return made
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text, with no special token added. A special token written out in the text ("<|end|>")
@@ -85,7 +106,11 @@ class Tokenizer:
         shown = self.tools if tools is None else tools
         given: dict[str, Any] = {"tools": [dict(one) for one in shown]} if shown else {}
         try:
-            return str(self._hf.apply_chat_template([dict(m) for m in messages], tokenize=False, **how, **given))
+            return str(
+                self._hf.apply_chat_template(
+                    [dict(m) for m in messages], **{**self.template_kwargs, "tokenize": False, **how, **given}
+                )
+            )
         except Exception as error:  # templates are programs of the model's author and raise what they like
             raise DataError(
                 f"{self.path}: the chat template refused the messages {str(messages)[:200]}: {error}"

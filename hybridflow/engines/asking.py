@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from hybridflow.config.schema import SamplingConfig
-from hybridflow.engines.base import Completion, Engine
+from hybridflow.engines.base import NO_EXTRAS, Completion, Engine, Extras
 from hybridflow.errors import EngineError
 
 Told = Callable[[int, Completion], None]
@@ -24,14 +24,14 @@ class TokenRequests:
         prompts: token ids of each.
         max_new_tokens: upper bound on the length of each response.
         stop_token_ids: a response ends with, and includes, the first of these.
-        with_routes: bring the experts of each token.
+        extras: what to bring besides tokens and log-probs.
     """
 
     prompts: Sequence[Sequence[int]]
     sampling: SamplingConfig
     max_new_tokens: Sequence[int]
     stop_token_ids: Sequence[int]
-    with_routes: bool = False
+    extras: Extras = NO_EXTRAS
 
 
 class Asking(Protocol):
@@ -63,6 +63,26 @@ class Streams(Protocol):
 def ask(engine: Engine, requests: TokenRequests, told: Told) -> Asking:
     """Ask the engine, in a thread of its own if it can only `generate`."""
     return engine.ask(requests, told) if isinstance(engine, Streams) else _InThread(engine, requests, told)
+
+
+def generated(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    most: int,
+    stop_token_ids: Sequence[int],
+    extras: Extras,
+) -> list[Completion]:
+    """The answers of `Engine.generate`, whose keywords are given where they are asked for.
+
+    Raises:
+        EngineError: an answer does not say what its tokens were sampled among, and that was asked for.
+    """
+    wanted = {f"with_{name}": True for name, value in extras._asdict().items() if value}
+    found = engine.generate(prompts, sampling, most, stop_token_ids, **wanted)
+    if extras.support and any(one.support is None for one in found):
+        raise EngineError("does not say what its tokens were sampled among", engine=engine.spec.name)
+    return found
 
 
 class _InThread:
@@ -106,9 +126,7 @@ class _InThread:
             return
         rows = [asked.prompts[number] for number in numbers]
         try:
-            found = self._engine.generate(
-                rows, asked.sampling, limit, asked.stop_token_ids, with_routes=asked.with_routes
-            )
+            found = generated(self._engine, rows, asked.sampling, limit, asked.stop_token_ids, asked.extras)
         except EngineError as error:
             self._begun = dict(zip(numbers, error.begun, strict=False))
             raise

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from hybridflow.batch import Supports
 from hybridflow.config.keys import ENGINE
 from hybridflow.config.registry import Registry
 
@@ -34,18 +35,29 @@ class WeightSpan:
     end: int
 
 
+class Extras(NamedTuple):
+    """What is asked for besides tokens and log-probs: the experts of each token, and what it was sampled among."""
+
+    routes: bool = False
+    support: bool = False
+
+
+NO_EXTRAS = Extras()
+
+
 @dataclass(frozen=True)
 class Completion:
     """One response."""
 
     token_ids: Sequence[int] | np.ndarray  # [t] the stop token included when there was one
-    # [t] log softmax(logits / temperature), before top-k and top-p cut it; of the logits at 0
+    # [t] log softmax(logits / temperature), before top-k and top-p cut it; of the logits at 0; with `support` over that
     log_probs: Sequence[float] | np.ndarray
     finish_reason: str  # stop | length | abort
     weight_versions: tuple[WeightSpan, ...]  # which weights made which tokens, in order
     # [prompt + response tokens - 1, layers x experts a token] int32, the experts each token went through, when asked
     # for; None too for a request that was aborted before it ran
     routes: np.ndarray | None = None
+    support: Supports | None = None  # of the t tokens, when asked for
 
 
 class Engine(Protocol):
@@ -79,8 +91,10 @@ class Engine(Protocol):
         stop_token_ids: Sequence[int] = (),
         *,
         with_routes: bool = False,
+        with_support: bool = False,
     ) -> list[Completion]:
-        """One response for each prompt, in order; the stop token ends a response and is part of it.
+        """One response for each prompt, in order; the stop token ends a response and is part of it. An engine that has
+        no argument `with_support` is not asked for it.
 
         Raises:
             EngineError: with `begun`, where the engine tells what it has before the end: other engines go on from

@@ -10,7 +10,7 @@ import requests
 
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.asking import TokenRequests, Told
-from hybridflow.engines.base import Completion
+from hybridflow.engines.base import NO_EXTRAS, Completion, Extras
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError, EngineSilent
 
@@ -60,8 +60,7 @@ class ServerClient:
         sampling: SamplingConfig,
         max_new_tokens: int,
         stop_token_ids: Sequence[int] = (),
-        *,
-        with_routes: bool = False,
+        extras: Extras = NO_EXTRAS,
     ) -> list[Completion]:
         """One response for each prompt (`Engine.generate`). Repeat a prompt to sample it several times.
 
@@ -70,7 +69,7 @@ class ServerClient:
         """
         found: list[Completion | None] = [None] * len(prompts)
         limits = [max_new_tokens] * len(prompts)
-        asked = self.ask(TokenRequests(prompts, sampling, limits, stop_token_ids, with_routes), found.__setitem__)
+        asked = self.ask(TokenRequests(prompts, sampling, limits, stop_token_ids, extras), found.__setitem__)
         try:
             asked.done.result()
         except EngineError as error:
@@ -89,7 +88,7 @@ class ServerClient:
         if empty:
             raise EngineError(f"prompt {empty[0]} has no tokens", engine=self.name)
         parameters = [self._parameters(requests, limit) for limit in requests.max_new_tokens]
-        asked = Asked(rows, parameters, requests.with_routes, told)
+        asked = Asked(rows, parameters, requests.extras, told)
         self.tokens.ask(asked)
         return asked
 

@@ -9,7 +9,7 @@ from typing import Any
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines import weight_transaction
 from hybridflow.engines.asking import Asking, TokenRequests, Told
-from hybridflow.engines.base import Completion
+from hybridflow.engines.base import Completion, Extras
 from hybridflow.engines.server import ServerProcess
 from hybridflow.engines.spec import check_tokens, model_config
 from hybridflow.sync.schedule import EngineLayout
@@ -39,10 +39,12 @@ class ServedEngine(ServerProcess):
         stop_token_ids: Sequence[int] = (),
         *,
         with_routes: bool = False,
+        with_support: bool = False,
     ) -> list[Completion]:
         """`ServerClient.generate`."""
         check_tokens(prompts, self.vocabulary, self.spec.name)
-        return self.client.generate(prompts, sampling, max_new_tokens, stop_token_ids, with_routes=with_routes)
+        extras = Extras(with_routes, with_support)
+        return self.client.generate(prompts, sampling, max_new_tokens, stop_token_ids, extras)
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
         """`ServerClient.ask`."""

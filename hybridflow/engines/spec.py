@@ -40,6 +40,8 @@ class EngineSpec:
         device: cpu | cuda.
         return_routed_experts: keep each token's experts, for `generate(with_routes=True)`; costs host memory of
             max_total_tokens x layers x experts a token x 4 bytes.
+        max_support: most tokens that `generate(with_support=True)` returns for a token; 0: as the server has it.
+        tokenizes: read the model's tokenizer, for `SamplingConfig.stop`.
         memory_saver: be able to give device memory back (`Engine.sleep`); only on cuda.
         threads: threads that each rank computes with; only on cpu.
         python: interpreter that has the kind's library; "": this process's.
@@ -68,6 +70,8 @@ class EngineSpec:
     seed: int = 1
     device: str = "cpu"
     return_routed_experts: bool = False
+    max_support: int = 0
+    tokenizes: bool = False
     memory_saver: bool = False
     threads: int = 1
     python: str = ""

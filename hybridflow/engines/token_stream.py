@@ -21,8 +21,9 @@ import aiohttp
 import numpy as np
 import orjson
 
+from hybridflow.batch import Supports
 from hybridflow.engines.asking import Told
-from hybridflow.engines.base import Completion, WeightSpan
+from hybridflow.engines.base import Completion, Extras, WeightSpan
 from hybridflow.errors import EngineError, EngineSilent
 
 FINISH_REASONS = ("stop", "length", "abort")
@@ -33,11 +34,12 @@ Value = TypeVar("Value")
 class Answer:
     """What has come of one response. The loop's thread writes it; others may read it at any time."""
 
-    __slots__ = ("_heard", "_log_probs", "_tokens", "routes")
+    __slots__ = ("_heard", "_log_probs", "_supports", "_tokens", "routes")
 
     def __init__(self) -> None:
         self._tokens: list[np.ndarray] = []
         self._log_probs: list[np.ndarray] = []
+        self._supports: list[Supports] = []
         # of the last event, in one assignment: entries of the lists, the weights that made them, and why it ended
         self._heard: tuple[int, tuple[WeightSpan, ...], str] = (0, (), "")
         self.routes: str | None = None
@@ -47,25 +49,35 @@ class Answer:
         """Why it ended; empty while it goes on."""
         return self._heard[2]
 
-    def add(self, tokens: np.ndarray, log_probs: np.ndarray, reason: str, spans: Sequence[Mapping[str, Any]]) -> None:
+    def add(
+        self,
+        tokens: np.ndarray,
+        log_probs: np.ndarray,
+        reason: str,
+        spans: Sequence[Mapping[str, Any]],
+        supports: Supports | None = None,
+    ) -> None:
         """Take the tokens of one event, which come after those of the earlier ones.
 
         Args:
             reason: why the response ended; empty while it goes on.
             spans: {version, start, end} of all tokens so far; of one without an end, all that have come.
+            supports: what the tokens were sampled among, where that was asked for.
         """
         if reason and reason not in FINISH_REASONS:
             raise ValueError(f"finish reason {reason!r}")
-        if len(log_probs) != len(tokens):
+        known = (len(log_probs), "log-probs"), (len(tokens if supports is None else supports), "supports")
+        if missing := [f"{count} {what}" for count, what in known if count != len(tokens)]:
             if reason != "abort":
-                raise ValueError(f"{len(log_probs)} log-probs for {len(tokens)} tokens")
+                raise ValueError(f"{missing[0]} for {len(tokens)} tokens")
             tokens, log_probs = tokens[:0], log_probs[:0]  # of a request that waited, the server repeats a token
         if len(tokens):
             self._tokens.append(tokens)
             self._log_probs.append(log_probs)
+            self._supports += [] if supports is None else [supports]
         count = sum(map(len, self._tokens))
-        known = tuple(WeightSpan(str(s["version"]), int(s["start"]), int(s.get("end", count))) for s in spans)
-        self._heard = (len(self._tokens), known, reason)
+        made_by = tuple(WeightSpan(str(s["version"]), int(s["start"]), int(s.get("end", count))) for s in spans)
+        self._heard = (len(self._tokens), made_by, reason)
 
     def continued(self, version: str) -> list[dict[str, Any]]:
         """The spans so far, for `add`, where the next tokens are made by the weights of `version`."""
@@ -77,13 +89,14 @@ class Answer:
     def __len__(self) -> int:
         return sum(map(len, self._tokens[: self._heard[0]]))
 
-    def completion(self, prompt_tokens: int, with_routes: bool) -> Completion:
+    def completion(self, prompt_tokens: int, extras: Extras) -> Completion:
         """The response as far as it has come; one that has not ended is `abort`."""
         count, spans, reason = self._heard
         ids = np.concatenate([np.empty(0, np.int64), *self._tokens[:count]])
         log_probs = np.concatenate([np.empty(0, np.float32), *self._log_probs[:count]])
-        routes = self._routes(prompt_tokens + len(ids) - 1) if with_routes else None
-        return Completion(ids, log_probs, reason or "abort", spans, routes)
+        routes = self._routes(prompt_tokens + len(ids) - 1) if extras.routes else None
+        supports = Supports.concat(self._supports[:count]) if extras.support else None
+        return Completion(ids, log_probs, reason or "abort", spans, routes, supports)
 
     def _routes(self, rows: int) -> np.ndarray | None:
         """The experts of each token but the last (base64 of int32, sglang/srt/state_capturer/routed_experts.py:166)."""
@@ -107,10 +120,10 @@ class Asked:
         self,
         prompts: Sequence[Sequence[int]],
         parameters: Sequence[dict[str, Any]],
-        with_routes: bool,
+        extras: Extras,
         told: Told,
     ) -> None:
-        self.prompts, self.parameters, self.with_routes, self.told = prompts, parameters, with_routes, told
+        self.prompts, self.parameters, self.extras, self.told = prompts, parameters, extras, told
         stem = secrets.token_hex(8)
         # of one length: SGLang aborts every request whose name begins with the one it is given
         # (sglang/srt/managers/scheduler.py:5688)
@@ -127,7 +140,7 @@ class Asked:
 
     def so_far(self, number: int) -> Completion:
         """What has come of a response, without its experts; `abort` where it has not ended."""
-        return self.answers[number].completion(0, False)
+        return self.answers[number].completion(0, Extras(support=self.extras.support))
 
     def abort(self, numbers: Sequence[int]) -> None:
         """Have the engine end these responses; return when it has been told."""
@@ -268,7 +281,7 @@ class TokenStreams:
             name = self._read(asked, event, names)
             number, answer = names[name], asked.answers[names[name]]
             if answer.finish_reason:
-                completion = answer.completion(len(asked.prompts[number]), asked.with_routes)
+                completion = answer.completion(len(asked.prompts[number]), asked.extras)
                 open_names.discard(name)
                 asked.told(number, completion)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:

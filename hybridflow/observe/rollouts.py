@@ -57,6 +57,8 @@ TOKEN_COLUMNS: dict[str, str] = {
     "prompt_ids": "tokens of the prompt",
     "response_ids": "tokens of the response",
     "rollout_log_probs": "log-probability of each response token in the engine that sampled it",
+    "support_sizes": "how many tokens the sampler chose each response token from; 0: the whole vocabulary",
+    "support_ids": "these tokens, one response token after another",
     "old_log_probs": "the same in the trainer, before the step's updates",
     "ref_log_probs": "the same under the reference's weights",
     "values": "the critic's value at each response token",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import ROUTES, DataProto, Jagged, unknown_routes
+from hybridflow.batch import ROUTES, SUPPORT, DataProto, Jagged, unknown_routes
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 
@@ -29,7 +29,7 @@ def continued(prompts: DataProto, answers: DataProto) -> DataProto:
 def joined(begun: DataProto, rest: DataProto) -> DataProto:
     """The answers of `begun`, which were cut short, with what `rest` adds to each, in order."""
     columns: dict[str, Any] = {"finish_reason": rest["finish_reason"]}
-    for name in _OF_TOKENS:
+    for name in (*_OF_TOKENS, *(SUPPORT if all(name in rest for name in SUPPORT) else ())):
         before, after = begun.jagged(name), rest.jagged(name)
         rows = [np.concatenate(pair) for pair in zip(before, after, strict=True)]
         columns[name] = Jagged.from_rows(rows, before.values.dtype)

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,11 +31,11 @@ from hybridflow.agents.formats.base import FORMATS
 from hybridflow.agents.loops.base import LOOPS
 from hybridflow.agents.toolbox import toolbox
 from hybridflow.agents.tools.base import Toolbox, ToolLostError
-from hybridflow.batch import ROUTED, ROUTES, DataProto, Jagged, objects
+from hybridflow.batch import ROUTED, ROUTES, SUPPORT, DataProto, Jagged, Supports, objects, support_columns
 from hybridflow.config import derived
 from hybridflow.config.registry import describe_error
 from hybridflow.config.schema import RunConfig
-from hybridflow.config.val_sets import VAL_SET
+from hybridflow.config.val_sets import VAL_SET, val_sets
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError
 from hybridflow.rollout.continuation import free_routes
@@ -79,8 +79,11 @@ class Conversations:
         log_path = None if logs is None else logs / "environments.log"
         self._episodes = None if self.agent.environment is None else Episodes(self.agent, log_path)
         self._agent_loop, self._tools = LOOPS.get(self.agent.loop), self._toolbox()
+        sets = val_sets(config).items()
+        self._tokenizers = {name: tokenizer.with_template(one.chat_template_kwargs) for name, one in sets}
         role = self.agent.observation_role
-        tokenizer.template.check(role, with_calls=role == "tool" and self.agent.loop == "tools")
+        for one in self._tokenizers.values():
+            one.template.check(role, with_calls=role == "tool" and self.agent.loop == "tools")
         self._next_ticket = 0
         self._held: dict[int, tuple[Conversation, asyncio.Task[None]]] = {}
         self._waiting: list[_Ask] = []
@@ -111,9 +114,10 @@ class Conversations:
             begun: the answers of such conversations, with `row` [b]. Agent loops run from the beginning, and are given
                 these answers for as long as they show the policy what it was shown before.
         """
-        rows = prompts.select([name for name in ("prompt_ids", "uid", VAL_SET, *_ROW) if name in prompts]).fetch()
+        rows = prompts.select([name for name in ("prompt_ids", "uid", VAL_SET, ROOM, *_ROW) if name in prompts]).fetch()
         uids = rows["uid"].tolist() if "uid" in rows else [None] * len(rows)
-        val_sets = rows[VAL_SET].tolist() if VAL_SET in rows else [""] * len(rows)
+        names = rows[VAL_SET].tolist() if VAL_SET in rows else [""] * len(rows)
+        room = rows[ROOM].tolist() if ROOM in rows else [self.config.data.max_response_length] * len(rows)
         tickets = list(range(self._next_ticket, self._next_ticket + len(rows)))
         self._next_ticket += len(rows)
         recorded = _recorded(begun)
@@ -123,9 +127,9 @@ class Conversations:
                 prompt=ids.tolist(),
                 row={name: rows[name][number] for name in _ROW if name in rows},
                 config=self.agent,
-                tokenizer=self.tokenizer,
-                sample=partial(self._sample, training, val_sets[number], ticket, uids[number]),
-                room=self.config.data.max_response_length,
+                tokenizer=self._tokenizers[names[number]],
+                sample=partial(self._sample, training, names[number], ticket, uids[number]),
+                room=room[number],
                 episodes=self._episodes,
                 endpoint=self._completions.endpoint,
             )
@@ -169,6 +173,8 @@ class Conversations:
         if failed:
             _log.warning("%d of %d conversations failed, the first: %s", len(failed), len(found), failed[0])
         batch = as_batch(found, with_rewards=self._agent_loop.gives_rewards)
+        if any(one.training for one in records) and derived.needs_support(self.config):
+            batch = batch.with_columns(**support_columns([Supports.concat(one.supports) for one in found]))
         if not (any(one.training for one in records) and derived.needs_engine_routes(self.config)):
             return batch
         rows = [_routes(one, self.config) for one in found]
@@ -266,8 +272,7 @@ class Conversations:
                 begun = again.drop(["row", "shown"])
             else:
                 record.answers.append((len(tokens), again.drop(["row", "shown"]), 0))
-                names = (*_SAMPLED, *([ROUTES] if ROUTES in again else []))
-                parts = [again.jagged(name).row(0) for name in names]
+                parts = {name: again.jagged(name).row(0) for name in _columns_of(again)}
                 return _sampled(parts, str(again["finish_reason"][0]), len(tokens), most)
         ask = _Ask(training, val_set, ticket, uid, tokens, most, begun, self._events.create_future())
         self._waiting.append(ask)
@@ -330,8 +335,9 @@ class Conversations:
         if not done:
             return
         found = self.engines.take(done).fetch()
-        columns = [found.jagged(name) for name in (*_SAMPLED, *([ROUTES] if ROUTES in found else []))]
-        for row, (ticket, reason, *parts) in enumerate(zip(done, found["finish_reason"], *columns, strict=True)):
+        columns = {name: found.jagged(name) for name in _columns_of(found)}
+        for row, (ticket, reason) in enumerate(zip(done, found["finish_reason"], strict=True)):
+            parts = {name: column.row(row) for name, column in columns.items()}
             ask = self._under_way.pop(ticket)
             if not ask.answer.done():
                 self._records[ask.ticket].answers.append((len(ask.tokens), found, row))
@@ -411,11 +417,18 @@ def _digest(tokens: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()
 
 
-def _sampled(columns: Sequence[np.ndarray], reason: str, asked: int, most: int) -> Sampled:
-    """An answer to so many tokens of the columns `_SAMPLED` and perhaps `ROUTES`, cut to its room."""
-    ids, log_probs, versions = (column[:most] for column in columns[:3])
-    routes = columns[3][: asked + most] if len(columns) > len(_SAMPLED) else None
-    return Sampled(ids, log_probs, versions, "length" if len(columns[0]) > most else reason, routes)
+def _columns_of(answers: DataProto) -> list[str]:
+    """The columns of an answer's tokens."""
+    return [*_SAMPLED, *(name for name in (ROUTES, *SUPPORT) if name in answers)]
+
+
+def _sampled(columns: Mapping[str, np.ndarray], reason: str, asked: int, most: int) -> Sampled:
+    """An answer to so many tokens, cut to its room; `columns` are those of `_columns_of`."""
+    ids, log_probs, versions = (columns[name][:most] for name in _SAMPLED)
+    routes = columns[ROUTES][: asked + most] if ROUTES in columns else None
+    reason = "length" if len(columns["response_ids"]) > most else reason
+    support = Supports(*(columns[name] for name in SUPPORT)).take(slice(most)) if SUPPORT[0] in columns else None
+    return Sampled(ids, log_probs, versions, reason, routes, support)
 
 
 def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:

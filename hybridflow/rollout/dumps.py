@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import ROUTES, Column, DataProto, Jagged, objects, read_parquet
+from hybridflow.batch import ROUTES, SUPPORT, Column, DataProto, Jagged, objects, read_parquet
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError, SchemaError
@@ -127,10 +127,11 @@ class Dumps:
         path: a folder of dumps, or the file of one step.
         made_with: `identity` of this run.
         rows: samples of a step.
+        with_support: whether the run needs what each token was sampled among.
     """
 
-    def __init__(self, path: Path, made_with: Mapping[str, Any], rows: int) -> None:
-        self.path, self.made_with, self.rows = path, made_with, rows
+    def __init__(self, path: Path, made_with: Mapping[str, Any], rows: int, with_support: bool = False) -> None:
+        self.path, self.made_with, self.rows, self.with_support = path, made_with, rows, with_support
         self._files = dict(list_dumps(path) if path.is_dir() else list_dumps(path.parent))
         if not path.is_dir():
             self._files = {step: file for step, file in self._files.items() if file.name == path.name}
@@ -164,6 +165,12 @@ class Dumps:
             raise DataError(
                 f"{self._files[step]} holds {len(batch)} samples, and a step of this run has {self.rows} "
                 "(data.train_batch_size x rollout.n); set these as they were in the run that wrote it"
+            )
+        if (SUPPORT[0] in batch) != self.with_support:
+            raise DataError(
+                f"{self._files[step]} was sampled {'from all' if self.with_support else 'among some'} tokens of the "
+                "vocabulary, and this run's rollout.sampling says otherwise: set top_p, top_k and min_p as they were "
+                "in the run that wrote it"
             )
         return batch
 
@@ -204,6 +211,7 @@ def _trained_columns(held: DataProto) -> dict[str, Column]:
     columns["response_versions"] = _from_runs(held.jagged("response_versions"), lengths, np.int64)
     if not np.array_equal(held.jagged("rollout_log_probs").lengths, lengths):
         raise ValueError("rollout_log_probs and response_ids have different lengths")
+    columns |= {name: held[name] for name in SUPPORT if name in held}
     for name, dumped in {"rm_scores": "rm_score", "greedy_scores": "greedy_score"}.items():
         if dumped in held:
             columns[name] = held[dumped]

@@ -24,7 +24,7 @@ from hybridflow.rewards.verifiers.base import PROMPT, THINKING_OPEN, ScoreResult
 from hybridflow.rollout.answer_statistics import answer_statistics
 from hybridflow.rollout.conversations import TURN_REWARDS
 from hybridflow.rollout.dumps import dump_batch
-from hybridflow.rollout.protocols import RolloutService, taken
+from hybridflow.rollout.protocols import ROOM, RolloutService, taken
 from hybridflow.rollout.sampling_control import without_rows
 
 SCORING = DataflowStep(
@@ -167,7 +167,9 @@ def check_truths(rewards: RewardManager, config: RunConfig, *datasets: Prompts |
 def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
     """{name: its prompts} of the validation sets that have files; `open_prompts` says what it raises."""
     return {
-        name: open_prompts(wanted.files, tokenizer, config.data, wanted.max_prompts)
+        name: open_prompts(
+            wanted.files, tokenizer.with_template(wanted.chat_template_kwargs), config.data, wanted.max_prompts
+        )
         for name, wanted in val_sets(config).items()
         if wanted.files
     }
@@ -202,6 +204,8 @@ class Validator:
         """The prompts of a set, each as often as it is answered."""
         dataset, samples = self.datasets[name], self.sets[name].samples
         batch = dataset.batch(np.arange(len(dataset)))
+        if (most := self.sets[name].sampling.max_new_tokens) is not None:
+            batch = batch.with_columns(**{ROOM: np.full(len(batch), most)})
         if name:
             batch = batch.with_columns(**{VAL_SET: np.array([name] * len(batch), object)})
         return batch.with_columns(uid=np.arange(len(batch))).repeat(samples) if samples > 1 else batch

@@ -10,10 +10,11 @@ import numpy as np
 
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import RunConfig
+from hybridflow.engines.asking import generated
 from hybridflow.engines.base import Completion, LocalEngine
 from hybridflow.errors import EngineError
 from hybridflow.rollout.protocols import SyncReport
-from hybridflow.rollout.requests import Requests, sampling_for
+from hybridflow.rollout.requests import Requests, extras_for, sampling_for
 from hybridflow.single_controller import waiting
 from hybridflow.workers.rollout import response_columns
 
@@ -69,10 +70,11 @@ class InProcessRollouts(Requests):
             self._asked.insert(number, (training, part.rows(np.arange(most, len(part)))))
             part = part.rows(np.arange(most))
         sampling = sampling_for(self.config, training, part)
-        rows = [row.tolist() for row in part.jagged("prompt_ids")]
+        rows, extras = [row.tolist() for row in part.jagged("prompt_ids")], extras_for(self.config, training)
         with waiting():
-            completions = self.engine.generate(rows, sampling, int(part["max_new_tokens"].max()), self.stop_ids)
-        return [*aborted, response_columns(completions).with_columns(ticket=part["ticket"])]
+            most = int(part["max_new_tokens"].max())
+            completions = generated(self.engine, rows, sampling, most, self.stop_ids, extras)
+        return [*aborted, response_columns(completions, extras).with_columns(ticket=part["ticket"])]
 
     def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
         return []  # the engine answers while it is waited for: nothing is under way
@@ -84,7 +86,9 @@ class InProcessRollouts(Requests):
         wanted = [ticket for part in tickets.values() for ticket in part]
         parts = [(training, part, np.isin(part["ticket"], wanted)) for training, part in self._asked]
         self._asked = [(training, part.rows(np.flatnonzero(~hit))) for training, part, hit in parts if not hit.all()]
-        nothing = response_columns([Completion([], [], "abort", ())] * len(wanted))
+        training = any(of_training and hit.any() for of_training, _, hit in parts)
+        extras = extras_for(self.config, training)
+        nothing = response_columns([Completion([], [], "abort", ())] * len(wanted), extras)
         self._aborted.append(nothing.with_columns(ticket=np.array(wanted, np.int64)))
 
     def _forget(self, engines: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from hybridflow.batch import ROUTES, DataProto, Jagged
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig, SamplingConfig
 from hybridflow.config.val_sets import VAL_SET, sampling_of
-from hybridflow.engines.base import Completion
+from hybridflow.engines.base import Completion, Extras
 from hybridflow.rollout.continuation import continued, free_routes, joined
 from hybridflow.rollout.placing import shares
 from hybridflow.rollout.protocols import ROOM
@@ -239,7 +239,7 @@ class Requests(ABC):
 
     def _nothing(self, one: _Request) -> DataProto:
         """The answer of a request that no engine has begun."""
-        answer = response_columns([Completion([], [], "abort", ())])
+        answer = response_columns([Completion([], [], "abort", ())], extras_for(self.config, one.training))
         if not (one.training and derived.needs_engine_routes(self.config)):
             return answer
         routes = free_routes(self.config, int(one.prompts.lengths("prompt_ids")[one.row]))
@@ -277,6 +277,11 @@ class Requests(ABC):
 def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> SamplingConfig:
     """How the rows that `Requests` asks of an engine at once are sampled."""
     return config.rollout.sampling if training else sampling_of(config, asked[VAL_SET][0] if VAL_SET in asked else "")
+
+
+def extras_for(config: RunConfig, training: bool) -> Extras:
+    """What engines bring besides tokens and log-probs. Validation has no use for any of it, and it is large."""
+    return Extras(training and derived.needs_engine_routes(config), training and derived.needs_support(config))
 
 
 def concat(parts: Sequence[DataProto]) -> DataProto:

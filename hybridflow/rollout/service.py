@@ -8,16 +8,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridflow.batch import DataProto
-from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
+from hybridflow.engines.base import Extras
 from hybridflow.engines.supervisor import UP, EngineState
 from hybridflow.errors import EnginesLostError, WorkerError
-from hybridflow.rollout.requests import Requests, sampling_for
+from hybridflow.rollout.requests import Requests, extras_for, sampling_for
 from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
 _CALL_S = 120.0  # for calls that wait for no engine, but for looking into one that does not answer
+_COLLECT = {
+    Extras(): RolloutWorker.collect,
+    Extras(routes=True): RolloutWorker.collect_with_routes,
+    Extras(support=True): RolloutWorker.collect_with_support,
+    Extras(routes=True, support=True): RolloutWorker.collect_with_routes_and_support,
+}
+_SO_FAR = {
+    Extras(): RolloutWorker.so_far,
+    Extras(routes=True): RolloutWorker.so_far_with_routes,
+    Extras(support=True): RolloutWorker.so_far_with_support,
+    Extras(routes=True, support=True): RolloutWorker.so_far_with_routes_and_support,
+}
 _log = logging.getLogger(__name__)
 
 
@@ -110,8 +122,7 @@ class EngineGroup(Requests):
 
     def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         sampling = sampling_for(self.config, training, next(iter(parts.values())))
-        # validation has no use for routes, which are large
-        same = [sampling], [self.stop_ids], [training and derived.needs_engine_routes(self.config)]
+        same = [sampling], [self.stop_ids], [extras_for(self.config, training)]
         given = (values * len(parts) for values in same)
         self.group.run(RolloutWorker.ask, list(parts.values()), *given, timeout=_CALL_S, only=list(parts))
 
@@ -121,8 +132,7 @@ class EngineGroup(Requests):
         return answers
 
     def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
-        with_routes = derived.needs_engine_routes(self.config)
-        method = RolloutWorker.so_far_with_routes if with_routes else RolloutWorker.so_far
+        method = _SO_FAR[extras_for(self.config, training=True)]
         try:
             answers: list[DataProto] = self.group.run(method, timeout=_CALL_S, only=engines)
         except WorkerError as error:  # `poll` will meet it too
@@ -148,5 +158,5 @@ class EngineGroup(Requests):
 
 
 def collect_method(config: RunConfig) -> Callable[..., Any]:
-    """The worker method that brings answers for training, with the engines' expert routes where they are needed."""
-    return RolloutWorker.collect_with_routes if derived.needs_engine_routes(config) else RolloutWorker.collect
+    """The worker method that brings answers for training, with what is needed besides tokens and log-probs."""
+    return _COLLECT[extras_for(config, training=True)]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import derived
+from hybridflow.config import check_sampling, derived
 from hybridflow.config.registry import absolute_entry
 from hybridflow.config.schema import ModelConfig, RunConfig
 from hybridflow.data.custom import open_training
@@ -156,7 +156,7 @@ class _Job:
         groups: dict[str, WorkerGroup | InProcessGroup] = {}
         if shared:
             groups |= dict.fromkeys(shared, self._start_shared(cluster, [specs[role] for role in shared]))
-            tell_backend(groups[shared[0]], self.session.folder, self.progress.message)
+            tell_backend(groups[shared[0]], self.config, self.session.folder, self.progress.message)
         own = [role for role in roles if role not in shared]
         return groups | {role: self._start_own(cluster, specs[role]) for role in own if cluster is not None}
 
@@ -211,7 +211,8 @@ class _Job:
         with self.progress.stage(f"start {config.num_engines} engine workers"):
             routes = derived.needs_engine_routes(self.config)
             threads, fork_server = self.threads["rollout"], self._fork_server("engines")
-            args = (config, folder.resolve(), dtype, self.config.seed, routes, threads, fork_server)
+            tokenizes = any(one.stop for one in check_sampling.sampled(self.config).values())
+            args = (config, folder.resolve(), dtype, self.config.seed, routes, threads, fork_server, tokenizes)
             if config.nodes_per_engine == 1:
                 return self._group(cluster, self.pools["rollout"], RolloutWorker, "rollout", args), None
             first, others = _first_nodes(self.pools["rollout"], config.nodes_per_engine)
@@ -262,7 +263,7 @@ def _train(job: _Job) -> dict[str, Any]:
     made_with, dumps = identity(job.hf_config, job.tokenizer), None
     if config.trainer.rollouts_from is not None:
         rows = config.data.train_batch_size * config.rollout.n
-        dumps = Dumps(Path(config.trainer.rollouts_from), made_with, rows)
+        dumps = Dumps(Path(config.trainer.rollouts_from), made_with, rows, derived.needs_support(config))
         dumps.check(job.checkpoint.step if job.checkpoint is not None and job.checkpoint.phase == "rl" else 0)
     cluster = job.start_cluster()
     trained = ("actor", "critic")

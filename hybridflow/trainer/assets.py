@@ -44,7 +44,7 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
     folder = config.model.tokenizer or config.model.path
     if folder is None:
         raise ConfigError("model.tokenizer is null and there is no model.path: give a Hugging Face tokenizer folder")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder).with_template(config.data.chat_template_kwargs)
     agent = config.rollout.agent
     tokenizer.tools = toolbox(config).schemas()
     if agent.environment is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import ROUTED, ROUTES, DataProto
+from hybridflow.batch import ROUTED, ROUTES, SUPPORT, DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.balancing import SequenceCost
@@ -32,11 +32,15 @@ from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.role import RoleWorker
 
 
-def tell_backend(actor: WorkerGroup | InProcessGroup, run_dir: Path, say: Callable[[str], None]) -> None:
+def tell_backend(
+    actor: WorkerGroup | InProcessGroup, config: RunConfig, run_dir: Path, say: Callable[[str], None]
+) -> None:
     """Say what computes the policy's layers, and record it in the run's `environment.json`."""
     facts: Mapping[str, str] = actor.run(PolicyWorker.describe)
     note_in_environment(run_dir, "policy", facts)
     say("the policy computes with " + ", ".join(f"{name} {value}" for name, value in facts.items()))
+    if derived.needs_support(config):
+        say("log-probs are over what each token was sampled among (docs/algorithms.md), without the log-prob kernel")
     if facts["backend"] == "torch (cuda)":
         say(
             "warning: Transformer Engine could not be imported, so layers on GPUs are torch's: slower, without its "
@@ -64,7 +68,7 @@ class ModelGroup:
     def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
         """A call whose ranks get shares of equal cost; its result is in the order of `batch`."""
         order = balanced_order(self._costs(batch), self._data_parallel)
-        share = batch.select(method_spec(method).reads).reorder(order)
+        share = batch.select(method_spec(method).read_of(batch)).reorder(order)
         return Pending([self.submit(method, share)], lambda found: found[0].reorder(np.argsort(order)))
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
@@ -258,10 +262,12 @@ class PolicyGroup(ModelGroup):
 
 
 def update_step(config: RunConfig) -> DataflowStep:
-    """The columns that an update of the policy reads: what its loss declares, and routes where they are replayed."""
+    """The columns that an update of the policy reads: what its loss declares, and routes where they are replayed, and
+    the sampler's support where it is cut."""
     routes = (ROUTES,) if derived.replays_routes(config) else ()
+    support = SUPPORT if derived.needs_support(config) else ()
     columns = policy_loss_columns(config.actor, derived.old_log_probs_column(config))
-    return DataflowStep("update", ("prompt_ids", "response_ids", *columns, *routes))
+    return DataflowStep("update", ("prompt_ids", "response_ids", *columns, *routes, *support))
 
 
 def check_steps(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.batch import DataProto
+from hybridflow.batch import SUPPORT, DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import DistillationConfig
 from hybridflow.device.platform import Platform
@@ -70,7 +70,7 @@ class ModelWorker(RoleWorker):
         found = self.model.scores(batch, max_tokens=self.config.max_tokens_per_micro_batch)
         return None if found is None else DataProto.from_columns({"rm_scores": found})
 
-    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",))
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",), may_read=SUPPORT)
     @needs("weights")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
         """Reference: log-probs of the response tokens."""

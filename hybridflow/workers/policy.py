@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybridflow.batch import ROUTES, DataProto, Jagged
+from hybridflow.batch import ROUTES, SUPPORT, DataProto, Jagged
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig
 from hybridflow.device.platform import Kind, Platform
@@ -112,13 +112,18 @@ class PolicyWorker(RoleWorker):
 
     # ---- log-probs
 
-    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys"))
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys"), may_read=SUPPORT)
     @needs("weights")
     def compute_log_probs(self, batch: DataProto) -> DataProto | None:
         """Log-probs and entropies of the response tokens under the present weights."""
         return self._log_probs(batch, "old_log_probs", "entropys")
 
-    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys", ROUTES))
+    @register(
+        Dispatch.DP,
+        reads=("prompt_ids", "response_ids"),
+        writes=("old_log_probs", "entropys", ROUTES),
+        may_read=SUPPORT,
+    )
     @needs("weights")
     def compute_log_probs_and_routes(self, batch: DataProto) -> DataProto | None:
         """Log-probs and entropies under the present weights, and the experts that each token went through (R2)."""
@@ -127,7 +132,12 @@ class PolicyWorker(RoleWorker):
             routes = self.model.replay.recorded()
         return None if found is None else found.with_columns(**{ROUTES: routes})
 
-    @register(Dispatch.DP, reads=("prompt_ids", "response_ids", ROUTES), writes=("old_log_probs", "entropys"))
+    @register(
+        Dispatch.DP,
+        reads=("prompt_ids", "response_ids", ROUTES),
+        writes=("old_log_probs", "entropys"),
+        may_read=SUPPORT,
+    )
     @needs("weights")
     def compute_log_probs_along_routes(self, batch: DataProto) -> DataProto | None:
         """Log-probs and entropies with the engine's experts replayed (R3) or, with `actor.router_replay=compare`,
@@ -135,7 +145,9 @@ class PolicyWorker(RoleWorker):
         with self.model.replay.during("compare" if self.config.router_replay == "compare" else "replay"):
             return self._log_probs(batch, "old_log_probs", "entropys")
 
-    @register(Dispatch.DP, reads=("prompt_ids", "response_ids", "old_log_probs"), writes=("sum_pi_squared",))
+    @register(
+        Dispatch.DP, reads=("prompt_ids", "response_ids", "old_log_probs"), writes=("sum_pi_squared",), may_read=SUPPORT
+    )
     @needs("weights")
     def compute_sum_pi_squared(self, batch: DataProto) -> DataProto | None:
         """At each response token the sum of squared probabilities over the vocabulary, by a pass at half the
@@ -147,7 +159,7 @@ class PolicyWorker(RoleWorker):
         sums = np.exp(2 * old.values - halved.values)
         return DataProto.from_columns({"sum_pi_squared": Jagged(sums, halved.offsets)})
 
-    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",))
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",), may_read=SUPPORT)
     @needs("weights", "reference")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
         """Log-probs of the response tokens under the reference weights; the router chooses the experts."""

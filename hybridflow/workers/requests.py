@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from hybridflow.engines.asking import Asking, TokenRequests, ask
-from hybridflow.engines.base import Completion, Engine
+from hybridflow.engines.base import Completion, Engine, Extras
 
 CUT_SHORT = "cut short"  # finish reason of an answer that the engine, which is lost, has not ended
 
@@ -18,7 +18,7 @@ class Ended:
 
     ticket: int
     prompt_tokens: int
-    with_routes: bool
+    extras: Extras
     completion: Completion
 
 
@@ -122,28 +122,28 @@ class EngineRequests:
         with self._changed:
             self._parts, self._ended = [], []
 
-    def take(self, with_routes: bool) -> list[Ended]:
-        """What has ended since the last call, of the requests with or without routes."""
+    def take(self, extras: Extras) -> list[Ended]:
+        """What has ended since the last call, of the requests for these extras."""
         with self._changed:
-            taken = [one for one in self._ended if one.with_routes == with_routes]
-            self._ended = [one for one in self._ended if one.with_routes != with_routes]
+            taken = [one for one in self._ended if one.extras == extras]
+            self._ended = [one for one in self._ended if one.extras != extras]
         return taken
 
-    def so_far(self, with_routes: bool) -> list[Ended]:
-        """What has come of the requests with or without routes that have not been taken; `CUT_SHORT` while one goes
+    def so_far(self, extras: Extras) -> list[Ended]:
+        """What has come of the requests for these extras that have not been taken; `CUT_SHORT` while one goes
         on. They go on."""
         with self._changed:
-            found = [one for one in self._ended if one.with_routes == with_routes]
-            parts = [part for part in self._parts if part.requests.with_routes == with_routes]
+            found = [one for one in self._ended if one.extras == extras]
+            parts = [part for part in self._parts if part.requests.extras == extras]
             for part in [part for part in parts if part.asking is not None]:
                 assert part.asking is not None
                 for number in sorted(part.open):
                     answer = part.asking.so_far(number)
                     if answer.finish_reason == "abort":
                         answer = replace(answer, finish_reason=CUT_SHORT)
-                    elif with_routes:
+                    elif extras.routes:
                         continue  # it ends at this moment, and its experts are not known yet
-                    found.append(Ended(part.tickets[number], len(part.requests.prompts[number]), with_routes, answer))
+                    found.append(Ended(part.tickets[number], len(part.requests.prompts[number]), extras, answer))
         return [one for one in found if len(one.completion.token_ids) or one.completion.finish_reason != CUT_SHORT]
 
     # ---- with the lock, or in the engine's thread
@@ -160,7 +160,7 @@ class EngineRequests:
     def _end(self, part: _Part, number: int, completion: Completion) -> None:
         part.open.discard(number)
         asked = part.requests
-        self._ended.append(Ended(part.tickets[number], len(asked.prompts[number]), asked.with_routes, completion))
+        self._ended.append(Ended(part.tickets[number], len(asked.prompts[number]), asked.extras, completion))
 
     def _cut_short(self, part: _Part) -> None:
         assert part.asking is not None

@@ -11,12 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import ROUTES, DataProto, Jagged, objects, unknown_routes, with_free_end
+from hybridflow.batch import (
+    ROUTES,
+    SUPPORT,
+    DataProto,
+    Jagged,
+    Supports,
+    objects,
+    support_columns,
+    unknown_routes,
+    with_free_end,
+)
 from hybridflow.config.schema import RolloutConfig, SamplingConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.engines.asking import TokenRequests
-from hybridflow.engines.base import Completion, Engine
+from hybridflow.engines.base import NO_EXTRAS, Completion, Engine, Extras
 from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor
@@ -26,6 +36,8 @@ from hybridflow.sync.session import Order, Outcome, refuse
 from hybridflow.workers.requests import Ended, EngineRequests
 
 _SETTLE_S, _SETTLE_POLL_S = 10.0, 0.2  # an engine that does not answer is found to have ended within this, or it hangs
+_ROUTES, _SUPPORT, _BOTH = Extras(routes=True), Extras(support=True), Extras(routes=True, support=True)
+_MAX_SUPPORT = 4096  # SGLang's own
 FP8_CAPABILITY = (8, 9)
 WRITES = (
     "response_ids",
@@ -46,6 +58,7 @@ def engine_spec(
     with_routes: bool = False,
     threads: int = 1,
     fork_server: str = "",
+    tokenizes: bool = False,
 ) -> EngineSpec:
     """What engine `number` of a run serves; for several nodes, the spec of the first one, without an address yet."""
     return EngineSpec(
@@ -69,6 +82,9 @@ def engine_spec(
         seed=seed + number,
         device=Platform.detect().kind,
         return_routed_experts=with_routes,
+        # twice of what is sampled among: several tokens may be as likely as the last one
+        max_support=max(_MAX_SUPPORT, 2 * config.sampling.top_k),
+        tokenizes=tokenizes,
         memory_saver=config.sleep_while_training,
         threads=threads,
         fork_server=fork_server,
@@ -144,7 +160,7 @@ class RolloutWorker:
     # ---- requests
 
     @register(Dispatch.ALL_TO_ALL)
-    def ask(self, batch: DataProto, sampling: SamplingConfig, stop_token_ids: Sequence[int], with_routes: bool) -> None:
+    def ask(self, batch: DataProto, sampling: SamplingConfig, stop_token_ids: Sequence[int], extras: Extras) -> None:
         """Send prompt_ids of the batch to the engine and return; the stop token is part of a response.
 
         Each row has the ticket by which `collect` tells its answer, and max_new_tokens. Where the engine is lost, or
@@ -156,7 +172,7 @@ class RolloutWorker:
             sampling,
             batch["max_new_tokens"].tolist(),
             list(stop_token_ids),
-            with_routes,
+            extras,
         )
         tickets, start = batch["ticket"].tolist(), self._served_start
         if self._lost(start):
@@ -172,24 +188,44 @@ class RolloutWorker:
         Raises:
             EngineError: the engine refused, and still runs.
         """
-        return _answers(self._ended(wait_s, with_routes=False))
+        return self._answers(self._ended(wait_s, NO_EXTRAS))
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES))
     def collect_with_routes(self, wait_s: float) -> DataProto:
         """As `collect`, of requests with the experts that each token of prompt and response went through
         (`batch.routes`)."""
-        return self._with_routes(self._ended(wait_s, with_routes=True))
+        return self._answers(self._ended(wait_s, _ROUTES), _ROUTES)
+
+    @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, *SUPPORT))
+    def collect_with_support(self, wait_s: float) -> DataProto:
+        """As `collect`, of requests with what each token was sampled among (`batch.support`)."""
+        return self._answers(self._ended(wait_s, _SUPPORT), _SUPPORT)
+
+    @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES, *SUPPORT))
+    def collect_with_routes_and_support(self, wait_s: float) -> DataProto:
+        """As `collect`, of requests with both."""
+        return self._answers(self._ended(wait_s, _BOTH), _BOTH)
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES))
     def so_far(self) -> DataProto:
         """What has come of the requests that have not been collected, which go on: with the finish reason `CUT_SHORT`
         where one has not ended. Those without a token are left out."""
-        return _answers(self.requests.so_far(with_routes=False))
+        return self._answers(self.requests.so_far(NO_EXTRAS))
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES))
     def so_far_with_routes(self) -> DataProto:
         """As `so_far`, of requests with experts; those of an answer that has not ended are not known yet."""
-        return self._with_routes(self.requests.so_far(with_routes=True))
+        return self._answers(self.requests.so_far(_ROUTES), _ROUTES)
+
+    @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, *SUPPORT))
+    def so_far_with_support(self) -> DataProto:
+        """As `so_far`, of requests with what each token was sampled among."""
+        return self._answers(self.requests.so_far(_SUPPORT), _SUPPORT)
+
+    @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES, *SUPPORT))
+    def so_far_with_routes_and_support(self) -> DataProto:
+        """As `so_far_with_routes`, of requests with both."""
+        return self._answers(self.requests.so_far(_BOTH), _BOTH)
 
     @register(Dispatch.ALL_TO_ALL)
     def abort_requests(self, tickets: Sequence[int]) -> None:
@@ -202,7 +238,7 @@ class RolloutWorker:
         """Give up all requests, of which no answer will be collected."""
         self.requests.forget()
 
-    def _ended(self, wait_s: float, with_routes: bool) -> list[Ended]:
+    def _ended(self, wait_s: float, extras: Extras) -> list[Ended]:
         self.requests.wait(wait_s)
         while (failed := self.requests.failed()) is not None:
             error, start = failed
@@ -210,7 +246,7 @@ class RolloutWorker:
                 raise error
             print(f"{error}", flush=True)  # the worker's log
             self.requests.cut_short(start)
-        return self.requests.take(with_routes)
+        return self.requests.take(extras)
 
     def _lost(self, start: int) -> bool:
         """Whether this start of the engine has ended, or holds no whole weights."""
@@ -230,9 +266,12 @@ class RolloutWorker:
             time.sleep(_SETTLE_POLL_S)
         return True
 
-    def _with_routes(self, ended: Sequence[Ended]) -> DataProto:
-        rows = [self._routes(one.completion, one.prompt_tokens + len(one.completion.token_ids)) for one in ended]
-        return _answers(ended).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+    def _answers(self, ended: Sequence[Ended], extras: Extras = NO_EXTRAS) -> DataProto:
+        found = response_columns([one.completion for one in ended], extras)
+        if extras.routes:
+            rows = [self._routes(one.completion, one.prompt_tokens + len(one.completion.token_ids)) for one in ended]
+            found = found.with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+        return found.with_columns(ticket=np.array([one.ticket for one in ended], dtype=np.int64))
 
     def _routes(self, completion: Completion, tokens: int) -> np.ndarray:
         layers = int(self._hf_config["num_hidden_layers"])
@@ -314,13 +353,8 @@ class RolloutWorker:
             )
 
 
-def _answers(ended: Sequence[Ended]) -> DataProto:
-    tickets = np.array([one.ticket for one in ended], dtype=np.int64)
-    return response_columns([one.completion for one in ended]).with_columns(ticket=tickets)
-
-
-def response_columns(completions: list[Completion]) -> DataProto:
-    """The columns `WRITES` of the answers of an engine, a row each."""
+def response_columns(completions: list[Completion], extras: Extras = NO_EXTRAS) -> DataProto:
+    """The columns `WRITES` of the answers of an engine, a row each, and `SUPPORT` where that was asked for."""
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([c.token_ids for c in completions], np.int64),
         # which tokens the policy sampled: an engine alone answers without tools, and all of them are
@@ -331,6 +365,8 @@ def response_columns(completions: list[Completion]) -> DataProto:
         # the version that made the last token; a response may span several once rollouts are partial
         "weight_version": objects([c.weight_versions[-1].version if c.weight_versions else "" for c in completions]),
     }
+    if extras.support:
+        columns |= support_columns([c.support or Supports.unknown(len(c.token_ids)) for c in completions])
     return DataProto.from_columns(columns)
 
 

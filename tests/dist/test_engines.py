@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from hybridflow.batch import ROUTES, DataProto, Jagged, with_free_end, write_parquet
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines import guard
-from hybridflow.engines.base import Completion
+from hybridflow.engines.base import Completion, Extras
 from hybridflow.engines.control import Control
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.engine import SglangEngine
@@ -119,9 +119,37 @@ def test_log_probs_are_those_of_the_tempered_softmax(pair: Pair, models: list[Pa
         assert worst_difference(models[0], PROMPTS, completions, sampling.temperature or 1.0) <= FACTOR
 
 
+def test_supports_and_log_probs_are_those_of_the_cut_distribution(pair: Pair, models: list[Path]) -> None:
+    """The least set of most likely tokens with a mass of 0.8, 12 at most, and among them the softmax of transformers'
+    logits; the bound is 1e-5 where a run's is 1e-4."""
+    sampling, reference = SamplingConfig(0.7, 0.8, 12), AutoModelForCausalLM.from_pretrained(models[0]).eval()
+    found, sizes = pair.clients[0].generate(PROMPTS, sampling, 12, extras=Extras(support=True)), list[int]()
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            logits = (
+                reference(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1].double()
+            )
+        support, start = completion.support, 0
+        assert support is not None
+        for row, token, log_prob, size in zip(
+            (logits / 0.7).log_softmax(-1), completion.token_ids, completion.log_probs, support.sizes, strict=True
+        ):
+            ids = support.ids[start : start + size].tolist()
+            assert set(ids) == set(row.topk(size).indices.tolist()) and token in ids
+            mass = row[ids].exp().sum().item()
+            assert size == 12 or (mass >= 0.8 - 1e-5 and mass - row[ids].exp().min().item() <= 0.8 + 1e-5)
+            assert abs(row[ids].log_softmax(-1)[ids.index(token)].item() - log_prob) <= 1e-5
+            sizes.append(int(size))
+            start += size
+        assert start == len(support.ids)
+    assert min(sizes) < max(sizes) <= 12
+
+
 def test_routes_are_those_of_the_transformers_router_on_every_token(pair: Pair, models: list[Path]) -> None:
     reference = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
-    for completions in pair.each(lambda client: client.generate(PROMPTS, SamplingConfig(), 12, with_routes=True)):
+    for completions in pair.each(
+        lambda client: client.generate(PROMPTS, SamplingConfig(), 12, extras=Extras(routes=True))
+    ):
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             tokens = [*prompt, *completion.token_ids]
             with torch.no_grad():
@@ -135,7 +163,7 @@ def test_replay_removes_the_difference_that_other_routes_make(pair: Pair, models
     """Megatron with the engine's weights, and with those weights rounded to bfloat16, along its own routes and along
     the engine's."""
     prompts = PROMPTS * 4
-    completions = pair.clients[0].generate(prompts, SamplingConfig(), 40, with_routes=True)
+    completions = pair.clients[0].generate(prompts, SamplingConfig(), 40, extras=Extras(routes=True))
     rows = [
         with_free_end(c.routes, len(p) + len(c.token_ids), LAYERS, "engine")
         for p, c in zip(prompts, completions, strict=True)

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from hybridflow.engines import guard
+from hybridflow.engines.base import NO_EXTRAS
 from hybridflow.errors import EngineError, WeightSyncError, WorkerError
 from hybridflow.models import family_of
 from hybridflow.rollout.protocols import SyncReport, answers
@@ -252,7 +253,7 @@ def test_a_corrupted_bucket_leaves_that_engine_paused_and_the_other_goes_on(worl
     assert world.difference(0, 21) <= CLOSE and versions(world, 0) == {str(world.version)}
     assert not world.answers(1)
     asked = _prompts().with_columns(ticket=np.arange(4), max_new_tokens=np.full(4, 4))
-    world.workers[1].ask(asked, world.configs[0].sampling, [], False)
+    world.workers[1].ask(asked, world.configs[0].sampling, [], NO_EXTRAS)
     batch = world.workers[1].collect(60.0)
     assert set(batch["finish_reason"]) == {CUT_SHORT} and not batch.lengths("response_ids").any()
     heal(world, 22)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridflow.batch import Supports
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.device.platform import Platform
 from hybridflow.engines.base import ENGINES, Completion, WeightSpan
@@ -93,6 +94,7 @@ class HfEngine:
         stop_token_ids: Sequence[int] = (),
         *,
         with_routes: bool = False,
+        with_support: bool = False,
     ) -> list[Completion]:
         """One response for each prompt, in order; see `Engine.generate`.
 
@@ -104,12 +106,15 @@ class HfEngine:
             raise EngineError("holds no whole weights", engine=self.spec.name)
         if with_routes:
             raise EngineError("does not return the experts of tokens", engine=self.spec.name)
+        for name in ("frequency_penalty", "presence_penalty", "stop"):
+            if value := getattr(sampling, name):
+                raise EngineError(f"knows no {name}={value} of rollout.sampling; leave it out", engine=self.spec.name)
         self._check_prompts(prompts)
         found: list[Completion] = []
         longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
         size = max(1, min(self.spec.max_running_requests, self.spec.max_total_tokens // longest))
         for start in range(0, len(prompts), size):
-            found += self._answer(prompts[start : start + size], sampling, max_new_tokens, stop_token_ids)
+            found += self._answer(prompts[start : start + size], sampling, max_new_tokens, stop_token_ids, with_support)
         return found
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -123,7 +128,12 @@ class HfEngine:
                 raise EngineError(said, engine=self.spec.name)
 
     def _answer(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, most: int, stops: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        most: int,
+        stops: Sequence[int],
+        with_support: bool,
     ) -> list[Completion]:
         from transformers import GenerationConfig, LogitsProcessorList
 
@@ -137,21 +147,27 @@ class HfEngine:
             eos_token_id=list(stops) or None,
             pad_token_id=stops[0] if stops else 0,
             **({} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}),
-            **({} if greedy else {"top_k": max(0, sampling.top_k)}),
+            **({} if greedy else {"top_k": max(0, sampling.top_k), "min_p": sampling.min_p or None}),
+            repetition_penalty=sampling.repetition_penalty,
+            return_dict_in_generate=True,
+            output_scores=with_support,
         )
         scores, read = _LogProbs(1.0 if greedy else sampling.temperature), self._read_once(prompts, ids, mask)
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else None):
             torch.manual_seed(self._seed(prompts))
-            sequences = self._model.generate(
+            made = self._model.generate(
                 ids,
                 attention_mask=mask,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([scores]),
                 **read,
             )
-        log_probs = scores.of(sequences).tolist()
-        rows = sequences[:, width:].tolist()
-        return [self._completion(tokens, values, stops) for tokens, values in zip(rows, log_probs, strict=True)]
+        tokens, supports = made.sequences[:, width:], list[Supports | None]([None] * len(prompts))
+        log_probs = scores.of(made.sequences)
+        if with_support:
+            log_probs, supports = _among(torch.stack(made.scores, 1), tokens)
+        answers = zip(tokens.tolist(), log_probs.tolist(), supports, strict=True)
+        return [self._completion(*answer, stops) for answer in answers]
 
     def _read_once(
         self, prompts: Sequence[Sequence[int]], ids: torch.Tensor, mask: torch.Tensor
@@ -174,11 +190,14 @@ class HfEngine:
         cache.batch_select_indices(torch.tensor(which, device=ids.device))
         return {"past_key_values": cache}
 
-    def _completion(self, tokens: list[int], log_probs: list[float], stops: Sequence[int]) -> Completion:
+    def _completion(
+        self, tokens: list[int], log_probs: list[float], support: Supports | None, stops: Sequence[int]
+    ) -> Completion:
         ends = [number for number, token in enumerate(tokens) if token in stops]
         length = ends[0] + 1 if ends else len(tokens)
         span = (WeightSpan(str(self._version), 0, length),)
-        return Completion(tokens[:length], log_probs[:length], "stop" if ends else "length", span)
+        support = None if support is None else support.take(slice(length))
+        return Completion(tokens[:length], log_probs[:length], "stop" if ends else "length", span, support=support)
 
     def _seed(self, prompts: Sequence[Sequence[int]]) -> int:
         text = json.dumps([self.spec.seed, self._version, [list(prompt) for prompt in prompts]])
@@ -233,6 +252,17 @@ class _LogProbs:
     def _take(self, input_ids: torch.Tensor) -> None:
         if self._last is not None:
             self._taken.append(self._last.gather(1, input_ids[:, -1:])[:, 0])
+
+
+def _among(scores: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, list[Supports | None]]:
+    """[b, t] log-probs of the tokens among those that the sampler left, and each row's supports; `scores` [b, t, v] are
+    -inf elsewhere."""
+    left = scores.isfinite()
+    log_probs = scores.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    rows: list[Supports | None] = [
+        Supports(row.sum(-1).int().cpu().numpy(), row.nonzero()[:, 1].int().cpu().numpy()) for row in left.unbind(0)
+    ]
+    return log_probs, rows
 
 
 # transformers holds the experts of a layer as one tensor: gate above up, and down

@@ -2,8 +2,8 @@
 
 Log-probabilities: SGLang returns, for each generated token, log softmax(logits / temperature) over the whole
 vocabulary, taken *before* top-k, top-p and min-p cut the distribution (sglang/srt/layers/sampler.py, standard path). At
-temperature 0 it is log softmax(logits). A trainer that recomputes them divides its logits by the same temperature and
-ignores top-k and top-p.
+temperature 0 it is log softmax(logits). Where the support is asked for (`return_sampling_mask`, which needs a finite
+top_k), it is normalised over that instead: what the sampler drew from.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ class EngineClient(ServerClient):
             "temperature": requests.sampling.temperature,
             "top_p": requests.sampling.top_p,
             "top_k": requests.sampling.top_k,
+            "min_p": requests.sampling.min_p,
+            "frequency_penalty": requests.sampling.frequency_penalty,
+            "presence_penalty": requests.sampling.presence_penalty,
+            "repetition_penalty": requests.sampling.repetition_penalty,
+            **({"stop": list(requests.sampling.stop), "no_stop_trim": True} if requests.sampling.stop else {}),
             "stop_token_ids": [int(token) for token in requests.stop_token_ids],
             "max_new_tokens": int(limit),
         }

@@ -7,13 +7,17 @@ about 30 bytes of JSON and five Python objects; packed it is four bytes, base64.
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-LOG_PROBS = "packed_log_probs"  # in meta_info: base64 of float32, one for each of output_ids
+# in meta_info: base64 of float32, one for each of output_ids; of int32, how many tokens each was sampled among; and of
+# int32, these tokens
+LOG_PROBS, SUPPORT_SIZES, SUPPORT_IDS = "packed_log_probs", "packed_support_sizes", "packed_support_ids"
 _LISTED = "output_token_logprobs"
+_SUPPORT, _AMONG = "output_token_sampling_mask", "output_token_sampling_logprobs"
 
 
 def pack_answers() -> None:
@@ -36,9 +40,17 @@ async def packed(
 
 
 def pack(meta: dict[str, Any]) -> None:
-    """Replace the lists of log-probabilities by `LOG_PROBS`."""
-    values = np.array([entry[0] for entry in meta.pop(_LISTED)], dtype=np.float32)
-    meta[LOG_PROBS] = base64.b64encode(values.tobytes()).decode()
+    """Replace the lists of log-probabilities by `LOG_PROBS`; with supports they are normalised over these."""
+    values = [entry[0] for entry in meta.pop(_LISTED)]
+    if (supports := meta.pop(_SUPPORT, None)) is not None:
+        values = meta.pop(_AMONG)
+        meta[SUPPORT_SIZES] = _encoded(list(map(len, supports)), np.int32)
+        meta[SUPPORT_IDS] = _encoded(list(chain.from_iterable(supports)), np.int32)
+    meta[LOG_PROBS] = _encoded(values, np.float32)
     meta.pop("input_token_logprobs", None)
     if meta["finish_reason"] is None:
         meta.pop("routed_experts", None)
+
+
+def _encoded(values: Sequence[Any], kind: type) -> str:
+    return base64.b64encode(np.array(values, dtype=kind).tobytes()).decode()

@@ -40,7 +40,8 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         "max-running-requests": spec.max_running_requests,
         "max-total-tokens": spec.max_total_tokens,
         "random-seed": spec.seed,
-        "skip-tokenizer-init": True,  # we send and receive token ids; also spares the detokenizer's work per token
+        # we send and receive token ids; also spares the detokenizer's work per token
+        "skip-tokenizer-init": not spec.tokenizes,
         "incremental-streaming-output": True,  # an event holds the tokens since the one before
         "skip-server-warmup": True,  # wait_ready makes its own one-token request
         "grammar-backend": "none",
@@ -54,6 +55,8 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         arguments["disable-radix-cache"] = True
     if spec.return_routed_experts:
         arguments["enable-return-routed-experts"] = True
+    if spec.max_support:
+        arguments["sampling-mask-max-tokens"] = spec.max_support
     if spec.memory_saver and spec.device == "cuda":
         arguments["enable-memory-saver"] = True  # on CPU the server would die at its start
     if not has_weights(spec.model_path):

@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.engines.sglang.packed_answers import LOG_PROBS
+from hybridflow.batch import Supports
+from hybridflow.engines.sglang.packed_answers import LOG_PROBS, SUPPORT_IDS, SUPPORT_SIZES
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError
 
 EVENT_TOKENS = 256  # an answer is heard of at its first token, after so many more, and at its end
 _REFUSED = 400  # status of a request that SGLang ends with an error of its own, as HTTP has them
+# how the error begins of a request whose next token has a support that is larger than --sampling-mask-max-tokens: that
+# token is not taken, and those before it are right (managers/scheduler_components/batch_result_processor.py:1333)
+_OVERFLOW = "Sampling support exceeds"
 
 
 class SglangStreams(TokenStreams):
@@ -27,21 +31,31 @@ class SglangStreams(TokenStreams):
             "return_logprob": True,
             "stream": True,
         }
-        return body | ({"return_routed_experts": True} if asked.with_routes else {})
+        wanted = {"return_routed_experts": asked.extras.routes, "return_sampling_mask": asked.extras.support}
+        return body | {name: True for name, value in wanted.items() if value}
 
     def _read(self, asked: Asked, event: Any, names: Mapping[str, int]) -> str:
         meta = event["meta_info"]
         name, ended = meta["id"], meta["finish_reason"]
         if ended is not None and (ended.get("status_code") or 0) >= _REFUSED:
-            raise EngineError(f"{self.path} refused: {str(ended.get('message'))[:500]}", engine=self.name)
+            message = str(ended.get("message"))
+            if not message.startswith(_OVERFLOW):
+                raise EngineError(f"{self.path} refused: {message[:500]}", engine=self.name)
         answer = asked.answers[names[name]]
         tokens = np.array(event["output_ids"], dtype=np.int64)
-        log_probs = np.frombuffer(base64.b64decode(meta[LOG_PROBS]), dtype=np.float32)
+        log_probs = _decoded(meta, LOG_PROBS, np.float32)
+        supports = None
+        if asked.extras.support:
+            supports = Supports(*(_decoded(meta, name, np.int32) for name in (SUPPORT_SIZES, SUPPORT_IDS)))
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
         answer.routes = meta.get("routed_experts")
-        answer.add(tokens, log_probs, ended["type"] if ended is not None else "", spans)
+        answer.add(tokens, log_probs, ended["type"] if ended is not None else "", spans, supports)
         return str(name)
 
     async def _call_off(self, names: Sequence[str]) -> None:
         for name in names:
             await self._tell("/abort_request", {"rid": name})
+
+
+def _decoded(meta: Mapping[str, Any], name: str, kind: type) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(meta.get(name, "")), dtype=kind)

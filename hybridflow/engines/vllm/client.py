@@ -61,9 +61,13 @@ class VllmClient(ServerClient):
 
     def _parameters(self, requests: TokenRequests, limit: int) -> dict[str, Any]:
         sampling = requests.sampling
-        if requests.with_routes:
+        if requests.extras.routes:
             raise EngineError("does not return the experts of tokens", engine=self.name)
-        if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
+        if sampling.stop:
+            raise EngineError(
+                f"ends no answer behind a text, stop={list(sampling.stop)}; leave it out", engine=self.name
+            )
+        if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
             raise EngineError(
                 f"vLLM's log-probs with top_p={sampling.top_p} and top_k={sampling.top_k} are those of the cut "
                 "distribution, which a trainer does not compute; set top_p=1 and top_k=-1 in rollout.sampling and "
@@ -72,6 +76,9 @@ class VllmClient(ServerClient):
             )
         return {
             "temperature": sampling.temperature,
+            "frequency_penalty": sampling.frequency_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "repetition_penalty": sampling.repetition_penalty,
             "max_tokens": int(limit),
             "logprobs": 0,  # that of the token itself
             "stop_token_ids": [int(token) for token in requests.stop_token_ids],

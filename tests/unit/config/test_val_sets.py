@@ -52,7 +52,6 @@ def test_a_run_folder_keeps_the_order_of_the_sets(tmp_path: Any) -> None:
             "data.val_sets={a: {files: [x.parquet], sampling: {temprature: 1}}}",
             ("data.val_sets.a.sampling.temprature", "did you mean data.val_sets.a.sampling.temperature"),
         ),
-        ("data.val_sets={a: {files: [x.parquet], sampling: {top_k: 0}}}", ("data.val_sets.a.sampling.top_k=0",)),
         (
             "data.val_sets={a: {files: [x.parquet], samples: 4}}",
             ("data.val_sets.a.samples=4", "data.val_sets.a.sampling.temperature=0", "would be the same"),

@@ -161,3 +161,15 @@ def test_loading_changes_no_setting_of_the_process_and_opens_no_connection(chara
     before = dict(os.environ)
     assert load_tokenizer(character_folder).vocab_size == 3 + len(CHARACTERS)
     assert dict(os.environ) == before
+
+
+def test_a_chat_template_is_given_its_arguments_and_unread_ones_are_refused(byte_folder, tmp_path):
+    shutil.copytree(byte_folder, tmp_path / "thinking")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}think{% endif %}"
+    (tmp_path / "thinking" / "chat_template.jinja").write_text(template)
+    plain = load_tokenizer(tmp_path / "thinking")
+    thinking, messages = plain.with_template({"enable_thinking": True}), [{"role": "user", "content": "12"}]
+    assert (plain.render_chat(messages), thinking.render_chat(messages)) == ("12", "12think")
+    assert thinking.with_template({"enable_thinking": False}).render_chat(messages) == "12"
+    with pytest.raises(DataError, match=r"chat_template_kwargs\.thinking: the chat template of .* does not read it"):
+        plain.with_template({"thinking": True})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import pickle
 import threading
 import time
@@ -13,12 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines import token_stream, weight_transaction
 from hybridflow.engines.asking import TokenRequests
-from hybridflow.engines.base import ENGINES, Engine, WeightSpan
+from hybridflow.engines.base import ENGINES, NO_EXTRAS, Engine, Extras, WeightSpan
 from hybridflow.engines.control import Control
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.spec import EngineSpec
@@ -75,6 +77,48 @@ def test_answers_become_completions_in_order(stub: Stub, client: EngineClient) -
     _, body, authorization = stub.asked[0]
     assert body["input_ids"] == [[1, 2], [1, 2]] and body["return_logprob"] is body["stream"] is True
     assert authorization == f"Bearer {KEY}"
+
+
+def test_what_tokens_were_sampled_among_comes_with_them(stub: Stub, client: EngineClient) -> None:
+    """Over two events; an answer that was aborted before it ran has none."""
+    first = answer_of([5, 6], None, packed_support_sizes=int32(2, 1), packed_support_ids=int32(5, 9, 6))
+    last = answer_of([7], packed_support_sizes=int32(3), packed_support_ids=int32(1, 7, 2))
+
+    def events(names: list[str]) -> Iterator[bytes]:
+        for name, event in ((names[0], first), (names[1], answer_of([], "abort")), (names[0], last)):
+            event["meta_info"]["id"] = name
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    stub.answers_with("/generate", events)
+    one, two = client.generate([[1, 2]] * 2, SamplingConfig(top_k=3), 4, extras=Extras(support=True))
+    assert one.support is not None and two.support is not None
+    assert (one.support.sizes.tolist(), one.support.ids.tolist()) == ([2, 1, 3], [5, 9, 6, 1, 7, 2])
+    assert len(two.support) == 0 and two.finish_reason == "abort"
+    assert stub.asked[0][1]["return_sampling_mask"] is True
+    assert generate(client, 2)[0].support is None and "return_sampling_mask" not in stub.asked[1][1]
+
+
+def test_supports_of_other_tokens_are_refused(stub: Stub, client: EngineClient) -> None:
+    stub.answers_with("/generate", [answer_of([5, 6], packed_support_sizes=int32(1), packed_support_ids=int32(5))])
+    with pytest.raises(EngineError, match="1 supports for 2 tokens"):
+        client.generate([[1, 2]], SamplingConfig(top_k=3), 4, extras=Extras(support=True))
+
+
+def test_an_answer_ends_before_a_token_whose_support_overflows(stub: Stub, client: EngineClient) -> None:
+    """SGLang aborts such a request; other errors of a request end them all."""
+    overflow = {"type": "abort", "status_code": 400, "message": "Sampling support exceeds --sampling-mask-max-tokens=8"}
+    answer = answer_of([5], overflow, packed_support_sizes=int32(2), packed_support_ids=int32(5, 6))
+    stub.answers_with("/generate", [answer])
+    [one] = client.generate([[1, 2]], SamplingConfig(top_k=3), 4, extras=Extras(support=True))
+    assert one.token_ids.tolist() == [5] and one.finish_reason == "abort"
+    stub.answers_with("/generate", [answer_of([5], {**overflow, "message": "out of memory"})])
+    with pytest.raises(EngineError, match="refused: out of memory"):
+        generate(client)
+
+
+def int32(*values: int) -> str:
+    return base64.b64encode(np.array(values, np.int32).tobytes()).decode()
 
 
 def test_long_lists_are_cut_into_requests(stub: Stub, opened: Callable[..., EngineClient]) -> None:
@@ -136,7 +180,7 @@ def test_one_of_the_requests_is_aborted_and_the_others_go_on(stub: Stub, client:
     stub.answers_with("/generate", answers)
     stub.answers_with("/abort_request", {})
     found: dict[int, Any] = {}
-    asked = Asked([[1]] * 12, [{}] * 12, False, found.__setitem__)
+    asked = Asked([[1]] * 12, [{}] * 12, NO_EXTRAS, found.__setitem__)
     client.tokens.ask(asked)
     deadline = time.monotonic() + 60
     while not len(asked.answers[11]):
@@ -163,17 +207,19 @@ def test_what_has_come_so_far_can_be_looked_at_while_requests_go_on(stub: Stub, 
     requests, engine = EngineRequests(), cast(Engine, client)
     requests.ask(engine, 0, [40, 41, 42], TokenRequests([[1], [2], [3]], SamplingConfig(), [4] * 3, []))
     deadline = time.monotonic() + 60
-    while len(now := requests.so_far(False)) < 2:
+    while len(now := requests.so_far(NO_EXTRAS)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     found = {one.ticket: (list(one.completion.token_ids), one.completion.finish_reason) for one in now}
     assert found == {40: ([5], CUT_SHORT), 41: ([6, 7], "stop")}
-    assert requests.so_far(True) == []
+    assert requests.so_far(Extras(routes=True)) == []
     going_on.set()
     while requests.failed() is None and requests._parts:
         assert time.monotonic() < deadline
         requests.wait(0.01)
-    whole = {one.ticket: (list(one.completion.token_ids), one.completion.finish_reason) for one in requests.take(False)}
+    whole = {
+        one.ticket: (list(one.completion.token_ids), one.completion.finish_reason) for one in requests.take(NO_EXTRAS)
+    }
     assert whole == {40: ([5, 8], "length"), 41: ([6, 7], "stop"), 42: ([9], "stop")}
 
 
@@ -187,7 +233,7 @@ def test_a_request_that_the_server_did_not_know_yet_is_aborted_again(stub: Stub,
     stub.answers_with("/generate", answers)
     stub.answers_with("/abort_request", {})
     found: dict[int, Any] = {}
-    asked = Asked([[1], [2]], [{}] * 2, False, found.__setitem__)
+    asked = Asked([[1], [2]], [{}] * 2, NO_EXTRAS, found.__setitem__)
     client.tokens.ask(asked)
     asked.abort([1])
     asked.done.result(60.0)
@@ -255,7 +301,7 @@ def test_an_event_of_any_request_shows_that_the_engine_works(monkeypatch: pytest
 def test_thousands_of_requests_share_a_thread(stub: Stub, opened: Callable[..., EngineClient]) -> None:
     client = opened(stub.url, KEY, 60.0, name="alone", batch_size=512)
     stub.answers_with("/generate", [answer_of([number]) for number in range(512)])
-    asked = [Asked([[1]] * 512, [{}] * 512, False, lambda *_: None) for _ in range(8)]
+    asked = [Asked([[1]] * 512, [{}] * 512, NO_EXTRAS, lambda *_: None) for _ in range(8)]
     for one in asked:
         client.tokens.ask(one)
     mine = [thread for thread in threading.enumerate() if thread.name == "tokens-alone"]
@@ -271,7 +317,7 @@ def test_closing_gives_requests_up(stub: Stub, opened: Callable[..., EngineClien
     client = opened(stub.url, KEY, 60.0, name="engine-7")
     stub.answers_with("/generate", [], delay_s=600.0)
     stub.answers_with("/abort_request", {})
-    asked = Asked([[1]], [{}], False, lambda *_: None)
+    asked = Asked([[1]], [{}], NO_EXTRAS, lambda *_: None)
     client.tokens.ask(asked)
     client.close()
     with pytest.raises(EngineError, match="given up"):

@@ -15,7 +15,7 @@ import pytest
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SamplingConfig
 from hybridflow.dispatch import WorkerContext
-from hybridflow.engines.base import ENGINES, Completion, WeightSpan
+from hybridflow.engines.base import ENGINES, NO_EXTRAS, Completion, WeightSpan
 from hybridflow.errors import ConfigError, EngineError, EngineSilent, EnginesLostError
 from hybridflow.rollout.protocols import answers
 from hybridflow.rollout.service import EngineGroup
@@ -131,7 +131,7 @@ def test_a_restart_that_fails_is_told(world: World) -> None:
 
 def test_one_without_weights_answers_nobody(world: World) -> None:
     asked = PROMPTS.with_columns(ticket=np.arange(4), max_new_tokens=np.full(4, 3))
-    world.workers[0].ask(asked, SamplingConfig(), [], False)
+    world.workers[0].ask(asked, SamplingConfig(), [], NO_EXTRAS)
     batch = world.workers[0].collect(60.0)
     assert batch["ticket"].tolist() == [0, 1, 2, 3]
     assert set(batch["finish_reason"]) == {CUT_SHORT} and not batch.lengths("response_ids").any()

@@ -70,6 +70,27 @@ def checked(
     return completions
 
 
+def test_supports_and_log_probs_are_those_of_the_cut_distribution(tmp_path: Path) -> None:
+    """Stop tokens end the supports too."""
+    engine, sampling = engine_of(DENSE, tmp_path), SamplingConfig(0.7, 0.9, 5)
+    fill(engine)
+    sizes = set()
+    for prompt, done in zip(
+        PROMPTS, engine.generate(PROMPTS, sampling, 9, list(range(0, 90, 2)), with_support=True), strict=True
+    ):
+        assert len(done.support) == len(done.token_ids) == len(done.log_probs)
+        logits = engine._model(input_ids=torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]
+        start = 0
+        for row, token, value, size in zip(logits, done.token_ids, done.log_probs, done.support.sizes, strict=True):
+            ids = done.support.ids[start : start + size].tolist()
+            assert set(ids) == set(row.topk(size).indices.tolist()) and size <= 5
+            assert abs(float((row[ids] / 0.7).log_softmax(-1)[ids.index(token)]) - value) <= 1e-5
+            sizes.add(int(size))
+            start += size
+        assert start == len(done.support.ids)
+    assert len(sizes) > 1
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_loaded_by_the_names_of_its_checkpoint(name: str, tmp_path: Path) -> None:
     """The tensors that the engine asks for are the family's (else it would not start), and they are the live ones."""

@@ -109,6 +109,9 @@ def test_answers_come_in_order_with_log_probs_and_versions(fake: Fake, client: V
     assert (path, body["token_ids"], key) == (GENERATE, [3, 1, 4], f"Bearer {KEY}")
     assert body["sampling_params"] == {
         "temperature": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
         "max_tokens": 4,
         "logprobs": 0,
         "stop_token_ids": [7],

@@ -13,6 +13,7 @@ from hybridflow.batch import FREE, with_free_end
 from hybridflow.config import derived
 from hybridflow.config.derived import num_experts
 from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines.base import Extras
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.server import server_arguments
 from hybridflow.engines.spec import EngineSpec
@@ -58,7 +59,7 @@ def test_the_client_asks_for_routes_only_when_told_to(stub: Any) -> None:
     stub.answers_with("/generate", [answer_of([5, 6], routed_experts=base64.b64encode(routes.tobytes()).decode())])
     client = EngineClient(stub.url, "key of the stub", 5.0, name="e")
     [plain] = client.generate([[1, 2, 3]], SamplingConfig(), 4)
-    [routed] = client.generate([[1, 2, 3]], SamplingConfig(), 4, with_routes=True)
+    [routed] = client.generate([[1, 2, 3]], SamplingConfig(), 4, extras=Extras(routes=True))
     assert (
         plain.routes is None and routed.routes is not None and routed.routes.tolist() == routes.reshape(4, 6).tolist()
     )
@@ -71,7 +72,7 @@ def test_an_answer_without_usable_routes_is_an_error(stub: Any, encoded: str | N
     stub.answers_with("/generate", [answer_of([5, 6], **({} if encoded is None else {"routed_experts": encoded}))])
     client = EngineClient(stub.url, "key of the stub", 5.0, name="e")
     with pytest.raises(EngineError, match="engine e: /generate answered something unexpected"):
-        client.generate([[1, 2, 3]], SamplingConfig(), 4, with_routes=True)
+        client.generate([[1, 2, 3]], SamplingConfig(), 4, extras=Extras(routes=True))
     client.close()
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Deferred, Jagged
-from hybridflow.engines.base import Completion, WeightSpan
+from hybridflow.batch import DataProto, Deferred, Jagged, Supports
+from hybridflow.engines.base import Completion, Extras, WeightSpan
 from hybridflow.rollout.continuation import continued, joined
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
@@ -55,7 +55,8 @@ def whole(row: int) -> list[int]:
 
 def completion(tokens: list[int], reason: str, version: int) -> Completion:
     span = (WeightSpan(str(version), 0, len(tokens)),)
-    return Completion(tokens, [-float(token) for token in tokens], reason, span)
+    support = Supports(np.full(len(tokens), 2, np.int32), np.repeat(np.array(tokens, np.int32), 2))
+    return Completion(tokens, [-float(token) for token in tokens], reason, span, support=support)
 
 
 def rows_of(batch: DataProto, name: str) -> list[Any]:
@@ -74,7 +75,7 @@ def test_any_number_of_losses_gives_the_answers_without_one() -> None:
                 answers.append(completion(rest[: random.integers(0, len(rest))], CUT_SHORT, version))
             else:
                 answers.append(completion(rest, "stop", version))
-        return stored(response_columns(answers))
+        return stored(response_columns(answers, Extras(support=True)))
 
     found: list[DataProto] = []
     version = 1
@@ -88,6 +89,8 @@ def test_any_number_of_losses_gives_the_answers_without_one() -> None:
     answers = DataProto.concat(found)
     assert len(set(answers.jagged("response_versions").values.tolist())) > 2
     assert rows_of(answers, "response_ids") == [whole(row) for row in range(24)]
+    assert rows_of(answers, "support_sizes") == [[2] * len(whole(row)) for row in range(24)]
+    assert rows_of(answers, "support_ids") == [np.repeat(whole(row), 2).tolist() for row in range(24)]
     assert rows_of(answers, "rollout_log_probs") == [[-float(t) for t in whole(row)] for row in range(24)]
     assert all(row == sorted(row) for row in rows_of(answers, "response_versions"))
     last = [str(row[-1]) for row in rows_of(answers, "response_versions")]

@@ -13,9 +13,17 @@ import numpy as np
 import pytest
 
 from hybridflow.agents.loops.base import LOOPS
-from hybridflow.batch import FREE, ROUTED, ROUTES, DataProto, Jagged
+from hybridflow.batch import FREE, ROUTED, ROUTES, SUPPORT, DataProto, Jagged, Supports, support_columns
 from hybridflow.config.check import problems
-from hybridflow.config.schema import ActorConfig, AgentConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from hybridflow.config.schema import (
+    ActorConfig,
+    AgentConfig,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.engines.base import Completion, WeightSpan
@@ -269,6 +277,28 @@ def test_a_conversation_is_aborted_with_what_it_asks_and_the_others_go_on(tokeni
     found = service.take(tickets[1:])
     assert found["finish_reason"].tolist() == ["abort", "stop"] and found["turns"].tolist() == [1, 2]
     assert found["agent_failure"].tolist() == [None, None] and not service._held
+
+
+def test_supports_of_all_answers_are_kept_and_what_was_shown_has_none(tokenizer: Tokenizer) -> None:
+    class Cutting(Engines):
+        def take(self, tickets: Sequence[int]) -> DataProto:
+            found = super().take(tickets)
+            rows = [  # each token was sampled among itself and its ticket
+                Supports(np.full(len(ids), 2, np.int32), np.stack([ids, np.full(len(ids), ticket)], 1).reshape(-1))
+                for ticket, ids in zip(tickets, found.jagged("response_ids"), strict=True)
+            ]
+            return found.with_columns(**support_columns(rows))
+
+    settings = config(loop="tools", tools=("calculator",), call_format="tags")
+    settings = replace(settings, rollout=replace(settings.rollout, sampling=SamplingConfig(top_k=9)))
+    service = Conversations(Cutting(tokenizer, asks_the_calculator), tokenizer, settings)
+    found = answers(service, prompts(tokenizer, "2*3=", "4*5="), training=True)
+    names = (*SUPPORT, "response_ids", "response_mask")
+    for number, (sizes, ids, tokens, mask) in enumerate(zip(*map(found.jagged, names), strict=True)):
+        assert sizes.tolist() == (2 * mask).tolist() and not mask.all()
+        assert ids.reshape(-1, 2)[:, 0].tolist() == tokens[mask].tolist()
+        assert ids.reshape(-1, 2)[:, 1].tolist() == sorted(ids.reshape(-1, 2)[:, 1].tolist())
+        assert set(ids.reshape(-1, 2)[:, 1].tolist()) == {number, 2 + number}
 
 
 def test_each_token_keeps_the_experts_of_the_request_that_made_it(tokenizer: Tokenizer, tmp_path: Path) -> None:

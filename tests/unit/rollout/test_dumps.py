@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged, Supports, support_columns
 from hybridflow.errors import DataError
 from hybridflow.observe.rollouts import dump_path, dump_rollouts, read_rollouts
 from hybridflow.rollout.dumps import Dumps, dump_batch, identity, read_batch
@@ -62,6 +62,20 @@ def batch_of(seed: int = 0) -> DataProto:
             "reward_failure": objects(None, None, None, "no score"),
         }
     )
+
+
+def test_supports_are_read_back_and_a_run_that_samples_otherwise_refuses_them(tmp_path: Path) -> None:
+    rows = [Supports(np.arange(n, dtype=np.int32), np.arange(n * (n - 1) // 2, dtype=np.int32)) for n in LENGTHS]
+    dump_batch(tmp_path, 1, batch_of().with_columns(**support_columns(rows)), TOKENIZER, MADE_WITH)
+    dump_batch(tmp_path, 2, batch_of(), TOKENIZER, MADE_WITH)
+    found = Dumps(tmp_path, MADE_WITH, 4, with_support=True).batch(1)
+    for name, column in support_columns(rows).items():
+        np.testing.assert_array_equal(found.jagged(name).values, column.values)
+        np.testing.assert_array_equal(found.jagged(name).offsets, column.offsets)
+    with pytest.raises(DataError, match=r"step_000001.*among some tokens.*rollout.sampling says otherwise"):
+        Dumps(tmp_path, MADE_WITH, 4).batch(1)
+    with pytest.raises(DataError, match=r"step_000002.*from all tokens"):
+        Dumps(tmp_path, MADE_WITH, 4, with_support=True).batch(2)
 
 
 def test_what_was_trained_on_is_read_back_bit_for_bit(tmp_path: Path) -> None:

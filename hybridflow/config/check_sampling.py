@@ -1,0 +1,72 @@
+"""How tokens are sampled, against what engines can do and what the trainer's log-probs follow exactly. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridflow.config import derived
+from hybridflow.config.keys import differing
+from hybridflow.config.schema import AgentConfig, RunConfig, SamplingConfig
+from hybridflow.config.val_sets import val_sets
+
+_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Every problem as one line."""
+    yield from _training(config)
+    for key, one in sampled(config).items():
+        yield from _values(config, key, one)
+
+
+def sampled(config: RunConfig) -> dict[str, SamplingConfig]:
+    """{key: how its tokens are sampled}, of training and of every validation set."""
+    named = {f"data.val_sets.{name}.sampling": one.sampling for name, one in val_sets(config).items() if name}
+    return {"rollout.sampling": config.rollout.sampling, "rollout.val_sampling": config.rollout.val_sampling, **named}
+
+
+def _values(config: RunConfig, key: str, one: SamplingConfig) -> Iterator[str]:
+    if one.top_k == 0:
+        yield f"{key}.top_k=0 would sample from no token; -1 switches it off"
+    if one.stop and config.rollout.agent.loop != AgentConfig().loop:
+        yield (
+            f"{key}.stop={list(one.stop)} with rollout.agent.loop={config.rollout.agent.loop}: an answer that ends "
+            "with a text lacks the token that ends a turn before the next message; remove it"
+        )
+    most, prompt = getattr(one, "max_new_tokens", None) or 0, config.data.max_prompt_length
+    if prompt + most > config.rollout.max_total_tokens:
+        yield (
+            f"{key}.max_new_tokens={most} after data.max_prompt_length={prompt} does not fit the KV cache of an "
+            f"engine; lower it, or raise rollout.max_total_tokens={config.rollout.max_total_tokens}"
+        )
+    if any(not text for text in one.stop):
+        yield f"{key}.stop has an empty text, behind which every answer would end at once; remove it"
+
+
+def _training(config: RunConfig) -> Iterator[str]:
+    """What the trainer could not compute the log-probs of."""
+    sampling, key = config.rollout.sampling, "rollout.sampling"
+    for name, value, off in differing(sampling, _PENALTIES):
+        yield (
+            f"{key}.{name}={value} changes the logits by the tokens before, which the trainer's log-probs do not "
+            f"follow; set it to {off} (rollout.val_sampling may have it)"
+        )
+    if sampling.top_k == 1 and config.rollout.logprob_diff_bound is not None:
+        yield (
+            f"{key}.top_k=1 takes the most likely token alone, which no gradient follows from; raise it, set it to -1, "
+            "or, to debug with the log-probs of the whole vocabulary, set rollout.logprob_diff_bound=null"
+        )
+    if not derived.needs_support(config):
+        return
+    cuts = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    named = " ".join(f"{key}.{name}={value}" for name, value, _ in differing(sampling, cuts))
+    if sampling.top_k == -1:
+        yield (
+            f"{named}: engines tell the trainer what each token was sampled among, at most so many tokens as top_k; "
+            f"set {key}.top_k too, for example to 256, or switch the others off"
+        )
+    if config.actor.distillation.coef:
+        yield (
+            f"{named} with actor.distillation.coef={config.actor.distillation.coef}: a teacher scores the whole "
+            "vocabulary, and the policy what it was sampled among; switch one off"
+        )
