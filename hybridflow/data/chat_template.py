@@ -16,6 +16,7 @@ from typing import Any
 
 from hybridflow.data.added_tokens import AddedTokens
 from hybridflow.errors import DataError
+from hybridflow.rewards.reading import opens_thinking
 
 Message = Mapping[str, Any]
 # (messages, whether the next answer is opened) -> the text of the template; DataError where it refuses the messages
@@ -25,8 +26,6 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _OPENING: Message = {"role": "user", "content": "?"}
 _SAMPLE = ' say "hi"\n\\ '
 _MARK = re.compile(r"kQzV([A-Z])([0-9]{4})")
-_THINKING = re.compile(r"<[a-z_:]*think(?:ing)?>|\[THINK\]")
-_END_OF_THINKING = re.compile(r"</[a-z_:]*think(?:ing)?>|\[/THINK\]")
 
 
 def _mark(kind: str, number: int = 0) -> str:
@@ -228,8 +227,7 @@ class ChatTemplate:
             asked = self._render([_OPENING], True)
         except DataError:
             return False
-        opened = [found.end() for found in _THINKING.finditer(asked)]
-        return bool(opened) and not _END_OF_THINKING.search(asked, opened[-1])
+        return opens_thinking(asked)
 
     @cached_property
     def example_call(self) -> str:

@@ -8,8 +8,15 @@ from collections.abc import Iterator
 from tests.arch.files import ROOT
 
 READING = "hybridflow/rewards/reading.py"
-# calls of one format are written within a fence, and so are the answers of a task
-OTHERS = {"hybridflow/agents/formats/deepseek.py", "hybridflow/data/prepare/tasks/programs.py"}
+# what writes them: calls of one format and answers of a task are fenced, prompts of data sets ask for a box, and chat
+# templates are shown an answer with its thinking
+OTHERS = {
+    "hybridflow/agents/formats/deepseek.py",
+    "hybridflow/data/chat_template.py",
+    "hybridflow/data/prepare/published.py",
+    "hybridflow/data/prepare/tasks/humaneval.py",
+    "hybridflow/data/prepare/tasks/programs.py",
+}
 MARKS = ("boxed", "fbox", "```", "~~~", "<think", "</think", "[THINK]")
 
 

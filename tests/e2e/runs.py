@@ -24,6 +24,13 @@ HYBRIDFLOW = Path(sys.executable).with_name("hybridflow")
 LOOPBACK = re.compile(r"127\.|::1$|::ffff:127\.")
 _MARK = "HYBRIDFLOW_TEST_RUN"
 
+# Learnt or not, sampled answers differ in their digits: every group has some gradient, unlike with the verifier and an
+# untrained model.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+
 Process = tuple[int, float]  # pid and start time: a pid may be used again
 
 

@@ -14,8 +14,7 @@ import torch
 from hybridflow.batch import DataProto, read_parquet
 from hybridflow.config.load import load_config
 from hybridflow.data.prepare import prepare
-from tests.e2e.conftest import REWARD
-from tests.e2e.runs import Run
+from tests.e2e.runs import REWARD, Run
 from tests.published.folders import FAMILIES, code_ran, published_folder
 
 pytestmark = pytest.mark.slow

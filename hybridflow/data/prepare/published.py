@@ -18,6 +18,7 @@ from hybridflow.config import hub
 from hybridflow.config.entries import PREPARATIONS, Preparation
 from hybridflow.data.prepare.options import KEY, require
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.rewards.reading import last_box
 
 if TYPE_CHECKING:
     from hybridflow.data.files import Row
@@ -225,26 +226,13 @@ def _row(prompt: Prompt, given: str | None, own: str, split: str, index: int) ->
 # ---- forms that several sets share
 
 
-def boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} of a solution, braces matched; None without one."""
-    start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
-    if start < 0:
-        return None
-    begin = text.index("{", start) + 1
-    depth = 1
-    for position in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if not depth:
-            return text[begin:position]
-    return None
-
-
 def problem_with_answer(data_source: str, row: Row) -> Prompt:
     r"""A row {problem, answer or solution}: the answer, else the last \boxed{} of the solution."""
     answer = row.values.get("answer")
     if answer is None:
         solution = row.values.get("solution")
-        answer = boxed(solution) if isinstance(solution, str) else None
+        box = last_box(solution) if isinstance(solution, str) else None
+        answer = box.content if box else None
     if isinstance(answer, (int, float)):
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():

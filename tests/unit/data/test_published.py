@@ -13,7 +13,7 @@ import pytest
 
 from hybridflow.config.load import load_config
 from hybridflow.data.prepare import prepare
-from hybridflow.data.prepare.published import boxed, calls_of
+from hybridflow.data.prepare.published import calls_of
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.rewards.verifiers.base import by_data_source
 from tests.hub_cache import download, hub_cache
@@ -117,19 +117,6 @@ def test_tests_of_programs_are_read_as_calls_and_never_run() -> None:
     assert calls_of("assert f(1) == 1\nassert g(1) == 1", ()) is None
     others = ("f(1) == (1, 2)", "f(set()) == 1", "abs(f(1) - 2) < 1", "f(open('x')) == 1", "f(x=1) == 1", "f(1)", "(")
     assert [calls_of(f"assert {other}", ()) for other in others] == [None] * len(others)
-
-
-@pytest.mark.parametrize(
-    ("solution", "expected"),
-    [
-        (r"so \boxed{1} and \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\fbox{3}", "3"),
-        (r"\boxed{1", None),
-        ("none", None),
-    ],
-)
-def test_the_last_box_is_the_answer(solution: str, expected: str | None) -> None:
-    assert boxed(solution) == expected
 
 
 def test_a_set_comes_from_the_cache_with_the_evaluation_sets_beside_it(cache: Path, tmp_path: Path) -> None:
