@@ -95,8 +95,8 @@ def export_held(
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
         lines += changed
-    exchange.gather("")
-    return lines
+    said = exchange.gather("\n".join(lines))[0]
+    return [line for line in said.split("\n") if line.strip()]
 
 
 def _agreed(carried: Carried, exchange: Exchange) -> Carried:

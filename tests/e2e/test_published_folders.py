@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hybridflow.batch import DataProto, read_parquet
+from hybridflow.cli.main import main
 from hybridflow.config.load import load_config
 from hybridflow.data.prepare import prepare
 from tests.e2e.runs import REWARD, Run
@@ -94,6 +95,9 @@ def walks_through(family: str, folder: Path, **config: Any) -> None:
     assert (f"that training does not touch were copied from {source}" in out) == bool(heads)
     model, left = read_by_transformers(export)
     assert all(name.startswith("model.layers.2.") for name in left) and bool(left) == bool(heads)
+    assert main(["checkpoint", "export", str(folder / "runs" / "first"), str(folder / "again")]) == 0
+    for file in ("config.json", "checksums.sha256"):  # of the same shards
+        assert (folder / "again" / file).read_text() == (export / file).read_text()
     train(folder, "second", f"model.path={export}", "sft=none", "trainer.total_steps=1", "trainer.export=false")
     dump = read_parquet(folder / "runs" / "second" / "rollouts" / "step_000001.parquet")
     assert largest_difference(model, dump) <= 1e-5
