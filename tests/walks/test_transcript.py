@@ -15,7 +15,7 @@ def test_numbers_and_what_is_left_out_may_differ_and_nothing_else(tmp_path: Path
     walk = Walk(tmp_path)
     walk.run(Command("echo took 3.5 s; echo; echo a; echo b; echo end", "took 12 s\n\n[...]\nend\n"))
     walk.run(Command("echo job 777123 of 777123: 0:11", "job 64255 of 64255: 0:02\n"))
-    walk.run(Command("echo 64255", "64255\n"))
+    walk.run(Command("echo 64255.out", "64255.out\n"))
     assert walk.numbers == {"64255": "777123"}
     walk.run(Command("echo 'hybridflow: no such file x.y' >&2; exit 2", "hybridflow: no such file [...]\n"))
     walk.run(Command("echo one \\\n  two", "one two\n"))

@@ -21,7 +21,7 @@ from tests.walks.package import ROOT
 
 TIMEOUT_S = 400
 _NUMBER = r"\d+(?:[.,:]\d+)*(?:e[+-]?\d+)?"
-_TOKENS = re.compile(rf"(\[\.\.\.\]|(?<![\w.]){_NUMBER}(?![\w.]))")
+_TOKENS = re.compile(rf"(\[\.\.\.\]|(?<![\w.]){_NUMBER}(?!\w))")
 
 
 @dataclass(frozen=True)
