@@ -1,0 +1,51 @@
+"""Two nodes on this machine as far apart as two machines: a network namespace, a host name and a /dev/shm each, and
+between them one cable (a veth pair), without a route to anywhere else. Needs root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ADDRESSES = ("10.78.0.1", "10.78.0.2")
+MTU = 1400  # smaller than anything that is assumed of a loopback
+_NODE = "mount -t tmpfs tmpfs /dev/shm && hostname {name} && echo up && exec sleep infinity"
+
+
+def may_be_made() -> bool:
+    """True where this user may make namespaces and cables."""
+    words = ["unshare", "--net", "--mount", "--uts", "ip", "link", "add", "one", "type", "veth", "peer", "name", "two"]
+    return os.getuid() == 0 and subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+@contextmanager
+def two_hosts() -> Iterator[list[list[str]]]:
+    """Words that begin a command on each of the two nodes, whose addresses are `ADDRESSES`."""
+    made = ["unshare", "--net", "--mount", "--uts", "--propagation", "private", "sh", "-c"]
+    keepers = [
+        subprocess.Popen(
+            [*made, _NODE.format(name=f"node{number}")], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        for number in range(2)  # in sessions of their own: an interrupt of the tests must not end them first
+    ]
+    try:
+        for keeper in keepers:
+            assert keeper.stdout is not None and keeper.stdout.readline() == "up\n"
+        enter = ["nsenter", "--net", "--mount", "--uts", f"--wd={os.getcwd()}"]  # else it would be /
+        commands = [[*enter, f"--target={keeper.pid}"] for keeper in keepers]
+        ends = [["cable0", "netns", str(keeper.pid), "mtu", str(MTU)] for keeper in keepers]
+        words = ["ip", "link", "add", "name", *ends[0], "type", "veth", "peer", "name", *ends[1]]
+        subprocess.run(words, check=True)
+        for command, address in zip(commands, ADDRESSES, strict=True):
+            for set_up in (
+                ["addr", "add", f"{address}/24", "dev", "cable0"],
+                ["link", "set", "cable0", "up"],
+                ["link", "set", "lo", "up"],
+            ):
+                subprocess.run([*command, "ip", *set_up], check=True)
+        yield commands
+    finally:
+        for keeper in keepers:
+            keeper.kill()
+            keeper.wait()
