@@ -222,6 +222,23 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(folder)
 
 
+def say_saved(folder: Path) -> None:
+    """Tell the driver, by a file beside `folder`, that every rank has its part on the disk and is done with it.
+
+    That its manifest is there says less: rank 0 syncs after the rename that shows it, and may fail in that.
+    """
+    _said_by(folder).touch()
+
+
+def is_said_saved(folder: Path) -> bool:
+    """Whether `say_saved` was called for the folder."""
+    return _said_by(folder).exists()
+
+
+def _said_by(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.saved")
+
+
 def sync_folder(folder: Path) -> None:
     """Bring names that were created, renamed or removed in `folder` to the disk."""
     with _opened(folder) as descriptor:

@@ -33,6 +33,7 @@ from hybridflow.saving.manifest import (
     differences,
     digest_of,
     problems_of,
+    say_saved,
     write_json,
 )
 from hybridflow.saving.reader import CheckpointFolder
@@ -121,7 +122,9 @@ class Saver:
 
         def run() -> None:
             try:
-                job.write(copies)
+                job.write(copies)  # returns when all ranks have written
+                if job.rank == 0:
+                    say_saved(folder)
             except CheckpointError as error:
                 self._failure = error
             except Exception as error:

@@ -25,6 +25,7 @@ from hybridflow.observe.jsonl import finite
 from hybridflow.saving.fingerprint import Fingerprint
 from hybridflow.saving.manifest import (
     MANIFEST,
+    is_said_saved,
     plain_name,
     read_sealed,
     sync_folder,
@@ -218,7 +219,8 @@ class CheckpointStore:
         if final.exists() and self._points_to(final):
             final = final.with_name(f"{final.name}-{int(time.time())}")
         shutil.rmtree(final, ignore_errors=True)
-        # a rank may still be about to sync the name of its manifest
+        for said in partial.glob("*.saved"):
+            said.unlink(missing_ok=True)
         for folder in (partial, *filter(Path.is_dir, partial.iterdir())):
             sync_folder(folder)
         os.replace(partial, final)
@@ -259,8 +261,8 @@ class CheckpointStore:
 
 
 class _Pending:
-    """A save under way: a thread commits it as soon as the manifest of each role is there, however long the training's
-    step takes."""
+    """A save under way: a thread commits it as soon as the ranks of each role have said that it is on the disk, however
+    long the training's step takes."""
 
     def __init__(self, store: CheckpointStore, partial: Path, final: Path, roles: Mapping[str, Saves]) -> None:
         self.store, self.partial, self.final, self.roles = store, partial, final, roles
@@ -279,7 +281,7 @@ class _Pending:
 
     def is_whole(self) -> bool:
         """Whether the ranks of every role have written all of it (and it has not been committed yet)."""
-        return all((self.partial / name / MANIFEST).exists() for name in self.roles)
+        return all(is_said_saved(self.partial / name) for name in self.roles)
 
     def stop(self) -> None:
         """Commit no more."""

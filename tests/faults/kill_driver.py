@@ -29,6 +29,7 @@ from hybridflow.rewards.lines import Lines
 from hybridflow.rollout.conversations import TURN_REWARDS, Conversations
 from hybridflow.rollout.groups import Groups
 from hybridflow.rollout.requests import Requests
+from hybridflow.saving.manifest import say_saved
 from hybridflow.saving.store import CheckpointStore, Retention
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
@@ -165,6 +166,7 @@ class _Policy:
         folder.mkdir()
         time.sleep(SAVING_S)
         (folder / "manifest.json").write_text("{}")
+        say_saved(folder)
 
     def is_saved(self) -> bool:
         """Whether it has been written."""

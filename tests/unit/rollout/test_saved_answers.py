@@ -24,6 +24,7 @@ from hybridflow.rollout.conversations import Conversations
 from hybridflow.rollout.groups import Groups
 from hybridflow.rollout.protocols import RolloutService
 from hybridflow.rollout.requests import Requests
+from hybridflow.saving.manifest import say_saved
 from hybridflow.saving.store import CheckpointStore, Retention
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
@@ -148,6 +149,7 @@ class Ranks:
     def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
+        say_saved(folder)
 
     def is_saved(self) -> bool:
         return True

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridflow.errors import CheckpointError
 from hybridflow.saving import store as checkpoints
-from hybridflow.saving.manifest import MANIFEST, write_sealed
+from hybridflow.saving.manifest import MANIFEST, read_sealed, say_saved, write_sealed
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 
 
@@ -37,6 +40,7 @@ class Ranks:
     def finish(self) -> None:
         assert self.folder is not None
         (self.folder / "manifest.json").write_text("{}")
+        say_saved(self.folder)
 
     def is_saved(self) -> bool:
         if self.failure:
@@ -68,27 +72,94 @@ def test_a_checkpoint_counts_only_when_its_manifest_is_there(tmp_path: Path) -> 
     assert names(tmp_path) == ["global_step_1", "latest.json"]
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.4])
-def test_a_rank_whose_file_system_is_slow_is_not_overtaken(
-    tmp_path: Path, delay_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The driver commits as soon as it sees the manifest; the rank that has just renamed it into place syncs the folder
-    after that."""
-    replace = os.replace
-
-    def slow(source: Path, target: Path) -> None:
-        replace(source, target)
-        if threading.current_thread() is threading.main_thread():
-            time.sleep(delay_s)
-
+def test_a_save_whose_manifest_is_there_does_not_count_before_the_ranks_have_said_so(tmp_path: Path) -> None:
+    """Rank 0 syncs after the rename that shows its manifest, and may fail in that."""
     store, ranks = store_in(tmp_path), Ranks()
-    monkeypatch.setattr(os, "replace", slow)
-    for step in (1, 2):
-        store.save("rl", step, {}, ranks)
-        assert ranks.folder is not None
-        write_sealed(ranks.folder / MANIFEST, {})
-        store.wait()
-    assert names(tmp_path) == ["global_step_1", "global_step_2", "latest.json"]
+    store.save("rl", 1, {}, ranks)
+    assert ranks.folder is not None
+    write_sealed(ranks.folder / MANIFEST, {})
+    time.sleep(0.3)
+    assert store.latest() is None and names(tmp_path) == ["global_step_1.partial"]
+    say_saved(ranks.folder)
+    store.wait()
+    latest = store.latest()
+    assert latest is not None and names(latest.folder) == ["driver.json", "policy"]
+
+
+class SlowRanks:
+    """Ranks that write in a thread as the real ones do: files with a sync, the manifest, and last that all is there."""
+
+    def __init__(self) -> None:
+        self.thread = threading.Thread()
+        self.errors: list[BaseException] = []
+
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        self.thread = threading.Thread(target=self._write, args=(folder, step))
+        self.thread.start()
+
+    def _write(self, folder: Path, step: int) -> None:
+        try:
+            folder.mkdir()
+            for rank in range(2):
+                write_sealed(folder / f"rank_{rank}.json", {"step": step})
+            write_sealed(folder / MANIFEST, {"step": step})
+            say_saved(folder)
+        except OSError as error:
+            self.errors.append(error)
+
+    def is_saved(self) -> bool:
+        return not self.thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("runs", "saves", "longest_s"),
+    [pytest.param(8, 3, 0.05, id="some"), pytest.param(64, 8, 2.0, id="whole", marks=pytest.mark.full)],
+)
+def test_renames_and_syncs_that_take_long_lose_no_save_and_end_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: int, saves: int, longest_s: float
+) -> None:
+    """As on NFS and Lustre. Runs go on at the same time, each is stopped now and then in the middle of a save, and
+    goes on from what is in force: all of the last save that ended, or of a later one."""
+    for name in ("replace", "fsync"):
+        monkeypatch.setattr(os, name, _delayed(getattr(os, name), random.Random(name), longest_s))
+
+    def run(number: int) -> int:
+        drawn, folder, ended, resumes = random.Random(number), tmp_path / str(number), 0, 0
+        store, ranks = store_in(folder, last=2), SlowRanks()
+        for step in range(1, saves + 1):
+            store.save("rl", step, {}, ranks)
+            if drawn.random() < 0.7:
+                store.wait()
+                ended = step
+            else:
+                time.sleep(drawn.random() * longest_s * 3)
+                store.settle()
+                ranks.thread.join()
+                store, resumes = store_in(folder, last=2), resumes + 1
+            latest = store.latest()
+            assert ended == 0 or latest is not None
+            if latest is not None:
+                assert ended <= latest.step <= step
+                files = sorted(latest.policy.iterdir())
+                assert [file.name for file in files] == [MANIFEST, "rank_0.json", "rank_1.json"]
+                assert {read_sealed(file)["step"] for file in files} == {latest.step}
+        assert ranks.errors == []
+        return resumes
+
+    with ThreadPoolExecutor(runs) as pool:
+        assert sum(pool.map(run, range(runs))) > runs // 2
+
+
+def _delayed(action: Callable[..., Any], drawn: random.Random, longest_s: float) -> Callable[..., Any]:
+    """The action, with a delay before and after it."""
+
+    def delayed(*given: Any) -> Any:
+        time.sleep(drawn.random() * longest_s / 2)
+        result = action(*given)
+        time.sleep(drawn.random() * longest_s / 2)
+        return result
+
+    return delayed
 
 
 def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:

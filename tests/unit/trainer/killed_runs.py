@@ -25,6 +25,7 @@ from hybridflow.data.prepare.tasks.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.rollout.evaluation import Validator
+from hybridflow.saving.manifest import say_saved
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
@@ -85,6 +86,7 @@ class Mortal(World):
         folder.mkdir()
         (folder / "weights").write_text(str(step))
         (folder / "manifest.json").write_text("{}")
+        say_saved(folder)
         self.moment(step, "policy written")
 
     def load(self, folder: Path, optim: OptimConfig, with_reference: bool = False) -> None:

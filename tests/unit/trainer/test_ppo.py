@@ -28,6 +28,7 @@ from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import read_rollouts
 from hybridflow.observe.timeline import read_timeline
+from hybridflow.saving.manifest import say_saved
 from hybridflow.single_controller import Pending
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.loop import RLTrainer
@@ -88,6 +89,7 @@ class Critic(FakeRole):
         folder.mkdir()
         if self.writes:
             (folder / "manifest.json").write_text("{}")
+            say_saved(folder)
 
     def is_saved(self) -> bool:
         return True
@@ -377,6 +379,7 @@ def test_a_checkpoint_counts_when_the_critic_too_is_on_the_disk(tmp_path: Path) 
     assert trainer.session.store.latest() is None
     folder = trainer.session.folder / "checkpoints" / "global_step_1.partial" / "critic"
     (folder / "manifest.json").write_text("{}")
+    say_saved(folder)
     trainer.session.store.wait()
     latest = trainer.session.store.latest()
     assert latest is not None and latest.step == 1

@@ -17,6 +17,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ReferenceConfig, RunConfig, SftConfig, TrainerConfig
 from hybridflow.errors import CheckpointError, HybridFlowError, SchemaError, WorkerError
 from hybridflow.observe.progress import Progress
+from hybridflow.saving.manifest import say_saved
 from hybridflow.single_controller.pending import Ended, Pending
 from hybridflow.trainer.groups import FrozenGroup
 from hybridflow.trainer.loop import RLTrainer
@@ -68,6 +69,7 @@ class Fragile(World):
             time.sleep(0.5)
             if folder.is_dir():  # nobody has given up on it
                 (folder / "manifest.json").write_text("{}")
+                say_saved(folder)
 
         if self.writes:
             threading.Thread(target=write, daemon=True).start()
@@ -128,6 +130,7 @@ class OwnCritic(Immediate):
     def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
+        say_saved(folder)
 
     def is_saved(self) -> bool:
         return True

@@ -13,6 +13,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, OptimConfig, RewardTrainingConfig, RunConfig, TrainerConfig
 from hybridflow.errors import HybridFlowError
 from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.saving.manifest import say_saved
 from hybridflow.single_controller import Pending
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
@@ -65,6 +66,7 @@ class Model:
         assert phase == "reward"
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
+        say_saved(folder)
 
     def is_saved(self) -> bool:
         return True

@@ -21,6 +21,7 @@ from hybridflow.config.schema import (
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.rollout.evaluation import Validator
 from hybridflow.rollout.protocols import SyncReport
+from hybridflow.saving.manifest import say_saved
 from hybridflow.single_controller import Pending
 from hybridflow.single_controller.pending import Ended
 from hybridflow.trainer.loop import RLTrainer
@@ -122,6 +123,7 @@ class World(Immediate):
         assert background
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
+        say_saved(folder)
 
     def is_saved(self) -> bool:
         return True
