@@ -20,12 +20,15 @@ from typing import Any
 
 import xxhash
 
+from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import CheckpointError
 
 MANIFEST, INDEX = "manifest.json", "index.json"
 FORMAT = 2
 _SEAL = "xxh3"
 _BLOCK = 4 << 20
+_MOST = 1 << 62  # of any size or offset
+_MOST_SEALED_BYTES, _MOST_INDEX_BYTES = 1 << 28, 1 << 29  # an index has about 150 bytes for a rectangle
 # keys of a Hugging Face config that say nothing about the weights or what is computed with them
 _INCIDENTAL = frozenset(
     (
@@ -160,14 +163,39 @@ def problems_of(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """A checkpoint's {chunks: where each rectangle lies, hf: where each HF tensor lies}. CheckpointError when it is
-    torn."""
+    """A checkpoint's {chunks: where each rectangle lies, hf: where each HF tensor lies}.
+
+    Raises:
+        CheckpointError: it is torn, or an entry has not the form that a save writes.
+    """
     file = folder / INDEX
     try:
-        value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        value: dict[str, Any] = read_outside_json(file, _MOST_INDEX_BYTES)
+        for chunk in value["chunks"]:
+            _check_chunk(chunk)
+        for source, source_start, shape, key, start in value["hf"]:
+            if not (isinstance(source, str) and isinstance(key, str) and len(source_start) == len(shape)):
+                raise ValueError(f"no slice of a tensor: {source!r} {source_start} {shape}")
+            _check_sizes(source_start, shape, start)
         return {"chunks": value["chunks"], "hf": value["hf"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); `hybridflow checkpoint verify` says more") from error
+
+
+def _check_chunk(chunk: Any) -> None:
+    if not all(isinstance(chunk[name], str) for name in ("key", "dtype", "file")):
+        raise ValueError(f"no rectangle: {str(chunk)[:100]}")
+    shape, start, size = chunk["shape"], chunk["start"], chunk["size"]
+    _check_sizes(shape, start, size, (chunk["offset"], chunk["length"]))
+    ends = [at + extent for at, extent in zip(start, size, strict=True)]
+    if any(end > extent for end, extent in zip(ends, shape, strict=True)):
+        raise ValueError(f"the rectangle {start}+{size} leaves its tensor {chunk['key'][:80]} {shape}")
+
+
+def _check_sizes(*lists: Any) -> None:
+    for one in lists:
+        if not isinstance(one, list | tuple) or not all(type(number) is int and 0 <= number < _MOST for number in one):
+            raise ValueError(f"no list of sizes: {str(one)[:100]}")
 
 
 def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
@@ -183,7 +211,7 @@ def read_sealed(file: Path) -> dict[str, Any]:
         CheckpointError: there is no such file, or its content is not what was written.
     """
     try:
-        value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        value: dict[str, Any] = read_outside_json(file, _MOST_SEALED_BYTES)
         seal = value.pop(_SEAL, None)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file.parent} is not a whole checkpoint (no {file.name} in it)") from error

@@ -38,6 +38,10 @@ class CheckpointFolder:
                 raise CheckpointError(
                     f"{folder}: the index names {chunk['file']} ({chunk['dtype']}), which is not ours"
                 )
+            if chunk["offset"] + chunk["length"] > self.manifest.files[chunk["file"]].size:
+                raise CheckpointError(f"{folder}: the index looks for {chunk['key']} behind the end of {chunk['file']}")
+            if chunk["length"] != prod(chunk["size"]) * _DTYPES[chunk["dtype"]].itemsize:
+                raise CheckpointError(f"{folder}: {chunk['length']} bytes for {chunk['size']} of {chunk['key']}")
             self._chunks.setdefault(chunk["key"], {})[tuple(chunk["start"])] = chunk
         self._slices: dict[str, list[tuple[Start, Start, str, Start]]] = {}
         for source, source_start, shape, key, start in index["hf"]:
@@ -45,7 +49,17 @@ class CheckpointFolder:
 
     def read(self, name: str, start: Start, shape: Start) -> torch.Tensor:
         """A region of a Hugging Face tensor, in the precision of the checkpoint. A weight that has an adapter comes
-        merged with it."""
+        merged with it.
+
+        Raises:
+            CheckpointError: the checkpoint does not hold it, or its index contradicts itself.
+        """
+        try:
+            return self._merged(name, start, shape)
+        except (ValueError, IndexError, RuntimeError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise CheckpointError(f"{self.folder}: its index does not describe {name}: {error}") from error
+
+    def _merged(self, name: str, start: Start, shape: Start) -> torch.Tensor:
         a, b = names_of(name)
         if not name.endswith(".weight") or b not in self._slices:
             return self._read(name, start, shape)
@@ -128,8 +142,6 @@ class CheckpointFolder:
         first = start[axis] - chunk["start"][axis]
         data = bytearray(size[axis] * row)
         try:
-            if chunk["length"] != prod(whole) * dtype.itemsize:
-                raise ValueError(f"{chunk['length']} bytes for {whole}")
             with (self.folder / chunk["file"]).open("rb") as file:
                 file.seek(chunk["offset"] + first * row)
                 if file.readinto(data) != len(data):

@@ -298,6 +298,11 @@ class _Pending:
             self._error = error
 
 
+def is_name_of_checkpoint(name: str) -> bool:
+    """Whether a folder of this name was written as a whole checkpoint, with the driver's part."""
+    return name.startswith(tuple(_PREFIX.values()))
+
+
 def latest_name(folder: Path) -> str:
     """The folder of the checkpoint in force inside `folder`; empty when there is none.
 

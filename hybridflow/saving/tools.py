@@ -25,7 +25,7 @@ from hybridflow.saving.manifest import (
     read_sealed,
     write_json,
 )
-from hybridflow.saving.store import DRIVER, LATEST, latest_name
+from hybridflow.saving.store import DRIVER, LATEST, is_name_of_checkpoint, latest_name
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +145,8 @@ def verify(folder: Path) -> tuple[Manifest, list[str]]:
                 found.append(f"{driver} is of another step than {folder / MANIFEST}")
         except CheckpointError as error:
             found.append(str(error))
+    elif is_name_of_checkpoint(folder.parent.name):
+        found.append(f"{driver} is missing: no run can resume from this checkpoint, which can only be exported")
     return manifest, found
 
 

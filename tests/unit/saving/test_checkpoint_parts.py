@@ -8,6 +8,7 @@ import subprocess
 import sys
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from hybridflow.cli.main import main
 from hybridflow.errors import CheckpointError, ModelError
 from hybridflow.models.layout import boxes
 from hybridflow.saving.manifest import (
+    INDEX,
     MANIFEST,
     FileRecord,
     Manifest,
@@ -28,8 +30,10 @@ from hybridflow.saving.manifest import (
     digest_of,
     problems_of,
 )
+from hybridflow.saving.reader import CheckpointFolder
 from hybridflow.saving.rectangles import Rectangle, write_tensors
 from hybridflow.saving.safetensors_file import Entry, ShardWriter, shards_of
+from hybridflow.saving.tools import inspect, verify
 
 MODEL = {"model_type": "qwen3", "hidden_size": 32, "architectures": ["A"], "torch_dtype": "float32"}
 
@@ -52,6 +56,52 @@ def manifest_of(folder: Path) -> Manifest:
     files = {path.name: digest_of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
     layout = {"world": 1, "tensor": 1}
     return Manifest("rl", 3, ("model",), layout, "float32", MODEL, {"torch": "x"}, "2026-01-01T00:00:00Z", files)
+
+
+def test_each_lie_of_an_index_is_one_message(tmp_path: Path) -> None:
+    """What stands in a foreign checkpoint's index is replaced, value by value, by what does not belong there."""
+    weights = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    halves = [Rectangle("w", weights[2 * half :][:2], (4, 6), (2 * half, 0)) for half in range(2)]
+    chunks, _ = write_tensors(tmp_path, 0, halves)
+    right = {"chunks": chunks, "hf": [["w", [0, 0], [4, 6], "w", [0, 0]]]}
+    manifest_of(tmp_path).write(tmp_path)
+    lies: list[object] = [-1, 1 << 70, 3.5, None, "x", [], [0], [1, 2, 3], {}, True, [-1, 0], [1 << 60, 1 << 60]]
+    told = 0
+    for place in _places(right):
+        for lie in lies:
+            value = json.loads(json.dumps(right))
+            _put(value, place, lie)
+            (tmp_path / INDEX).write_text(json.dumps(value))
+            try:
+                inspect(tmp_path)
+                assert torch.equal(CheckpointFolder(tmp_path).read("w", (0, 0), (4, 6)), weights)
+            except CheckpointError as error:
+                told += 1
+                assert str(tmp_path) in str(error)
+    assert told > 250
+    (tmp_path / INDEX).write_text(json.dumps(right))
+    assert torch.equal(CheckpointFolder(tmp_path).read("w", (1, 0), (2, 6)), weights[1:3])
+
+
+def _places(value: object) -> list[tuple[object, ...]]:
+    """The way to each value inside of the lists and objects."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(name, *rest) for name, inner in items for rest in ((), *_places(inner))]
+
+
+def _put(value: Any, place: tuple[Any, ...], lie: object) -> None:
+    for name in place[:-1]:
+        value = value[name]
+    value[place[-1]] = lie
+
+
+def test_a_checkpoint_without_the_drivers_part_is_not_well(tmp_path: Path) -> None:
+    policy = tmp_path / "global_step_3" / "policy"
+    policy.mkdir(parents=True)
+    manifest_of(policy).write(policy)
+    assert [problem for problem in verify(policy)[1] if "driver.json is missing: no run can resume" in problem]
+    moved = policy.rename(tmp_path / "weights")  # a role's folder alone can be kept without
+    assert verify(moved)[1] == []
 
 
 def test_a_manifest_comes_back_and_finds_every_kind_of_damage(tmp_path: Path) -> None:
