@@ -89,6 +89,7 @@ _REMEDIES = {
     errno.EPERM: _MAKE_WRITABLE,
     errno.ENOTDIR: "a part of the path is a file; choose another place",
     errno.EISDIR: "it is a folder; choose another name",
+    errno.EEXIST: "a file is there; remove it, or choose another place",
     errno.EIO: "the device fails; choose another place",
 }
 

@@ -253,6 +253,8 @@ def _model_folder(config: RunConfig) -> Iterator[str]:
             yield f"model.tokenizer={model.tokenizer}: {hub.missing(model.tokenizer, 'model')}"
     elif model.tokenizer is not None and not check_files.available(config, model.tokenizer):
         yield f"model.tokenizer={model.tokenizer}: no such folder"
+    elif model.tokenizer is not None and Path(model.tokenizer).is_file():
+        yield f"model.tokenizer={model.tokenizer} is a file; give the folder that holds the tokenizer"
 
 
 def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hybridflow.config import hub
+from hybridflow.config import derived, hub
 from hybridflow.config.build import build_options
 from hybridflow.config.entries import PREPARATIONS
 from hybridflow.config.schema import RunConfig
@@ -38,11 +39,38 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
         wanted["sft.train_files"] = config.sft.train_files
         if not config.sft.train_files:
             yield f"sft.steps={config.sft.steps} needs sft.train_files, for example sft.train_files=[sft.parquet]"
-    for key, files in wanted.items():
-        yield from (f"{key}: {file} {_absent(file)}" for file in files if not available(config, file))
-    if config.reward.path is not None and not Path(config.reward.path).is_file():
-        yield f"reward.path={config.reward.path}: no such file"
+    yield from _missing(config, wanted)
+    for key, script in (
+        ("reward.path", config.reward.path),
+        ("data.dataset_class.path", config.data.dataset_class.path),
+    ):
+        if script is not None and not Path(script).is_file():
+            yield f"{key}={script}: no such file"
     yield from _prepare_source(config)
+    yield from _output_folders(config)
+
+
+def _missing(config: RunConfig, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    for key, files in wanted.items():
+        for file in files:
+            if Path(file).is_dir():
+                yield f"{key}: {file} is a folder; name the data files in it"
+            elif not available(config, file):
+                yield f"{key}: {file} {_absent(file)}"
+
+
+def _output_folders(config: RunConfig) -> Iterator[str]:
+    """Folders that the run makes or fills: nothing else of the name is in the way, and they can be written."""
+    prepared = config.data.prepare.out if config.data.prepare.task is not None else None
+    for key, folder in (("output_dir", str(derived.run_dir(config))), ("data.prepare.out", prepared)):
+        if folder is None:
+            continue
+        path = Path(folder).absolute()
+        there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+        if not there.is_dir():
+            yield f"{key}: {folder} cannot be a folder, because {there} is a file; choose another {key}"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            yield f"{key}: {folder} cannot be written, because {there} may not be; choose another {key}"
 
 
 def _absent(file: str) -> str:
@@ -61,7 +89,7 @@ def _absent(file: str) -> str:
 
 def _prepare_source(config: RunConfig) -> Iterator[str]:
     prepare = config.data.prepare
-    if prepare.source is not None and not Path(prepare.source).exists():
+    if prepare.source is not None and not Path(prepare.source).is_dir():
         yield f"data.prepare.source={prepare.source}: no such folder"
     optional = (  # what the task arithmetic makes only when it is asked to
         ("sft", config.sft.steps, "num_sft", "demonstrations", 2000),

@@ -34,6 +34,10 @@ class Bound:
     keyword: ClassVar[str]
     compare: ClassVar[Callable[[float, float], bool]]
 
+    def holds(self, number: float) -> bool:
+        """Whether the number is on the right side."""
+        return type(self).compare(number, self.limit)
+
     def __str__(self) -> str:
         return f"{self.words} {self.limit:g}"
 
@@ -270,12 +274,22 @@ def out_of_range(config: Any) -> Iterator[str]:
         value = value_at(config, key)
         if kind.type not in (int, float) or value is None:
             continue
-        if not all(
-            math.isfinite(number) and all(type(bound).compare(number, bound.limit) for bound in kind.bounds)
-            for number in (value if kind.is_list else [value])
+        numbers = value if kind.is_list else [value]
+        bounds = (*kind.bounds, *(bound for bound in _carried(key, kind) if not all(map(bound.holds, numbers))))
+        if not all(bound.holds(number) for bound in bounds for number in numbers) or not all(
+            map(math.isfinite, numbers)
         ):
-            wanted, meaning = " and ".join(map(str, kind.bounds)) or "finite", description(type(config), key)
+            wanted = " and ".join(map(str, bounds)) or "finite"
+            meaning = description(type(config), key)
             yield f"{key}={value} must be {wanted}" + (f" ({meaning})" if meaning else "")
+
+
+def _carried(key: str, kind: Kind) -> tuple[Bound, ...]:
+    """What every number must keep to: whole ones are sent as JSON and in 64 bits, and a wait of the system ends within
+    some hundred years."""
+    if kind.type is int:
+        return (AtMost(1e15), AtLeast(-1e15))
+    return (AtMost(1e9),) if key.endswith("_s") else ()
 
 
 def description(root: type, dotted: str) -> str:

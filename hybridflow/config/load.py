@@ -118,8 +118,11 @@ def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -
         return OmegaConf.to_container(config, resolve=True)
     except yaml.YAMLError as error:
         raise ConfigError(_describe_yaml_error(error)) from error
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"recipe {recipe}: {_reason(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"recipe {recipe}: a defaults list names a recipe that names it again; remove one") from error
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        wrong = next(filter(None, map(_file_problem, _files_meant(error, recipe, dirs))), "")
+        raise ConfigError(wrong or f"recipe {recipe}: {_reason(error)}") from error
 
 
 def _over_defaults(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Any:
@@ -218,6 +221,36 @@ def _reason(error: Exception) -> str:
     text = " ".join(line for line in lines if line and not line.startswith("object_type"))
     cause = str(error.__cause__ or "").strip()
     return text if not cause or cause in text else f"{text} ({cause.splitlines()[0]})"
+
+
+def _files_meant(error: Exception, recipe: str, dirs: Sequence[Path]) -> Iterator[Path]:
+    """The files that an error may be about: the recipe's own, then those of the user's folder that it names. One of the
+    encoding names none."""
+    yield from (folder / f"{recipe}.yaml" for folder in dirs)
+    for folder in dirs[:-1]:
+        for path in sorted(folder.rglob("*.yaml")):
+            name = str(path.relative_to(folder).with_suffix(""))
+            if f"'{name}'" in str(error) or isinstance(error, UnicodeDecodeError):
+                yield path
+
+
+def _file_problem(path: Path) -> str:
+    """Why a file is no recipe and no group, whatever it is about; empty where it may be."""
+    import yaml
+
+    if not path.is_file():
+        return ""
+    try:
+        node = yaml.compose(path.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        return f"{path}: byte {error.start} (0x{byte:02x}) is not UTF-8; save the file as UTF-8"
+    except yaml.YAMLError as error:
+        return f"{path}: {_describe_yaml_error(error)}"
+    if node is None or isinstance(node, yaml.MappingNode):
+        return ""
+    kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+    return f"{path} is {kind}; a recipe is a mapping of keys, for example `trainer: {{total_steps: 2}}`"
 
 
 def _describe_yaml_error(error: Any) -> str:

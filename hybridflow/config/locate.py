@@ -50,7 +50,7 @@ def list_recipes(dirs: list[Path]) -> list[Recipe]:
     """All recipes in `dirs` by name; a name in an earlier folder hides the same name in a later one."""
     found: dict[str, Recipe] = {}
     for folder in dirs:
-        for path in sorted(folder.glob("*.yaml")):
+        for path in sorted(filter(Path.is_file, folder.glob("*.yaml"))):
             found.setdefault(path.stem, Recipe(path.stem, _summary(path)))
     return sorted(found.values(), key=lambda recipe: recipe.name)
 

@@ -423,7 +423,7 @@ class ClusterConfig:
     # several machines are refused (docs/security.md)
     trusted_network: bool = False
     # shared memory for batches in a local cluster; what does not fit is spilled to the disk
-    object_store_bytes: PositiveInt = 256 << 20
+    object_store_bytes: Annotated[int, AtLeast(75 << 20)] = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -471,7 +471,7 @@ class RunConfig:
     """One run: `hybridflow train` and `hybridflow sft` read the same file."""
 
     name: str = "run"
-    seed: NonNegativeInt = 1
+    seed: Annotated[int, AtLeast(0), AtMost(4_000_000_000)] = 1  # an engine adds its number, and takes 32 bits
     output_dir: str = "runs"  # the run folder is output_dir/name
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

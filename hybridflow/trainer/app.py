@@ -390,7 +390,12 @@ def _run_job(
     """Open the run folder, run the job, write summary and report; on an interrupt, say how to resume."""
     os.environ.update(without_proxy(os.environ))  # rewards, tools and episodes ask this machine's addresses as well
     folder = derived.run_dir(config)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # in /proc for example, which no look at it tells
+        raise ConfigError(
+            f"output_dir={config.output_dir} cannot be made ({error.strerror}); choose another output_dir"
+        ) from error
     with exclusive(folder), Progress(0, "") as progress:
         make_room(config, folder, total_steps, progress)
         folder.mkdir(parents=True, exist_ok=True)

@@ -251,3 +251,32 @@ def test_loading_leaves_the_working_directory_alone(tmp_path: Path, monkeypatch:
 def test_the_configuration_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_config("e2e").actor.ppo_mini_batch_size = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"- a\n- b\n", r"mine\.yaml is a list; a recipe is a mapping of keys"),
+        (b"5\n", r"mine\.yaml is a single value"),
+        (b"name: caf\xe9\n", r"mine\.yaml: byte 9 \(0xe9\) is not UTF-8; save the file as UTF-8"),
+        ("name: x\n".encode("utf-16"), r"mine\.yaml: byte 0 \(0xff\) is not UTF-8"),
+        (b"defaults: [mine, _self_]\n", "names a recipe that names it again"),
+        (b"defaults: {e2e: 1}\n", "recipe mine: .*defaults"),
+        (b"defaults: [e2e, {algorithm: odd}, _self_]\n", r"recipe mine: Multiple values for algorithm"),
+        (b"defaults: [{algorithm: odd}, _self_]\n", r"algorithm: got \['x'\], expected a group of keys"),
+        (b"defaults: [{algorithm: latin}, _self_]\n", r"algorithm/latin\.yaml: byte \d+ \(0xe9\) is not UTF-8"),
+        (b"\xef\xbb\xbfdefaults: [e2e, _self_]\nname: x\n", None),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, content: bytes, expected: str | None) -> None:
+    """A folder of such a name is none either, and others of the folder are not blamed."""
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "odd.yaml").write_text("- x\n")
+    (tmp_path / "algorithm" / "latin.yaml").write_bytes(b"# caf\xe9\n")
+    (tmp_path / "mine.yaml").write_bytes(content)
+    if expected is None:
+        assert load_config("mine", [], tmp_path).name == "x"
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            load_config("mine", [], tmp_path)
