@@ -75,6 +75,23 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def preference_problems(config: RunConfig) -> Iterator[str]:
+    """A loss of preferences weighs each answer by the log-probs of the step's beginning and holds its own divergence
+    from the reference: later updates would use old weights, another KL term would count it twice."""
+    name = config.algorithm.adv_estimator
+    if not ESTIMATORS.get(name).preferences:
+        return
+    wanted: dict[str, Any] = {
+        "actor.ppo_mini_batch_size": config.data.train_batch_size,
+        "actor.ppo_epochs": 1,
+        "actor.kl_loss_coef": 0.0,
+        "algorithm.kl_coef": 0.0,
+    }
+    for key, given, one in differing(config, wanted):
+        why = "is exact with one update a step" if key.startswith("actor.ppo") else "holds its own KL term"
+        yield f"{key}={given} with algorithm.adv_estimator={name}, which {why}; set {key}={one}"
+
+
 def recorded_problems(config: RunConfig) -> Iterator[str]:
     """What training on recorded pairs excludes."""
     if config.data.answers != "pairs":

@@ -178,3 +178,29 @@ def test_other_backends_and_roles_in_one_process(tmp_path: Path, settings: list[
     _, folder = train(tmp_path, [*settings, *words, "cluster=in-process"], "run")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2 and 0 < summary["logprob_diff_max"] <= 1e-5
+
+
+# `hybridflow ...` for each name, with the words that follow it up to the next one
+IN_TURN = """
+import sys
+from hybridflow.cli.main import main
+words = sys.argv[1:]
+turns = " ".join(words).split(" / ")
+for turn in turns[1:]:
+    assert main([*turns[0].split(), *turn.split()]) == 0, turn
+"""
+
+
+def test_runs_follow_each_other_in_one_process(tmp_path: Path, settings: list[str]) -> None:
+    """As in a notebook: the third run is the first one again, bit for bit, whatever the second one was."""
+    words = [*settings, "cluster=in-process", f"output_dir={tmp_path}", "data.train_batch_size=2", "rollout.n=2",
+             "trainer.val_before_train=false"]  # fmt: skip
+    ppo = ["algorithm=ppo", "+critic=tiny", "seed=7", "model.hf_config.num_hidden_layers=3"]
+    turns = ["/", "name=first", "/", "name=other", *ppo, "/", "name=again"]
+    command = (sys.executable, "-c", IN_TURN, "train")
+    with Run(tmp_path / "output", *words, *turns, command=command) as run:
+        assert run.end(240) == 0, run.out + run.err
+        assert run.left_behind() == []
+    assert numbers(tmp_path / "first") == numbers(tmp_path / "again") != numbers(tmp_path / "other")
+    [one], [two] = ([*(tmp_path / name / "export").glob("*.safetensors")] for name in ("first", "again"))
+    assert one.read_bytes() == two.read_bytes()

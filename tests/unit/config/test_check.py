@@ -106,6 +106,7 @@ def test_the_gsm8k_recipe_passes_once_prepared() -> None:
         ("actor.recompute=full", "actor.on_nonfinite=skip", "actor.logits_chunk_tokens=1"),
         ("rollout.sampling.top_k=20", "rollout.sampling.top_p=0.8", "rollout.sampling.min_p=0.01"),
         ("rollout.val_sampling.repetition_penalty=1.1", "rollout.val_sampling.top_p=0.9", "rollout.sampling.stop=[x]"),
+        *((f"algorithm={name}",) for name in ("dpo", "ipo", "kto")),
         ("trainer.max_staleness=4", "actor.old_log_probs=engine"),
         ("trainer.max_staleness=4", "algorithm=grpo-async"),
         STALE,
@@ -148,6 +149,16 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("expert_tensor=2", "= 4 does not"),
         ),
         (("algorithm=remax", "rollout.val_sampling.temperature=1"), ("temperature=1.0", "remax", "greedy answer")),
+        *(
+            ((f"algorithm={name}", *given), (said, f"adv_estimator={name}", f"set {said.partition('=')[0]}={wanted}"))
+            for name in ("dpo", "ipo", "kto")
+            for given, said, wanted in (
+                (("actor.ppo_mini_batch_size=2",), "actor.ppo_mini_batch_size=2", 4),
+                (("actor.ppo_epochs=2",), "actor.ppo_epochs=2", 1),
+                (("actor.kl_loss_coef=0.1",), "actor.kl_loss_coef=0.1", 0.0),
+                (("algorithm.kl_coef=0.1",), "algorithm.kl_coef=0.1", 0.0),
+            )
+        ),
         (("algorithm.adv_estimator=dpo",), ("loss_agg_mode=token-mean", "dpo", "seq-mean-token-sum")),
         (("rollout.val_samples=4",), ("rollout.val_samples=4", "temperature=0", "would be the same")),
         (("algorithm.dynamic_sampling=1",), ("algorithm.dynamic_sampling=1", "2 or more")),
