@@ -181,13 +181,13 @@ def test_other_backends_and_roles_in_one_process(tmp_path: Path, settings: list[
 
 
 # `hybridflow ...` for each name, with the words that follow it up to the next one
-IN_TURN = """
+ONE_AFTER_ANOTHER = """
 import sys
 from hybridflow.cli.main import main
 words = sys.argv[1:]
-turns = " ".join(words).split(" / ")
-for turn in turns[1:]:
-    assert main([*turns[0].split(), *turn.split()]) == 0, turn
+jobs = " ".join(words).split(" / ")
+for job in jobs[1:]:
+    assert main([*jobs[0].split(), *job.split()]) == 0, job
 """
 
 
@@ -196,9 +196,9 @@ def test_runs_follow_each_other_in_one_process(tmp_path: Path, settings: list[st
     words = [*settings, "cluster=in-process", f"output_dir={tmp_path}", "data.train_batch_size=2", "rollout.n=2",
              "trainer.val_before_train=false"]  # fmt: skip
     ppo = ["algorithm=ppo", "+critic=tiny", "seed=7", "model.hf_config.num_hidden_layers=3"]
-    turns = ["/", "name=first", "/", "name=other", *ppo, "/", "name=again"]
-    command = (sys.executable, "-c", IN_TURN, "train")
-    with Run(tmp_path / "output", *words, *turns, command=command) as run:
+    jobs = ["/", "name=first", "/", "name=other", *ppo, "/", "name=again"]
+    command = (sys.executable, "-c", ONE_AFTER_ANOTHER, "train")
+    with Run(tmp_path / "output", *words, *jobs, command=command) as run:
         assert run.end(240) == 0, run.out + run.err
         assert run.left_behind() == []
     assert numbers(tmp_path / "first") == numbers(tmp_path / "again") != numbers(tmp_path / "other")

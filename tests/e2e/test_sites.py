@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -41,9 +42,8 @@ REFUSED: dict[str, tuple[Site, str]] = {
 @pytest.fixture
 def here() -> Iterator[Path]:
     """A working directory whose files hide modules of Python, with a short name: the sites count characters."""
-    folder = Path("/tmp/hybridflow-site-of-a-test")
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / ("x" * 90)).mkdir(parents=True)
+    folder = Path(tempfile.mkdtemp(prefix="hft-site-", dir="/tmp"))
+    (folder / ("x" * 90)).mkdir()
     (folder / "other" / "ray").mkdir(parents=True)
     (folder / "other" / "ray" / "__init__.py").write_text("raise RuntimeError('another ray')")
     for name in ("random", "token", "queue", "select", "statistics", "datasets"):
