@@ -419,9 +419,9 @@ def _example(role: str, content: str, with_calls: bool) -> Exchange:
 
 def _forms(exchanges: Sequence[Exchange]) -> Iterator[_Form]:
     most = max(len(exchange.calls) for exchange in exchanges)
-    for count in (None, 1, 0)[0 if most > 1 else 1 if most else 2 :]:
+    for count in (None, 1) if most > 1 else (None,):
         yield _Form(count, False, False)
-        if count != 0:
+        if most:
             yield _Form(count, True, False)
     if any(not exchange.calls and any(one["role"] == "tool" for one in exchange.messages) for exchange in exchanges):
         yield _Form(None, False, True)

@@ -185,6 +185,12 @@ def test_a_pipe_among_a_tokenizers_files(tmp_path: Path) -> None:
             "more than 1 GiB of memory",
         ),
         ("{{ 7 ** 999999999 }}", 1, "more than 1 s|GiB"),
+        (
+            "{% for m in messages if m.role == 'tool' %}{% for i in range(99999) %}{% for j in range(99999) %}"
+            "{% endfor %}{% endfor %}{% endfor %}",
+            1,
+            "more than 1 s",
+        ),
     ],
 )
 def test_a_template_without_an_end(

@@ -191,6 +191,15 @@ def test_a_template_that_moves_what_was_said_is_refused() -> None:
     tokenizer.template.check("tool")
 
 
+def test_a_template_that_refuses_calls_is_refused() -> None:
+    """Without the calls it would show other names and ids than in the whole conversation."""
+    template = "{% for m in messages %}{{ m.tool_calls.append(1) if m.tool_calls }}" + FORMS["plain"].partition("%}")[2]
+    tokenizer = published(template)
+    with pytest.raises(DataError, match="refused the messages"):
+        tokenizer.template.check("tool", with_calls=True)
+    tokenizer.template.check("tool")
+
+
 def test_added_tokens_that_the_vocabulary_holds_too_stay_text() -> None:
     """A unigram vocabulary holds its special tokens; a text that begins in the middle gets no space before it."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
