@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
+
 
 class EntropyControl:
     """Holds a coefficient that rises by `step` where the entropy is below `target` and falls by it, down to 0, where it
@@ -15,3 +18,13 @@ class EntropyControl:
         below, now = entropy < self.target, self.value
         self.value = max(0.0, now + (self.step if below else -self.step))
         return now if below else 0.0
+
+
+def most_uncertain(entropies_T: torch.Tensor, mask_T: torch.Tensor, share: float) -> torch.Tensor:
+    """[T] bool: the sampled tokens (`mask_T`) whose entropy is at least the (1 - share) quantile of theirs, linearly
+    interpolated: the tokens at which reasoning forks ("Beyond the 80/20 Rule", arXiv 2506.01939, section 5)."""
+    if not mask_T.any():
+        return mask_T
+    entropies = entropies_T.double()
+    threshold = np.quantile(entropies[mask_T].numpy(), 1 - share)
+    return mask_T & (entropies >= threshold)

@@ -87,6 +87,17 @@ def kl_penalty(log_probs_T: torch.Tensor, ref_log_probs_T: torch.Tensor, kind: s
     raise ValueError(f"kl_loss_type {kind!r}")
 
 
+def unbiased_kl(
+    log_probs_T: torch.Tensor, ref_log_probs_T: torch.Tensor, old_log_probs_T: torch.Tensor, kind: str
+) -> torch.Tensor:
+    """[T] k1 or k3 times the ratio of the policy to what sampled: over its samples the mean is KL(policy || reference),
+    and the gradient of the mean is that of the divergence (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Unbiased KL
+    Estimate"). Log-ratios are clamped to +-20; a bound on the estimate would bias it."""
+    difference = log_probs_T - ref_log_probs_T
+    ratio = (log_probs_T - old_log_probs_T).clamp(-20.0, 20.0).exp()
+    return ratio * (difference if kind == "k1" else (-difference).clamp(-20.0, 20.0).exp() + difference - 1)
+
+
 def forward_kl_topk(teacher_log_probs_TK: torch.Tensor, log_probs_TK: torch.Tensor) -> torch.Tensor:
     """[T] sum over the teacher's k most likely tokens of p_T (log p_T - log p_S): the forward divergence KL(teacher,
     policy) in states that the policy has sampled (GKD, arXiv 2306.13649, eq. 2), cut off behind the first k tokens.

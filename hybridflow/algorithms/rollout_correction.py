@@ -60,6 +60,15 @@ def kept_tokens(
     return kept
 
 
+def on_policy_tokens(
+    log_probs_T: torch.Tensor, engine_T: torch.Tensor, advantages_T: torch.Tensor, lengths_S: torch.Tensor, most: float
+) -> torch.Tensor:
+    """[T] bool: False where the advantage is negative and the mean over the sequence of log engine - log policy, under
+    the present weights, is over `most` nats (DeepSeek-V3.2, arXiv 2512.02556, eq. 9)."""
+    drift = _of_sequences(engine_T - log_probs_T.detach(), lengths_S, "seq_mean")[rows_of_tokens(lengths_S)]
+    return (advantages_T >= 0) | (drift <= most)
+
+
 def _of_sequences(values_T: torch.Tensor, lengths_S: torch.Tensor, level: str) -> torch.Tensor:
     """[S] sum, mean, largest or smallest value of each sequence; 0 in empty ones."""
     if level in ("seq_max", "seq_min"):

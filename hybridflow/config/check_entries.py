@@ -55,6 +55,11 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
             f"actor.policy_loss={actor.policy_loss} is that weight already, and it would count twice; set weight=none, "
             "old_log_probs=trainer, or policy_loss=reinforce"
         )
+    if actor.kl_loss_unbiased and actor.kl_loss_type not in ("k1", "k3"):
+        yield (
+            f"actor.kl_loss_unbiased=true with actor.kl_loss_type={actor.kl_loss_type}: weighted by the ratio, k1 and "
+            "k3 have the gradient of the divergence, and others do not; set kl_loss_type=k3, or kl_loss_unbiased=false"
+        )
     if correction.lower is not None and not correction.lower <= correction.upper:
         yield (
             f"actor.rollout_correction.lower={correction.lower} is more than upper={correction.upper}: every weight "

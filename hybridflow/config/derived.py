@@ -141,6 +141,8 @@ def scores_before_update(config: RunConfig) -> bool:
     reads = {*ESTIMATORS.get(algorithm.adv_estimator).reads, *POLICY_LOSSES.get(actor.policy_loss).reads}
     if algorithm.kl_coef or actor.router_replay != "none" or "entropys" in reads or actor.entropy_target is not None:
         return True
+    if algorithm.top_entropy_share < 1:
+        return True
     return "old_log_probs" in ESTIMATORS.get(algorithm.adv_estimator).reads
 
 

@@ -194,6 +194,9 @@ class ActorConfig:
     router_z_loss_coef: NonNegative = 0.0
     kl_loss_coef: NonNegative = 0.0  # 0 with algorithm.kl_coef 0: no reference pass at all
     kl_loss_type: KlLoss = "k3"  # estimate of the KL divergence at each token
+    # multiply the estimate by the ratio of the policy to what sampled, so that its gradient is the divergence's
+    # (DeepSeek-V3.2; TRL's use_bias_correction_kl); with k1 and k3
+    kl_loss_unbiased: bool = False
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     # which experts the tokens of an update go through; none: those the live router chooses; compare: the same, and how
     # often the engine chose otherwise is measured; r2: those of the old-log-prob pass; r3: those the engine used, in

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 from hybridflow.config.keys import (
     ESTIMATOR,
     VERIFIER,
+    Above,
     Aliases,
+    AtMost,
     NonNegative,
     NonNegativeInt,
     Positive,
@@ -82,6 +84,8 @@ class AlgorithmConfig:
     # DAPO: groups whose samples all have one score are replaced by those of further prompts, and a step generates at
     # most so many batches of data.train_batch_size prompts; 0: every group is kept
     dynamic_sampling: NonNegativeInt = 0
+    # the share of a step's sampled tokens, those of highest entropy before its updates, that have an advantage; 1: all
+    top_entropy_share: Annotated[float, Above(0), AtMost(1)] = 1.0
     overlong_filter: bool = False  # DAPO: answers that reach data.max_response_length enter no loss and no statistic
 
 
@@ -97,6 +101,9 @@ class RolloutCorrectionConfig:
     # bounds of statistics; tokens or sequences beyond them are left out of the loss and its counts, e.g. {seq_mean_k1:
     # [0.999, 1.001], token_k3: 0.5} [rollout_rs, rollout_rs_threshold]
     reject: dict[str, Any] = field(default_factory=dict)
+    # sequences of negative advantage count 0 in the policy loss where the mean of log engine - log policy over their
+    # tokens is over this, e.g. 0.5 (DeepSeek-V3.2; TRL's off_policy_mask_threshold); null: all count
+    off_policy: Positive | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from hybridflow.algorithms.entropy_control import EntropyControl
+from hybridflow.algorithms.entropy_control import EntropyControl, most_uncertain
 from hybridflow.algorithms.estimators.base import Samples
 from hybridflow.algorithms.kl_control import KlControl
 from hybridflow.algorithms.losses import kl_penalty
@@ -32,8 +32,8 @@ def advantages_step(config: RunConfig) -> DataflowStep:
     penalty = ("old_log_probs", "ref_log_probs") if config.algorithm.kl_coef else ()
     model = ("rm_scores",) if derived.has_reward_model(config) else ()
     returns = ("returns",) if estimator.needs_critic else ()
-    steered = config.actor.entropy_target is not None
-    entropy, coefficients = (("entropys",), ("entropy_coefs",)) if steered else ((), ())
+    steered, forks = config.actor.entropy_target is not None, config.algorithm.top_entropy_share < 1
+    entropy, coefficients = ("entropys",) if steered or forks else (), ("entropy_coefs",) if steered else ()
     always = ("response_ids", RESPONSE_MASK, "scores", "uid")
     reads = dict.fromkeys((*always, *model, *penalty, *entropy, *estimator.reads))
     return DataflowStep("advantages", tuple(reads), ("rewards", "advantages", *returns, *coefficients))
@@ -68,6 +68,8 @@ class Advantages:
             samples = self._samples(counted, scores[counts], penalties[tokens])
             found, values = self.estimator.function(samples, self.options)
             advantages[tokens] = found.float()
+            if self.algorithm.top_entropy_share < 1:
+                advantages *= self._forks(batch)
             if returns is not None:
                 returns[tokens] = values.float()
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -123,6 +125,13 @@ class Advantages:
             part_rewards=None if given is None else self.config.reward.weight * given - penalties,
             part_ends=ends,
         )
+
+    def _forks(self, batch: DataProto) -> torch.Tensor:
+        """[T] bool: the tokens that keep their advantage, those of highest entropy."""
+        entropies, mask = (batch.torch(name)[0] for name in ("entropys", RESPONSE_MASK))
+        kept = most_uncertain(entropies, mask, self.algorithm.top_entropy_share)
+        self.metrics["actor/top_entropy_share"] = float(kept.sum() / mask.sum().clamp(min=1))
+        return kept
 
     def _entropy_coefficient(self, batch: DataProto) -> float:
         """The coefficient of this step's entropy bonus; moves it on."""

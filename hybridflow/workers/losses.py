@@ -17,10 +17,11 @@ from hybridflow.algorithms.losses import (
     aggregate,
     forward_kl_topk,
     kl_penalty,
+    unbiased_kl,
 )
 from hybridflow.algorithms.policy_losses.base import Tokens
 from hybridflow.algorithms.rewards import sums_of_rows
-from hybridflow.algorithms.rollout_correction import importance_weights, kept_tokens
+from hybridflow.algorithms.rollout_correction import importance_weights, kept_tokens, on_policy_tokens
 from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.entries import POLICY_LOSSES, policy_loss_options
@@ -61,6 +62,11 @@ class PolicyLoss:
         metrics |= {name: (values.detach().sum(), tokens.lengths.sum()) for name, values in reported.items()}
         if weights is not None:
             loss = loss * weights
+        if (most := config.rollout_correction.off_policy) is not None:
+            engine, advantages = tokens.columns["rollout_log_probs"], tokens.columns["advantages"]
+            kept = on_policy_tokens(tokens.log_probs, engine, advantages, tokens.lengths, most)
+            metrics["rollout_correction/off_policy"] = ((~kept).sum(), tokens.lengths.sum())
+            loss = loss * kept
         if not config.distillation.task_rewards:
             loss = torch.zeros_like(loss)
         metrics["actor/pg_loss"] = self._aggregate(loss.detach(), tokens)
@@ -68,7 +74,7 @@ class PolicyLoss:
             steered = config.entropy_target is not None
             loss = loss - (tokens.columns["entropy_coefs"] if steered else config.entropy_coef) * entropy
         if config.kl_loss_coef:
-            penalty = kl_penalty(tokens.log_probs, tokens.columns["ref_log_probs"], config.kl_loss_type)
+            penalty = self.kl_loss(tokens)
             metrics["actor/kl_loss"] = self._aggregate(penalty.detach(), tokens)
             loss = loss + config.kl_loss_coef * penalty
         if config.distillation.coef:
@@ -76,6 +82,13 @@ class PolicyLoss:
             metrics["actor/distillation_loss"] = self._aggregate(distilled.detach(), tokens)
             loss = loss + config.distillation.coef * distilled
         return *self._aggregate(loss, tokens), metrics
+
+    def kl_loss(self, tokens: Tokens) -> torch.Tensor:
+        """[T] estimate of the divergence from the reference."""
+        given, kind = (tokens.log_probs, tokens.columns["ref_log_probs"]), self.config.kl_loss_type
+        if self.config.kl_loss_unbiased:
+            return unbiased_kl(*given, tokens.columns["old_log_probs"], kind)
+        return kl_penalty(*given, kind)
 
     def _aggregate(self, values: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         return aggregate(values, tokens.lengths, self.config.loss_agg_mode, self.config.loss_norm_tokens)
@@ -125,9 +138,20 @@ def policy_loss_columns(config: ActorConfig, old: str | None = "old_log_probs") 
     """Columns over response tokens that an update of the policy reads; `old` as for `PolicyLoss`."""
     reads = [old if name == "old_log_probs" else name for name in POLICY_LOSSES.get(config.policy_loss).reads]
     engine = ("rollout_log_probs", old) if corrects(config) else ()
+    drift = ("rollout_log_probs", "advantages") if config.rollout_correction.off_policy is not None else ()
+    unbiased = (old,) if config.kl_loss_coef and config.kl_loss_unbiased else ()
     steered = ("entropy_coefs",) if config.entropy_target is not None else ()
     reference = ("ref_log_probs",) if config.kl_loss_coef else ()
-    wanted = (RESPONSE_MASK, *reads, *engine, *steered, *reference, *_teacher_columns(config.distillation))
+    wanted = (
+        RESPONSE_MASK,
+        *reads,
+        *engine,
+        *drift,
+        *unbiased,
+        *steered,
+        *reference,
+        *_teacher_columns(config.distillation),
+    )
     return tuple(dict.fromkeys(name for name in wanted if name is not None))
 
 

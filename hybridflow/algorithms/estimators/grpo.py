@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hybridflow.algorithms.estimators._groups import Groups
 from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
@@ -19,10 +19,24 @@ class GrpoOptions:
     norm_adv_by_std: bool = True
 
 
-@estimator("grpo", compares_samples=True, options=GrpoOptions)
-def grpo(samples: Samples, options: GrpoOptions) -> Estimate:
-    """The group-relative advantage of a sample at each of its sampled tokens."""
-    advantages = grpo_advantages(samples.scores, samples.groups, norm_by_std=options.norm_adv_by_std)
+@dataclass(frozen=True)
+class ScaledOptions(GrpoOptions):
+    """The same; and of what the standard deviation is: of a `group`, or of all samples of the step (`batch`)."""
+
+    std: Literal["group", "batch"] = "group"
+
+
+@estimator("grpo", compares_samples=True, options=ScaledOptions)
+def grpo(samples: Samples, options: ScaledOptions) -> Estimate:
+    """The group-relative advantage of a sample at each of its sampled tokens.
+
+    With the deviation of the batch easy and hard prompts weigh alike (arXiv 2508.08221; TRL's scale_rewards=batch).
+    """
+    by_group = options.norm_adv_by_std and options.std == "group"
+    advantages = grpo_advantages(samples.scores, samples.groups, norm_by_std=by_group)
+    if options.norm_adv_by_std and not by_group and len(samples.scores) > 1:
+        spread = samples.scores.double().std()
+        advantages = (advantages.double() / (spread + 1e-6)).to(advantages.dtype)
     return samples.over_tokens(advantages), None
 
 

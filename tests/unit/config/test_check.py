@@ -281,6 +281,10 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("rollout.sampling.top_p=0.9",), ("rollout.sampling.top_p=0.9", "set rollout.sampling.top_k too")),
         (("rollout.sampling.min_p=0.1",), ("rollout.sampling.min_p=0.1", "set rollout.sampling.top_k too")),
         (("rollout.sampling.top_k=1",), ("rollout.sampling.top_k=1", "logprob_diff_bound=null")),
+        (
+            ("actor.kl_loss_unbiased=true", "actor.kl_loss_type=k3+"),
+            ("actor.kl_loss_unbiased=true", "kl_loss_type=k3+"),
+        ),
         (("rollout.sampling.top_k=0",), ("rollout.sampling.top_k=0", "no token")),
         (("rollout.sampling.temperature=9e-7",), ("rollout.sampling.temperature=9e-07", "at least 1e-06")),
         (("rollout.sampling.repetition_penalty=1.1",), ("rollout.sampling.repetition_penalty=1.1", "do not follow")),
