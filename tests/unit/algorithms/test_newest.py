@@ -14,6 +14,7 @@ import torch
 from hybridflow.algorithms.entropy_control import most_uncertain
 from hybridflow.algorithms.estimators.base import Samples
 from hybridflow.algorithms.estimators.gae import GaeOptions, gae_estimator
+from hybridflow.algorithms.estimators.gigpo import GigpoOptions, gigpo
 from hybridflow.algorithms.estimators.grpo import ScaledOptions, grpo
 from hybridflow.algorithms.losses import kl_penalty, unbiased_kl
 from hybridflow.algorithms.policy_losses.base import Tokens
@@ -21,6 +22,7 @@ from hybridflow.algorithms.policy_losses.vespo import VespoOptions, vespo
 from hybridflow.algorithms.rollout_correction import on_policy_tokens
 from hybridflow.config.schema import ActorConfig
 from hybridflow.config.schema_rewards import RolloutCorrectionConfig
+from hybridflow.errors import ConfigError
 from hybridflow.workers.losses import PolicyLoss
 
 CASES = range(210)  # a few have no token
@@ -184,3 +186,56 @@ def test_the_tokens_of_highest_entropy_are_those_above_the_quantile(share: float
         left = sum(int(rank >= place - 1e-9) for rank in range(len(ordered)))
         assert int(found.sum()) == left and not (found.numpy() & ~mask).any()
         assert set(entropies[found.numpy()]) == set(ordered[len(ordered) - left :])
+
+
+def test_turns_are_compared_with_those_that_began_in_the_same_state() -> None:
+    """Against a loop over answers of up to three turns, whose environment shows one of two texts before a turn."""
+    alone = 0
+    for seed in CASES:
+        random = np.random.default_rng(seed)
+        gamma, weight, norm = random.choice([1.0, 0.9]), random.choice([1.0, 0.5]), bool(random.integers(2))
+        ids, mask, ends, rewards, lengths, turns = [], [], [], [], [], []
+        groups = random.integers(0, 2, 6)
+        for row, group in enumerate(groups):
+            length = 0
+            for turn in range(random.integers(1, 4)):
+                shown = [] if not turn else [[7, 8], [7, 9]][random.integers(2)]
+                said, reward = random.integers(1, 4), float(random.integers(0, 3))
+                ids += [*shown, *random.integers(0, 5, said)]
+                mask += [False] * len(shown) + [True] * said
+                ends += [False] * (len(shown) + said - 1) + [True]
+                rewards += [0.0] * (len(shown) + said - 1) + [reward]
+                length += len(shown) + said
+                turns.append((row, group, tuple(shown) if turn else (), reward, said, len(shown)))
+            lengths.append(length)
+
+        def compared(value: float, all_values: list[float], single: float, norm: bool = norm) -> float:
+            if len(all_values) == 1:
+                return single / (1 + 1e-6 if norm else 1)
+            spread = np.std(all_values, ddof=1) + 1e-6 if norm else 1.0
+            return (value - np.mean(all_values)) / spread if len(set(all_values)) > 1 else 0.0
+
+        totals = [sum(one[3] for one in turns if one[0] == row) for row in range(6)]
+        to_go = []
+        for place, one in enumerate(turns):
+            later = [other for other in turns[place:] if other[0] == one[0]]
+            to_go.append(sum(gamma**k * other[3] for k, other in enumerate(later)))
+        wanted: list[float] = []
+        for place, (row, group, state, _, said, shown) in enumerate(turns):
+            same = [to_go[k] for k, one in enumerate(turns) if one[1] == group and one[2] == state]
+            alone += len(same) == 1
+            value = compared(totals[row], [totals[k] for k in range(6) if groups[k] == group], totals[row])
+            value += weight * compared(to_go[place], same, 0.0)
+            wanted += [0.0] * shown + [value] * said
+        samples = Samples(
+            torch.zeros(6), torch.zeros(len(ids)), torch.from_numpy(groups), torch.tensor(lengths), torch.tensor(mask),
+            {"response_ids": torch.tensor(ids)}, {}, torch.tensor(rewards, dtype=torch.float64), torch.tensor(ends),
+        )  # fmt: skip
+        found, _ = gigpo(samples, GigpoOptions(norm_adv_by_std=norm, gamma=gamma, step_weight=weight))
+        torch.testing.assert_close(found.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-8, atol=1e-8)
+    assert alone > 20
+
+
+def test_gigpo_without_rewards_of_turns_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs a reward for each turn"):
+        gigpo(samples_of(0), GigpoOptions())
