@@ -37,19 +37,19 @@ def gigpo(samples: Samples, options: GigpoOptions) -> Estimate:
     number, norm = int(ends.sum()), options.norm_adv_by_std
     row = samples.lengths.new_tensor(range(len(samples.lengths))).repeat_interleave(samples.lengths)
     part = ends.cumsum(0) - ends.long()  # of each sampled token; what is behind a sample's last turn is not sampled
-    turns = given.new_zeros(number + 1).index_add_(0, part, given)[:number]
-    totals = turns.new_zeros(len(samples.lengths)).index_add_(0, row[ends], turns)
+    parts = given.new_zeros(number + 1).index_add_(0, part, given)[:number]
+    totals = parts.new_zeros(len(samples.lengths)).index_add_(0, row[ends], parts)
     whole = grpo_advantages(totals, samples.groups, norm_by_std=norm)[row]
-    to_go = turns.new_tensor(_discounted(turns.tolist(), row[ends].tolist(), options.gamma))
+    to_go = parts.new_tensor(_discounted(parts.tolist(), row[ends].tolist(), options.gamma))
     states = row.new_tensor(_states(samples))
     steps = grpo_advantages(to_go, states, norm_by_std=norm).where(states.bincount()[states] > 1, 0.0)
-    of_tokens = turns.new_zeros(len(row))
+    of_tokens = parts.new_zeros(len(row))
     of_tokens[samples.mask] = steps[part[samples.mask]]
     return (whole + options.step_weight * of_tokens).where(samples.mask, 0.0), None
 
 
 def _discounted(rewards: list[float], rows: list[int], gamma: float) -> list[float]:
-    """Of each turn the discounted sum of its reward and those of its row's later turns."""
+    """The discounted sum, for each turn, of its reward and those of its row's later turns."""
     found = list(rewards)
     for turn in range(len(rewards) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:

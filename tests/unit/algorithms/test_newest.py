@@ -194,7 +194,7 @@ def test_turns_are_compared_with_those_that_began_in_the_same_state() -> None:
     for seed in CASES:
         random = np.random.default_rng(seed)
         gamma, weight, norm = random.choice([1.0, 0.9]), random.choice([1.0, 0.5]), bool(random.integers(2))
-        ids, mask, ends, rewards, lengths, turns = [], [], [], [], [], []
+        ids, mask, ends, rewards, lengths, parts = [], [], [], [], [], []
         groups = random.integers(0, 2, 6)
         for row, group in enumerate(groups):
             length = 0
@@ -206,7 +206,7 @@ def test_turns_are_compared_with_those_that_began_in_the_same_state() -> None:
                 ends += [False] * (len(shown) + said - 1) + [True]
                 rewards += [0.0] * (len(shown) + said - 1) + [reward]
                 length += len(shown) + said
-                turns.append((row, group, tuple(shown) if turn else (), reward, said, len(shown)))
+                parts.append((row, group, tuple(shown) if turn else (), reward, said, len(shown)))
             lengths.append(length)
 
         def compared(value: float, all_values: list[float], single: float, norm: bool = norm) -> float:
@@ -215,14 +215,14 @@ def test_turns_are_compared_with_those_that_began_in_the_same_state() -> None:
             spread = np.std(all_values, ddof=1) + 1e-6 if norm else 1.0
             return (value - np.mean(all_values)) / spread if len(set(all_values)) > 1 else 0.0
 
-        totals = [sum(one[3] for one in turns if one[0] == row) for row in range(6)]
+        totals = [sum(one[3] for one in parts if one[0] == row) for row in range(6)]
         to_go = []
-        for place, one in enumerate(turns):
-            later = [other for other in turns[place:] if other[0] == one[0]]
+        for place, one in enumerate(parts):
+            later = [other for other in parts[place:] if other[0] == one[0]]
             to_go.append(sum(gamma**k * other[3] for k, other in enumerate(later)))
         wanted: list[float] = []
-        for place, (row, group, state, _, said, shown) in enumerate(turns):
-            same = [to_go[k] for k, one in enumerate(turns) if one[1] == group and one[2] == state]
+        for place, (row, group, state, _, said, shown) in enumerate(parts):
+            same = [to_go[k] for k, one in enumerate(parts) if one[1] == group and one[2] == state]
             alone += len(same) == 1
             value = compared(totals[row], [totals[k] for k in range(6) if groups[k] == group], totals[row])
             value += weight * compared(to_go[place], same, 0.0)
