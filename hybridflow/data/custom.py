@@ -60,11 +60,21 @@ def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | Prefere
     """What a step trains on: prompts that engines answer, or with `data.answers=pairs` prompts with recorded answers.
 
     Raises:
+        ConfigError: a step would hold rows more than once.
         DataError: a file of pairs lacks a column, or a row is malformed; and what `open_prompts` raises.
     """
+    dataset: Prompts | PreferenceDataset
     if config.answers == "pairs":
-        return PreferenceDataset(config.train_files, tokenizer, config, config.chosen_key, config.rejected_key)
-    return open_prompts(config.train_files, tokenizer, config)
+        dataset = PreferenceDataset(config.train_files, tokenizer, config, config.chosen_key, config.rejected_key)
+    else:
+        dataset = open_prompts(config.train_files, tokenizer, config)
+    if config.train_batch_size > len(dataset):
+        raise ConfigError(
+            f"data.train_batch_size={config.train_batch_size} is more than the {len(dataset)} rows of "
+            f"data.train_files ({', '.join(config.train_files)}): a step would hold rows several times; lower it and "
+            "actor.ppo_mini_batch_size, or give more data"
+        )
+    return dataset
 
 
 def open_sampler(config: DataConfig, dataset: Prompts | PreferenceDataset, seed: int) -> ResumableSampler:

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridflow.config.schema import DataConfig, DatasetClassConfig
-from hybridflow.data.custom import open_prompts, open_sampler
+from hybridflow.data.custom import open_prompts, open_sampler, open_training
 from hybridflow.data.dataset import PreferenceDataset, PromptDataset, SftDataset
 from hybridflow.data.files import read_rows
 from hybridflow.data.prepare.tasks.arithmetic import CHARACTERS
@@ -344,3 +344,11 @@ def test_a_file_of_another_kind_is_not_called_truncated(tmp_path, content, said)
     (tmp_path / "rows.parquet").write_bytes(content)
     with pytest.raises(DataError, match=rf"rows\.parquet: not a readable parquet file: .*{said}"):
         list(read_rows(tmp_path / "rows.parquet", ["prompt"]))
+
+
+def test_a_batch_larger_than_the_data_is_refused(tmp_path, tokenizer):
+    files = (str(_file(tmp_path, [_row("1+1")] * 4, "a.parquet")),)
+    config = DataConfig(train_files=files, train_batch_size=5)
+    with pytest.raises(ConfigError, match=r"data\.train_batch_size=5 is more than the 4 rows of .*a\.parquet"):
+        open_training(tokenizer, config)
+    assert len(open_training(tokenizer, DataConfig(train_files=files, train_batch_size=4))) == 4
