@@ -66,7 +66,8 @@ class Search:
     def _engine_options(self, size: int) -> Iterator[Option]:
         job = self.job
         for tensor in (1, 2, 4, 8, 16, 32):
-            if size % tensor or tensor > self.engine_ranks:
+            count = self._engines_of(tensor, size)
+            if not count or tensor > self.engine_ranks:
                 continue
             expert = min(tensor, job.engine.shape.expert) if job.engine.shape.expert > 1 else 1
             engine = replace(job.engine, shape=EngineShape(tensor, expert))
@@ -76,12 +77,18 @@ class Search:
                 continue
             if engine.kv_room < job.prompt_tokens + job.lengths.longest:
                 continue
-            count = size // tensor
             seconds = engine.seconds(job.samples / count, job.prompts / count, job.prompt_tokens, job.lengths)
             # asleep, an engine keeps nothing
             working = engine.weights + engine.kv_bytes + engine.graphs()
             held = 0.0 if job.sleeps else working
             yield Option(size, held, 0.0 if held else working, (seconds, 0.0, 0.0, 0.0), EngineChoice(engine, count))
+
+    def _engines_of(self, ranks: int, size: int) -> int:
+        """Engines of so many ranks on `size` devices: each lies on one node, or on whole nodes; 0 where none does."""
+        node = self.job.machines.devices_per_node
+        if ranks > node:
+            return 0 if ranks % node else size // ranks
+        return size // node * (node // ranks) if size >= node else size // ranks
 
     def _role_options(self, role: RolePlan, size: int) -> Iterator[Option]:
         for cut in cuts(role.training, size):
@@ -178,12 +185,14 @@ def auto(config: RunConfig, machines: Machines, assumed: Any, hf: Any, overlaps:
         ConfigError: nothing fits the cluster.
     """
     job = job_of(config, machines, assumed, hf)
-    reserve = (2 * job.constants.process_gb + 5 * job.constants.group_gb) * 1e9
+    # contexts alone: what else a process holds, and other models of its pool, the whole plan counts
+    reserve = 2 * job.constants.process_gb * 1e9 * machines.is_gpu
     models = ("rollout", *(role.name for role in job.roles))
     memory = (machines.device.memory_gb * 1e9 - reserve) / job.constants.fragmentation
     # the search counts a pool's models by themselves; what a phase holds of the others beside, the whole plan says
     most = machines.devices if derived.engines_may_span_nodes(config) else machines.devices_per_node
     found = Search(job, memory, most)
+    why: tuple[str, ...] = ()
     for margin in _MARGINS:
         options = partial(found.options, margin)
         mapped = search(Problem(models, machines.devices, found.sizes, memory, options, overlaps))
@@ -191,11 +200,13 @@ def auto(config: RunConfig, machines: Machines, assumed: Any, hf: Any, overlaps:
             break
         change = settings(config, mapped, machines)
         chosen = with_values(config, change)
-        if not refused(chosen) and make_plan(job_of(chosen, machines, assumed, hf)).fits:
+        why = tuple(refused(chosen)) or make_plan(job_of(chosen, machines, assumed, hf)).problems
+        if not why:
             return change, mapped
+    nearest = f" The nearest: {'; '.join(why)}." if why else ""
     raise ConfigError(
         f"no mapping of {', '.join(models)} onto {machines.devices} {machines.name} fits; give more devices, offload "
-        f"more, or choose actor.recompute=full"
+        f"more, or choose actor.recompute=full.{nearest}"
     )
 
 

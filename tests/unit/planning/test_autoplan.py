@@ -41,7 +41,7 @@ def test_the_mapping_is_legal_fits_and_is_no_slower(name: str, nodes: int, overl
     assert overlaps or found.seconds == pytest.approx(best.seconds + rest, rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "nodes"), [("grpo-qwen3-8b-1x8", 3), ("ppo-qwen3-8b-1x8", 3)])
+@pytest.mark.parametrize(("name", "nodes"), [("grpo-qwen3-8b-1x8", 3)])
 def test_mini_batches_that_three_ranks_cannot_share_take_three_pipeline_stages(name: str, nodes: int) -> None:
     config, machines = load_config(name), read_cluster(None, nodes, 8)
     change, _ = auto(config, machines, Assumed(), None, False)
@@ -88,6 +88,23 @@ def test_a_critic_with_devices_of_its_own_is_planned_beside_the_policy() -> None
 def test_a_cluster_that_is_too_small_is_said() -> None:
     with pytest.raises(ConfigError, match="no mapping of rollout, actor onto 8 H100 fits"):
         auto(load_config("grpo-qwen2.5-72b-4x8"), read_cluster(None, 1, 8), Assumed(), None, False)
+
+
+def test_host_memory_that_is_short_is_named() -> None:
+    machines = replace(read_cluster(None, 1, 8), host_memory_gb=20)
+    with pytest.raises(ConfigError, match=r"The nearest: offloaded state takes \d+ GB of a node's 20 GB"):
+        auto(load_config("grpo-qwen3-8b-1x8"), machines, Assumed(), None, False)
+
+
+@pytest.mark.parametrize("each", [6, 3])
+def test_an_engine_lies_on_one_node_where_nodes_have_no_power_of_two_devices(each: int) -> None:
+    config, machines = (
+        load_config("grpo-qwen2.5-3b-1x8", ["data.train_batch_size=36", "actor.ppo_mini_batch_size=36"]),
+        read_cluster(None, 2, each),
+    )
+    change, _ = auto(config, machines, Assumed(), None, False)
+    mapped = with_values(config, change)
+    assert mapped.rollout.tensor <= each and make_plan(job_of(mapped, machines)).fits
 
 
 def test_the_command_writes_a_recipe_that_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
