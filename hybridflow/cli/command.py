@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,14 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
         "--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own, searched first"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
+
+
+def warn(run: RunConfig) -> None:
+    """Print what of a checked configuration is far from the habit of published runs."""
+    from hybridflow.config.habits import warnings
+
+    for line in warnings(run):
+        print(f"hybridflow: warning: {line}", file=sys.stderr, flush=True)
 
 
 def run_job(job: str, run: RunConfig) -> None:

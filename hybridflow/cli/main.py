@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import hybridflow
 from hybridflow.cli import bench, checkpoint, config, doctor, plan, replay, slurm
-from hybridflow.cli.command import Handler, add_command, add_recipe, run_job
+from hybridflow.cli.command import Handler, add_command, add_recipe, run_job, warn
 from hybridflow.cli.extras import missing_package
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
@@ -232,6 +232,7 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 
     run = located(run)
     check(run, job)
+    warn(run)
     if args.explain:
         from hybridflow.models.check import check as check_models
 

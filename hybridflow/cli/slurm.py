@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.command import add_actions, add_command, add_recipe
+from hybridflow.cli.command import add_actions, add_command, add_recipe, warn
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,7 +148,9 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     _check_address(run.cluster.address, overrides)
     # the job's own head takes the place of what the recipe's group says (`launch.driver.run`)
     joined = [*overrides, "cluster.address='127.0.0.1:1'"]
-    check(located(load_config(args.config_name, joined, args.config_dir)), args.job)
+    checked = located(load_config(args.config_name, joined, args.config_dir))
+    check(checked, args.job)
+    warn(checked)
     if run.trainer.resume == "disable":
         raise ConfigError("trainer.resume=disable: a requeued job would begin again; choose another name=... instead")
     site = _site(args)

@@ -119,7 +119,10 @@ def _published(config: RunConfig) -> Iterator[str]:
         yield str(error)
         return
     for line in entry.missing(options, Path(prepare.source) if prepare.source else None):
-        yield f"{line}, or run `hybridflow prepare {prepare.task} --out {prepare.out}` before"
+        yield (
+            f"{line}, or run `hybridflow prepare {prepare.task} --out {prepare.out}` before; for files of your own: "
+            "data=files data.train_files=[...]"
+        )
 
 
 def available(config: RunConfig, path: str) -> bool:

@@ -84,8 +84,9 @@ def normalise_override(text: str, dirs: Sequence[Path]) -> str:
         raise ConfigError(f"override {text!r}: Hydra's own settings and @package are not supported here")
     if "/" in key:
         return text
-    require_key(RunConfig, key)
     value, choices = parsed.value(), _group_choices(key, dirs)
+    if not choices:  # a group need not be a section: configs/published/ sets keys of several
+        require_key(RunConfig, key)
     if choices and not isinstance(value, (str, dict)) and not (value is None and parsed.is_delete()):
         raise ConfigError(
             f"override {text!r}: {key} is a group; choose one of: {', '.join(choices)}, or override a key inside it"

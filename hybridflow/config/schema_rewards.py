@@ -74,7 +74,8 @@ class AlgorithmConfig:
     # has all
     adv_estimator: Annotated[str, ESTIMATOR, _VERL_ESTIMATORS] = "grpo"
     adv_estimator_options: dict[str, Any] = field(default_factory=dict)  # of it, besides the keys of this section
-    norm_adv_by_std: bool = True  # grpo, gigpo, grpo_process, grpo_passk, gdpo; False with grpo: Dr.GRPO
+    # grpo, gigpo, grpo_process, grpo_passk, gdpo; Dr.GRPO (algorithm=dr-grpo) is without
+    norm_adv_by_std: bool = True
     gamma: Share = 1.0  # gae, reinforce_plus_plus: discount of a token; gigpo: of a turn
     lam: Share = 1.0  # gae: 1 sums the rewards to go, 0 looks one token ahead
     kl_coef: NonNegative = 0.0  # KL penalty inside the reward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from hybridflow.config.load import load_config
+from hybridflow.config.load import files_of, load_config
 from hybridflow.config.locate import list_recipes, shipped_config_dir
 from hybridflow.config.schema import RunConfig
 from hybridflow.planning.devices import read_cluster
@@ -19,10 +19,15 @@ One recipe for each algorithm, model and cluster size: `ALGORITHM-MODEL-NODESxGP
 table below is what `hybridflow plan` says of each, written by `hybridflow plan --recipes > docs/recipes.md`, and a test
 keeps it so. [planning.md](planning.md) says what is modelled and how well that agrees with published runs.
 
-A recipe has the sizes of its model (`configs/model/`), a layout, and what all share (the groups `prompts`, `gpu` and
-`long`). A run needs your files: `hybridflow train --config-name NAME model.path=FOLDER data.train_files=[...]
-data.val_files=[...]`; the folder's config.json must be that of the recipe's model. Prompts have at most 2,048 tokens
-and responses at most 8,192 (half of that in the mean is assumed here), a step 128 prompts x 16 samples.
+A recipe names a published run whose batch, lengths, rates and bounds it follows (`configs/published/`, each with its
+source), its model with the hub id of the checkpoint (`configs/model/`), and a layout. `hf download` fetches the model
+and the data sets into the Hugging Face cache, where a run finds them; `hybridflow train --config-name NAME --explain`
+names the commands that are still to be given. Other places: `model.path=FOLDER`, whose config.json must be that of the
+recipe's model, and `data=files data.train_files=[...] data.val_files=[...]`. Half of the longest prompt and answer in
+the mean is assumed here.
+
+No recipe computes activations again that fit without, and `hybridflow plan --auto` finds no layout of the same settings
+that is more than 5% faster; a test keeps it so.
 
 DeepSeek-V3 and Kimi-K2 have 61 layers, Qwen3-235B-A22B 94: the first and the last pipeline stage of these recipes have
 fewer layers than the others (`actor.parallel.first_stage_layers`, `last_stage_layers`).
@@ -45,9 +50,26 @@ def recipe_plan(name: str) -> tuple[RunConfig, Plan]:
     )
 
 
+def _published(name: str) -> str:
+    """The file of the group `published` that a recipe follows."""
+    folder = shipped_config_dir()
+    files = files_of(name, [], [folder])
+    return next((file.stem for file, _ in files if file.parent == folder / "published"), "")
+
+
 def document() -> str:
     """docs/recipes.md."""
-    head = ("recipe", "devices", "trainer", "engines", "memory", "step", "bottleneck", "device hours a step")
+    head = (
+        "recipe",
+        "published run",
+        "devices",
+        "trainer",
+        "engines",
+        "memory",
+        "step",
+        "bottleneck",
+        "device hours a step",
+    )
     rows = []
     for name in names():
         _, plan = recipe_plan(name)
@@ -55,6 +77,7 @@ def document() -> str:
         sizes = (("TP", cut.tensor), ("PP", cut.pipeline), ("EP", cut.expert), ("DP", cut.data))
         rows.append((
             f"`{name}`",
+            _published(name),
             f"{job.machines.nodes} x {job.machines.devices_per_node} {job.machines.name}",
             " ".join(f"{short}{size}" for short, size in sizes if size > 1),
             f"{job.engines} x TP{job.engine.shape.tensor}",

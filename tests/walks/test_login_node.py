@@ -17,7 +17,7 @@ from tests.walks.package import ROOT, installed, run, succeed, wheel_of
 
 pytestmark = pytest.mark.slow
 RECIPE = "grpo-qwen3-8b-1x8"
-MINE = "model.path=model data.train_files=[train.parquet] data.val_files=[train.parquet]"
+MINE = "model.path=model data=files data.train_files=[train.parquet] data.val_files=[train.parquet]"
 ANSWERS = (
     "version",
     "train",

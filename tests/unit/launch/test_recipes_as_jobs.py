@@ -48,7 +48,8 @@ def words_for(name: str, folder: Path) -> list[str]:
     size = name.partition("-")[2].rpartition("-")[0]
     (model / "config.json").write_text(json.dumps(published(size)))
     files = f"[{folder / 'train.parquet'}]"
-    return ["--config-name", name, f"model.path={model}", f"data.train_files={files}", f"data.val_files={files}"]
+    own = ["data=files", f"data.train_files={files}", f"data.val_files={files}"]
+    return ["--config-name", name, f"model.path={model}", *own]
 
 
 @pytest.mark.parametrize("name", recipes.names())

@@ -11,9 +11,10 @@ import pytest
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import RunConfig
 from hybridflow.planning import recipes
-from hybridflow.planning.advice import refused
+from hybridflow.planning.advice import refused, with_values
+from hybridflow.planning.autoplan import auto
 from hybridflow.planning.devices import read_cluster
-from hybridflow.planning.job import job_of
+from hybridflow.planning.job import Assumed, job_of
 from hybridflow.planning.plan import make_plan
 
 pytestmark = pytest.mark.slow  # plans of all recipes
@@ -40,6 +41,22 @@ def test_a_recipe_composes_is_legal_and_fits(name: str) -> None:
     assert time.process_time() - before < 2
 
 
+COVERING = ("grpo-qwen3-8b-1x8", "grpo-moonlight-16b-a3b-1x8", "ppo-qwen2.5-7b-1x8")
+ALL = [pytest.param(name, marks=[] if name in COVERING else [pytest.mark.full]) for name in recipes.names()]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_layout_is_much_faster_and_nothing_is_computed_again_that_fits_without(name: str) -> None:
+    config, plan = recipes.recipe_plan(name)
+    machines = plan.job.machines
+    change, _ = auto(config, machines, Assumed(), None, False)
+    best = make_plan(job_of(with_values(config, change), machines))
+    assert plan.seconds <= 1.05 * best.seconds, change
+    if config.actor.recompute != "none":
+        without = with_values(config, {"actor.recompute": "none"})
+        assert not make_plan(job_of(without, machines)).fits
+
+
 def test_every_model_has_grpo_for_two_sizes_and_four_have_ppo() -> None:
     from hybridflow.models.published import published_names
 
@@ -60,11 +77,11 @@ def test_every_model_has_grpo_for_two_sizes_and_four_have_ppo() -> None:
         ("grpo-llama-3.1-70b-4x8", "actor.parallel.pipeline=1"),
         ("grpo-qwen2.5-32b-2x8", "rollout.tensor=3"),
         ("grpo-qwen3-235b-a22b-16x8", "rollout.tensor=4"),  # weights alone fill the device
-        ("grpo-qwen3-235b-a22b-16x8", "actor.recompute=none"),
+        ("grpo-deepseek-v3-32x8", "actor.recompute=none"),
         ("grpo-llama-3.1-405b-28x8", "actor.recompute=selective"),
         ("grpo-qwen2.5-7b-1x8", "actor.ppo_mini_batch_size=48"),  # no divisor of the batch
         ("grpo-qwen2.5-7b-1x8", "data.max_response_length=16384"),  # longer than a micro-batch
-        ("grpo-kimi-k2-256x8", "actor.ppo_mini_batch_size=1"),
+        ("grpo-kimi-k2-256x8", "actor.ppo_mini_batch_size=3"),
         ("grpo-mixtral-8x22b-8x8", "actor.max_tokens_per_micro_batch=400000"),
         ("ppo-llama-3.1-70b-4x8", "actor.offload.optimizer=false"),
         ("grpo-qwen3-14b-1x8", "rollout.num_engines=5"),  # more than the devices have room for
