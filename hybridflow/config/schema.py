@@ -92,7 +92,11 @@ class DataConfig:
     # {...}, chat_template_kwargs: {...}}}; what a set leaves out is as val_max_prompts, rollout.val_samples,
     # rollout.val_sampling and chat_template_kwargs say
     val_sets: dict[str, Any] = field(default_factory=dict)
-    prompt_key: str = "prompt"
+    prompt_key: str = "prompt"  # column of chat messages, or of text, which becomes the message of a user
+    # column of what an answer is judged by; a point leads into a struct: reward_model.ground_truth
+    ground_truth_key: str = "reward_model.ground_truth"
+    data_source_key: str = "data_source"  # column that names the verifier
+    data_source: str | None = None  # of all rows, where files have no such column
     # what the chat template is given besides the messages, for example {enable_thinking: false}
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     train_batch_size: PositiveInt = 64  # prompts a step

@@ -97,8 +97,8 @@ class _Dataset:
 class PromptDataset(_Dataset):
     """Prompts to sample responses for: prompt_ids (jagged int64), data_source, ground_truth, extra_info (objects).
 
-    Required columns: `data.prompt_key` (chat messages), data_source (string), reward_model (struct with ground_truth).
-    Optional: extra_info (struct).
+    Required columns: `data.prompt_key` (chat messages or text), `data.data_source_key` (string; not with
+    `data.data_source`), `data.ground_truth_key`. Optional: extra_info (struct).
 
     Args:
         files: parquet files, read in order.
@@ -110,15 +110,23 @@ class PromptDataset(_Dataset):
     def __init__(
         self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, *, max_rows: int | None = None
     ) -> None:
-        super().__init__(files, tokenizer, config, {}, ("data_source", "reward_model"), ("extra_info",), max_rows)
+        self._config = config
+        sources = () if config.data_source is not None else (config.data_source_key,)
+        columns = (*sources, config.ground_truth_key.partition(".")[0])
+        super().__init__(files, tokenizer, config, {}, columns, ("extra_info",), max_rows)
 
     def _further(self, row: Row, answers: Mapping[str, list[int]]) -> dict[str, Any]:
-        model = row.values["reward_model"]
-        if not isinstance(model, dict) or model.get("ground_truth") is None:
-            raise row.malformed("reward_model", "a struct {style, ground_truth} with a ground_truth")
+        column, *path = self._config.ground_truth_key.split(".")
+        truth = row.values[column]
+        for name in path:
+            truth = truth.get(name) if isinstance(truth, dict) else None
+        if truth is None:
+            inside = f"a struct with {self._config.ground_truth_key.partition('.')[2]}" if path else "a value"
+            raise row.malformed(column, f"{inside}, by data.ground_truth_key={self._config.ground_truth_key}")
+        source = self._config.data_source
         return {
-            "data_source": row.text("data_source"),
-            "ground_truth": model["ground_truth"],
+            "data_source": row.text(self._config.data_source_key) if source is None else source,
+            "ground_truth": truth,
             "extra_info": row.mapping("extra_info"),
         }
 
@@ -188,7 +196,16 @@ def _rows(files: Sequence[str | Path], required: Sequence[str], optional: Sequen
             "no dataset files are given: set data.train_files, data.val_files or sft.train_files, or data.prepare.task"
         )
     for path in files:
-        yield from read_rows(path, required, optional)
+        try:
+            yield from read_rows(path, required, optional)
+        except DataError as error:
+            if "is missing; " not in str(error):
+                raise
+            raise DataError(
+                f"{error}. Name the columns of these files in data.prompt_key, data.ground_truth_key and "
+                "data.data_source_key (or data.data_source=NAME for all rows), or make files of a published set with "
+                "`hybridflow prepare`"
+            ) from error
 
 
 def _answer_ids(row: Row, key: str, tokenizer: Tokenizer) -> list[int]:
@@ -204,7 +221,8 @@ def _answer_ids(row: Row, key: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _prompt_ids(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
-    messages = row.messages(config.prompt_key)
+    text = row.values[config.prompt_key]
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else row.messages(config.prompt_key)
     if messages[-1]["role"] == "assistant" and not config.continue_final_message:
         raise DataError(
             f"{row.path}, row {row.number}, column {config.prompt_key!r}: the last message is the assistant's, "

@@ -1,3 +1,5 @@
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +131,7 @@ def test_nothing_left_after_filtering_is_an_error(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"prompt": "12+34"}, f"row 1, column 'prompt': expected {ROLES}"),
+        ({"prompt": 12}, f"row 1, column 'prompt': expected {ROLES}"),
         ({"prompt": []}, f"row 1, column 'prompt': expected {ROLES}"),
         ({"prompt": None}, f"row 1, column 'prompt': expected {ROLES}"),
         ({"prompt": [{"role": "user", "content": None}]}, f"row 1, column 'prompt': expected {ROLES}"),
@@ -352,3 +354,59 @@ def test_a_batch_larger_than_the_data_is_refused(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match=r"data\.train_batch_size=5 is more than the 4 rows of .*a\.parquet"):
         open_training(tokenizer, config)
     assert len(open_training(tokenizer, DataConfig(train_files=files, train_batch_size=4))) == 4
+
+
+LINES = [{"question": "1+1", "answer": {"final": "2"}}, {"question": "2+3", "answer": {"final": "5"}}]
+MAPPED = DataConfig(prompt_key="question", ground_truth_key="answer.final", data_source="arithmetic")
+
+
+def _write(folder: Path, form: str) -> Path:
+    path = folder / f"rows.{form}"
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist(LINES), path)
+    elif form == "arrow":
+        table = pa.Table.from_pylist(LINES)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    elif form == "csv":
+        path.write_text("question,answer\n1+1,2\n2+3,5\n")
+    else:
+        path.write_text(json.dumps(LINES) if form == "json" else "\n".join(map(json.dumps, LINES)))
+    return path
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "json", "arrow", "csv"])
+def test_files_of_other_forms_and_columns_are_mapped_by_keys(tmp_path, tokenizer, form):
+    config = replace(MAPPED, ground_truth_key="answer") if form == "csv" else MAPPED
+    batch = PromptDataset([_write(tmp_path, form)], tokenizer, config).batch([0, 1])
+    assert [tokenizer.decode(row) for row in batch["prompt_ids"]] == ["1+1=", "2+3="]
+    assert batch["ground_truth"].tolist() == ["2", "5"] and set(batch["data_source"]) == {"arithmetic"}
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("parquet", {"prompt_key": "prompt"}, "column 'prompt' is missing; .*data.prompt_key"),
+        ("jsonl", {"data_source": None}, "column 'data_source' is missing; .*data.data_source=NAME"),
+        ("json", {"ground_truth_key": "answer.last"}, "row 0, column 'answer': expected a struct with last"),
+    ],
+)
+def test_columns_that_are_not_there_are_named_with_the_keys(tmp_path, tokenizer, form, change, message):
+    with pytest.raises(DataError, match=message):
+        PromptDataset([_write(tmp_path, form)], tokenizer, replace(MAPPED, **change))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"question": "1", "answer": {"final": "1"}}\n[1]\n', "line 2: expected an object"),
+        ("a.jsonl", b"\xff\n", "line 1: not valid JSON"),
+        ("a.json", b"[1, 2", "not valid JSON"),
+        ("a.csv", b"question,answer\n1\n", "not as many values as the header"),
+        ("a.arrow", b"nothing", "not a readable Arrow file"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, tokenizer, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name}.*{message}"):
+        PromptDataset([tmp_path / name], tokenizer, MAPPED)
