@@ -57,7 +57,7 @@ def test_a_model_without_its_weights_is_not_there(cache: Path) -> None:
 
 
 def test_what_is_missing_is_said_with_the_command(cache: Path) -> None:
-    words = ["model.path=Qwen/Qwen3-8B", "data.train_files=[openai/gsm8k]", "data.val_files=[]", "data.val_sets={}"]
+    words = ["model.path=Qwen/Qwen3-8B", "data=files", "data.train_files=[openai/gsm8k]"]
     model, data = problems(located(load_config(RECIPE, words)), "train")[::-1]
     assert "model.path=Qwen/Qwen3-8B" in model and "`hf download Qwen/Qwen3-8B`" in model and str(cache) in model
     assert "data.train_files: openai/gsm8k" in data and "`hf download --repo-type dataset openai/gsm8k`" in data
@@ -96,10 +96,10 @@ def test_files_of_a_split(
 def test_data_files_are_those_of_the_split_or_of_a_pattern(cache: Path) -> None:
     names = ("main/train-0.parquet", "main/test-0.parquet", "socratic/train-0.parquet")
     snapshot = download(cache, "openai/gsm8k", dict.fromkeys(names, "x"), "datasets")
-    words = ["data.train_files=['openai/gsm8k:main/train-*']", "data.val_files=[openai/gsm8k]"]
+    words = ["data=files", "data.train_files=['openai/gsm8k:main/train-*']", "data.val_files=[openai/gsm8k]"]
     config = located(load_config(RECIPE, [*words, "data.val_sets={more: {files: [openai/gsm8k]}}"]))
     assert config.data.train_files == (str(snapshot / "main/train-0.parquet"),)
     assert config.data.val_files == (str(snapshot / "main/test-0.parquet"),)
     assert config.data.val_sets == {"more": {"files": [str(snapshot / "main/test-0.parquet")]}}
-    words = ["model.path=Qwen/Qwen3-8B", "data.train_files=['openai/gsm8k:no/*.parquet']", "data.val_sets={}"]
+    words = ["model.path=Qwen/Qwen3-8B", "data=files", "data.train_files=['openai/gsm8k:no/*.parquet']"]
     assert f"snapshot {snapshot} has no such files" in problems(located(load_config(RECIPE, words)), "train")[0]
