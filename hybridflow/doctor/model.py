@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.schema import ModelConfig, RunConfig
-from hybridflow.doctor import tokens
+from hybridflow.doctor import tokens, weights
 from hybridflow.doctor.findings import Finding, exit_code
 from hybridflow.doctor.parity import BOUND, Backend, compare_with_transformers
 from hybridflow.errors import HybridFlowError, ModelError
@@ -37,7 +37,8 @@ def examine(folder: Path, config: RunConfig | None = None) -> list[Finding]:
         family = family_of(hf)
     except HybridFlowError as error:
         return [Finding("config", "error", str(error), _remedy_of_config(folder))]
-    found = [Finding("config", "ok", _described(family)), *tokens.findings(folder, hf, _observed(config))]
+    found = [Finding("config", "ok", _described(family)), *weights.findings(folder, family)]
+    found += tokens.findings(folder, hf, _observed(config))
     if exit_code(found):
         found.append(Finding("parity", "unused", "not looked at before the errors above are mended"))
     else:
@@ -88,7 +89,7 @@ def _fitting_recipes(hf: Mapping[str, Any]) -> Iterator[Finding]:
     """Recipes whose sizes are this model's."""
     from hybridflow.config.locate import list_recipes, shipped_config_dir
 
-    same = [name for name in published_names() if _is_of(published(name), hf)]
+    same = [name for name in published_names() if derived.differing_size(published(name), hf) is None]
     names = [one.name for one in list_recipes([shipped_config_dir()]) if any(f"-{name}-" in one.name for name in same)]
     if names:
         remedy = f"--recipe {names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
@@ -96,12 +97,6 @@ def _fitting_recipes(hf: Mapping[str, Any]) -> Iterator[Finding]:
     else:
         remedy = "a size of your own: copy the nearest recipe and take out model.hf_config (docs/recipes.md)"
         yield Finding("recipe", "unused", "none is named, and no shipped recipe has these sizes", remedy)
-
-
-def _is_of(sizes: Mapping[str, Any], hf: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of the model with these sizes."""
-    kept = {name: value for name, value in sizes.items() if isinstance(value, int | str) and "position" not in name}
-    return all(hf.get(name, value) == value for name, value in kept.items())
 
 
 def _recipe(config: RunConfig, hf: Mapping[str, Any]) -> Iterator[Finding]:

@@ -1,0 +1,50 @@
+"""Whether a folder's weights are all there, in shapes and precisions that a run reads, and what training leaves as it
+is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridflow.doctor.findings import Finding
+from hybridflow.errors import ModelError
+from hybridflow.models import Family
+from hybridflow.models.fp8 import SCALE_SUFFIX
+from hybridflow.models.model_folder import check_weights
+from hybridflow.models.weights import SafetensorsFolder
+from hybridflow.saving.carried import carried_from
+
+_READ = ("F32", "BF16", "F16", "F64")
+_FP8 = "F8_E4M3"
+
+
+def findings(folder: Path, family: Family) -> Iterator[Finding]:
+    """Files, shapes, precisions, and tensors that the family does not map. Reads headers alone."""
+    tensors = family.tensors()
+    try:
+        check_weights(folder, tensors)
+        source = SafetensorsFolder(folder)
+        forms = {name: source.form(name) for name in tensors}
+    except ModelError as error:
+        yield Finding("weights", "error", str(error), "complete the folder, then ask again")
+        return
+    wrong = [f"{name} is {forms[name][0]}, not {shape}" for name, shape in tensors.items() if forms[name][0] != shape]
+    if wrong:
+        remedy = "config.json is of another model, or the folder was put together from two"
+        yield Finding("weights", "error", f"{len(wrong)} tensors have other shapes, for example {wrong[0]}", remedy)
+        return
+    unread = [f"{name} ({kind})" for name, (_, kind) in forms.items() if not _is_read(source, name, kind)]
+    if unread:
+        remedy = "the model's folder in bfloat16, or in block-wise fp8 with its scales"
+        yield Finding("weights", "error", f"of a precision that is not read: {', '.join(unread[:3])}", remedy)
+        return
+    kinds = ", ".join(f"{count} in {kind}" for kind, count in Counter(kind for _, kind in forms.values()).most_common())
+    yield Finding("weights", "ok", f"{len(tensors)} tensors in {len(set(source.files.values()))} files: {kinds}")
+    for line in carried_from(folder, family).lines:
+        yield Finding("other weights", "ok", line.replace(f"were copied from {folder} as they came", "go into an export as they came"))
+
+
+def _is_read(source: SafetensorsFolder, name: str, kind: str) -> bool:
+    scaled = source.quantisation is not None and f"{name}{SCALE_SUFFIX}" in source.files
+    return kind in _READ or (kind == _FP8 and scaled)
