@@ -42,7 +42,11 @@ def findings(folder: Path, family: Family) -> Iterator[Finding]:
     kinds = ", ".join(f"{count} in {kind}" for kind, count in Counter(kind for _, kind in forms.values()).most_common())
     yield Finding("weights", "ok", f"{len(tensors)} tensors in {len(set(source.files.values()))} files: {kinds}")
     for line in carried_from(folder, family).lines:
-        yield Finding("other weights", "ok", line.replace(f"were copied from {folder} as they came", "go into an export as they came"))
+        yield Finding(
+            "other weights",
+            "ok",
+            line.replace(f"were copied from {folder} as they came", "go into an export as they came"),
+        )
 
 
 def _is_read(source: SafetensorsFolder, name: str, kind: str) -> bool:

@@ -3,7 +3,6 @@ extra brings what it needs."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridflow.models.published import published
+from tests.published.sparse import whole_size
 from tests.walks.package import ROOT, installed, run, succeed, wheel_of
 
 pytestmark = pytest.mark.slow
@@ -83,9 +83,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An empty folder with the config of a published model, and prompts."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(published("qwen3-8b")))
+    """An empty folder with a model of a published size, and prompts."""
+    whole_size(tmp_path / "model", published("qwen3-8b"))
     row = {"data_source": "mine", "prompt": [{"role": "user", "content": "Say yes."}], "extra_info": {"index": 0}}
     row["reward_model"] = {"style": "rule", "ground_truth": "yes"}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 

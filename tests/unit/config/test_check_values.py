@@ -36,7 +36,7 @@ def test_paths_where_something_else_is_are_refused() -> None:
         (["output_dir=file"], r"output_dir: file/e2e cannot be a folder, because \S+/file is a file"),
         (["output_dir=file/deeper/runs"], r"output_dir: .* because \S+/file is a file; choose another output_dir"),
         (["data.prepare.out=file"], r"data\.prepare\.out: file cannot be a folder"),
-        (["data.train_files=[folder]"], r"data\.train_files: folder is a folder; name the parquet files"),
+        (["data.train_files=[folder]"], r"data\.train_files: folder is a folder; name the data files"),
         (["data.prepare.source=file"], r"data\.prepare\.source=file: no such folder"),
         (["model.tokenizer=file"], r"model\.tokenizer=file is a file; give the folder"),
         (["data.dataset_class.path=folder"], r"data\.dataset_class\.path=folder: no such file"),

@@ -46,6 +46,9 @@ def test_every_recipe_loads_and_says_what_it_is(recipe: str) -> None:
 def test_every_group_file_can_be_chosen(group: Path) -> None:
     fills = ["model.path=somewhere", "reward.path=somewhere", "data.train_files=[a]", "data.prepare.out=x"]
     for file in sorted(group.glob("*.yaml")):
+        if group.name == "published":  # it fills several sections, those of a recipe of a size
+            assert load_config("grpo-qwen3-8b-1x8", [f"published={file.stem}"]).actor.optim.lr < 1e-4
+            continue
         config = load_config("e2e", [f"{group.name}={file.stem}", *fills])
         assert dataclasses.is_dataclass(getattr(config, group.name))
 

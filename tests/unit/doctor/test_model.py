@@ -18,6 +18,7 @@ from hybridflow.doctor.findings import Finding, exit_code
 from hybridflow.doctor.model import examine
 from hybridflow.models.published import published
 from tests.published.folders import FAMILIES, FAULTS, break_folder, code_ran, published_folder
+from tests.published.sparse import whole_size
 
 LONGEST_S = 60.0  # for a folder, which takes 8 s on two quiet cores
 TEMPLATE = "chat_template.jinja"
@@ -224,10 +225,10 @@ def test_a_download_that_is_not_whole_names_the_command(fault: str, tmp_path: Pa
 def test_a_recipe_is_planned_for_the_folder_and_another_models_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(published("qwen3-8b")))
+    whole_size(tmp_path, published("qwen3-8b"))
     path = f"model.path={tmp_path}"
     topics = by_topic(examine(tmp_path, load_config("grpo-qwen3-8b-1x8", [path])))
-    assert topics["weights"].level == topics["tokenizer"].level == "error"  # it has a config.json alone
+    assert (topics["weights"].level, topics["tokenizer"].level) == ("ok", "error")  # it has weights alone
     assert topics["layout"].what == "8 ranks, TP2" and topics["memory"].level == topics["sync"].level == "ok"
     assert by_topic(examine(tmp_path))["recipe"].remedy.startswith("--recipe grpo-qwen3-8b-1x8")
     assert main(["doctor", "--model", str(tmp_path), "--recipe", "grpo-llama-3.1-8b-1x8", "--json"]) == 1

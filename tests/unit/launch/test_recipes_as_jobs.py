@@ -3,7 +3,6 @@ and its plan."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from hybridflow.cli.main import main
 from hybridflow.config.locate import shipped_config_dir, shipped_dir
 from hybridflow.models.published import published
 from hybridflow.planning import recipes
+from tests.published.sparse import whole_size
 
 pytestmark = pytest.mark.slow
 
@@ -42,11 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_for(name: str, folder: Path) -> list[str]:
-    """What a user adds to a recipe, with the config of the published model in a folder."""
-    model = folder / name
-    model.mkdir(exist_ok=True)
-    size = name.partition("-")[2].rpartition("-")[0]
-    (model / "config.json").write_text(json.dumps(published(size)))
+    """What a user adds to a recipe, with a folder of the published model's size."""
+    model = whole_size(folder / name, published(name.partition("-")[2].rpartition("-")[0]))
     files = f"[{folder / 'train.parquet'}]"
     own = ["data=files", f"data.train_files={files}", f"data.val_files={files}"]
     return ["--config-name", name, f"model.path={model}", *own]

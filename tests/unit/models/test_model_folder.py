@@ -117,4 +117,4 @@ def test_a_folder_of_another_family_is_named(tmp_path: Path, capsys: pytest.Capt
     assert main(["train", "--config-dir", str(tmp_path), "--config-name", "mine", "--explain"]) == 2
     err = capsys.readouterr().err
     assert f"model.path={folder} has model_type=glm4_moe in its config.json, and model.hf_config says qwen3" in err
-    assert "give the folder of that model" in err
+    assert "give the folder of it" in err
