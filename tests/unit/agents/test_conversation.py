@@ -17,7 +17,7 @@ from hybridflow.data.chat_template import Exchange
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from tests.unit.agents.talks import FAMILIES, Engine, byte_tokenizer, conversation
-from tests.unit.data.chat_tokenizers import TEMPLATES, published
+from tests.unit.data.chat_tokenizers import TEMPLATES, tokenizer_with
 
 
 @pytest.fixture(params=FAMILIES)
@@ -148,7 +148,7 @@ CODER_CALL = (
 )
 def test_calls_and_their_ids_reach_the_template(template: str, call_format: str, call: str, shown: str) -> None:
     """The loop `tools` with the formats of four families: each call is run once, and its result is shown as theirs."""
-    found = published((TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8"))
+    found = tokenizer_with(TEMPLATES[template])
     held = conversation(found, Engine(found, call, "It is 408."), call_format=call_format, tools=("calculator",))
     tools = Toolbox(held.config, thinking_open=found.template.opens_thinking)
     found.tools = tools.schemas()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybridflow.agents.call_reading import format_of, read_calls
 from hybridflow.agents.formats.base import FORMATS, Call
-from tests.unit.data.chat_tokenizers import TEMPLATES, published
+from tests.unit.data.chat_tokenizers import TEMPLATES, tokenizer_with
 
 TOOLS = {"add": ("a", "b"), "search": ("query",)}
 NUMBER = {"type": "integer"}
@@ -243,5 +243,5 @@ def test_an_object_that_names_no_tool_and_has_no_parameters_is_an_answer() -> No
     ],
 )
 def test_the_format_of_a_template_is_recognised(template: str, name: str | None) -> None:
-    tokenizer = published((TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8"))
+    tokenizer = tokenizer_with(TEMPLATES[template])
     assert format_of(tokenizer.template.example_call) == name

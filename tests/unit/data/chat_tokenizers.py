@@ -12,7 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridflow.data.tokenizer import Tokenizer
 
-TEMPLATES = Path(__file__).parent / "templates"
+# by the name of the model in whose form each is written
+TEMPLATES = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+}
 # what models stop at, in one template or another
 ENDS = (
     *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>", "<｜end▁of▁sentence｜>", "<|user|>", "<|observation|>"),
@@ -45,7 +49,7 @@ def _merges() -> str:
     return str(found.to_str())
 
 
-def published(template: str, eos: str | None = None) -> Tokenizer:
+def tokenizer_with(template: str, eos: str | None = None) -> Tokenizer:
     """A tokenizer with this template. Tags in small letters are added tokens that are not special, as in Qwen3."""
     tokens = sorted({*_TOKEN.findall(template), "<|endoftext|>", "</s>", *([eos] if eos else [])})
     backend = Backend.from_str(_merges())
@@ -58,4 +62,4 @@ def published(template: str, eos: str | None = None) -> Tokenizer:
         tokenizer_object=backend, eos_token=ends[0], bos_token="<|endoftext|>", clean_up_tokenization_spaces=False
     )
     hf.chat_template = template
-    return Tokenizer(hf, Path("published"), tuple(sorted(hf.convert_tokens_to_ids(end) for end in ends)))
+    return Tokenizer(hf, Path("templated"), tuple(sorted(hf.convert_tokens_to_ids(end) for end in ends)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,21 @@ import pytest
 from hybridflow.data.chat_template import Exchange, ShownCall
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
-from tests.unit.data.chat_tokenizers import TEMPLATES, published
+from tests.unit.data.chat_tokenizers import TEMPLATES, tokenizer_with
 
-PATHS = sorted(TEMPLATES.glob("*.jinja"))
 # templates that know no messages of tools
 WITHOUT_TOOLS = {"microsoft-Phi-3.5-mini-instruct"}
 ANSWER = "I ask for it."
 CALL = ShownCall("lookup", "call00000")
 OBSERVATIONS = (
+    "  four hundred \n",
+    'line1\nsay "hi" \\ é 故乡',
+    "half \ud800 of a pair, kQzVA0000 kQzVT0000 kQzVV0000 kQzVN0000",
+)
+MORE_OBSERVATIONS = (
     "408",
     "",
-    "  four hundred \n",
     "\n\nfour\n",
-    'line1\nsay "hi" \\ é 故乡',
     "{{ 1 }} {'a': nan}",
     "kQzVA0000 kQzVT0000 kQzVV0000 kQzVN0000",
     "half \ud800 of a pair",
@@ -40,13 +43,12 @@ FORMS = {
     "roles": "[gMASK]<sop>{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n"
     "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}{# <|user|><|observation|> #}",
 }
-CASES = [(path.stem, path.read_text(encoding="utf-8")) for path in PATHS] + list(FORMS.items())
+CASES = {**TEMPLATES, **FORMS}
 
 
-@pytest.fixture(scope="module", params=CASES, ids=[name for name, _ in CASES])
+@pytest.fixture(scope="module", params=CASES)
 def case(request: Any) -> tuple[str, Tokenizer]:
-    name, template = request.param
-    return name, published(template)
+    return request.param, tokenizer_with(CASES[request.param])
 
 
 def messages_of(exchanges: list[Exchange], arguments: Any) -> list[dict[str, Any]]:
@@ -90,8 +92,19 @@ def test_a_conversation_goes_on_as_the_template_writes_it(case: tuple[str, Token
             tokenizer.template.check(role, with_calls=True)
         return
     tokenizer.template.check(role, with_calls=role == "tool")
-    everything = "".join(tokenizer._hf.get_added_vocab())
-    for observation in (*OBSERVATIONS, everything):
+    go_on(tokenizer, role, ("".join(tokenizer._hf.get_added_vocab()), *OBSERVATIONS))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_a_conversation_goes_on_whatever_is_observed(case: tuple[str, Tokenizer], role: str) -> None:
+    name, tokenizer = case
+    if role != "tool" or name not in WITHOUT_TOOLS:
+        go_on(tokenizer, role, MORE_OBSERVATIONS)
+
+
+def go_on(tokenizer: Tokenizer, role: str, observations: Sequence[str]) -> None:
+    for observation in observations:
         for last in tokenizer.stop_ids:
             for exchanges in (
                 [exchange_of(role, [observation])],
@@ -131,7 +144,7 @@ REPORTED = {
 
 @pytest.mark.parametrize("name", REPORTED)
 def test_what_a_template_does_is_reported(name: str) -> None:
-    report = published(dict(CASES)[name]).template.report()
+    report = tokenizer_with(CASES[name]).template.report()
     tool = report.observations["tool"]
     assert (report.ends_answer, tool.text, report.opens_thinking, report.drops_thinking) == REPORTED[name]
     assert {"user", "assistant", "tool"} <= set(report.roles) and not report.problems
@@ -139,7 +152,7 @@ def test_what_a_template_does_is_reported(name: str) -> None:
 
 
 def test_a_template_without_results_of_tools_says_so() -> None:
-    report = published(dict(CASES)["microsoft-Phi-3.5-mini-instruct"]).template.report()
+    report = tokenizer_with(CASES["microsoft-Phi-3.5-mini-instruct"]).template.report()
     assert report.roles == ("system", "user", "assistant") and set(report.observations) == {"user"}
     assert "observation_role" in report.problems["tool"] and report.example_call == ""
 
@@ -169,13 +182,13 @@ def test_a_template_without_results_of_tools_says_so() -> None:
 def test_the_end_of_an_answer_is_shown_where_another_token_ended_it(
     name: str, role: str, last: str, shown: str
 ) -> None:
-    tokenizer = published(dict(CASES)[name])
+    tokenizer = tokenizer_with(CASES[name])
     [stop] = tokenizer.encode(last)
     assert text_of(tokenizer, tokenizer.continuation([exchange_of(role, ["408"])], stop)) == shown
 
 
 def test_results_are_strings_of_json_where_the_template_writes_them_so() -> None:
-    tokenizer = published(FORMS["headers"])
+    tokenizer = tokenizer_with(FORMS["headers"])
     ids = tokenizer.continuation([exchange_of("tool", ['line1\nsay "hi"'])], tokenizer.encode("<|eot_id|>")[0])
     assert r'"line1\nsay \"hi\""' in text_of(tokenizer, ids)
 
@@ -185,7 +198,7 @@ def test_a_template_that_moves_what_was_said_is_refused() -> None:
         "{% for m in messages %}{% if m.role == 'user' and not messages[loop.index:] | selectattr('role', 'equalto', "
         "'user') | list %}[TOOLS]{% endif %}{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
     )
-    tokenizer = published(tools_before_the_last_question)
+    tokenizer = tokenizer_with(tools_before_the_last_question)
     with pytest.raises(DataError, match="writes what was said before anew when a message of role user comes"):
         tokenizer.template.check("user")
     tokenizer.template.check("tool")
@@ -194,7 +207,7 @@ def test_a_template_that_moves_what_was_said_is_refused() -> None:
 def test_a_template_that_refuses_calls_is_refused() -> None:
     """Without the calls it would show other names and ids than in the whole conversation."""
     template = "{% for m in messages %}{{ m.tool_calls.append(1) if m.tool_calls }}" + FORMS["plain"].partition("%}")[2]
-    tokenizer = published(template)
+    tokenizer = tokenizer_with(template)
     with pytest.raises(DataError, match="refused the messages"):
         tokenizer.template.check("tool", with_calls=True)
     tokenizer.template.check("tool")

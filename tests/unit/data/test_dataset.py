@@ -16,7 +16,7 @@ from hybridflow.data.prepare.tasks.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError, DataError
-from tests.unit.data.chat_tokenizers import TEMPLATES, published
+from tests.unit.data.chat_tokenizers import TEMPLATES, tokenizer_with
 
 ROLES = "a non-empty list of chat messages"
 
@@ -241,7 +241,7 @@ def test_a_response_ends_once(tmp_path, tokenizer, response):
 
 
 def test_a_response_ends_as_the_template_ends_it(tmp_path):
-    chatml = published((TEMPLATES / "Qwen-Qwen3-0.6B.jinja").read_text(encoding="utf-8"), "<|endoftext|>")
+    chatml = tokenizer_with(TEMPLATES["Qwen-Qwen3-0.6B"], "<|endoftext|>")
     path = _file(tmp_path, [{"prompt": [{"role": "user", "content": "1+2"}], "response": "3"}])
     batch = SftDataset([path], chatml, DataConfig()).batch([0])
     assert batch.jagged("response_ids").row(0).tolist() == chatml.encode("3<|im_end|>")
