@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.cli.command import add_command, add_recipe
 from hybridflow.doctor.findings import Finding, exit_code, table
-from hybridflow.errors import ResourceError
+from hybridflow.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
@@ -42,8 +42,8 @@ def add(commands: Any) -> None:
         run,
     )
     add_recipe(parser, "also check what this recipe needs", "--recipe")
-    about = "look at this model folder in place of the machine"
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help=about)
+    about = "look at this model folder, or hub id in the cache, in place of the machine"
+    parser.add_argument("--model", metavar="FOLDER", help=about)
     parser.add_argument("--nodes", action="store_true", help="on every node of the allocation, by srun")
     parser.add_argument("--errors-only", action="store_true", help="leave out what is in order")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -82,13 +82,20 @@ def _of_machine(args: argparse.Namespace) -> list[Finding]:
 
 def _of_model(args: argparse.Namespace) -> list[Finding]:
     """A recipe's data and machine are not asked for: the folder is looked at where it was downloaded."""
+    from hybridflow.config import hub
     from hybridflow.doctor import machine, model
 
+    folder = Path(args.model)
+    if hub.is_hub_id(args.model):
+        found = hub.cached(args.model, "model")
+        if found is None:
+            raise ConfigError(f"--model {args.model}: {hub.missing(args.model, 'model')}, or give a folder")
+        folder = found
     if args.config_name is None:
-        return model.examine(args.model)
-    args.overrides.append(f"model.path={args.model}")
+        return model.examine(folder)
+    args.overrides.append(f"model.path={folder}")
     config, findings = machine.recipe_findings(lambda: _load(args))
-    return findings + model.examine(args.model, config)
+    return findings + model.examine(folder, config)
 
 
 def _on_every_node(args: argparse.Namespace) -> int:

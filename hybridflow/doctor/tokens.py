@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridflow.agents.call_reading import format_of
 from hybridflow.data.chat_template import TemplateReport
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.doctor.findings import Finding
@@ -69,7 +70,9 @@ def _template(tokenizer: Tokenizer, observed: str | None) -> Iterator[Finding]:
     for role in ("user", "tool"):
         yield _observation(report, role, role == observed)
     if report.example_call:
-        yield Finding("tool calls", "ok", f"written as {_short(report.example_call)}")
+        known = format_of(report.example_call)
+        form = f"rollout.agent.call_format={known} reads" if known else "no call format here reads"
+        yield Finding("tool calls", "ok" if known else "unused", f"{form} {_short(report.example_call)}")
     else:
         yield Finding("tool calls", "unused", "the template writes none; rollout.agent.loop=tools needs them")
 

@@ -92,11 +92,20 @@ def export_held(
             copy_companions(tokenizer, partial)
         config, changed = exported_config(hf_config, held.dtype, entries, partial)
         write_surroundings(partial, shards, checksums, config)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
+        _put_in_place(partial, folder)
         lines += changed
     said = exchange.gather("\n".join(lines))[0]
     return [line for line in said.split("\n") if line.strip()]
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Give an export its name. An earlier one of that name is dropped after, so that a crash never loses both."""
+    earlier = folder.with_name(folder.name + ".earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, earlier)
+    os.replace(partial, folder)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _agreed(carried: Carried, exchange: Exchange) -> Carried:
