@@ -139,19 +139,24 @@ def _leave_files() -> None:
     """A root with the interpreter's library, shared libraries and four devices, read-only; nothing else."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     root = "/tmp"
-    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    packages = [given.removeprefix(_GIVEN) for given in sys.argv if given.startswith(_GIVEN)]
     library = f"lib/python{sys.version_info.major}.{sys.version_info.minor}"
     folders = {os.path.realpath(os.path.join(prefix, library)) for prefix in {sys.base_prefix, sys.base_exec_prefix}}
     folders |= {os.path.realpath(folder) for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64")}
     kept = [folder for folder in folders if not any(folder.startswith(f"{other}/") for other in folders)]
-    for folder in filter(os.path.isdir, kept):
-        _bind(folder, root + folder, is_folder=True)
+    # by descriptors: what lies in /tmp itself cannot be seen any more once the new root covers it
+    opened = {folder: os.open(folder, os.O_PATH) for folder in (*kept, *packages) if os.path.isdir(folder)}
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    for folder in filter(opened.get, kept):
+        _bind(f"/proc/self/fd/{opened[folder]}", root + folder, is_folder=True)
     for link in ("/lib", "/lib64"):
         if os.path.islink(link) and not os.path.lexists(root + link):
             os.symlink(os.path.realpath(link), root + link)
-    for folder in (given.removeprefix(_GIVEN) for given in sys.argv if given.startswith(_GIVEN)):
+    for folder in filter(opened.get, packages):
         with suppress(OSError):  # one that this user may not read: programs miss its package
-            _bind(folder, f"{root}{_PACKAGES}/{os.path.basename(folder)}", is_folder=True)
+            _bind(f"/proc/self/fd/{opened[folder]}", f"{root}{_PACKAGES}/{os.path.basename(folder)}", is_folder=True)
+    for descriptor in opened.values():
+        os.close(descriptor)
     for device in ("null", "zero", "random", "urandom"):
         _bind(f"/dev/{device}", f"{root}/dev/{device}", is_folder=False)
     for folder in ("tmp", "old"):

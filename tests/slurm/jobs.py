@@ -39,7 +39,7 @@ SITE: dict[str, Any] = {
     },
 }
 # Shell lines before a Python of node n2 that does STEP.
-ON_N2 = "if [[ ${{SLURMD_NODENAME:-}} == n2 && ${{3:-}} == {step} ]]; then {lines}; fi"
+ON_N2 = "if [[ ${{SLURMD_NODENAME:-}} == n2 && ${{4:-}} == {step} ]]; then {lines}; fi"
 CLOCK = """
 import time
 _time = time.time

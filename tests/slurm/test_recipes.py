@@ -28,10 +28,16 @@ ALONE = ("actor.parallel.tensor=1", "actor.parallel.sequence=false")
 def submitted(jobs: Jobs, recipe: str, sizes: Mapping[str, Any], *words: str) -> str:
     """The number of a job of a recipe, with the run called after it."""
     prepared = next(word for word in jobs.settings if word.startswith("data.prepare.out=")).partition("=")[2]
-    data = (f"data.train_files=[{prepared}/train.parquet]", f"data.val_files=[{prepared}/test.parquet]")
+    files = (f"data.train_files=[{prepared}/train.parquet]", f"data.val_files=[{prepared}/test.parquet]")
     config = ", ".join(f"{key}: {value}" for key, value in sizes.items())
     return jobs.submit_recipe(
-        recipe, *data, f"model.tokenizer={prepared}/tokenizer", f"model.hf_config={{{config}}}", *SIZES, *words
+        recipe,
+        "data=files",
+        *files,
+        f"model.tokenizer={prepared}/tokenizer",
+        f"model.hf_config={{{config}}}",
+        *SIZES,
+        *words,
     )
 
 

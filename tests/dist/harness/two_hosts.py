@@ -4,11 +4,15 @@ between them one cable (a veth pair), without a route to anywhere else. Needs ro
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
-ADDRESSES = ("10.78.0.1", "10.78.0.2")
+ROOT = Path(__file__).resolve().parents[3]
+ADDRESSES, PORT = ("10.78.0.1", "10.78.0.2"), 20000
 MTU = 1400  # smaller than anything that is assumed of a loopback
 _NODE = "mount -t tmpfs tmpfs /dev/shm && hostname {name} && echo up && exec sleep infinity"
 
@@ -49,3 +53,30 @@ def two_hosts() -> Iterator[list[list[str]]]:
         for keeper in keepers:
             keeper.kill()
             keeper.wait()
+
+
+@contextmanager
+def ray(commands: list[list[str]], addresses: Sequence[str], folder: Path) -> Iterator[Path]:
+    """Ray by hand on both nodes, which these words reach and which have these addresses. Yields the file of the token
+    that clients need, in `folder`."""
+    token = folder / "token"
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(32))
+    script = ["bash", str(ROOT / "launch" / "ray" / "cluster.sh")]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    # a cluster that an earlier test of this process has had leaves settings for one machine behind
+    rest = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env = {**rest, "RAY_AUTH_TOKEN_PATH": str(token), "PATH": path, "FIRST_PORT": str(PORT)}
+
+    def run(node: int, *words: str) -> None:
+        done = subprocess.run(
+            [*commands[node], *script, *words], env=env, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    try:
+        run(0, "head", addresses[0])
+        run(1, "join", *addresses)
+        yield token
+    finally:
+        run(0, "stop")
