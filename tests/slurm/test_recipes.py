@@ -34,6 +34,7 @@ def submitted(jobs: Jobs, recipe: str, sizes: Mapping[str, Any], *words: str) ->
         recipe,
         "data=files",
         *files,
+        "model.path=null",
         f"model.tokenizer={prepared}/tokenizer",
         f"model.hf_config={{{config}}}",
         *SIZES,
