@@ -189,7 +189,8 @@ def run_prepare(args: argparse.Namespace) -> int:
 
     done = prepare(args.task, out, args.source, options)
     counts = ", ".join(f"{name} ({rows} rows)" for name, rows in done.rows.items())
-    print(f"{'already in place' if done.reused else 'written'}: {counts} in {done.folder}")
+    made = f"{counts} and tokenizer/" if (done.folder / "tokenizer").is_dir() else counts
+    print(f"{'already in place' if done.reused else 'written'}: {made} in {done.folder}")
     return 0
 
 

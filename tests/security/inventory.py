@@ -20,6 +20,7 @@ import psutil
 from tests.security.sockets import listeners, processes_of, role_of
 
 SHARED_PLACES = ("/tmp/", "/var/tmp/", "/dev/shm/", "/run/")  # where every user makes files
+CODE = (str(Path(__file__).resolve().parents[2]), sys.prefix)  # of the test itself: a checkout may lie in /tmp
 CREDENTIALS = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY|ADMIN_KEY")
 _RANDOM = (
     (r"session_\d[\w-]+", "session_*"),
@@ -91,7 +92,7 @@ def _paths(pid: int, places: Sequence[str]) -> Iterator[Path]:
     except OSError:
         return  # it has ended
     for link in links:
-        if link.startswith(tuple(places)) and os.path.exists(link):
+        if link.startswith(tuple(places)) and not link.startswith(CODE) and os.path.exists(link):
             yield Path(link)
 
 

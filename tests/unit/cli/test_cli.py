@@ -44,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         record.append((task, out, source, options))
         return types.SimpleNamespace(rows={"train.parquet": 3}, reused=False, folder=out)
 
-    stand_in("hybridflow.data.prepare", prepare=prepare)
+    monkeypatch.setattr("hybridflow.data.prepare.prepare", prepare)
     stand_in("hybridflow.observe.report", write_report=lambda run_dir: run_dir / "report.html")
     return record
 
