@@ -23,7 +23,7 @@ SETTINGS = {
         ("torch DEFAULT", "(Intel(R) SSE4.2) enabled processors", "isa:Intel SSE4.1"),
     ),
 }
-TESTS = ("tests/dist/test_weight_layouts.py", "tests/dist/test_engines.py", "tests/dist/test_engine_shapes.py")
+TESTS = ("tests/dist/test_weight_layouts.py", "tests/dist/test_engines.py", "-m", "not full")
 PROBE = """
 import torch
 print("torch", torch.backends.cpu.get_cpu_capability(), flush=True)
@@ -49,6 +49,6 @@ def test_the_bounds_on_rounding_hold_with_the_instructions_of(name: str) -> None
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(
-        command, cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, timeout=3000, check=False
+        command, cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, timeout=1500, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
