@@ -264,14 +264,19 @@ def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
     if differing is None:
         return []
     name, wanted, other = differing
-    dirs = config_dirs(None)
-    fitting = [group for group, values in model_groups(dirs) if derived.differing_size(values, sizes) is None]
-    found = [recipe.name for recipe in list_recipes(dirs) if any(f"-{group}-" in recipe.name for group in fitting)]
+    found = recipes_for(sizes)
     instead = f"take a recipe of that model (--config-name {' or '.join(found)})" if found else "give the folder of it"
     return [
         f"model.path={model.path} has {name}={other} in its config.json, and model.hf_config says {wanted}: it is "
         f"another model than the recipe's; {instead}, or remove the recipe's sizes (~model.hf_config)"
     ]
+
+
+def recipes_for(sizes: Mapping[str, Any]) -> list[str]:
+    """Names of the recipes for the model with this config.json."""
+    dirs = config_dirs(None)
+    fitting = [group for group, values in model_groups(dirs) if derived.differing_size(values, sizes) is None]
+    return [recipe.name for recipe in list_recipes(dirs) if any(f"-{group}-" in recipe.name for group in fitting)]
 
 
 def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:

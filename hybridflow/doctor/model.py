@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import derived
+from hybridflow.config.check import recipes_for
 from hybridflow.config.schema import ModelConfig, RunConfig
 from hybridflow.doctor import tokens, weights
 from hybridflow.doctor.findings import Finding, exit_code
@@ -18,7 +19,6 @@ from hybridflow.errors import HybridFlowError, ModelError
 from hybridflow.models import Family, family_of, use_family
 from hybridflow.models.family import num_parameters
 from hybridflow.models.miniature import miniature
-from hybridflow.models.published import published, published_names
 from hybridflow.planning.advice import refused
 from hybridflow.planning.devices import read_cluster
 from hybridflow.planning.job import job_of
@@ -87,11 +87,7 @@ def _copy(folder: Path, hf: Mapping[str, Any], backend: Backend) -> Iterator[Fin
 
 def _fitting_recipes(hf: Mapping[str, Any]) -> Iterator[Finding]:
     """Recipes whose sizes are this model's."""
-    from hybridflow.config.locate import list_recipes, shipped_config_dir
-
-    same = [name for name in published_names() if derived.differing_size(published(name), hf) is None]
-    names = [one.name for one in list_recipes([shipped_config_dir()]) if any(f"-{name}-" in one.name for name in same)]
-    if names:
+    if names := recipes_for(hf):
         remedy = f"--recipe {names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
         yield Finding("recipe", "unused", "none is named; there are recipes of this size", remedy)
     else:

@@ -14,6 +14,7 @@ import torch
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import ModelError
 from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
+from hybridflow.models.model_folder import INDEX, SINGLE
 
 # what lies beside weights: tokenizers of every kind, templates, generation settings, code for others to run, licences
 _COMPANIONS = (
@@ -75,13 +76,13 @@ class SafetensorsFolder:
         self._open: dict[Path, Any] = {}  # each file is opened, and its header read, once for all its tensors
         config = self.folder / "config.json"
         self.quantisation = _quantisation_of(config) if config.exists() else None
-        index = self.folder / "model.safetensors.index.json"
+        index = self.folder / INDEX
         if index.exists():
             self.files = _weight_map(index)
-        elif (self.folder / "model.safetensors").exists():
+        elif (self.folder / SINGLE).exists():
             from safetensors import SafetensorError, safe_open
 
-            file = self.folder / "model.safetensors"
+            file = self.folder / SINGLE
             try:
                 with safe_open(file, framework="pt") as handle:
                     self.files = dict.fromkeys(handle.keys(), file.name)

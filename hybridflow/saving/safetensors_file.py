@@ -19,8 +19,8 @@ import torch
 from hybridflow.device.residency import memory_of
 from hybridflow.errors import ModelError, naming
 from hybridflow.models.family import Family, kept_dtypes
+from hybridflow.models.model_folder import INDEX
 
-INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.sha256"
 _NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.bool: "BOOL"},
