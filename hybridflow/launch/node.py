@@ -58,8 +58,9 @@ class RayOptions:
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Without Slurm's and the MPI launchers' variables, by which libraries would take Ray's workers for MPI ranks, and
-    without a Ray token of the user's own shell, which would take precedence over the job's."""
-    dropped = ("RAY_AUTH_TOKEN", "RAY_ADDRESS")
+    without what a local run leaves in a Python that then submits: a Ray token, which would take precedence over the
+    job's, and the variable that confines Ray to one machine."""
+    dropped = ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
     return {name: value for name, value in environment.items() if not name.startswith(_LEAKING) and name not in dropped}
 
 

@@ -159,8 +159,9 @@ def test_ray_ends_when_the_job_has_a_later_start_elsewhere(tmp_path: Path, monke
     assert records.failures(tmp_path / "restart-0") == []
 
 
-def test_slurm_and_pmi_variables_and_a_token_of_the_user_do_not_reach_ray() -> None:
+def test_variables_of_slurm_of_pmi_and_of_a_local_run_do_not_reach_ray() -> None:
     leaking = {"SLURM_PROCID": "1", "PMI_RANK": "1", "PMIX_ID": "x", "SLURMD_NODENAME": "n1", "RAY_AUTH_TOKEN": "old"}
+    leaking["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "RAY_AUTH_TOKEN_PATH": "/x/token"}
     assert clean_environment({**leaking, **kept}) == kept
 
