@@ -39,7 +39,6 @@ class SliceSync:
         self._run = secrets.token_hex(4)  # sessions of a resumed job must not meet files of an earlier one
         self._sessions = [0] * config.rollout.num_engines
         self._restarts = [0] * config.rollout.num_engines
-        self._folder = (derived.run_dir(config) / "sync").resolve()
         self._transport = ""  # follows from the devices of the policy's ranks; the driver's machine may have none
         self._staged = True
         self._attempts = 0
@@ -56,8 +55,6 @@ class SliceSync:
         platform = Platform(self.policy.run(PolicyWorker.device_kind))
         self._transport = chosen(self.sync_config.transport, platform, derived.shares_devices(self.config))
         self._staged = derived.is_staged(self.config, platform.kind)
-        if TRANSPORTS.get(self._transport).needs_folder:
-            self._folder.mkdir(parents=True, exist_ok=True)
         self._at = self.policy.run(PolicyWorker.open_sync_store)
         described = self.engines.group.run(RolloutWorker.describe_weights, *self._at, timeout=2 * wait)
         self._plan = self.policy.run(PolicyWorker.plan_weights, *self._at, described)[0]
@@ -150,7 +147,6 @@ class SliceSync:
             receivers=plan.receivers[number],
             message_bytes=plan.message_bytes[number],
             timeout_s=sync.timeout_s,
-            folder=str(self._folder),
             slots=self._slots(number),
         )
         return Order(name, number, endpoint, self._attempts, version, plan.digest, self._staged, sync.pause)

@@ -151,7 +151,6 @@ def test_requests_under_way_go_on_and_tell_which_weights_made_each_token(world: 
         {"transport": "p2p"},
         {"commit": "in_place"},
         {"transport": "shared_memory"},
-        {"transport": "disk"},
         {"pause": "abort"},
         {"pause": "in_place"},
     ],
@@ -267,7 +266,7 @@ def test_a_retry_within_the_sync_heals_a_transfer_fault(world: SyncWorld) -> Non
     world.configure()
 
 
-@pytest.mark.parametrize("commit", ["staged", "in_place"])
+@pytest.mark.parametrize("commit", ["staged", pytest.param("in_place", marks=pytest.mark.full)])
 def test_a_stalled_sender_stops_one_engine_at_its_deadline(world: SyncWorld, commit: str) -> None:
     heal(world, 24)
     world.configure(commit=commit)

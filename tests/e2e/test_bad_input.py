@@ -85,9 +85,13 @@ def _torn(table: pa.Table, path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "expected"),
     [
-        (_without_reward_model, r"bad\.parquet: column 'reward_model' is missing; the file has data_source, prompt"),
+        pytest.param(
+            _without_reward_model,
+            r"bad\.parquet: column 'reward_model' is missing; the file has data_source, prompt",
+            marks=pytest.mark.full,
+        ),
         (_with_text_for_a_struct, r"bad\.parquet, row 0, column 'reward_model': expected a struct .* found '42'"),
-        (_torn, r"bad\.parquet: not a readable parquet file"),
+        pytest.param(_torn, r"bad\.parquet: not a readable parquet file", marks=pytest.mark.full),
     ],
 )
 def test_a_bad_parquet_file(

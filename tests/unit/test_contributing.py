@@ -100,7 +100,7 @@ def transport(file: str, folder: Path) -> None:
     from hybridflow.sync.transports.base import LAST_TAG, TRANSPORTS, Endpoint
 
     store = master_store("127.0.0.1", 0, 20)
-    endpoint = Endpoint(f"{file}:counted", "counted", "127.0.0.1", store.port, (0,), (0,), 1 << 20, 10.0, str(folder))
+    endpoint = Endpoint(f"{file}:counted", "counted", "127.0.0.1", store.port, (0,), (0,), 1 << 20, 10.0)
     sent, got = (Payload(make(100, dtype=torch.uint8)) for make in (torch.ones, torch.zeros))
     with ThreadPoolExecutor(2) as pool:
         ends = pool.submit(open_sender, endpoint, 0), pool.submit(open_receiver, endpoint, 0)

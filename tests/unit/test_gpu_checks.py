@@ -143,10 +143,9 @@ def rehearse(out: Path, *words: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_cpu_rehearses_what_measures(tmp_path: Path) -> None:
-    records = rehearse(tmp_path, "--only", "environment", "kernels", "tiny-grpo", "speed", "update")
-    assert {one["status"] for one in records.values()} == {"passed"} and len(records) == 5
+    records = rehearse(tmp_path, "--only", "environment", "kernels", "speed", "update")
+    assert {one["status"] for one in records.values()} == {"passed"} and len(records) == 4
     assert records["kernels"]["figures"]["wrong"] == 0
-    assert records["tiny-grpo"]["figures"]["logprob_diff_mean"] < 0.03
     assert records["update"]["figures"].keys() >= {"share", "seconds", "waits", "peak_memory_GB"}
     assert records["speed"]["figures"].keys() >= {"checksum_share", "pack_share", "scatter_share"}
 
@@ -156,6 +155,7 @@ def test_a_cpu_rehearses_what_measures(tmp_path: Path) -> None:
 def test_a_cpu_rehearses_all_of_part_one(tmp_path: Path) -> None:
     records = rehearse(tmp_path)
     assert {name for name, one in records.items() if one["status"] != "passed"} == {"cuda-ipc", "ipc-speed"}
+    assert records["tiny-grpo"]["figures"]["logprob_diff_mean"] < 0.03
 
 
 @pytest.mark.slow

@@ -34,7 +34,6 @@ class Endpoint:
         senders: trainer ranks, ascending. receivers: engine ranks as the plan numbers them, ascending.
         message_bytes: of the largest message.
         timeout_s: longest wait for any one message.
-        folder: where the disk transport puts its files.
         slots: messages of a pair of ranks that may be under way at a time, two or more.
     """
 
@@ -46,7 +45,6 @@ class Endpoint:
     receivers: tuple[int, ...]
     message_bytes: int
     timeout_s: float
-    folder: str = ""
     slots: int = 2
 
     @classmethod
@@ -162,7 +160,6 @@ class Transport:
         devices: where the buffers may lie, "cpu" and "cuda".
         shares_devices: trainer and engines may be two processes of one GPU.
         one_host: trainer and engines must be on one host; else any placement will do.
-        needs_folder: messages go through a folder that both sides see (`Endpoint.folder`).
         keeps_messages: a receiver that stages leaves all messages of a sync in the transport's slots.
         parts: a message has so many times the bytes that stay in a core's cache.
     """
@@ -172,7 +169,6 @@ class Transport:
     devices: tuple[str, ...] = ("cpu",)
     shares_devices: bool = False
     one_host: bool = False
-    needs_folder: bool = False
     keeps_messages: bool = False
     parts: int = 1
 

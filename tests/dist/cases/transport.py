@@ -153,7 +153,7 @@ def entry_name(transport: str) -> str:
 
 def _peers_of_lender(transport: str, peers: tuple[int, ...]) -> int:
     """Peers that a rank has memory of its own for."""
-    return 1 if entry_name(transport) in ("tcp", "p2p", "disk") else len(peers)
+    return 1 if entry_name(transport) in ("tcp", "p2p") else len(peers)
 
 
 _device = torch.device("cpu")  # where all buffers of this process lie
@@ -165,19 +165,17 @@ def all_syncs(transports: list[str], folder: str, device: str = "cpu") -> Any:
     _device = torch.device(device)
     rank, host, port = rank_and_store()
     facts: dict[str, Any] = {}
+    os.environ["DEVICE_TWIN_FOLDER"] = folder
     for transport in transports:
-        good, bad = (Path(folder) / f"{entry_name(transport)}-{kind}" for kind in ("good", "bad"))
-        for path in (good, bad):
-            path.mkdir(exist_ok=True)
         line_up(f"{transport}, good")
-        facts[transport] = {"good": _good_syncs(transport, str(good), rank, host, port)}
+        facts[transport] = {"good": _good_syncs(transport, rank, host, port)}
         if rank < TRAINERS + 2 and entry_name(transport) != "two_nodes":  # its faults are those of its two ways
-            facts[transport]["bad"] = _bad_syncs(transport, str(bad), rank, host, port)
+            facts[transport]["bad"] = _bad_syncs(transport, rank, host, port)
     _hold_store("everything", rank, TRAINERS + 3)
     return facts
 
 
-def _good_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> Any:
+def _good_syncs(transport: str, rank: int, host: str, port: int) -> Any:
     """Every layout and dtype, staged and in place, four versions on one session."""
     facts: dict[str, Any] = {}
     for name, engines, dtypes, part, slots in (  # whole buckets; parts in a few slots; parts and room for all of them
@@ -198,14 +196,13 @@ def _good_syncs(transport: str, folder: str, rank: int, host: str, port: int) ->
             receivers,
             case.plan.bucket_bytes,
             30.0,
-            folder,
             slots,
         )
         facts[name] = (
             _send_all(case, endpoint, rank) if rank < TRAINERS else _receive_all(case, endpoint, rank - TRAINERS)
         )
     gc.collect()
-    facts["left"] = _left_behind(folder)
+    facts["left"] = _left_behind()
     return facts
 
 
@@ -272,7 +269,7 @@ def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
     }
 
 
-def _left_behind(folder: str) -> list[str]:
+def _left_behind() -> list[str]:
     """Files and shared memory of sessions that are over."""
     maps = [line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:hybridflow" in line]
     return maps + [name for name in os.listdir("/dev/shm") if "hybridflow" in name]
@@ -321,7 +318,7 @@ DEEDS = (("flip", "trainer"), ("kill", "trainer"), ("kill", "engine"), ("stall",
 BAD_TRAINER, BAD_ENGINE = 3, 1
 
 
-def _bad_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> Any:
+def _bad_syncs(transport: str, rank: int, host: str, port: int) -> Any:
     """Each deed in a session of its own, then a good sync in another."""
     case, facts = Case([EngineShape(tensor=2)], staging=1 << 16), {}
     for deed, side in DEEDS:
@@ -334,7 +331,6 @@ def _bad_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> 
             (0, 1),
             case.plan.bucket_bytes,
             DEADLINES[deed],
-            folder,
         )
         line_up(endpoint.session, TRAINERS + 2)
         is_bad = rank == (BAD_TRAINER if side == "trainer" else TRAINERS + BAD_ENGINE)
@@ -348,13 +344,13 @@ def _bad_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> 
             facts[f"{deed} {side}"] = _take_part(case, endpoint, rank, deed, is_bad)
     line_up(f"{transport}, after", TRAINERS + 2)
     endpoint = Endpoint(
-        transport, f"{transport}, after", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, 30.0, folder
+        transport, f"{transport}, after", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, 30.0
     )
     facts["after"] = _take_part(case, endpoint, rank, "", False)
-    facts["absent"] = _absent(transport, folder, rank, host, port)
+    facts["absent"] = _absent(transport, rank, host, port)
     _hold_store(f"{transport}, absent", rank)
     gc.collect()
-    facts["left"] = _left_behind(folder)
+    facts["left"] = _left_behind()
     return facts
 
 
@@ -390,10 +386,10 @@ def _take_part(case: Case, endpoint: Endpoint, rank: int, deed: str, is_bad: boo
     return {"error": error, "seconds": took, "right": right}
 
 
-def _absent(transport: str, folder: str, rank: int, host: str, port: int) -> str:
+def _absent(transport: str, rank: int, host: str, port: int) -> str:
     if rank not in (0, TRAINERS):
         return ""
-    endpoint = Endpoint(transport, f"{transport}, absent", host, port, (0, 9), (0,), 1 << 10, 1.0, folder)
+    endpoint = Endpoint(transport, f"{transport}, absent", host, port, (0, 9), (0,), 1 << 10, 1.0)
     try:
         (open_sender if rank == 0 else open_receiver)(endpoint, 0)
     except WeightSyncError as error:

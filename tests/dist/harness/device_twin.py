@@ -77,16 +77,16 @@ class PeerMemory:
         return PeerEvents(handles)
 
 
-def _memory(endpoint: Endpoint, device: torch.device) -> DeviceMemory:
-    return DeviceMemory(device, PeerMemory(Path(endpoint.folder).parent / "device"))
+def _memory(device: torch.device) -> DeviceMemory:
+    return DeviceMemory(device, PeerMemory(Path(os.environ["DEVICE_TWIN_FOLDER"]) / "device"))
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Sender:
-    return Sender(Member(endpoint, "trainer", rank), _memory(endpoint, device))
+    return Sender(Member(endpoint, "trainer", rank), _memory(device))
 
 
 def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Receiver:
-    return Receiver(Member(endpoint, "engine", rank), _memory(endpoint, device))
+    return Receiver(Member(endpoint, "engine", rank), _memory(device))
 
 
 TRANSPORTS.register("device_twin", Transport(open_sender, open_receiver))
@@ -101,7 +101,7 @@ def _on_node(member: Member) -> None:
 def open_sender_of_two_nodes(endpoint: Endpoint, rank: int, device: torch.device) -> Any:
     _on_node(member := Member(endpoint, "trainer", rank))
     return join_nodes(
-        member, lambda near: Sender(near, _memory(endpoint, device)), lambda: p2p.open_sender(endpoint, rank, device)
+        member, lambda near: Sender(near, _memory(device)), lambda: p2p.open_sender(endpoint, rank, device)
     )
 
 
@@ -109,7 +109,7 @@ def open_receiver_of_two_nodes(endpoint: Endpoint, rank: int, device: torch.devi
     _on_node(member := Member(endpoint, "engine", rank))
     return join_nodes(
         member,
-        lambda near: Receiver(near, _memory(endpoint, device)),
+        lambda near: Receiver(near, _memory(device)),
         lambda: p2p.open_receiver(endpoint, rank, device),
     )
 

@@ -97,11 +97,11 @@ def test_what_carries_weights_to_engines_on_the_trainers_gpus() -> None:
     check_devices(config, "cpu")
     with pytest.raises(ConfigError, match=r"rollout\.pool=actor .* NCCL takes each GPU once; use auto or cuda_ipc, or"):
         check_devices(config, "cuda")
-    with pytest.raises(ConfigError, match=r"cuda_ipc carries CUDA buffers.*lie on cpu.*use auto or disk, p2p"):
+    with pytest.raises(ConfigError, match=r"cuda_ipc carries CUDA buffers.*lie on cpu.*use auto or p2p"):
         check_devices(load_config("tiny-moe-grpo", ["rollout.sync.transport=cuda_ipc"]), "cpu")
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shared_memory", "disk"])
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
     config = load_config("tiny-moe-grpo", [f"rollout.sync.transport={transport}"])
     check_devices(config, "cpu")
@@ -120,7 +120,7 @@ def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
 )
 def test_shared_memory_needs_one_machine(words: tuple[str, ...], why: str) -> None:
     config = load_config("tiny-moe-grpo", ["rollout.sync.transport=shared_memory", *words])
-    with pytest.raises(ConfigError, match=f"shared_memory needs trainer and engines on one machine, but {why}.*disk"):
+    with pytest.raises(ConfigError, match=f"shared_memory needs trainer and engines on one machine, but {why}.*tcp"):
         check_devices(config, "cpu")
 
 

@@ -13,7 +13,7 @@ from hybridflow.sync.session import Board, Order, RankReport
 from hybridflow.sync.transports.base import Endpoint
 
 CLIENT: Any = None
-ORDER = Order("engine-0", 0, Endpoint("tcp", "s", "127.0.0.1", 1, (0,), (0,), 1024, 1.0, ""), 1, 3, "plan")
+ORDER = Order("engine-0", 0, Endpoint("tcp", "s", "127.0.0.1", 1, (0,), (0,), 1024, 1.0), 1, 3, "plan")
 
 
 class Lost:

@@ -76,7 +76,7 @@ def sums(full: bool) -> Iterator[Form]:
         yield log_probs((1 + 15 * (number % 3), v, h), BF16, entropy=number % 2 == 0)
         if full:
             yield log_probs((33, v, h), BF16, entropy=number % 2 == 1)
-    for dtype, (v, h) in itertools.product((FP16, FP32), some if full else some[:1] + some[3:5]):
+    for dtype, (v, h) in itertools.product((FP16, FP32), some if full else some[3:4]):
         yield log_probs((33, v, h), dtype)
     yield log_probs((33, 8193, 64), FP16, entropy=False)
     yield log_probs((33, 8193, 64), BF16, temperature=1)  # type: ignore[arg-type]  an integer, as a configuration has it
@@ -86,11 +86,13 @@ def sums(full: bool) -> Iterator[Form]:
 
 def best(full: bool) -> Iterator[Form]:
     """The highest logits beside the sums."""
-    for k, shape in ((1, (33, 1, 64)), (20, (1, 8192, 64)), (32, (16, 151937, 97)), (128, (33, 8193, 64))):
-        yield log_probs(shape, BF16, entropy=k == 20, k=k)
-    yield log_probs((9, 40, 64), BF16, entropy=True, k=20, device="cpu")
-    yield log_probs((9, 97, 97), FP32, k=64)
+    yield log_probs((1, 8192, 64), BF16, k=20)
+    yield log_probs((33, 8193, 64), BF16, entropy=False, k=128)
+    yield log_probs((9, 40, 64), BF16, k=20, device="cpu")
     if full:
+        yield log_probs((33, 1, 64), BF16, entropy=False, k=1)
+        yield log_probs((16, 151937, 97), BF16, entropy=False, k=32)
+        yield log_probs((9, 97, 97), FP32, k=64)
         for k, dtype, entropy in itertools.product((1, 2, 32, 64, 128), (BF16, FP16, FP32), (False, True)):
             yield log_probs((33, 8192, 97 if k == 2 else 64), dtype, entropy=entropy, k=k)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,11 +98,11 @@ def store() -> Any:
 
 
 @pytest.mark.parametrize("name", ["mine", *(n for n in TRANSPORTS.names() if "cpu" in TRANSPORTS.get(n).devices)])
-def test_the_contract_within_one_process(name: str, mine: str, store: Any, tmp_path: Path) -> None:
+def test_the_contract_within_one_process(name: str, mine: str, store: Any) -> None:
     """Order, exact bytes, a late peer within the deadline, and no use after an abort."""
     transport = mine if name == "mine" else name
     session = f"contract of {name}"
-    endpoint = Endpoint(transport, session, HOST, store.port, (0,), (0,), 1 << 20, 60.0, str(tmp_path))
+    endpoint = Endpoint(transport, session, HOST, store.port, (0,), (0,), 1 << 20, 60.0)
     sent = [Payload(torch.arange(size, dtype=torch.int64).to(torch.uint8)) for size in (1, 70_000, 3)]
     got = [Payload(torch.zeros(payload.nbytes, dtype=torch.uint8)) for payload in sent]
     with ThreadPoolExecutor(2) as pool:

@@ -153,10 +153,10 @@ def test_moved_buffers_are_noticed() -> None:
 
 def test_an_unknown_transport_or_rank_is_refused_with_the_valid_ones() -> None:
     endpoint = Endpoint("smoke", "s", "127.0.0.1", 1, (0, 1), (0,), 8, 1.0)
-    with pytest.raises(WeightSyncError, match=r"no weight transport of this name.*disk, p2p, shared_memory, tcp"):
+    with pytest.raises(WeightSyncError, match=r"no weight transport of this name.*p2p, shared_memory, tcp"):
         open_sender(endpoint, 0)
     with pytest.raises(WeightSyncError, match=r"trainer rank 7 takes no part .* \[0, 1\]"):
-        open_sender(Endpoint(**{**vars(endpoint), "transport": "disk"}), 7)
+        open_sender(Endpoint(**{**vars(endpoint), "transport": "tcp"}), 7)
 
 
 def test_a_store_that_nobody_serves_is_an_error_within_the_deadline() -> None:
@@ -167,5 +167,5 @@ def test_a_store_that_nobody_serves_is_an_error_within_the_deadline() -> None:
 
 def test_the_transport_and_the_messages_fit_the_device() -> None:
     cpu, cuda = Platform("cpu"), Platform("cuda")
-    assert (chosen("auto", cpu), chosen("auto", cuda), chosen("disk", cpu)) == ("tcp", "p2p", "disk")
+    assert (chosen("auto", cpu), chosen("auto", cuda), chosen("shared_memory", cpu)) == ("tcp", "p2p", "shared_memory")
     assert 0 < part_bytes("tcp", cpu) < part_bytes("p2p", cpu) and part_bytes("p2p", cuda) == 0
