@@ -3,9 +3,16 @@
 Everything else is in pyproject.toml.
 """
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 SHIPPED = {"hybridflow.shipped.configs": "configs", "hybridflow.shipped.launch": "launch"}  # `config.locate` finds them
+if missing := [name for name in ("kernels", *SHIPPED.values()) if not Path(name).is_dir()]:
+    raise SystemExit(
+        f"hybridflow is built from folders that are missing here: {', '.join(missing)}; copy them, as "
+        "launch/containers/Dockerfile does, and build again"
+    )
 setup(
     packages=[*find_packages(include=["hybridflow", "hybridflow.*"]), "hybridflow_kernels", *SHIPPED],
     package_dir={"hybridflow_kernels": "kernels", **SHIPPED},

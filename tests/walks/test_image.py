@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from tests.walks.package import ROOT, succeed, wheel_of
+from tests.walks.package import ROOT, run, succeed, wheel_of
 
 pytestmark = pytest.mark.slow
 
@@ -23,13 +24,17 @@ def copied_by(recipe: Path) -> list[str]:
     return [name for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE) for name in line.split()[:-1]]
 
 
+def image_of(names: Iterable[str], folder: Path) -> Path:
+    folder.mkdir()
+    for name in names:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    return folder
+
+
 @pytest.mark.parametrize("recipe", ["Dockerfile", "hybridflow.def"])
 def test_the_package_builds_from_what_an_image_copies(recipe: str, tmp_path: Path) -> None:
-    image = tmp_path / "image"
-    image.mkdir()
-    for name in copied_by(ROOT / "launch/containers" / recipe):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, image / name)
+    image = image_of(copied_by(ROOT / "launch/containers" / recipe), tmp_path / "image")
     built = tmp_path / "wheel"
     built.mkdir()
     wheel = wheel_of(image, built)
@@ -40,3 +45,12 @@ def test_the_package_builds_from_what_an_image_copies(recipe: str, tmp_path: Pat
     asked += "print(kernels.__file__, package.__file__)"
     kernels, package = succeed([sys.executable, "-c", asked], tmp_path).split()
     assert kernels == str(site / "hybridflow_kernels/__init__.py") and package == str(site / "hybridflow/__init__.py")
+
+
+def test_an_image_without_the_kernels_is_not_built_and_names_what_to_copy(tmp_path: Path) -> None:
+    names = set(copied_by(ROOT / "launch/containers/Dockerfile")) - {"kernels"}
+    image = image_of(sorted(names), tmp_path / "image")
+    words = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", str(tmp_path), str(image)]
+    done = run([sys.executable, "-m", "pip", "wheel", *words], tmp_path)
+    assert done.returncode != 0
+    assert "missing here: kernels; copy them, as launch/containers/Dockerfile does" in done.stdout + done.stderr
