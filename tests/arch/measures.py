@@ -1,0 +1,73 @@
+"""Measures of how dense the code reads, printed for people: `python -m tests.arch.measures [FOLDER]`.
+
+One line per room: AST nodes, lines, tokens per line, and parallel assignments (`a, b = x, y`), comprehensions and lines
+of 110 columns or more per 1,000 lines. Below, how often docstrings use the words of docs/style.md's dialect, per
+1,000 words. `FOLDER` is another checkout, to compare two commits. No test reads these numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.arch.files import ROOT
+
+FOLDERS = ("hybridflow", "benchmarks", "kernels", "tests")
+WIDE = 110
+DIALECT = ("what", "says", "where", ", which", "lie", "lies", "beside", "nobody", "somebody", "of its own", "asked")
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_LAYOUT = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER}
+
+
+def measure(file: Path) -> Counter[str]:
+    """Counts of one file."""
+    source = file.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    counts = Counter(lines=len(lines), wide=sum(len(line) >= WIDE for line in lines))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    counts["tokens"] = sum(token.type not in _LAYOUT for token in tokens)
+    for node in ast.walk(ast.parse(source)):
+        counts["nodes"] += 1
+        counts["comprehensions"] += isinstance(node, COMPREHENSIONS)
+        if isinstance(node, ast.Assign):
+            counts["parallel"] += isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
+    return counts
+
+
+def docstrings(file: Path) -> Iterator[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, documented) and (text := ast.get_docstring(node)):
+            yield text
+
+
+def main(root: Path) -> None:
+    rooms: dict[str, Counter[str]] = {}
+    words: Counter[str] = Counter()
+    for file in sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py")):
+        parts = file.relative_to(root).parts
+        room = "/".join(parts[:2]) if parts[0] == "hybridflow" and len(parts) > 2 else parts[0]
+        rooms.setdefault(room, Counter()).update(measure(file))
+        if parts[0] == "hybridflow":
+            for text in docstrings(file):
+                words["all"] += len(text.split())
+                words.update({word: len(re.findall(rf"(?<!\w){word}(?!\w)", text.lower())) for word in DIALECT})
+    product = sum((counts for room, counts in rooms.items() if room.startswith("hybridflow")), Counter())
+    print(f"{'room':32}{'nodes':>9}{'lines':>8}{'tokens/line':>13}{'parallel':>10}{'compr.':>8}{'wide':>7}")
+    for room, counts in [*rooms.items(), ("hybridflow, all", product)]:
+        lines = max(1, counts["lines"])
+        rates = [1000 * counts[name] / lines for name in ("parallel", "comprehensions", "wide")]
+        density = f"{counts['tokens'] / lines:13.1f}{rates[0]:10.1f}{rates[1]:8.1f}{rates[2]:7.1f}"
+        print(f"{room:32}{counts['nodes']:9,}{counts['lines']:8,}{density}")
+    print("\nper 1,000 words of docstrings in hybridflow:")
+    print(", ".join(f"{word!r} {1000 * words[word] / max(1, words['all']):.1f}" for word in DIALECT))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
