@@ -30,7 +30,7 @@ SIDES: dict[str, Sequence[str]] = {
 
 def main() -> None:
     """Run all sides in turns, and write the medians."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of a run; the first is not counted")
     given = parser.parse_args()

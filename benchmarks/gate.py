@@ -62,7 +62,7 @@ def slower(found: Comparison) -> list[str]:
 
 def main() -> None:
     """All figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tries", type=int, default=20)
     parser.add_argument("--part", action="append", help="a measurement; may be given again; default: all without Ray")
     given = parser.parse_args()

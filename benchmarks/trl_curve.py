@@ -76,7 +76,7 @@ def theirs(folder: Path, model: Path, seed: int, python: Path) -> dict[int, floa
 
 def main() -> None:
     """Both curves of each seed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--peer", type=Path, default=Path(os.environ.get("HYBRIDFLOW_TRL_PYTHON", "python-with-trl")))
     parser.add_argument("--seed", type=int, action="append", help="may be given again; default: 1, 2 and 3")
     parser.add_argument("--layout", choices=LAYOUTS, default="in-process")

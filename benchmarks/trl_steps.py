@@ -214,7 +214,7 @@ def has_trl(python: Path) -> str | None:
 
 def main() -> None:
     """Run the cases that were asked for, and write the figures of all rounds so far."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--peer", type=Path, default=Path(os.environ.get("HYBRIDFLOW_TRL_PYTHON", "python-with-trl")))
     parser.add_argument("--case", action="append", choices=CASES, help="may be given again; default: all")
     parser.add_argument("--rounds", type=int, default=1)

@@ -176,7 +176,9 @@ def _present(source: Path, target: Path):  # type: ignore[no-untyped-def]
 
 def main(words: Sequence[str] | None = None) -> int:
     """The exit status: 1 where a piece is larger than one transfer."""
-    parser = argparse.ArgumentParser(prog="make gpu-wheels", description="wheels for a GPU machine without an index")
+    parser = argparse.ArgumentParser(
+        prog="make gpu-wheels", description="wheels for a GPU machine without an index", allow_abbrev=False
+    )
     parser.add_argument("pieces", nargs="*", default=list(FIRST), help=f"of {', '.join(pins())}; a b c unless named")
     parser.add_argument("--python", default="", help="for te: a Python 3.12 with torch 2.11.0+cu130")
     parser.add_argument("--out", type=Path, default=HERE.parent / "wheels/device")

@@ -15,7 +15,7 @@ from hybridflow.errors import HybridFlowError, StorageError
 
 def main(words: list[str]) -> int:
     """Measure, and write the metrics as a result; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m hybridflow.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m hybridflow.bench", description=__doc__, allow_abbrev=False)
     parser.add_argument("name")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)

@@ -23,6 +23,7 @@ def add_command(
     """The parser of a command among `commands`; a command with actions has no handler of its own."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
+        allow_abbrev=False,  # what an abbreviation means changes with the next option
         formatter_class=argparse.RawDescriptionHelpFormatter,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",

@@ -119,23 +119,28 @@ def _option_hint(parser: argparse.ArgumentParser, word: str, argv: list[str]) ->
     if "." in key or exists(RunConfig, key):
         value = value or next(iter(argv[argv.index(word) + 1 :]), "VALUE")
         return f"; settings are words without dashes: {key}={value}"
-    near = difflib.get_close_matches(word.partition("=")[0], _options(parser), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    name, options = word.partition("=")[0], sorted(set(_options(parser, argv)))
+    near = [one for one in options if one.startswith(name)] or difflib.get_close_matches(name, options, n=1)
+    return f"; did you mean {' or '.join(near)}?" if near and name.strip("-") else ""
 
 
-def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The options of a command, and of those below it."""
+def _options(parser: argparse.ArgumentParser, argv: list[str]) -> Iterator[str]:
+    """The options of a command, and of those below it that the command line names."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                yield from _options(command)
+            for name, command in action.choices.items():
+                if name in argv:
+                    yield from _options(command, argv)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
     parser = argparse.ArgumentParser(
-        prog="hybridflow", description=TOP, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="hybridflow",
+        description=TOP,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hybridflow {hybridflow.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -10,9 +10,17 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from hybridflow.errors import HybridFlowError
 from hybridflow.launch import records
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes options by their whole names alone."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
 
 
 def main(words: list[str]) -> int:
@@ -28,8 +36,8 @@ def main(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hybridflow.launch", description=__doc__)
-    steps = parser.add_subparsers(dest="step", required=True)
+    parser = _Parser(prog="python -m hybridflow.launch", description=__doc__)
+    steps = parser.add_subparsers(dest="step", required=True)  # of the same class
 
     check = steps.add_parser("preflight", help="check this node and the way to the others")
     check.add_argument("--min-open-files", type=int, default=4096)
@@ -135,9 +143,9 @@ def _driver(args: argparse.Namespace) -> int:
 
 
 def _private_folder(args: argparse.Namespace) -> int:
-    from hybridflow.process.private_folder import LONGEST_FOR_RAY, RAY, make_private_folder
+    from hybridflow.process.private_folder import RAY, ROOM_FOR_RAY, make_private_folder
 
-    print(make_private_folder(args.prefix, LONGEST_FOR_RAY) / RAY)
+    print(make_private_folder(args.prefix, ROOM_FOR_RAY) / RAY)
     return 0
 
 

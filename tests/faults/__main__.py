@@ -26,7 +26,7 @@ _INSIDE = "HYBRIDFLOW_FAULTS_NAMESPACE"
 
 def main() -> int:
     """Exit status 1 when a campaign had a fault."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__, allow_abbrev=False)
     parser.add_argument("--campaigns", type=int, default=0, help="how many to play")
     parser.add_argument("--seed", type=int, default=1, help="of the first; each next one has the next seed")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of all campaigns; default: the shapes in turn")

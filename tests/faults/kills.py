@@ -329,7 +329,7 @@ def main() -> int:
     """Exit status 1 when a campaign had a fault."""
     from tests.faults import kills_table
 
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__, allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=1, help="of the first product; each next one has the next seed")
     parser.add_argument("--products", type=int, default=1, help="how many to play")
     parser.add_argument("--campaign", type=int, help="play this one of each product alone")

@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -
 
 
 def _arguments(checks: Sequence[Check]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="make gpu", description="what only a GPU can show")
+    parser = argparse.ArgumentParser(prog="make gpu", description="what only a GPU can show", allow_abbrev=False)
     parser.add_argument("--part", type=int, choices=(1, 2, 3), default=1, help="1: alone, 2: SGLang, 3: TE")
     parser.add_argument("--only", nargs="+", choices=[check.name for check in checks], help="these checks")
     parser.add_argument("--list", action="store_true", help="name the checks")

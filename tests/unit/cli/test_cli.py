@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import re
 import subprocess
 import sys
 import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybridflow.cli.main import main
+from hybridflow.cli.main import build_parser, main
 from hybridflow.config.load import load_config
 from hybridflow.errors import HybridFlowError, RunInterrupted
+from hybridflow.launch import __main__ as launch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -169,6 +172,49 @@ def test_unknown_options_are_refused(words: list[str], calls: list[Any], capsys:
     assert caught.value.code == 2
     assert next(word for word in words if word in {"--confg-name", "-x", "b", "nope"}) in capsys.readouterr().err
     assert calls == []
+
+
+def _parsers(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words that lead to each parser, and one of its options cut short."""
+    for action in parser._actions:
+        for option in action.option_strings:
+            if len(option) > 4 and option.startswith("--") and option[:-1] not in parser._option_string_actions:
+                yield (*path, option[:-1])
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                yield from _parsers(command, (*path, name))
+
+
+def test_an_option_cut_short_is_refused_with_its_whole_name_in_every_command() -> None:
+    """What an abbreviation means would change with the next option."""
+    cut = list(_parsers(build_parser()))
+    assert len(cut) > 60 and {len(words) for words in cut} >= {1, 2, 3}
+    for words in cut:
+        assert not _takes(build_parser(), words), words
+    assert all(not _takes(launch._parser(), words) for words in _parsers(launch._parser()))
+
+
+def _takes(parser: argparse.ArgumentParser, words: Sequence[str]) -> bool:
+    """Whether the parser knows the option at the end of the words, whatever it then misses."""
+    for word in words[:-1]:
+        [parser] = [one.choices[word] for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    return parser._parse_optional(words[-1])[0] is not None  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["train", "--config", "e2e"], "did you mean --config-dir or --config-name?"),
+        (["slurm", "submit", "--node=3"], "did you mean --nodes?"),
+        (["train", "--expl"], "did you mean --explain?"),
+    ],
+)
+def test_the_whole_name_of_an_option_is_told(
+    words: list[str], hint: str, calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert hint in capsys.readouterr().err and calls == []
 
 
 def test_prepare_passes_typed_options(calls: list[Any]) -> None:
