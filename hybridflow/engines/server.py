@@ -25,14 +25,14 @@ from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from hybridflow.process.fork_client import ForkedProcess, fork
 from hybridflow.process.listening import listeners_at
-from hybridflow.process.private_folder import compiled_code
+from hybridflow.process.private_folder import compiled_code, parent_of_private
 from hybridflow.process.secret import VARIABLE, digest, job_secret, without_credentials
-from hybridflow.process.surroundings import SAFE_PATH, socket_folder, without_proxy
+from hybridflow.process.surroundings import SAFE_PATH, without_proxy
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
-_SOCKET_ROOM = 64  # of "/hf-engine-", a token and the servers' own names: a uuid (vllm/utils/network_utils.py)
+_SOCKET_ROOM = 45  # bytes of the servers' own names for sockets: a uuid (vllm/utils/network_utils.py)
 GRACE_S = {"cpu": 0.0, "cuda": 8.0}  # SGLang looks at SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
 INHERITED_BY_RANKS = (
     "RANK",
@@ -173,7 +173,8 @@ class ServerProcess:
             raise EngineError("already started", engine=self.spec.name)
         self._prepare()
         self.port, self._lock = reserve_port(self.spec.ports)
-        self._folder = os.path.join(socket_folder(_SOCKET_ROOM), f"hf-engine-{secrets.token_hex(4)}")
+        name = f"hf-engine-{secrets.token_hex(4)}"  # made once the guard watches, which knows its name alone
+        self._folder = str(parent_of_private(len(name), _SOCKET_ROOM) / name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command, env = self._command(), self._environment()
         watch = [guard.__file__, str(os.getpid()), str(GRACE_S[self.spec.device]), self._folder, "--"]

@@ -25,7 +25,7 @@ from typing import Any
 from hybridflow.errors import ResourceError
 from hybridflow.launch import records
 from hybridflow.process.listening import listeners_at
-from hybridflow.process.private_folder import LONGEST_FOR_RAY, RAY, make_private_folder
+from hybridflow.process.private_folder import RAY, ROOM_FOR_RAY, make_private_folder
 from hybridflow.single_controller import guard
 from hybridflow.single_controller.cluster import SYSTEM_CONFIG
 
@@ -122,7 +122,7 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
 @contextmanager
 def _private_folder(job_id: int) -> Iterator[Path]:
     """What Ray is given as its temporary folder, inside of a private one; a guard clears up if this process dies."""
-    private = make_private_folder(f"hf-job-{job_id}-", LONGEST_FOR_RAY)
+    private = make_private_folder(f"hf-job-{job_id}-", ROOM_FOR_RAY)
     watching = subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, str(private), str(os.getpid())],
         stdin=subprocess.PIPE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import tempfile
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 from hybridflow.errors import ResourceError
 
 RAY = "r"
-LONGEST_FOR_RAY = 40  # with /r and up to 64 characters of Ray's for a socket; the path of a unix socket holds 107
+ROOM_FOR_RAY = 67  # bytes of a socket's path below a private folder: /r, and up to 64 of Ray's own
+_LONGEST_SOCKET = 107  # bytes in the path of a unix socket
 _RANDOM = 8  # characters that mkdtemp appends
 
 
@@ -19,18 +21,15 @@ def compiled_code() -> str:
     return f"{Path.home()}/.cache/torchinductor"
 
 
-def make_private_folder(prefix: str, longest: int | None = None) -> Path:
-    """A new folder of mode 0700 in TMPDIR, or in /tmp where its path would have more than `longest` characters.
-
-    Ray opens the folder that it is given as --temp-dir to everybody, though not the one around it: it is given `RAY`
-    inside of this one.
+def parent_of_private(name_bytes: int, room: int = 0) -> Path:
+    """Where a private folder whose name has so many bytes is made: TMPDIR, or /tmp where that leaves less than `room`
+    bytes for the rest of the path of a unix socket in it.
 
     Raises:
-        ResourceError: the folder cannot be made, or others could replace it because one above it is writable by all
-            and not sticky.
+        ResourceError: others could replace the folder, because one above it is writable by all and not sticky.
     """
     parent = Path(tempfile.gettempdir()).resolve()
-    if longest is not None and len(str(parent)) + 1 + len(prefix) + _RANDOM > longest:
+    if room and len(os.fsencode(parent)) + 1 + name_bytes + room > _LONGEST_SOCKET:
         parent = Path("/tmp").resolve()
     for folder in (parent, *parent.parents):
         mode = folder.stat().st_mode
@@ -39,6 +38,19 @@ def make_private_folder(prefix: str, longest: int | None = None) -> Path:
                 f"{folder} is writable by every user and not sticky, so that others could replace folders in it: set "
                 f"its mode to 1777, or TMPDIR to another folder than {parent}"
             )
+    return parent
+
+
+def make_private_folder(prefix: str, room: int = 0) -> Path:
+    """A new folder of mode 0700 whose name begins with `prefix`, where `parent_of_private` says.
+
+    Ray opens the folder that it is given as --temp-dir to everybody, though not the one around it: it is given `RAY`
+    inside of this one.
+
+    Raises:
+        ResourceError: the folder cannot be made, or others could replace it.
+    """
+    parent = parent_of_private(len(os.fsencode(prefix)) + _RANDOM, room)
     try:
         return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:

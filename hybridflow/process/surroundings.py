@@ -7,7 +7,6 @@ import ipaddress
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from urllib.parse import urlsplit
@@ -16,7 +15,6 @@ from urllib.parse import urlsplit
 # process with this variable starts obeys it, those of libraries too. Pythons before 3.11 ignore it.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-_LONGEST_SOCKET = 107  # bytes in the path of a unix socket
 
 
 @cache
@@ -52,13 +50,6 @@ def without_proxy(env: Mapping[str, str]) -> dict[str, str]:
     given = [item.strip() for name in ("no_proxy", "NO_PROXY") for item in env.get(name, "").split(",")]
     exempt = ["*"] if "*" in given else [*filter(None, given), *own_addresses()]
     return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(dict.fromkeys(exempt)))
-
-
-def socket_folder(room: int) -> str:
-    """The folder for temporary files, or /tmp where its name leaves less than `room` bytes for the rest of the path of
-    a unix socket."""
-    folder = tempfile.gettempdir()
-    return folder if len(os.fsencode(folder)) + room <= _LONGEST_SOCKET else "/tmp"
 
 
 def import_path() -> list[str]:

@@ -27,12 +27,13 @@ from typing import Any
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.device.platform import Kind, Platform
 from hybridflow.errors import ClusterLostError, HybridFlowError, ResourceError
-from hybridflow.process.private_folder import LONGEST_FOR_RAY, RAY, make_private_folder
+from hybridflow.process.private_folder import RAY, ROOM_FOR_RAY, make_private_folder
 from hybridflow.single_controller import guard, watch
 from hybridflow.single_controller.joining import (
     ASK_S,
     TOKEN_OF_SCRIPT,
     answers_strangers,
+    find_address,
     find_token,
     plain_job_config,
     require_listener,
@@ -76,7 +77,7 @@ class _Local:
     @classmethod
     def make(cls) -> _Local:
         """A fresh folder."""
-        temp_dir = make_private_folder(_PREFIX, LONGEST_FOR_RAY)
+        temp_dir = make_private_folder(_PREFIX, ROOM_FOR_RAY)
         lock = os.open(temp_dir / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         return cls(temp_dir, lock, _start_guard(temp_dir))
@@ -185,16 +186,15 @@ class Cluster:
     @classmethod
     def _join(cls, config: ClusterConfig, run_dir: Path) -> Cluster:
         find_token()
-        require_listener(config)
+        address = find_address(str(config.address))
+        require_listener(address, config.start_timeout_s)
         import ray
 
         _prepare_client(ray)
         before = signal.getsignal(signal.SIGTERM)
         starting = watch.Watch(watch.Starting(dict, config.start_timeout_s))
         try:
-            ray.init(
-                address=config.address, job_config=plain_job_config(), log_to_driver=False, configure_logging=False
-            )
+            ray.init(address=address, job_config=plain_job_config(), log_to_driver=False, configure_logging=False)
         except BaseException as error:
             starting.stop()
             lost = starting.interrupted_over()
@@ -204,7 +204,7 @@ class Cluster:
                 "check the address (cluster.address), and that RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH or "
                 f"{TOKEN_OF_SCRIPT} holds the cluster's token"
             )
-            raise ResourceError(f"cannot join the Ray cluster at {config.address}: {lost or error}; {hint}") from error
+            raise ResourceError(f"cannot join the Ray cluster at {address}: {lost or error}; {hint}") from error
         finally:
             _restore_sigterm(before)
         starting.stop()
@@ -212,7 +212,7 @@ class Cluster:
         if not config.trusted_network and answers_strangers(cluster.address):
             cluster.shutdown()
             raise ResourceError(
-                f"the Ray cluster at {config.address} asks nobody for a token: whoever reaches it runs code as you; "
+                f"the Ray cluster at {address} asks nobody for a token: whoever reaches it runs code as you; "
                 "start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set cluster.trusted_network=true if nobody "
                 "else can send to its machines"
             )

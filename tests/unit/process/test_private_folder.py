@@ -9,7 +9,7 @@ import pytest
 
 from hybridflow.errors import ResourceError
 from hybridflow.launch.__main__ import main
-from hybridflow.process.private_folder import LONGEST_FOR_RAY, make_private_folder
+from hybridflow.process.private_folder import ROOM_FOR_RAY, make_private_folder, parent_of_private
 
 
 @pytest.fixture
@@ -25,9 +25,20 @@ def test_the_folder_is_new_and_of_this_user_alone(parent: Path) -> None:
 
 
 def test_a_long_tmpdir_is_left_for_tmp(parent: Path) -> None:
-    made = make_private_folder("hf-ray-", LONGEST_FOR_RAY)
-    assert made.parent == Path("/tmp") and len(str(made)) <= LONGEST_FOR_RAY
+    made = make_private_folder("hf-ray-", ROOM_FOR_RAY)
+    assert made.parent == Path("/tmp") and len(str(made)) + ROOM_FOR_RAY <= 107
     made.rmdir()
+
+
+def test_the_longest_parent_still_leaves_sockets_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for letter, length, fits in (("x", 47, True), ("x", 48, False), ("é", 40, False)):  # bytes count
+        folder = tmp_path.parents[-2] / f"{letter * (length - len(str(tmp_path.parents[-2])) - 1)}"
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        try:
+            assert parent_of_private(14, 45) == (folder if fits else Path("/tmp"))
+        finally:
+            folder.rmdir()
 
 
 def test_a_place_where_others_could_replace_it_is_refused(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,7 +17,7 @@ import requests
 from hybridflow.engines.server import ServerProcess, common_environment
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.process import surroundings
-from hybridflow.process.surroundings import import_path, is_own, own_addresses, socket_folder, without_proxy
+from hybridflow.process.surroundings import import_path, is_own, own_addresses, without_proxy
 from hybridflow.rewards.lines import start_process
 
 NOWHERE = "http://127.0.0.1:9"
@@ -82,15 +81,6 @@ def test_an_engine_is_asked_and_asks_without_the_proxy(
     for name, value in common_environment(spec, str(tmp_path)).items():
         monkeypatch.setenv(name, value)
     assert requests.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200
-
-
-def test_sockets_lie_in_the_temporary_folder_while_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    for length, fits in ((1, True), (47, True), (48, False), (300, False)):
-        folder = "/" + "x" * (length - 1)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        assert socket_folder(60) == (folder if fits else "/tmp")
-    monkeypatch.setattr(tempfile, "tempdir", "/" + "é" * 40)  # bytes count
-    assert socket_folder(60) == "/tmp"
 
 
 def test_a_module_of_the_working_directory_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
