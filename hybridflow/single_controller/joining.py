@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybridflow.config.schema import ClusterConfig
 from hybridflow.errors import ResourceError
+from hybridflow.process.listening import listeners_at
 from hybridflow.process.secret import without_credentials
+from hybridflow.process.surroundings import is_own
 
 Answer = TypeVar("Answer")
 TOKEN_OF_SCRIPT = "~/.hybridflow-ray-token"  # where launch/ray/cluster.sh looks
@@ -39,24 +42,98 @@ def within(timeout_s: float, ask: Callable[[], Answer]) -> Answer:
     return answer.result(timeout_s)
 
 
-def require_listener(config: ClusterConfig) -> None:
-    """Raise ResourceError unless something takes connections at `cluster.address`, which Ray would try for minutes."""
-    host, _, port = str(config.address).rpartition(":")
+def find_address(address: str) -> str:
+    """Where a cluster is joined: `address`, and for "auto" RAY_ADDRESS, or the one Ray that this user runs here.
+
+    Ray's own "auto" takes whatever process of any user looks like Ray's, else what stands in /tmp/ray, which anybody
+    may have made; the token would be sent there.
+
+    Raises:
+        ResourceError: "auto", and this user runs no Ray here or several.
+    """
+    if address != "auto" or (address := os.environ.get("RAY_ADDRESS") or "auto") != "auto":
+        return address
+    running = sorted(_running())
+    noted = _noted()
+    if len(running) > 1 and noted not in running:
+        raise ResourceError(
+            f"cluster.address=auto: several Ray clusters of yours run here ({', '.join(running)}); name one as "
+            "cluster.address=HOST:PORT"
+        )
+    if noted in running or (noted and not running):
+        return noted
+    if not running:
+        raise ResourceError(
+            "cluster.address=auto: no Ray of yours runs on this machine; start one (launch/ray/cluster.sh), or name "
+            "another machine's as cluster.address=HOST:PORT"
+        )
+    return running[0]
+
+
+def _running() -> set[str]:
+    """The addresses that raylets of this user on this machine were started with."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if process.stat().st_uid == os.getuid():
+                program, *words = (process / "cmdline").read_bytes().split(b"\0")
+                if program.endswith(b"/raylet"):
+                    found |= {word.partition(b"=")[2].decode() for word in words if word.startswith(b"--gcs-address=")}
+    return found - {"", "None"}
+
+
+def _noted() -> str:
+    """What the last `ray start` of this user noted; empty without one.
+
+    Raises:
+        ResourceError: the note, or its folder, is a link or another user's.
+    """
+    from ray._common.utils import get_ray_address_file
+
+    file = Path(get_ray_address_file(None))
+    try:
+        for path in (file.parent, file):
+            status = path.lstat()
+            if status.st_uid != os.getuid() or stat.S_ISLNK(status.st_mode):
+                owner = (
+                    "is a link" if stat.S_ISLNK(status.st_mode) else f"is of the user with the number {status.st_uid}"
+                )
+                raise ResourceError(
+                    f"cluster.address=auto: {path}, where Ray notes what it has started, {owner}, and your token would "
+                    "be sent where it says; name the cluster as cluster.address=HOST:PORT"
+                )
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def require_listener(address: str, timeout_s: float) -> None:
+    """Raise ResourceError unless something takes connections at the address, which Ray would try for minutes, and on
+    this machine unless it is this user's or root's: who listens there is sent the token."""
+    host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
-        return  # "auto", or Ray's own complaint
-    deadline = time.monotonic() + config.start_timeout_s
+        return  # Ray's own complaint
+    deadline = time.monotonic() + timeout_s
     for attempt in range(_CONNECTS):
         left = deadline - time.monotonic()
         try:
-            return socket.create_connection((host.strip("[]"), int(port)), max(0.1, min(ASK_S, left))).close()
+            with socket.create_connection((host.strip("[]"), int(port)), max(0.1, min(ASK_S, left))) as connection:
+                peer = str(connection.getpeername()[0])
+                break
         except (OSError, OverflowError) as error:
             if attempt + 1 == _CONNECTS or left < 1:
                 raise ResourceError(
-                    f"cannot join the Ray cluster at {config.address}: {error}; start it, or correct cluster.address "
+                    f"cannot join the Ray cluster at {address}: {error}; start it, or correct cluster.address "
                     "(null starts a cluster on this machine)"
                 ) from error
             time.sleep(1.0)
-    return None
+    if is_own(f"//{peer}" if ":" not in peer else f"//[{peer}]") and (
+        strangers := listeners_at(peer, int(port)) - {os.getuid(), 0}
+    ):
+        raise ResourceError(
+            f"at {address} listens the user with the number {min(strangers)}, who would be sent your token: correct "
+            "cluster.address (null starts a cluster on this machine)"
+        )
 
 
 def plain_job_config() -> Any:
