@@ -396,7 +396,7 @@ def _run_job(
         raise ConfigError(
             f"output_dir={config.output_dir} cannot be made ({error.strerror}); choose another output_dir"
         ) from error
-    with exclusive(folder), Progress(0, "") as progress:
+    with Progress(0, "") as progress, exclusive(folder, progress.message):
         make_room(config, folder, total_steps, progress)
         folder.mkdir(parents=True, exist_ok=True)
         setup_logging(folder)

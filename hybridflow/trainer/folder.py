@@ -8,7 +8,7 @@ import platform
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -48,22 +48,18 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path, say: Callable[[str], object] = lambda text: None) -> Iterator[None]:
     """Lock the run folder: two drivers in it would destroy each other's records. The lock ends with the process.
 
     The lock is `.NAME.lock` beside the folder, of mode 0600 because whoever can open it can hold it, and says which
-    process of which node has it.
+    process of which node has it. A job that Slurm has cancelled writes its last checkpoint while the next one may
+    already start: its end is awaited for a minute, and `say` is told so.
 
     Raises:
-        ConfigError: another process has it, or the file is a link or somebody else's; it is left as it is then.
+        ConfigError: another process keeps it, or the file is a link or somebody else's; it is left as it is then.
     """
-    path = folder.with_name(f".{folder.name}.lock")
-    lock = _open_lock(path)
+    lock = _take(folder.with_name(f".{folder.name}.lock"), folder, say)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(_held(lock, path, folder)) from error
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         _write_lock(lock, f"process {os.getpid()} on {platform.node()} since {since}")
         try:
@@ -72,6 +68,33 @@ def exclusive(folder: Path) -> Iterator[None]:
             _write_lock(lock, "")
     finally:
         os.close(lock)
+
+
+_PATIENCE_S, _POLL_S = 60.0, 0.2  # twice the time that Slurm by default leaves a cancelled job (KillWait)
+
+
+def _take(path: Path, folder: Path, say: Callable[[str], object]) -> int:
+    """The descriptor of the lock, held."""
+    deadline = time.monotonic() + _PATIENCE_S
+    is_said = False
+    while True:
+        lock = _open_lock(path)  # anew each time: who was told to remove the file has made room for another
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            held = f"another process is running in {folder} ({_holder(lock)})"
+            os.close(lock)
+            if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:
+                raise ConfigError(
+                    f"{held}; wait for it, or choose another name=.... If that process has ended, something else keeps "
+                    f"the lock: remove {path}"
+                ) from error
+            if not is_said:
+                say(f"{held}; its end is awaited for {_PATIENCE_S:.0f} s")
+                is_said = True
+            time.sleep(_POLL_S)
+        else:
+            return lock
 
 
 _LOCK_TEXT, _LOCK_SIZE = b"hybridflow lock: ", 256
@@ -100,12 +123,9 @@ def _open_lock(path: Path) -> int:
     raise ConfigError(f"the lock {path} of the run folder {problem}. Remove it, or choose another output_dir=...")
 
 
-def _held(lock: int, path: Path, folder: Path) -> str:
-    holder = os.pread(lock, _LOCK_SIZE, 0).removeprefix(_LOCK_TEXT).decode(errors="replace").strip()
-    return (
-        f"another process is running in {folder} ({holder or 'it does not say which'}); wait for it, or choose another "
-        f"name=.... If that process has ended, something else keeps the lock: remove {path}"
-    )
+def _holder(lock: int) -> str:
+    text = os.pread(lock, _LOCK_SIZE, 0).removeprefix(_LOCK_TEXT).decode(errors="replace").strip()
+    return text or "it does not say which"
 
 
 def _write_lock(lock: int, holder: str) -> None:

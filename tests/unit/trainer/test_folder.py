@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from hybridflow.errors import ConfigError
+from hybridflow.trainer import folder as folders
 from hybridflow.trainer.folder import exclusive
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(folders, "_PATIENCE_S", 0.0)
     return tmp_path / "run"
 
 
@@ -47,6 +49,27 @@ def test_the_second_process_is_told_who_has_it_and_gets_it_afterwards(folder: Pa
         assert str(os.getpid()) in lock_of(folder).read_text() and str(first.pid) not in lock_of(folder).read_text()
     with exclusive(folder):  # an end in order leaves it free
         assert lock_of(folder).stat().st_size == 256
+
+
+def test_the_next_process_waits_for_one_that_ends_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a job that is submitted right after `scancel`: the first is writing its checkpoint, then ends."""
+    monkeypatch.setattr(folders, "_PATIENCE_S", 60.0)
+    context = multiprocessing.get_context("fork")
+    has, go = context.Event(), context.Event()
+    first = context.Process(target=_hold, args=(folder, has, go))
+    first.start()
+    assert has.wait(60)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        go.set()
+
+    with exclusive(folder, say):
+        assert str(os.getpid()) in lock_of(folder).read_text()
+    first.join()
+    [line] = said
+    assert f"process {first.pid} on" in line and str(folder) in line and "awaited for 60 s" in line
 
 
 def test_a_lock_is_of_this_user_alone_also_one_of_an_earlier_version(folder: Path) -> None:
