@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cli.command import add_actions, add_command
+from hybridflow.cli.command import add_actions, add_command, say, say_error
 from hybridflow.observe.jsonl import finite
 
 CHECKPOINT = """\
@@ -61,7 +60,10 @@ def run_inspect(args: argparse.Namespace) -> int:
     from hybridflow.saving import tools
 
     figures = tools.inspect(tools.locate(args.checkpoint))
-    print(json.dumps(finite(figures), indent=2) if args.json else tools.table(figures))
+    if args.json:
+        print(json.dumps(finite(figures), indent=2))
+    else:
+        say(tools.table(figures))
     return 0
 
 
@@ -69,22 +71,26 @@ def run_verify(args: argparse.Namespace) -> int:
     """`hybridflow checkpoint verify`; exit code 1 when a file is not what it should be."""
     from hybridflow.saving import tools
 
-    reports = []
+    reports: list[dict[str, Any]] = []
+    said = tools.damaged_beside(args.checkpoint)
+    for problem in said:
+        say_error(problem)
     for folder in tools.roles(args.checkpoint):
-        manifest, problems = tools.verify(folder)
-        reports.append(
-            {"folder": str(folder), "files": len(manifest.files), "bytes": manifest.size, "problems": problems}
-        )
+        manifest, found = tools.verify(folder, whole=folder.resolve() != args.checkpoint.resolve())
+        problems = [problem for problem in found if problem not in said]  # roles share the driver's part
+        said += problems
+        report = {"folder": str(folder), "files": len(manifest.files), "bytes": manifest.size, "problems": problems}
+        reports.append(report)
         if not problems and not args.json:
-            print(
+            say(
                 f"{folder}: {len(manifest.files)} files, {manifest.size} bytes, all as the manifest says (step "
                 f"{manifest.step})"
             )
         for problem in problems:
-            print(f"hybridflow: {problem}", file=sys.stderr)
+            say_error(problem)
     if args.json:
         print(json.dumps(reports, indent=2))
-    return 1 if any(report["problems"] for report in reports) else 0
+    return 1 if said else 0
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -109,9 +115,9 @@ def run_import(args: argparse.Namespace) -> int:
 
 
 def _report(written: Any) -> int:
-    print(f"{written.folder}: {written.tensors} tensors in {written.files} files, {written.size} bytes of weights")
+    say(f"{written.folder}: {written.tensors} tensors in {written.files} files, {written.size} bytes of weights")
     for line in written.lines:
-        print(line)
+        say(line)
     return 0
 
 

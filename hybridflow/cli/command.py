@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.cli.extras import KERNELS, require
+from hybridflow.config.outside_text import printable
 from hybridflow.process.obstacles import require_none
 
 if TYPE_CHECKING:
@@ -48,12 +49,23 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
 
 
+def say(text: str) -> None:
+    """Print text with names and values from files, which cannot steer the terminal."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(printable(text).encode(encoding, errors="backslashreplace").decode(encoding), flush=True)
+
+
+def say_error(text: object) -> None:
+    """Print a message on stderr, likewise."""
+    print(f"hybridflow: {printable(str(text))}", file=sys.stderr, flush=True)
+
+
 def warn(run: RunConfig) -> None:
     """Print what of a checked configuration is far from the habit of published runs."""
     from hybridflow.config.habits import warnings
 
     for line in warnings(run):
-        print(f"hybridflow: warning: {line}", file=sys.stderr, flush=True)
+        say_error(f"warning: {line}")
 
 
 def run_job(job: str, run: RunConfig) -> None:

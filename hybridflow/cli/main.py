@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import hybridflow
 from hybridflow.cli import bench, checkpoint, config, doctor, plan, replay, slurm
-from hybridflow.cli.command import Handler, add_command, add_recipe, run_job, warn
+from hybridflow.cli.command import Handler, add_command, add_recipe, run_job, say, say_error, warn
 from hybridflow.cli.extras import missing_package
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
@@ -74,16 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HybridFlowError as error:
         if os.environ.get("HYBRIDFLOW_TRACEBACK") == "1":
             raise
-        print(f"hybridflow: {error}", file=sys.stderr)
+        say_error(error)
         return error.exit_code
     except ModuleNotFoundError as error:
         message = missing_package(error)
         if message is None or os.environ.get("HYBRIDFLOW_TRACEBACK") == "1":
             raise
-        print(f"hybridflow: {message}", file=sys.stderr)
+        say_error(message)
         return 2
     except KeyboardInterrupt:
-        print("hybridflow: interrupted", file=sys.stderr)
+        say_error("interrupted")
         return 130
     except BrokenPipeError:
         # The reader (head, less) has gone. Point stdout elsewhere, or the interpreter complains while flushing at exit.
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         storage = StorageError.of(error)
         if storage is None or os.environ.get("HYBRIDFLOW_TRACEBACK") == "1":
             raise
-        print(f"hybridflow: {storage}", file=sys.stderr)
+        say_error(storage)
         return storage.exit_code
 
 
@@ -210,7 +210,7 @@ def run_report(args: argparse.Namespace) -> int:
         )
     from hybridflow.observe.report import write_report
 
-    print(write_report(args.run_dir))
+    say(str(write_report(args.run_dir)))
     return 0
 
 

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hybridflow.config.outside_text import read_outside_bytes
 
 MOST_BYTES = 64 << 20  # the index of a published model of a trillion parameters has about 20 MB
 
 
-def read_outside_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def read_outside_json(path: Path, most_bytes: int = MOST_BYTES, *, unique: bool = False) -> dict[str, Any]:
     """The object in a file.
+
+    Args:
+        unique: refuse an object that has a key twice, of which every reader sees another one.
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: no regular file (a pipe or a device would block or never end), larger than `most_bytes`, no JSON,
-            nested too deeply, or no object. The message does not name the file.
+        ValueError: as from `read_outside_bytes`; or no JSON, nested too deeply, no object, or more than fits into
+            memory. The message does not name the file.
     """
-    if not path.exists():
-        raise FileNotFoundError(2, "No such file or directory", str(path))
-    if not path.is_file():
-        raise ValueError("not a regular file")
-    with path.open("rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"larger than {most_bytes} bytes")
     try:
-        value = json.loads(data)
+        value = json.loads(read_outside_bytes(path, most_bytes), object_pairs_hook=_once if unique else None)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    except MemoryError as error:
+        raise ValueError("larger than the memory that this process may use") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error}") from error
     except json.JSONDecodeError as error:
@@ -36,3 +36,12 @@ def read_outside_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__} where an object belongs")
     return value
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"not JSON of ours: the key {twice[:80]!r} is there twice")
+    return found

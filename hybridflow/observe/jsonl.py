@@ -1,15 +1,22 @@
-"""JSON-lines files that survive a kill: lines are appended whole, torn lines are skipped, and a resumed run cuts the
-file back."""
+"""JSON-lines files that survive a kill: lines are appended whole, damaged lines are skipped and counted, and a resumed
+run cuts the file back."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
+
+from hybridflow.errors import DataError
+
+_MOST_LINE_BYTES = 16 << 20
+_RANGES_SHOWN = 6
+_log = logging.getLogger(__name__)
 
 
 def finite(value: Any) -> Any:
@@ -58,16 +65,56 @@ class JsonlWriter:
             file.close()
 
 
-def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, in order. Lines that are not a whole JSON object are skipped; a missing file has none."""
+def read_jsonl(
+    path: str | Path, skipped: list[int] | None = None, most_bytes: float = math.inf
+) -> Iterator[dict[str, Any]]:
+    """The records of a file, in order; a missing file has none.
+
+    Args:
+        skipped: gets the number, from 1 on, of each line that is not a whole JSON object.
+        most_bytes: reading ends with the last whole line before so many bytes.
+
+    Raises:
+        DataError: it is not a regular file.
+    """
     path = Path(path)
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            record = _parse(line)
+    if not path.is_file():  # a pipe would block, a device never end
+        raise DataError(f"{path}: not a regular file")
+    with path.open("rb") as file:
+        for number, line in enumerate(_lines(file), 1):
+            if file.tell() > most_bytes:
+                return
+            record = None if line is None else _parse(line.decode("utf-8", errors="replace"))
             if record is not None:
                 yield record
+            elif skipped is not None:
+                skipped.append(number)
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers as people write them: `3, 7-9`; after a few ranges, how many numbers are left."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    left = sum(last - first + 1 for first, last in ranges[_RANGES_SHOWN:])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_RANGES_SHOWN]]
+    return ", ".join(shown) + (f" and {left} more" if left else "")
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """The lines of a file; None stands for one that is longer than any record."""
+    while line := file.readline(_MOST_LINE_BYTES):
+        if len(line) < _MOST_LINE_BYTES or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := file.readline(_MOST_LINE_BYTES)) and not rest.endswith(b"\n"):
+            pass
+        yield None
 
 
 def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
@@ -75,17 +122,29 @@ def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     if not path.exists():
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    skipped: list[int] = []
     try:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for record in filter(wanted, read_jsonl(path)):
+            for record in filter(wanted, read_jsonl(path, skipped)):
                 file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    if skipped:
+        _log.warning("%s: %s", path, removed_lines(skipped))
+
+
+def removed_lines(skipped: list[int]) -> str:
+    """Why these lines of a file are not among its records."""
+    return (
+        f"line {number_ranges(skipped)} is no whole record and is left out: the run was killed while it wrote, or the "
+        "file was damaged"
+    )
 
 
 def repair(path: Path) -> None:
-    """Make the file end with a whole line, so that the next record starts a line of its own."""
+    """Make the file end with a whole line, so that the next record starts a line of its own; a warning names a line
+    that was cut off."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:
@@ -98,12 +157,13 @@ def repair(path: Path) -> None:
             file.write(b"\n")  # only the line end is missing
         else:
             file.truncate(len(whole) + len(newline))
+            _log.warning("%s: %s", path, removed_lines([whole.count(b"\n") + len(newline) + 1]))
 
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line, parse_constant=_refuse)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

@@ -9,6 +9,7 @@ record has the step that it belongs to.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -116,10 +117,12 @@ class Timeline:
                     del self._sums[next(iter(self._sums))]
 
 
-def read_timeline(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a timeline file in the order in which the phases ended."""
+def read_timeline(
+    path: str | Path, skipped: list[int] | None = None, most_bytes: float = math.inf
+) -> list[dict[str, Any]]:
+    """The records of a timeline file in the order in which the phases ended; arguments and errors as of `read_jsonl`."""
     return [
         record
-        for record in read_jsonl(path)
+        for record in read_jsonl(path, skipped, most_bytes)
         if isinstance(record.get("name"), str) and isinstance(record.get("seconds"), int | float)
     ]

@@ -55,8 +55,15 @@ class Fingerprint:
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Fingerprint:
-        """What `asdict` made; an empty one for a checkpoint of a version that kept none."""
-        return cls(**{name: value[name] for name in cls.__dataclass_fields__ if name in value})
+        """What `asdict` made; an empty one for a checkpoint of a version that kept none. ValueError: it is something
+        else."""
+        found = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
+        if not all(isinstance(one, dict) for one in found.values()):
+            raise ValueError("the fingerprint is not made of objects")
+        for files in found.get("files", {}).values():
+            if not all(isinstance(word, str) for name_and_digest in files for word in name_and_digest):
+                raise ValueError("the fingerprint's files are not names and digests")
+        return cls(**found)
 
     def changes(self, before: Fingerprint) -> list[str]:
         """A line for each difference; none where `before` is empty."""

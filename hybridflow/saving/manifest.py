@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -26,8 +27,14 @@ from hybridflow.errors import CheckpointError
 MANIFEST, INDEX = "manifest.json", "index.json"
 FORMAT = 2
 _SEAL = "xxh3"
+_KINDS = {
+    **dict.fromkeys(("phase", "dtype", "created", "backend"), str),
+    **dict.fromkeys(("layout", "hf_config", "versions", "lora", "training"), dict),
+    **{"step": int, "contains": list},
+}
 _BLOCK = 4 << 20
 _MOST = 1 << 62  # of any size or offset
+_LARGE = 1 << 30
 _MOST_SEALED_BYTES, _MOST_INDEX_BYTES = 1 << 28, 1 << 29  # an index has about 150 bytes for a rectangle
 # keys of a Hugging Face config that say nothing about the weights or what is computed with them
 _INCIDENTAL = frozenset(
@@ -103,12 +110,13 @@ class Manifest:
             value = read_sealed(file)
             if value["format"] != FORMAT:
                 raise CheckpointError(f"{file} has format {value['format']}, this version reads {FORMAT}")
-            files = {
-                plain_name(name): FileRecord(int(record["size"]), str(record["xxh3"]))
-                for name, record in value.pop("files").items()
-            }
+            files = {plain_name(name): FileRecord(**record) for name, record in value.pop("files").items()}
+            _check_sizes([record.size for record in files.values()])
             known = {key: value[key] for key in cls.__dataclass_fields__ if key != "files"}
-            return cls(**{**known, "contains": tuple(known["contains"])}, files=files)
+            for key, kind in _KINDS.items():
+                if type(known[key]) is not kind:
+                    raise ValueError(f"{key} is {str(known[key])[:80]!r}")
+            return cls(**{**known, "contains": tuple(map(str, known["contains"]))}, files=files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is torn or not ours"
@@ -148,18 +156,40 @@ def digest_of(file: Path) -> FileRecord:
 def problems_of(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
     """What is wrong with the files (all of them, or `names`): missing, of another size, of other content. Empty when
     all is well."""
-    found = []
-    for name in manifest.files if names is None else names:
-        file, expected = folder / name, manifest.files[name]
+    wanted = manifest.files if names is None else names
+    return problems_in(folder, {name: manifest.files[name] for name in wanted})
+
+
+def problems_in(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """The same for files of the folder that are not in a manifest."""
+    return [problem for name, record in files.items() if (problem := _problem_of(folder / name, record))]
+
+
+def _problem_of(file: Path, expected: FileRecord) -> str:
+    try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would block, a device never end
+            return f"{file} is not a regular file"
+        if status.st_size != expected.size:
+            return f"{file} has {status.st_size} bytes, the manifest says {expected.size}"
+        if _is_hollow(file, status):
+            return f"{file} says that it has {status.st_size} bytes, of which there are none on the disk"
+        if digest_of(file).xxh3 != expected.xxh3:
+            return f"{file} does not have the content the manifest describes (hash differs)"
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"
+    return ""
+
+
+def _is_hollow(file: Path, status: os.stat_result) -> bool:
+    """Whether a large file is one hole, which no save writes, and whose zeros take hours to hash."""
+    if status.st_size < _LARGE or status.st_blocks * 512 > status.st_size >> 10:
+        return False
+    with file.open("rb") as stream:
         try:
-            size = file.stat().st_size
-            if size != expected.size:
-                found.append(f"{file} has {size} bytes, the manifest says {expected.size}")
-            elif digest_of(file).xxh3 != expected.xxh3:
-                found.append(f"{file} does not have the content the manifest describes (hash differs)")
-        except OSError as error:
-            found.append(f"{file} cannot be read: {error.strerror}")
-    return found
+            return os.lseek(stream.fileno(), 0, os.SEEK_DATA) >= _LARGE
+        except OSError:  # no data from here on
+            return True
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -170,7 +200,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """
     file = folder / INDEX
     try:
-        value: dict[str, Any] = read_outside_json(file, _MOST_INDEX_BYTES)
+        value: dict[str, Any] = read_outside_json(file, _MOST_INDEX_BYTES, unique=True)
         for chunk in value["chunks"]:
             _check_chunk(chunk)
         for source, source_start, shape, key, start in value["hf"]:
@@ -211,7 +241,7 @@ def read_sealed(file: Path) -> dict[str, Any]:
         CheckpointError: there is no such file, or its content is not what was written.
     """
     try:
-        value: dict[str, Any] = read_outside_json(file, _MOST_SEALED_BYTES)
+        value: dict[str, Any] = read_outside_json(file, _MOST_SEALED_BYTES, unique=True)
         seal = value.pop(_SEAL, None)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file.parent} is not a whole checkpoint (no {file.name} in it)") from error

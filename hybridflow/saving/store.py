@@ -25,8 +25,12 @@ from hybridflow.observe.jsonl import finite
 from hybridflow.saving.fingerprint import Fingerprint
 from hybridflow.saving.manifest import (
     MANIFEST,
+    FileRecord,
+    Manifest,
+    digest_of,
     is_said_saved,
     plain_name,
+    problems_in,
     read_sealed,
     sync_folder,
     write_json,
@@ -37,6 +41,7 @@ DRIVER, LATEST, ROLLOUTS = "driver.json", "latest.json", "rollouts.parquet"
 
 _PREFIX = {"sft": "sft_step_", "rl": "global_step_", "reward": "reward_step_"}
 _DROPPED = ".dropped"
+_UNFINISHED = (".partial", _DROPPED)
 _POLL_S = 0.05
 
 
@@ -76,6 +81,24 @@ class Checkpoint:
         """What engines had begun of the prompts in `state`; None where that was nothing. DataError: it is damaged."""
         path = self.folder / ROLLOUTS
         return read_parquet(path) if path.exists() else None
+
+    def check_parts(self) -> None:
+        """CheckpointError when the parts are not those that the driver wrote beside its own (`problems_of_parts`)."""
+        if found := problems_of_parts(self.folder):
+            raise CheckpointError(f"{self.folder} was not resumed from: {'; '.join(found)}")
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Around what takes over the driver's state: a state that has the right hash and another content is a
+        CheckpointError."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+            raise CheckpointError(
+                f"{self.folder / DRIVER} has its right hash and does not hold the state of such a run "
+                f"({type(error).__name__}: {error}): another version wrote it, or it was made up. Go on from another "
+                "checkpoint (latest.json names it), or start anew with trainer.resume=disable"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -137,14 +160,16 @@ class CheckpointStore:
         partial = final.with_name(final.name + ".partial")
         with self._nothing_left(final, partial):
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            known = {"fingerprint": asdict(self.fingerprint)}
-            write_sealed(partial / DRIVER, {"phase": phase, "step": step, "state": finite(state), **known})
+            self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that was moved does not come back
+            partial.mkdir()
+            roles = {"policy": policy, **others}
+            known: dict[str, Any] = {"fingerprint": asdict(self.fingerprint), "roles": list(roles), "files": {}}
             if rollouts is not None:
                 write_parquet(partial / ROLLOUTS, rollouts)
                 with (partial / ROLLOUTS).open("rb") as file:
                     os.fsync(file.fileno())
-            roles = {"policy": policy, **others}
+                known["files"][ROLLOUTS] = asdict(digest_of(partial / ROLLOUTS))
+            write_sealed(partial / DRIVER, {"phase": phase, "step": step, "state": finite(state), **known})
             for name, role in roles.items():
                 role.save(partial / name, phase=phase, step=step, background=self.background)
             if not self.background:
@@ -206,6 +231,10 @@ class CheckpointStore:
                         f"{self.folder / LATEST} does not lead to a whole checkpoint ({error}). Let it name another "
                         "folder of the same place, or start anew with trainer.resume=disable"
                     ) from error
+
+    def left_out(self) -> list[str]:
+        """A line for each folder with the name of a checkpoint that lacks what a checkpoint needs."""
+        return left_out(self.folder)
 
     def of_loop(self) -> dict[int, Checkpoint]:
         """The whole checkpoints of the loop by step. CheckpointError when one cannot be read."""
@@ -316,17 +345,59 @@ def latest_name(folder: Path) -> str:
         return whole[-1].name if whole else ""
 
 
+def left_out(folder: Path) -> list[str]:
+    """A line for each folder inside `folder` with the name of a checkpoint that lacks what a checkpoint needs."""
+    return [
+        f"{one} is left out, no run resumes from it: {lacking} is missing"
+        for one in sorted(folder.glob("*_step_*"))
+        if is_name_of_checkpoint(one.name) and one.suffix not in _UNFINISHED and one.is_dir() and (lacking := _lacks(one))
+    ]
+
+
 def _whole(folder: Path) -> list[Path]:
     """Folders with all that a checkpoint needs, oldest first."""
-    files = [
-        file
-        for file in folder.glob(f"*/{DRIVER}")
-        if file.parent.suffix not in (".partial", _DROPPED) and (file.parent / "policy" / MANIFEST).exists()
-    ]
-    return [file.parent for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
+    found = [one for one in folder.glob("*/") if one.suffix not in _UNFINISHED and not _lacks(one)]
+    return sorted(found, key=lambda one: (one / DRIVER).stat().st_mtime_ns)
+
+
+def _lacks(folder: Path) -> str:
+    """The first file that a folder lacks for a checkpoint; empty for a whole one."""
+    return next((name for name in (DRIVER, f"policy/{MANIFEST}") if not (folder / name).exists()), "")
+
+
+def problems_of_parts(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint beyond the files of each role: the driver's part, roles and files that belong to
+    it and are missing, or are of another step. Empty when all is well."""
+    file = folder / DRIVER
+    if not file.exists():
+        return [f"{file} is missing: no run can resume from this checkpoint, which can only be exported"]
+    try:
+        _read(folder)
+        driver = read_sealed(file)
+        found = []
+        for role in map(plain_name, driver.get("roles", ["policy"])):
+            manifest = Manifest.read(folder / role)
+            if (manifest.phase, manifest.step) != (driver["phase"], driver["step"]):
+                found.append(
+                    f"{file} is of step {driver['step']} ({driver['phase']}), and {folder / role / MANIFEST} of another: "
+                    f"{manifest.step} ({manifest.phase})"
+                )
+        files = {plain_name(name): FileRecord(**record) for name, record in driver.get("files", {}).items()}
+        return found + problems_in(folder, files)
+    except CheckpointError as error:
+        return [str(error)]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return [f"{file} does not say which parts belong to it ({type(error).__name__}: {error})"]
 
 
 def _read(folder: Path) -> Checkpoint:
     driver = read_sealed(folder / DRIVER)
-    known = Fingerprint.read(driver.get("fingerprint", {}))
-    return Checkpoint(folder, str(driver["phase"]), int(driver["step"]), driver["state"], known)
+    try:
+        phase, step, state = driver["phase"], driver["step"], driver["state"]
+        if phase not in _PREFIX or type(step) is not int or not 0 <= step < 1 << 53 or not isinstance(state, dict):
+            raise ValueError(f"phase {str(phase)[:40]!r}, step {str(step)[:40]!r}, state {str(state)[:40]!r}")
+        return Checkpoint(folder, phase, step, state, Fingerprint.read(driver.get("fingerprint", {})))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / DRIVER} has its right hash and does not describe a checkpoint ({type(error).__name__}: {error})"
+        ) from error

@@ -22,10 +22,9 @@ from hybridflow.saving.manifest import (
     plain_name,
     problems_of,
     read_index,
-    read_sealed,
     write_json,
 )
-from hybridflow.saving.store import DRIVER, LATEST, is_name_of_checkpoint, latest_name
+from hybridflow.saving.store import DRIVER, LATEST, is_name_of_checkpoint, latest_name, left_out, problems_of_parts
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +69,12 @@ def roles(path: Path) -> list[Path]:
     if folder.resolve() == path.resolve():
         return [folder]
     return [folder, *(file.parent for file in sorted(folder.parent.glob(f"*/{MANIFEST}")) if file.parent != folder)]
+
+
+def damaged_beside(path: Path) -> list[str]:
+    """Where `path` is a run or its `checkpoints/`: a line for each folder there that should be a checkpoint and lacks
+    what one needs."""
+    return [line for folder in (path / "checkpoints", path) for line in left_out(folder)]
 
 
 # ---- inspect and verify
@@ -129,8 +134,12 @@ def table(figures: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:<22}{text}" for name, text in rows)
 
 
-def verify(folder: Path) -> tuple[Manifest, list[str]]:
-    """Read every file again; the manifest, and what is wrong (nothing: an empty list)."""
+def verify(folder: Path, whole: bool = False) -> tuple[Manifest, list[str]]:
+    """Read every file again; the manifest, and what is wrong (nothing: an empty list).
+
+    Args:
+        whole: the folder is part of a checkpoint, also where nothing beside it says so.
+    """
     manifest = Manifest.read(folder)
     found = _all_problems(folder, manifest)
     found += [
@@ -138,15 +147,8 @@ def verify(folder: Path) -> tuple[Manifest, list[str]]:
         for path in sorted(folder.iterdir())
         if path.name not in (MANIFEST, *manifest.files)
     ]
-    driver = folder.parent / DRIVER
-    if driver.exists():
-        try:
-            if read_sealed(driver).get("step") != manifest.step:
-                found.append(f"{driver} is of another step than {folder / MANIFEST}")
-        except CheckpointError as error:
-            found.append(str(error))
-    elif is_name_of_checkpoint(folder.parent.name):
-        found.append(f"{driver} is missing: no run can resume from this checkpoint, which can only be exported")
+    if whole or (folder.parent / DRIVER).exists() or is_name_of_checkpoint(folder.parent.name):
+        found += problems_of_parts(folder.parent)
     return manifest, found
 
 

@@ -20,6 +20,7 @@ from hybridflow.data.dataset import PreferenceDataset, SftDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.device.platform import Platform
 from hybridflow.errors import (
+    CheckpointError,
     ClusterLostError,
     ConfigError,
     EngineError,
@@ -28,7 +29,7 @@ from hybridflow.errors import (
     WeightSyncError,
     WorkerError,
 )
-from hybridflow.observe.environment import package_versions, write_environment
+from hybridflow.observe.environment import package_versions
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
@@ -116,6 +117,8 @@ class _Job:
         cores = Platform.detect().cores if config.cluster.address is None else 1
         self.threads = threads_by_role(config, cores, user_limit())
         self.checkpoint = session.store.latest() if goes_on or config.trainer.resume == "auto" else None
+        if self.checkpoint is not None:
+            self.checkpoint.check_parts()
         with progress.stage("prepare data"):
             message = assets.prepare_data(config)
         if message:
@@ -125,7 +128,8 @@ class _Job:
             changes = session.know(
                 Fingerprint.of(config, self.tokenizer.digests(), package_versions()), self.checkpoint
             )
-            for line in changes:
+            left_out = session.store.left_out() if self.checkpoint is not None else []
+            for line in (*changes, *left_out, *session.lost_records(self.checkpoint)):
                 progress.message(line)
         (session.go_back if goes_on else session.resume)(self.checkpoint)
         if self.checkpoint is not None:
@@ -402,13 +406,17 @@ def _run_job(
         setup_logging(folder)
         session = Session(config)
         try:
-            write_environment(folder)
             with terminate_as_interrupt(), _stop_when_asked(session):
                 summary = _with_clusters(config, preload, job, session, progress)
+            session.check_folder()
             session.close()
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted(_how_to_resume(session.store)) from interrupt
+        except CheckpointError:
+            session.check_folder()  # it says better why nothing could be written
+            raise
         except (OSError, StorageError) as error:
+            session.check_folder()
             where = "" if getattr(error, "filename", None) else f"a file of {folder}"
             storage = StorageError.of(error, where) if isinstance(error, OSError) else error
             if storage is None:

@@ -19,14 +19,13 @@ from hybridflow.saving.store import CheckpointStore, Retention
 
 
 def make_room(config: RunConfig, folder: Path, total_steps: int, progress: Progress) -> None:
-    """Move a finished run of this name aside, or with resume=disable any run; nothing is deleted."""
+    """Move a finished run of this name aside, or with resume=disable any run; nothing is deleted or changed."""
     if not folder.exists():
         return
     finished = (folder / "summary.json").exists()
     latest = CheckpointStore(folder / "checkpoints", Retention()).latest() if config.trainer.resume == "auto" else None
     goes_on = latest is not None and (not finished or latest.step < total_steps)
     if config.trainer.resume == "auto" and (goes_on or not finished):
-        (folder / "summary.json").unlink(missing_ok=True)
         return
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():

@@ -279,7 +279,7 @@ class RLTrainer:
             metrics = self.validator.run(self.engines, self.step)
         if not metrics:
             return
-        self.session.tracker.log(self.step, metrics, phase="val")
+        self.session.log(self.step, metrics, phase="val")
         scores = {name: metrics[f"val{tag(name)}/score"] for name in self.validator.datasets}
         first = next(iter(scores.values()))
         self.session.totals.setdefault("score_before", first)
@@ -320,7 +320,7 @@ class RLTrainer:
         if "actor/first_ppo_kl" in metrics:
             self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))
             metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
-        self.session.tracker.log(trained.step, metrics)
+        self.session.log(trained.step, metrics)
         shown = {"reward": metrics["critic/score/mean"]}
         optional = {"ppo_kl": "actor/ppo_kl", "ref_kl": "actor/ref_kl", "preferred": "preference/accuracy"}
         shown |= {name: metrics[key] for name, key in optional.items() if key in metrics}
@@ -336,7 +336,7 @@ class RLTrainer:
         """Write metrics, progress and dump of a step without training."""
         seconds = self.session.timeline.metrics(self.step)
         metrics = answer_metrics(batch) | self.sampling_metrics | self.groups.metrics | extra_metrics(batch) | seconds
-        self.session.tracker.log(self.step, metrics)
+        self.session.log(self.step, metrics)
         shown = {"reward": metrics["critic/score/mean"], "length": metrics["response_length/mean"]}
         progress.update(self.step, shown, seconds)
         self._dump(self.step, batch, batch, progress)
@@ -393,12 +393,13 @@ class RLTrainer:
         self.fill_reference()
         if self.critic:
             self.critic.run(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
-        if self.session.has_other_data(checkpoint):
-            self.groups.restore(None)
-        else:
-            self.groups.restore(checkpoint.state, checkpoint.rollouts(), checkpoint.step)
-        if "advantages" in checkpoint.state:
-            self.advantages.restore(checkpoint.state["advantages"])
+        with checkpoint.restoring():
+            if self.session.has_other_data(checkpoint):
+                self.groups.restore(None)
+            else:
+                self.groups.restore(checkpoint.state, checkpoint.rollouts(), checkpoint.step)
+            if "advantages" in checkpoint.state:
+                self.advantages.restore(checkpoint.state["advantages"])
         self.step = checkpoint.step
 
     def go_back(self) -> None:

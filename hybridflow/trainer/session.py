@@ -14,12 +14,13 @@ from typing import Any
 from hybridflow.config import derived
 from hybridflow.config.load import dump_yaml
 from hybridflow.config.schema import RunConfig
-from hybridflow.errors import ConfigError, RunStopped, naming
-from hybridflow.observe.jsonl import JsonlWriter, finite
+from hybridflow.errors import ConfigError, HybridFlowError, RunStopped, naming
+from hybridflow.observe.environment import write_environment
+from hybridflow.observe.jsonl import JsonlWriter, finite, number_ranges, read_jsonl
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import remove_dumps_after
 from hybridflow.observe.run_folder import CHANGES
-from hybridflow.observe.timeline import Timeline
+from hybridflow.observe.timeline import WHOLE_STEP, Timeline, read_timeline
 from hybridflow.observe.tracker import Tracker
 from hybridflow.observe.trackers.base import Phase
 from hybridflow.saving.fingerprint import TRAINED_ON, Fingerprint
@@ -27,7 +28,7 @@ from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 from hybridflow.single_controller import waited_seconds
 from hybridflow.trainer.folder import keep_config
 
-_TRACKER_PHASE: dict[str, Phase] = {"sft": "sft", "rl": "train"}
+_TRACKER_PHASE: dict[str, Phase] = {"sft": "sft", "rl": "train", "reward": "reward"}
 
 
 class Session:
@@ -55,6 +56,7 @@ class Session:
         self._opened, self._seconds_before = time.perf_counter(), 0.0
         self.controller_share = 0.0
         self.stop_asked = False
+        self._known = False  # the run folder holds this run's files
 
     @contextmanager
     def timed(self, total: str) -> Iterator[None]:
@@ -99,8 +101,8 @@ class Session:
     # ---- checkpoints
 
     def know(self, fingerprint: Fingerprint, checkpoint: Checkpoint | None) -> list[str]:
-        """Keep the configuration and what this run's numbers follow from; a line for each difference from the
-        checkpoint that it goes on from. The configuration of an earlier start stays beside the new one.
+        """Keep the configuration, the environment and what this run's numbers follow from; a line for each difference
+        from the checkpoint that it goes on from. The configuration of an earlier start stays beside the new one.
 
         Raises:
             ConfigError: the checkpoint was trained on other data; nothing was changed.
@@ -118,7 +120,10 @@ class Session:
                 "run with another name=..., or go on with the new data from its first row: "
                 "trainer.resume_with_other_data=true"
             )
+        (self.folder / "summary.json").unlink(missing_ok=True)
         keep_config(self.folder, dump_yaml(self.config))
+        write_environment(self.folder)
+        self._known = True
         if checkpoint is not None and changes:
             writer = JsonlWriter(self.folder / CHANGES)
             writer.write({"phase": checkpoint.phase, "step": checkpoint.step, "changes": changes})
@@ -129,6 +134,44 @@ class Session:
         """Whether this run's rows are not those that the checkpoint's place in the data counts."""
         return self.store.fingerprint.has_other_data(checkpoint.fingerprint, checkpoint.phase)
 
+    def lost_records(self, checkpoint: Checkpoint | None) -> list[str]:
+        """A line for each file of records that lacks steps before the checkpoint, which are not run again. Nothing for a
+        checkpoint that is a link: the records of its steps are where it is."""
+        if checkpoint is None or checkpoint.folder.is_symlink():
+            return []
+        phase = _TRACKER_PHASE[checkpoint.phase]
+        found: dict[str, set[Any]] = {}
+        if "jsonl" in self.config.trainer.loggers:
+            records = read_jsonl(self.folder / "metrics.jsonl")
+            found["metrics.jsonl"] = {record.get("step") for record in records if record.get("phase") == phase}
+        if phase == "train":
+            spans = read_timeline(self.folder / "timeline.jsonl")
+            found["timeline.jsonl"] = {span.get("step") for span in spans if span["name"] == WHOLE_STEP}
+        return [
+            f"{self.folder / name} has no record of {phase} step {number_ranges(lost)}, which {checkpoint.folder.name} "
+            "comes after: records were lost, and charts and sums leave these steps out"
+            for name, steps in found.items()
+            if (lost := [step for step in range(1, checkpoint.step + 1) if step not in steps])
+        ]
+
+    def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
+        """Record the metrics of one step, in the folder that the run began in (`check_folder`)."""
+        self.check_folder()
+        self.tracker.log(step, metrics, phase)
+
+    def check_folder(self) -> None:
+        """What is open goes on being written in a folder that was moved, and is lost with one that was removed.
+
+        Raises:
+            HybridFlowError: the run folder has been renamed, moved or emptied since `know`.
+        """
+        if self._known and not any((self.folder / name).exists() for name in ("config.yaml", "timeline.jsonl")):
+            raise HybridFlowError(
+                f"{self.folder} is not there any more: it was renamed, moved or emptied while its run went on, so the "
+                "run was stopped. Bring it back and give the same command again: the run resumes from its last "
+                "checkpoint"
+            )
+
     def resume(self, checkpoint: Checkpoint | None) -> None:
         """Take over the totals of a checkpoint and drop the records written after it, so that no step is recorded
         twice. Without a checkpoint, drop all records of an earlier attempt."""
@@ -136,8 +179,9 @@ class Session:
             self.tracker.truncate_after("sft", 0)
             self.tracker.truncate_after("reward", 0)
             return self._forget_after(0)
-        totals = checkpoint.state["totals"].items()
-        self.totals = {name: math.nan if value is None else float(value) for name, value in totals}
+        with checkpoint.restoring():
+            totals = checkpoint.state["totals"].items()
+            self.totals = {name: math.nan if value is None else float(value) for name, value in totals}
         self._seconds_before = self.totals.get("seconds_total", 0.0)
         if checkpoint.phase == "sft":
             self.tracker.truncate_after("sft", checkpoint.step)

@@ -52,7 +52,8 @@ class SupervisedTrainer:
         """Go on after a checkpoint of this phase."""
         self.model.run(type(self).load, checkpoint.policy, self.config.optim)
         if not self.session.has_other_data(checkpoint):
-            self.sampler.restore(checkpoint.state["sampler"])
+            with checkpoint.restoring():
+                self.sampler.restore(checkpoint.state["sampler"])
         self.step = checkpoint.step
 
     def fit(self, on_step: Callable[[], None] = lambda: None) -> None:
@@ -76,7 +77,7 @@ class SupervisedTrainer:
                 seconds, facts = time.perf_counter() - started, {"grad_norm": update.grad_norm, "lr": update.lr}
                 metrics = {f"{self.phase}/{name}": value for name, value in {"loss": loss, **facts}.items()}
                 metrics |= self.also(update.means) | {"timing_s/step": seconds}
-                session.tracker.log(self.step, metrics, phase=self.phase)
+                session.log(self.step, metrics, phase=self.phase)
                 shown = {name: metrics[f"reward/{name}"] for name in ("accuracy",) if f"reward/{name}" in metrics}
                 progress.update(self.step, {"loss": loss, **shown}, {"step": seconds})
                 on_step()

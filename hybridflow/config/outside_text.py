@@ -1,0 +1,43 @@
+"""Text from folders of others: read up to a bound and from regular files only, and printed so that it cannot steer a
+terminal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+# control characters but for tab and newline, marks that reverse the direction of writing, and line separators
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def read_outside_bytes(path: Path, most_bytes: int) -> bytes:
+    """The content of a file.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        ValueError: no regular file (a pipe or a device would block or never end), or larger than `most_bytes`. The
+            message does not name the file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    if not path.is_file():
+        raise ValueError("not a regular file")
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"larger than {most_bytes} bytes")
+    return data
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether `path`, with links followed, lies in `folder`. A link in a circle does not."""
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):
+        return False
+
+
+def printable(text: str) -> str:
+    """The text with escapes such as \\x1b in place of characters that move a cursor, set colours or reverse the
+    direction of writing."""
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
