@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from hybridflow.agents.formats.base import FORMATS, Call, json_at
-from hybridflow.rewards.reading import read_response
+from hybridflow.rewards.reading import DRIVER_CHARACTERS, has_markers, read_response
 
 Schema = Mapping[str, Any]
+T = TypeVar("T")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -26,7 +28,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 def read_calls(
     call_format: str, answer: str, tools: Mapping[str, Schema], *, thinking_open: bool = False
 ) -> list[Call]:
-    """The calls in an answer, in order. What is written in its thinking calls nothing.
+    """The calls in an answer, in order. What is written in its thinking calls nothing, and a marker of a thinking in an
+    argument opens none.
 
     Args:
         call_format: `rollout.agent.call_format`.
@@ -34,8 +37,15 @@ def read_calls(
         thinking_open: the answer begins inside of a thinking.
     """
     names = {name: tuple(schema.get("properties") or ()) for name, schema in tools.items()}
-    found = FORMATS.get(call_format)(read_response(answer, thinking_open).answer, names)
-    return [_typed(call, tools.get(call.name, {})) for call in found]
+    read = FORMATS.get(call_format)
+    spans = [call.span for call in read(answer, names)] if has_markers(answer) else []
+    spoken = read_response(answer, thinking_open, spans).answer
+    return [_typed(call, tools.get(call.name, {})) for call in read(spoken, names)]
+
+
+async def while_others_go_on(read: Callable[[str], T], answer: str) -> T:
+    """What `read` makes of an answer. A long one is read in a thread, so that other conversations go on."""
+    return read(answer) if len(answer) <= DRIVER_CHARACTERS else await asyncio.to_thread(read, answer)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.agents.call_reading import read_calls
+from hybridflow.agents.call_reading import read_calls, while_others_go_on
 from hybridflow.agents.completion_request import ChatRequest, RequestError, read_request
 from hybridflow.agents.conversation import Conversation, ConversationOver, Endpoint
 from hybridflow.data.chat_template import ShownCall
@@ -225,7 +225,7 @@ async def _next_answer(served: _Served, asked: ChatRequest) -> dict[str, Any]:
     conversation = served.conversation
     before = len(conversation.prompt) + len(conversation.tokens)
     text = await conversation.answer(asked.most, asked.stop)
-    served.calls = _tool_calls(conversation, text, asked)
+    served.calls = await while_others_go_on(lambda said: _tool_calls(conversation, said, asked), text)
     conversation.calls += len(served.calls)
     message: dict[str, Any] = {"role": "assistant", "content": text}
     reason = conversation.finish_reason

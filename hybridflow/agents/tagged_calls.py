@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hybridflow.agents.formats.base import Call
 
 
+def as_written(key: re.Match[str], text: str) -> str:
+    """The value as it stands between its tags."""
+    del key
+    return text
+
+
+def without_breaks(key: re.Match[str], text: str) -> str:
+    """The value without the line breaks that stand beside its tags."""
+    del key
+    return text.removeprefix("\n").removesuffix("\n")
+
+
 @dataclass(frozen=True)
-class Tags:
-    """The tags of a format.
+class TaggedCalls:
+    """A format of calls that is described by its tags.
 
     Attributes:
         begin: opens a call and holds the group `name`.
@@ -20,35 +33,45 @@ class Tags:
             may hold it.
         end: closes a call.
         example: how arguments are written, for problems.
+        section: calls are read after its first occurrence, and it holds one; empty: everywhere.
+        value: what an argument is of its opening tag and its text.
+        is_text: values are text, whose type the tool declares.
     """
 
     begin: re.Pattern[str]
     key: re.Pattern[str]
     value_end: re.Pattern[str]
-    end: re.Pattern[str]
+    end: str
     example: str
+    section: str = ""
+    value: Callable[[re.Match[str], str], Any] = as_written
+    is_text: bool = True
 
+    def __call__(self, text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
+        """The calls of the text; one that cannot be read, or does not end, is a problem."""
+        del tools
+        place = text.find(self.section)
+        calls: list[Call] = []
+        while place >= 0 and (begin := self.begin.search(text, place)):
+            calls.append(self._call(begin, text))
+            place = calls[-1].span[1]
+        if self.section and not calls and text.partition(self.section)[2].strip():
+            return [Call("", problem=f"{self.section} holds no call")]
+        return calls
 
-def tagged_calls(text: str, tags: Tags) -> Iterator[Call]:
-    """The calls of the text, with arguments as they are written."""
-    place = 0
-    while begin := tags.begin.search(text, place):
-        name, place = begin["name"].strip(), begin.end()
-        arguments: dict[str, str] = {}
-        while key := tags.key.match(text, place):
-            closed = tags.value_end.search(text, key.end())
+    def _call(self, begin: re.Match[str], text: str) -> Call:
+        name, place, arguments = begin["name"].strip(), begin.end(), dict[str, Any]()
+        not_closed = Call(name, problem=f"the call of {name} is not closed", span=(begin.start(), len(text)))
+        while key := self.key.match(text, place):
+            closed = self.value_end.search(text, key.end())
             if closed is None:
-                yield Call(name, problem=f"the call of {name} is not closed")
-                return
-            arguments[key["key"].strip()] = text[key.end() : closed.start()]
+                return not_closed
+            arguments[key["key"].strip()] = self.value(key, text[key.end() : closed.start()])
             place = closed.end()
-        end = tags.end.match(text, place)
-        if end is None:
-            end = tags.end.search(text, place)
-            problem = f"the arguments of {name} are not written as {tags.example}"
-            yield Call(name, problem=problem if end else f"the call of {name} is not closed")
-            if end is None:
-                return
-        else:
-            yield Call(name, arguments, is_text=True)
-        place = end.end()
+        end = text.find(self.end, place)
+        if end < 0:
+            return not_closed
+        span = begin.start(), end + len(self.end)
+        if text[place:end].strip():
+            return Call(name, problem=f"the arguments of {name} are not written as {self.example}", span=span)
+        return Call(name, arguments, is_text=self.is_text, span=span)

@@ -14,9 +14,8 @@ from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import DataError
 from hybridflow.rewards.functions import Outcome, Row, Scoring, matching, unknown_source
 from hybridflow.rewards.pool import RewardPool
+from hybridflow.rewards.reading import DRIVER_CHARACTERS
 from hybridflow.rewards.verifiers.base import PROMPT, THINKING_OPEN, ScoreResult
-
-DRIVER_CHARACTERS = 100_000  # of a response that the driver scores itself, in at most some 10 ms; longer: the pool
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,11 @@ already write the opening marker at the end of the prompt, so that a response be
 
 import bisect
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+# of a text that the driver reads itself, in at most some 10 ms; longer ones: a process of the pool, or a thread
+DRIVER_CHARACTERS = 100_000
 
 # DeepSeek-R1, Qwen3 and GLM-4.5 write <think>, Magistral [THINK], Kimi-VL ◁think▷ and Seed-OSS <seed:think>.
 _OPENERS = {
@@ -42,14 +46,19 @@ def opens_thinking(prompt: str) -> bool:
     return prompt.rstrip().endswith(tuple(_OPENERS))
 
 
-def read_response(text: str, thinking_open: bool = False) -> Reading:
+def has_markers(text: str) -> bool:
+    """Whether a marker of a thinking stands anywhere in the text."""
+    return _MARKER.search(text) is not None
+
+
+def read_response(text: str, thinking_open: bool = False, verbatim: Sequence[tuple[int, int]] = ()) -> Reading:
     """Split a response into its thinking and the answer that follows its last thinking.
 
     `thinking_open` says that the prompt ended with an opening marker. A thinking that never ends leaves an empty
     answer. Without any marker the whole text is the answer. Behind a quotation mark, and after a first thinking, a
     marker opens another one only at the start of a line, so that an answer (a call's arguments, for example) may
     mention markers. A closing marker that nothing opened ends a thinking where it begins or ends a line, or a tag
-    follows it.
+    follows it. Within `verbatim`, ordered spans of the text, a marker does neither.
     """
     opener = next(iter(_OPENERS)) if thinking_open else ""
     started = ended = 0  # where the current thinking began; where the last one ended
@@ -62,6 +71,8 @@ def read_response(text: str, thinking_open: bool = False) -> Reading:
                 opener, ended = "", marker.end()
             elif thinking_open and word in _OPENERS and marker.start() < _INDENT and not text[: marker.start()].strip():
                 opener, started = word, marker.end()  # the model repeats the prompt's marker
+        elif _is_within(marker.start(), verbatim):
+            continue
         elif word in _OPENERS:
             if _begins_line(text, marker.start()) or not (pieces or _is_quoted(text, marker.start())):
                 pieces.append(text[ended : marker.start()])
@@ -72,6 +83,11 @@ def read_response(text: str, thinking_open: bool = False) -> Reading:
     if opener:
         return Reading("".join([*pieces, text[started:]]).strip(), "", closed=False)
     return Reading("".join(pieces).strip(), text[ended:] if pieces else text, closed=True)
+
+
+def _is_within(position: int, spans: Sequence[tuple[int, int]]) -> bool:
+    place = bisect.bisect_right(spans, (position, position)) - 1
+    return place >= 0 and spans[place][0] < position < spans[place][1]
 
 
 def _begins_line(text: str, position: int) -> bool:

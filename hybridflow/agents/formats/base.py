@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ class Call:
         arguments: by name. With `is_text` they are as they were written, and the tool's declaration says what they are.
         problem: what is wrong with one that cannot be read; the policy is told.
         id: as the answer writes it; empty where the format has none.
+        span: where it begins and ends in the text, whose markers of a thinking are text then; not compared.
     """
 
     name: str
@@ -27,23 +28,23 @@ class Call:
     problem: str = ""
     id: str = ""
     is_text: bool = False
+    span: tuple[int, int] = field(default=(0, 0), compare=False)
 
 
-@dataclass(frozen=True)
-class JsonBlock:
-    """A block of `json_blocks`: what was found before its value (None: something else), the value, and what is wrong
-    with it."""
-
-    header: re.Match[str] | None
-    value: Any
-    problem: str
+# calls of an answer that cannot be read before reading stops: each error of Python's decoder counts the lines before it
+MOST_UNREAD = 100
 
 
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text[:40])
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 # (answer, {name of a tool: names of its parameters}) -> the calls in it, in order
 CallFormat = Callable[[str, Mapping[str, Sequence[str]]], list[Call]]
@@ -56,41 +57,12 @@ def call_format(name: str) -> Callable[[CallFormat], CallFormat]:
 
 
 def json_at(text: str, place: int) -> tuple[Any, int]:
-    """The JSON value that begins at `place`, and where it ends. ValueError: there is none, or it holds NaN."""
+    """The JSON value that begins at `place`, and where it ends. ValueError: there is none, or it holds a number that is
+    not finite."""
     try:
         return _DECODER.raw_decode(text, place)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-
-
-def json_blocks(text: str, begin: str, header: re.Pattern[str], end: re.Pattern[str], what: str) -> Iterator[JsonBlock]:
-    """The blocks that `begin` opens: a header, a JSON value that is read from its first character to its last, whatever
-    is written in its strings, and an end.
-
-    Args:
-        header: what stands between `begin` and the value.
-        end: what closes a block; it is searched for where the value cannot be read.
-        what: names a block for problems.
-    """
-    place = text.find(begin)
-    while place >= 0:
-        head = header.match(text, place + len(begin))
-        start = head.end() if head else place + len(begin)
-        value, stop, problem = None, start, "" if head else f"{what} is no call"
-        if head:
-            try:
-                value, stop = json_at(text, start)
-            except ValueError as error:
-                problem = f"is no JSON ({error})"
-        closed = end.match(text, stop)
-        if closed is None:
-            closed = end.search(text, stop)
-            problem = problem or "is no JSON (text follows the value)"
-        if closed is None:
-            yield JsonBlock(head, None, f"{what} is not closed")
-            return
-        yield JsonBlock(head, value, problem)
-        place = text.find(begin, closed.end())
 
 
 def json_call(found: Any, arguments_key: str) -> Call:

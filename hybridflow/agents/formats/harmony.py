@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import Call, call_format, json_at, with_arguments
+from hybridflow.agents.formats.base import MOST_UNREAD, Call, call_format, json_at, with_arguments
 
 _MESSAGE = "<|message|>"
 _RECIPIENT = re.compile(r"to=functions\.(?P<name>[^\s<]+)")
@@ -15,16 +16,18 @@ _SPACE = re.compile(r"\s*")
 
 @call_format("harmony")
 def harmony(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Every message to a function. What is thought in the analysis channel calls nothing."""
+    """Every message to a function. What is thought in the analysis channel calls nothing. Reading stops
+    after `MOST_UNREAD` calls that cannot be read."""
     del tools
-    calls: list[Call] = []
+    calls, unread = list[Call](), 0
     place = 0
-    while (message := text.find(_MESSAGE, place)) >= 0:
+    while unread < MOST_UNREAD and (message := text.find(_MESSAGE, place)) >= 0:
         recipients = list(_RECIPIENT.finditer(text, place, message))
         start = message + len(_MESSAGE)
         if recipients:
             call, start = _call(recipients[-1]["name"], text, start)
-            calls.append(call)
+            unread += bool(call.problem)
+            calls.append(dataclasses.replace(call, span=(recipients[-1].start(), start)))
         end = _END.search(text, start)
         place = end.end() if end else len(text)
     return calls

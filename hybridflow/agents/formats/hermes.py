@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import Call, call_format, json_blocks, json_call
+from hybridflow.agents.formats.base import FORMATS
+from hybridflow.agents.json_calls import JsonCalls
 
-_BEFORE, _END = re.compile(r"\s*"), re.compile(r"\s*</tool_call>")
-
-
-@call_format("hermes")
-def hermes(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Every <tool_call> block; one that does not end is a problem."""
-    del tools
-    blocks = json_blocks(text, "<tool_call>", _BEFORE, _END, "<tool_call>")
-    return [
-        Call("", problem=f"the call {one.problem}" if one.problem.startswith("is no JSON") else one.problem)
-        if one.problem
-        else json_call(one.value, "arguments")
-        for one in blocks
-    ]
+FORMATS.register("hermes", JsonCalls(begin="<tool_call>", header=re.compile(r"\s*"), end="</tool_call>"))

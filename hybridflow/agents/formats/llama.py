@@ -3,6 +3,7 @@ with semicolons between; <|python_tag|> may stand before."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +17,7 @@ _OBJECT = re.compile(r"[\s;]*\{")
 def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """The objects of an answer that begins with one. An answer that does not, or whose object has no "name" or names no
     tool and has no parameters, calls nothing; after the tag it must."""
-    rest = text.strip()
+    rest, offset = text.strip(), len(text) - len(text.lstrip())
     tagged = rest.startswith(_TAG)
     place, calls = len(_TAG) if tagged else 0, list[Call]()
     while begin := _OBJECT.match(rest, place):
@@ -27,7 +28,8 @@ def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
         key = next((key for key in ("parameters", "arguments") if key in found), None)
         if not tagged and (not isinstance(found.get("name"), str) or (key is None and found["name"] not in tools)):
             return []
-        calls.append(json_call(found, key or "parameters"))
+        call = json_call(found, key or "parameters")
+        calls.append(dataclasses.replace(call, span=(offset + begin.end() - 1, offset + place)))
     if rest[place:].strip(" ;\n") and (calls or tagged):
         calls.append(Call("", problem="the call is no JSON object"))
     return calls

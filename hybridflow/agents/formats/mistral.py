@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import Call, call_format, json_at, json_call, with_arguments
+from hybridflow.agents.formats.base import MOST_UNREAD, Call, call_format, json_at, json_call, with_arguments
 
 _BEGIN = "[TOOL_CALLS]"
 _SPACE = re.compile(r"\s*")
@@ -14,13 +15,14 @@ _HEADER = re.compile(r"(?P<name>[^\[{]*)(?:\[CALL_ID\](?P<id>[^\[{]*))?(?:\[ARGS
 
 @call_format("mistral")
 def mistral(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """What follows every [TOOL_CALLS]."""
+    """What follows every [TOOL_CALLS], up to the last of `MOST_UNREAD` calls that cannot be read."""
     del tools
-    calls: list[Call] = []
+    calls, unread = list[Call](), 0
     place = text.find(_BEGIN)
-    while place >= 0:
+    while place >= 0 and unread < MOST_UNREAD:
         found, end = _calls(text, place + len(_BEGIN))
-        calls += found
+        calls += [dataclasses.replace(call, span=(place, end)) for call in found]
+        unread += any(call.problem for call in found)
         place = text.find(_BEGIN, end)
     return calls
 

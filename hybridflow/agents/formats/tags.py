@@ -14,23 +14,24 @@ def tags(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     its text may hold one."""
     names = "|".join(map(re.escape, sorted(tools, key=len, reverse=True)))
     calls: list[Call] = []
-    opened, closed = "", None
-    begin = 0
+    opened: re.Match[str] | None = None
+    closed: re.Match[str] | None = None
     for found in re.finditer(rf"<(?P<close>/?)(?P<name>{names})>", text) if names else ():
         if found["close"]:
-            if found["name"] == opened:
-                closed = found.start()
-        elif not opened or closed is not None:
-            calls += [_call(opened, text[begin:closed], tools[opened])] if opened else []
-            opened, begin, closed = found["name"], found.end(), None
-    if opened:
-        is_closed = closed is not None
-        problem = Call(opened, problem=f"<{opened}> is not closed")
-        calls.append(_call(opened, text[begin:closed], tools[opened]) if is_closed else problem)
-    return calls
+            if opened and found["name"] == opened["name"]:
+                closed = found
+        elif not opened or closed:
+            calls += [_call(opened, closed, tools)] if opened else []
+            opened, closed = found, None
+    return [*calls, _call(opened, closed, tools)] if opened else calls
 
 
-def _call(name: str, text: str, parameters: Sequence[str]) -> Call:
+def _call(opened: re.Match[str], closed: re.Match[str] | None, tools: Mapping[str, Sequence[str]]) -> Call:
+    name, text = opened["name"], opened.string
+    span = opened.start(), closed.end() if closed else len(text)
+    if closed is None:
+        return Call(name, problem=f"<{name}> is not closed", span=span)
+    parameters = tools[name]
     if len(parameters) != 1:
-        return Call(name, problem=f"{name} takes {len(parameters)} arguments, and tags hold one")
-    return Call(name, {parameters[0]: text}, is_text=True)
+        return Call(name, problem=f"{name} takes {len(parameters)} arguments, and tags hold one", span=span)
+    return Call(name, {parameters[0]: text[opened.end() : closed.start()]}, is_text=True, span=span)

@@ -2,81 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.agents.call_reading import format_of, read_calls
 from hybridflow.agents.formats.base import FORMATS, Call
+from tests.unit.agents.written_calls import DECLARED, TOOLS, WRITTEN
 from tests.unit.data.chat_tokenizers import TEMPLATES, tokenizer_with
 
-TOOLS = {"add": ("a", "b"), "search": ("query",)}
-NUMBER = {"type": "integer"}
-DECLARED = {
-    "add": {"type": "object", "properties": {"a": NUMBER, "b": {}}},
-    "search": {"type": "object", "properties": {"query": {"type": "string"}, "limit": NUMBER}},
-}
-
-
-def written(value: object) -> str:
-    """A value between tags: text as it is, any other as JSON."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def parameters(arguments: dict[str, object], opened: str) -> str:
-    return "".join(f"<parameter{opened.format(key)}>{written(value)}</parameter>" for key, value in arguments.items())
-
-
-WRITTEN = {
-    "hermes": (
-        "I add. <tool_call>\n{}\n</tool_call>",
-        lambda name, arguments: json.dumps({"name": name, "arguments": arguments}),
-    ),
-    "llama": (
-        "<|python_tag|>{}",
-        lambda name, arguments: json.dumps({"name": name, "parameters": arguments}),
-    ),
-    "deepseek": (
-        "I add. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        lambda name, arguments: f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```",
-    ),
-    "glm": (
-        "I add. <tool_call>{}\n</tool_call>",
-        lambda name, arguments: (
-            name
-            + "".join(
-                f"\n<arg_key>{key}</arg_key>\n<arg_value>{written(value)}</arg_value>"
-                for key, value in arguments.items()
-            )
-        ),
-    ),
-}
-WRITTEN |= {
-    "qwen3_coder": (
-        "I add.\n<tool_call>\n{}\n</tool_call>",
-        lambda name, arguments: f"<function={name}>\n{parameters(arguments, '={}')}</function>",
-    ),
-    "minimax": (
-        "I add.\n<minimax:tool_call>\n{}\n</minimax:tool_call>",
-        lambda name, arguments: f'<invoke name="{name}">\n' + parameters(arguments, ' name="{}"') + "</invoke>",
-    ),
-    "kimi": (
-        "I add.<|tool_calls_section_begin|>{}<|tool_calls_section_end|>",
-        lambda name, arguments: (
-            f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
-        ),
-    ),
-    "mistral": (
-        "[TOOL_CALLS]{}",
-        lambda name, arguments: f"{name}[ARGS]{json.dumps(arguments)}",
-    ),
-    "harmony": (
-        "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant{}",
-        lambda name, arguments: f" to=functions.{name}<|channel|>commentary json<|message|>{json.dumps(arguments)}",
-    ),
-}
 TAGGED = ("glm", "qwen3_coder", "minimax")
 PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="<>", exclude_categories=["Cs"]), max_size=20)
 ARGUMENTS = st.fixed_dictionaries(
@@ -93,7 +27,7 @@ def test_what_is_written_is_read(name: str, arguments: dict[str, object]) -> Non
     assert (call.name, call.problem) == ("add", "") and call.arguments.items() >= known.items()
 
 
-@pytest.mark.parametrize("name", [*WRITTEN, "tags"])
+@pytest.mark.parametrize("name", FORMATS.names())
 @given(text=st.text(max_size=60))
 def test_any_text_is_read_without_an_error(name: str, text: str) -> None:
     """Rubbish gives calls with a problem, or none."""
@@ -135,7 +69,7 @@ def test_several_calls_keep_their_order() -> None:
         ("glm", "<tool_call>add\n<arg_key>a", "is not closed"),
         ("glm", "<tool_call>add\n<arg_key>a</tool_call>", "not written as pairs"),
         ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>", "is not closed"),
-        ("minimax", "<minimax:tool_call>add(1)</minimax:tool_call>", "holds no <invoke>"),
+        ("minimax", "<minimax:tool_call>add(1)</minimax:tool_call>", "holds no call"),
         ("kimi", "<|tool_call_begin|>functions.add:0<|tool_call_end|>", "has no <|tool_call_argument_begin|>"),
         ("mistral", "[TOOL_CALLS]add(1)", "is no JSON"),
         ("harmony", " to=functions.add<|channel|>commentary json<|message|>{", "arguments of add are no JSON"),
@@ -245,3 +179,28 @@ def test_an_object_that_names_no_tool_and_has_no_parameters_is_an_answer() -> No
 def test_the_format_of_a_template_is_recognised(template: str, name: str | None) -> None:
     tokenizer = tokenizer_with(TEMPLATES[template])
     assert format_of(tokenizer.template.example_call) == name
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("text", ["\n<think>\nx", "[THINK] x", "a\n</think>\nb", "<think>"])
+def test_an_argument_may_hold_a_marker_of_a_thinking(name: str, text: str) -> None:
+    """Also far from a quotation mark, and after a thinking."""
+    frame, write = WRITTEN[name]
+    query = f"{'long ' * 100}{text}"
+    for before in ("", "<think>no</think>\n"):
+        answer = before + frame.replace("{}", write("search", {"query": query}))
+        assert [dict(call.arguments) for call in read_calls(name, answer, DECLARED)] == [{"query": query}]
+
+
+@pytest.mark.parametrize("name", ["hermes", "kimi", "mistral", "harmony"])
+def test_reading_stops_after_many_calls_that_cannot_be_read(name: str) -> None:
+    frame, write = WRITTEN[name]
+    broken, whole = (frame.replace("{}", write("search", {"query": text})) for text in ("NaN", "x"))
+    broken = broken.replace('"NaN"', "NaN")
+    few, many = (read_calls(name, broken * number + whole, DECLARED) for number in (99, 200))
+    assert few[-1].arguments == {"query": "x"} and [bool(call.problem) for call in many] == [True] * 100
+
+
+def test_a_number_that_is_not_finite_is_told() -> None:
+    [call] = read_calls("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', DECLARED)
+    assert "1e999 is no number of JSON" in call.problem

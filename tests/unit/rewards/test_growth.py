@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from hybridflow.rewards import reading
 from hybridflow.rewards.verifiers.base import VERIFIERS
 from hybridflow.rewards.verifiers.code import program_of
 from hybridflow.rewards.verifiers.judge import read_grade
+from tests.unit.growth import grown, seconds
 
 # what the patterns of the verifiers repeat, alone and behind what begins a match
 PIECES = (
@@ -45,53 +45,23 @@ READ: dict[str, Callable[[str], Any]] = {
     "blocks": reading.fenced_blocks,
     "response": reading.read_response,
 }
-LENGTH, FLOOR_S = 5_000, 0.01
+LENGTH = 5_000
 
 
-def texts(starts: tuple[str, ...], length: int) -> Iterator[tuple[str, str]]:
-    for start, piece in itertools.product(starts, PIECES):
-        yield f"{start!r} {piece!r}", start + piece * (length // len(piece))
-
-
-def seconds(function: Callable[[str], Any], text: str) -> float:
-    best = float("inf")
-    for _ in range(3):
-        began = time.process_time()
-        function(text)
-        best = min(best, time.process_time() - began)
-        if best < FLOOR_S:
-            break
-    return best
-
-
-def growth(name: str, short: str, long: str) -> float:
-    """How much longer the long text takes; 0 where it takes no time."""
-    took = seconds(READ[name], long)
-    return took / max(seconds(READ[name], short), FLOOR_S / 5) if took > FLOOR_S else 0.0
-
-
-def grown(name: str, starts: tuple[str, ...], length: int) -> list[tuple[str, float]]:
-    """The texts for which four times the length takes more than 2.2 times 2.2 as long, also when measured again, and
-    how much longer."""
-    found = []
-    for (what, short), (_, long) in zip(texts(starts, length), texts(starts, 4 * length), strict=True):
-        if (ratio := growth(name, short, long)) > 2.2**2:
-            ratio = min(ratio, *(growth(name, short, long) for _ in range(4)))
-        if ratio > 2.2**2:
-            found.append((what, ratio))
-    return found
+def frames(starts: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    return [(start, piece, "") for start, piece in itertools.product(starts, PIECES)]
 
 
 @pytest.mark.parametrize("name", READ)
 def test_time_grows_no_faster_than_the_text(name: str) -> None:
-    assert not grown(name, STARTS[:2], LENGTH)
+    assert not grown(READ[name], frames(STARTS[:2]), LENGTH)
 
 
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_time_grows_no_faster_than_a_long_text_whatever_it_begins_with(name: str) -> None:
-    assert not grown(name, STARTS, 8 * LENGTH)
+    assert not grown(READ[name], frames(STARTS), 8 * LENGTH)
 
 
 def fuzzed(draw: random.Random, length: int) -> str:

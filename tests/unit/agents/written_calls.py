@@ -1,0 +1,73 @@
+"""How each built-in format writes a call of the tools `add` and `search`."""
+
+from __future__ import annotations
+
+import json
+
+TOOLS = {"add": ("a", "b"), "search": ("query",)}
+NUMBER = {"type": "integer"}
+DECLARED = {
+    "add": {"type": "object", "properties": {"a": NUMBER, "b": {}}},
+    "search": {"type": "object", "properties": {"query": {"type": "string"}, "limit": NUMBER}},
+}
+
+
+def written(value: object) -> str:
+    """A value between tags: text as it is, any other as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def parameters(arguments: dict[str, object], opened: str) -> str:
+    return "".join(f"<parameter{opened.format(key)}>{written(value)}</parameter>" for key, value in arguments.items())
+
+
+WRITTEN = {
+    "hermes": (
+        "I add. <tool_call>\n{}\n</tool_call>",
+        lambda name, arguments: json.dumps({"name": name, "arguments": arguments}),
+    ),
+    "llama": (
+        "<|python_tag|>{}",
+        lambda name, arguments: json.dumps({"name": name, "parameters": arguments}),
+    ),
+    "deepseek": (
+        "I add. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        lambda name, arguments: f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```",
+    ),
+    "glm": (
+        "I add. <tool_call>{}\n</tool_call>",
+        lambda name, arguments: (
+            name
+            + "".join(
+                f"\n<arg_key>{key}</arg_key>\n<arg_value>{written(value)}</arg_value>"
+                for key, value in arguments.items()
+            )
+        ),
+    ),
+}
+WRITTEN |= {
+    "qwen3_coder": (
+        "I add.\n<tool_call>\n{}\n</tool_call>",
+        lambda name, arguments: f"<function={name}>\n{parameters(arguments, '={}')}</function>",
+    ),
+    "minimax": (
+        "I add.\n<minimax:tool_call>\n{}\n</minimax:tool_call>",
+        lambda name, arguments: f'<invoke name="{name}">\n' + parameters(arguments, ' name="{}"') + "</invoke>",
+    ),
+    "kimi": (
+        "I add.<|tool_calls_section_begin|>{}<|tool_calls_section_end|>",
+        lambda name, arguments: (
+            f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
+        ),
+    ),
+    "mistral": (
+        "[TOOL_CALLS]{}",
+        lambda name, arguments: f"{name}[ARGS]{json.dumps(arguments)}",
+    ),
+    "harmony": (
+        "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant{}",
+        lambda name, arguments: f" to=functions.{name}<|channel|>commentary json<|message|>{json.dumps(arguments)}",
+    ),
+}
+# holds one argument
+TAGS = ("I search. {}", lambda name, arguments: f"<{name}>{next(iter(arguments.values()))}</{name}>")
