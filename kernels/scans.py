@@ -46,7 +46,7 @@ def gae(
     lengths_S: torch.Tensor,
     *,
     gamma: float,
-    lam: float,
+    lam: float | torch.Tensor,
     mask_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns (arXiv 1506.02438, eq. 16), not whitened.
@@ -57,6 +57,7 @@ def gae(
     Args:
         rewards_T, values_T: [T] reward of each token, and value of the state it was sampled in.
         lengths_S: [S] int64 tokens of each row.
+        lam: of all rows, or [S] of each, which the torch form alone takes.
         mask_T: [T] bool, false for tokens the policy did not sample (observations): they are skipped, so that the next
             value and the running sum reach over them, and their own advantage and return are 0. None: all were sampled.
 
@@ -68,12 +69,13 @@ def gae(
     """
     rewards, values = rewards_T.float(), values_T.float()
     _check({"rewards": rewards, "values": values}, lengths_S, mask_T)
-    if uses_triton(values):
+    if uses_triton(values) and not isinstance(lam, torch.Tensor):
         advantages, returns, _ = _launch(rewards, values, None, lengths_S, mask_T, gamma, gamma * lam)
         return advantages, returns
     kept = _Kept(lengths_S, mask_T)
     rewards, values = kept.take(rewards), kept.take(values)
-    advantages = _scan(_deltas(rewards, values, kept.lengths, gamma), gamma * lam, kept.lengths)
+    factor = (gamma * lam).float().repeat_interleave(kept.lengths) if isinstance(lam, torch.Tensor) else gamma * lam
+    advantages = _scan(_deltas(rewards, values, kept.lengths, gamma), factor, kept.lengths)
     return kept.put(advantages), kept.put(advantages + values)
 
 

@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
+from hybridflow.algorithms.rewards import sums_of_rows
 from hybridflow.algorithms.whitening import whiten
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class GaeOptions:
     """`gamma` discounts a token; `lam` 1 sums the rewards to go, 0 looks one token ahead; `critic_lam` is that of the
-    returns, None: the same."""
+    returns, None: the same. With `length_alpha` the lambda of an answer grows with its length, in place of `lam`."""
 
     gamma: float = 1.0
     lam: float = 1.0
     critic_lam: float | None = None
+    length_alpha: float | None = None
 
 
 @estimator("gae", reads=("values",), needs_critic=True, options=GaeOptions)
 def gae_estimator(samples: Samples, options: GaeOptions) -> Estimate:
-    """Whitened advantages, and the returns that the critic learns from; with a lambda of its own the critic's bias does
-    not depend on the policy's (decoupled GAE of VC-PPO and VAPO, arXiv 2504.05118, section 4.1: critic_lam 1)."""
+    """Whitened advantages, and the returns that the critic learns from.
+
+    With a lambda of its own the critic's bias does not depend on the policy's (decoupled GAE of VC-PPO and VAPO, arXiv
+    2504.05118, section 4.1: critic_lam 1). The policy's may follow the l sampled tokens of an answer: 1 - 1 / (alpha
+    l), and 0 where alpha l is under 1, so that errors over about alpha l tokens count (length-adaptive GAE, section
+    4.2: length_alpha 0.05).
+    """
     from hybridflow_kernels.scans import gae
 
     given = samples.rewards, samples.columns["values"], samples.lengths
-    advantages, returns = gae(*given, gamma=options.gamma, lam=options.lam, mask_T=samples.mask)
-    if options.critic_lam is not None:
-        _, returns = gae(*given, gamma=options.gamma, lam=options.critic_lam, mask_T=samples.mask)
+    lam: float | torch.Tensor = options.lam
+    if options.length_alpha is not None:
+        sampled = sums_of_rows(samples.mask.float(), samples.lengths)
+        lam = 1 - 1 / (options.length_alpha * sampled).clamp(min=1.0)
+    advantages, returns = gae(*given, gamma=options.gamma, lam=lam, mask_T=samples.mask)
+    critic_lam = options.lam if options.critic_lam is None else options.critic_lam
+    if critic_lam is not lam:
+        _, returns = gae(*given, gamma=options.gamma, lam=critic_lam, mask_T=samples.mask)
     return whiten(advantages, samples.mask), returns

@@ -20,6 +20,7 @@ from hybridflow.algorithms.losses import kl_penalty, unbiased_kl
 from hybridflow.algorithms.policy_losses.base import Tokens
 from hybridflow.algorithms.policy_losses.vespo import VespoOptions, vespo
 from hybridflow.algorithms.rollout_correction import on_policy_tokens
+from hybridflow.algorithms.whitening import whiten
 from hybridflow.config.schema import ActorConfig
 from hybridflow.config.schema_rewards import RolloutCorrectionConfig
 from hybridflow.errors import ConfigError
@@ -134,7 +135,7 @@ def test_masked_sequences_keep_their_kl_penalty_and_are_counted() -> None:
     assert float(metrics["actor/pg_loss"][0]) == 0
 
 
-def samples_of(seed: int, **columns: Any) -> Samples:
+def samples_of(seed: int, *, masked: bool = False) -> Samples:
     random = np.random.default_rng(seed)
     lengths = torch.from_numpy(random.integers(1, 6, random.integers(2, 9)))
     tokens = int(lengths.sum())
@@ -142,7 +143,8 @@ def samples_of(seed: int, **columns: Any) -> Samples:
     scores = torch.from_numpy(random.integers(0, 4, len(lengths)) / 3.0)
     groups = torch.from_numpy(random.integers(0, 3, len(lengths)))
     values = torch.from_numpy(random.standard_normal(tokens))
-    return Samples(scores, rewards, groups, lengths, torch.ones(tokens, dtype=torch.bool), {"values": values})
+    mask = torch.from_numpy(random.random(tokens) < 0.7) if masked else torch.ones(tokens, dtype=torch.bool)
+    return Samples(scores, rewards, groups, lengths, mask, {"values": values})
 
 
 def test_advantages_by_the_deviation_of_the_batch() -> None:
@@ -172,6 +174,28 @@ def test_a_critic_may_learn_from_returns_of_another_lambda() -> None:
                 discounted.insert(0, to_go)
             wanted += discounted
         torch.testing.assert_close(returns, torch.tensor(wanted, dtype=returns.dtype), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.5, 3.0])
+def test_the_lambda_of_the_policy_may_follow_the_length_of_an_answer(alpha: float) -> None:
+    for seed in CASES:
+        samples = samples_of(seed, masked=True)
+        found, returns = gae_estimator(samples, GaeOptions(0.99, 0.9, None, alpha))
+        _, usual = gae_estimator(samples, GaeOptions(0.99, 0.9))
+        wanted = []
+        columns = samples.rewards, samples.columns["values"], samples.mask
+        for row in zip(*(torch.split(column, samples.lengths.tolist()) for column in columns), strict=True):
+            rewards, values, mask = (column.tolist() for column in row)
+            lam, value, advantage, made = 1 - 1 / max(alpha * sum(mask), 1.0), 0.0, 0.0, []
+            for place in reversed(range(len(mask))):
+                if mask[place]:
+                    advantage = rewards[place] + 0.99 * value - values[place] + 0.99 * lam * advantage
+                    value = values[place]
+                made.insert(0, advantage if mask[place] else 0.0)
+            wanted += made
+        expected = whiten(torch.tensor(wanted, dtype=found.dtype), samples.mask)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(returns, usual)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.75, 1.0])
