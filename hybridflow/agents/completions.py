@@ -13,11 +13,12 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.agents.call_reading import read_calls, while_others_go_on
+from hybridflow.agents.callers import Callers
 from hybridflow.agents.completion_request import ChatRequest, RequestError, read_request
 from hybridflow.agents.conversation import Conversation, ConversationOver, Endpoint
 from hybridflow.data.chat_template import ShownCall
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 MODEL = "policy"
 _MOST_BYTES = 16 << 20  # of a request
+_LONGER, _SLACK = 4, 20_000  # characters that a chat template and a tokenizer may leave out of what they are given
 _log = logging.getLogger(__name__)
+_BODY_S = 60.0  # for the body of a request to come
+_IDLE_S = 60.0  # for the head of a request to come, also of the next one over a connection
 _QUIET_S = 0.02  # from one request or answer to the next, while a program is at work on it
 
 
@@ -42,6 +46,7 @@ class _Served:
     pending: asyncio.Task[dict[str, Any]] | None = None  # the answer to it
     calls: list[dict[str, Any]] = field(default_factory=list)  # in the last answer, as the client was told them
     over: ConversationOver | None = None
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # one body at a time is in memory
 
 
 class CompletionServer:
@@ -50,6 +55,8 @@ class CompletionServer:
     def __init__(self) -> None:
         self._served: dict[str, _Served] = {}
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._callers = Callers()
         self._base_url = ""
         self._starting = asyncio.Lock()
         self._moved = 0.0
@@ -81,6 +88,7 @@ class CompletionServer:
             raise
         finally:
             del self._served[key]
+            self._callers.forget(key)
             if served.pending is not None:
                 served.pending.cancel()
         if served.over is not None:
@@ -88,8 +96,9 @@ class CompletionServer:
 
     async def close(self) -> None:
         """End the server and its connections."""
-        if self._runner is not None:
+        if self._runner is not None and self._listener is not None:
             runner, self._runner = self._runner, None
+            self._listener.close()
             await runner.cleanup()
 
     async def _start(self) -> None:
@@ -98,16 +107,19 @@ class CompletionServer:
         app = web.Application(client_max_size=_MOST_BYTES)
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._complete),
+                web.post("/v1/chat/completions", self._complete, expect_handler=_go_on),
                 web.get("/v1/models", self._models),
                 web.get(f"/v1/models/{MODEL}", self._models),
                 web.route("*", "/{rest:.*}", _unknown),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=_IDLE_S)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self._runner, self._base_url = runner, f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        server = runner.server
+        assert server is not None
+        self._listener = await self._callers.listen("127.0.0.1", server)
+        port = self._listener.sockets[0].getsockname()[1]
+        self._runner, self._base_url = runner, f"http://127.0.0.1:{port}/v1"
 
     # ---- requests
 
@@ -115,6 +127,7 @@ class CompletionServer:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if key not in self._served:
             raise RequestError("no conversation has this API key; it may be over", 401)
+        self._callers.know(request.transport, key)
         return self._served[key]
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -129,7 +142,8 @@ class CompletionServer:
         self._moved = time.monotonic()
         try:
             served = self._of(request)
-            asked = read_request(await _body_of(request))
+            async with served.reading:
+                asked = read_request(await _body_of(request))
             self._warn(asked)
             completion = await self._answer_to(served, asked)
             self._moved = time.monotonic()
@@ -183,6 +197,13 @@ class CompletionServer:
 
 def _compare(conversation: Conversation, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> None:
     """Refuse messages that are not the prompt of the row. A message of the role developer may be its system message."""
+    shown = conversation.tokenizer.decode(conversation.prompt)
+    asked = sum(len(one["content"]) + 1 for one in messages) + len(json.dumps(tools))
+    if asked > _LONGER * len(shown) + _SLACK:  # to encode megabytes would keep the other conversations waiting
+        raise RequestError(
+            f"the messages and tools of the first request have {asked} characters, the prompt of the row has "
+            f"{len(shown)}: they cannot render to it"
+        )
     as_system = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
     problem: DataError | None = None
     ids: list[int] = []
@@ -198,7 +219,7 @@ def _compare(conversation: Conversation, messages: Sequence[Mapping[str, Any]], 
         raise problem
     raise RequestError(
         "the messages of the first request must render to the prompt of the row, "
-        f"{conversation.tokenizer.decode(conversation.prompt)!r}; they render to "
+        f"{shown!r}; they render to "
         f"{conversation.tokenizer.decode(ids)!r}"
     )
 
@@ -285,6 +306,12 @@ def _is_last_answer(message: Mapping[str, Any], served: _Served) -> bool:
     return message["role"] == "assistant" and told and same_calls
 
 
+async def _go_on(request: web.Request) -> None:
+    """Ask a client that waits for it to send the body; aiohttp's own handler fails where the client has gone."""
+    with suppress(OSError):
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
 async def _unknown(request: web.Request) -> web.StreamResponse:
     return _error(RequestError(f"{request.path} is not served; use /v1/chat/completions or /v1/models", 404))
 
@@ -293,8 +320,13 @@ async def _body_of(request: web.Request) -> Any:
     from aiohttp import web
 
     try:
-        return await request.json()
-    except (ValueError, RecursionError) as error:
+        async with asyncio.timeout(_BODY_S):
+            return await request.json()
+    except TimeoutError as error:
+        raise RequestError(f"the body did not come within {_BODY_S:.0f} s", 408) from error
+    except OSError as error:
+        raise RequestError(f"the connection ended before the body: {error}") from error
+    except (ValueError, LookupError, RecursionError) as error:  # LookupError: no such encoding
         raise RequestError(f"the body is no JSON: {error}") from error
     except web.HTTPRequestEntityTooLarge as error:
         raise RequestError(f"the body has more than {_MOST_BYTES >> 20} MiB", 413) from error

@@ -152,6 +152,7 @@ class Conversation:
         """
         if self.finish_reason != "stop":
             raise ConversationOver("the answer was cut off")
+        self.need(len(messages) + 1)  # each takes a token at least: a million of them are not rendered first
         most = self.config.max_observation_tokens
         exchange = Exchange([{**one, "content": self.tokenizer.cut(one["content"], most)} for one in messages], calls)
         ids = self.tokenizer.continuation([*self.shown, exchange], self.tokens[-1] if self.tokens else None)

@@ -13,6 +13,7 @@ from hybridflow.data.added_tokens import AddedTokens
 from hybridflow.data.chat_template import Piece, common_beginning
 
 _NOT_SPACE = re.compile(r"\S")
+_CHARACTERS, _UNSURE = 8, 64  # of a token, most of the time; tokens at the end of a part of a text
 _NEUTRAL = "\ufffc"  # in place of what must not be read as a token
 _HALF = re.compile("[\ud800-\udfff]")
 # an added token before each part, which is then not taken for the beginning of a text; nothing from outside knows it
@@ -61,14 +62,27 @@ class PlainText:
         return ids if len(parts) == 1 else [token for part in parts for token in self._ids(part)]
 
     def cut(self, text: str, most: int | None) -> str:
-        """The text up to its first `most` tokens."""
+        """The text up to its first `most` tokens. Of a long text no more is encoded than these need."""
         if most is None or len(text.encode()) <= most:
             return text
+        size = _CHARACTERS * most
+        while True:
+            part = text[:size]
+            is_whole = len(part) == len(text)
+            # the last tokens of a part may be others in the whole text
+            if (found := self._cut(part, most, 0 if is_whole else _UNSURE)) is not None:
+                return found
+            if is_whole:
+                return text
+            size *= 4
+
+    def _cut(self, text: str, most: int, unsure: int) -> str | None:
+        """The text up to its first `most` tokens; None where it does not have `unsure` more than these."""
         if self._backend is None:
             ids = self._ids(text)
-            return text if len(ids) <= most else common_beginning(text, str(self._hf.decode(ids[:most])))
+            return common_beginning(text, str(self._hf.decode(ids[:most]))) if len(ids) > most + unsure else None
         offsets = self._backend.encode(text, add_special_tokens=False).offsets
-        return text if len(offsets) <= most else text[: offsets[most][0]]
+        return text[: offsets[most][0]] if len(offsets) > most + unsure else None
 
     def _cut_tokens(self, text: str) -> Iterator[str]:
         place = 0

@@ -104,9 +104,9 @@ async def greet_client(
 
 
 class Lobby:
-    """Connections whose other ends have proven nothing yet: at most `most`, since each holds a descriptor of this
-    process. For a further one the oldest is closed, so that strangers take places from each other; a process of the job
-    needs its own for milliseconds, and connects again."""
+    """Connections that share `most` places, since each holds a descriptor of this process: those whose other ends have
+    proven nothing yet, for example. For a further one the oldest is closed, so that strangers take places from each
+    other; a process of the job needs its own for milliseconds, and connects again."""
 
     def __init__(self, most: int = 64) -> None:
         self._most, self._closing = most, dict[object, Callable[[], object]]()
@@ -122,6 +122,11 @@ class Lobby:
             yield
         finally:
             self._closing.pop(mine, None)
+
+    def close(self) -> None:
+        """End all connections that have a place."""
+        while self._closing:
+            self._closing.pop(next(iter(self._closing)))()
 
 
 def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:

@@ -1,0 +1,134 @@
+"""Programs that mean harm at the OpenAI endpoint get nothing of other conversations, and take nothing from them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from hybridflow.agents.completions import CompletionServer
+from hybridflow.agents.conversation import Conversation, Endpoint, Sampled
+from hybridflow.config.schema import AgentConfig
+from hybridflow.data.tokenizer import Tokenizer
+from tests.security.door import QUESTION
+from tests.unit.agents.talks import FAMILIES, byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+ROUNDS = 3  # of questions in a conversation
+PLACES = 256 + 16 + 16  # of strangers, and of the two programs that mean harm
+
+
+class Echo:
+    """Answers with the number that the prompt asks about: whoever got another's answer would show it."""
+
+    def __init__(self, tokenizer: Tokenizer, word: str) -> None:
+        self.tokenizer, self.word, self.asked = tokenizer, word, 0
+
+    async def sample(self, tokens: Any, most: int) -> Sampled:
+        assert self.word in self.tokenizer.decode(list(tokens))
+        self.asked += 1
+        await asyncio.sleep(0.05)
+        ids = np.array([*self.tokenizer.encode(f"{self.word} {self.asked}"), self.tokenizer.eos_id])
+        return Sampled(ids, -np.arange(1.0, len(ids) + 1, dtype=np.float32), np.full(len(ids), 7), "stop")
+
+
+def conversation(tokenizer: Tokenizer, server: CompletionServer, question: str) -> tuple[Conversation, Echo]:
+    engine = Echo(tokenizer, question.split()[2])
+    prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
+    held = Conversation(prompt, {}, AgentConfig(loop="tools", max_answers=ROUNDS), tokenizer, engine.sample, 1000)
+    held.endpoint = server.endpoint
+    return held, engine
+
+
+async def honest(tokenizer: Tokenizer, server: CompletionServer, number: int, over: asyncio.Event) -> int:
+    """Talk, conversation after conversation, until the attempts are over; how many there were."""
+    count = 0
+    while count == 0 or not over.is_set():
+        word = f"{number}-{count}-{secrets.token_hex(4)}"
+        held, engine = conversation(tokenizer, server, f"What is {word} ?")
+        messages: list[Any] = [{"role": "user", "content": f"What is {word} ?"}]
+        async with (
+            held.serve() as at,
+            openai.AsyncOpenAI(base_url=at.base_url, api_key=at.api_key, timeout=120.0, max_retries=0) as client,
+        ):
+            for place in range(1, ROUNDS + 1):
+                done = await client.chat.completions.create(model="any", messages=messages)
+                answer = done.choices[0].message.content
+                assert answer == f"{word} {place}"
+                messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"And {word}?"}]
+        assert engine.asked == ROUNDS == held.answered
+        count += 1
+    return count
+
+
+async def intruder(at: Endpoint, key: str, number: int, other: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the attempts of `tests.security.door` got."""
+    address = at.base_url.removeprefix("http://").removesuffix("/v1")
+    words = ["-m", "tests.security.door", address, key, str(number), json.dumps(other)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *words, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 500)
+    assert process.returncode == 0, err.decode()[-3000:]
+    return [(name, got) for name, got in json.loads(out)]
+
+
+def memory() -> int:
+    """MiB that this process has in use at most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("talks", "connections"),
+    [pytest.param(8, 200, id="few"), pytest.param(100, 1000, id="many", marks=pytest.mark.full)],
+)
+def test_no_client_of_the_endpoint_harms_a_conversation(tmp_path: Path, talks: int, connections: int) -> None:
+    """A stranger, and the program of a conversation, try everything at once, while others talk."""
+    tokenizer = byte_tokenizer(tmp_path, *FAMILIES["chatml"])
+    before = memory()
+    most_open = 0
+
+    async def run() -> tuple[list[int], list[tuple[str, str]], list[tuple[str, str]]]:
+        server, over = CompletionServer(), asyncio.Event()
+        start = len(os.listdir("/proc/self/fd"))
+
+        async def watch() -> None:
+            nonlocal most_open
+            while True:
+                most_open = max(most_open, len(os.listdir("/proc/self/fd")) - start)
+                await asyncio.sleep(0.05)
+
+        held, _ = conversation(tokenizer, server, str(QUESTION[0]["content"]))
+        theirs, _ = conversation(tokenizer, server, "What is theirs ?")
+        async with theirs.serve() as victim, held.serve() as at:
+            watching = asyncio.create_task(watch())
+            talking = [asyncio.create_task(honest(tokenizer, server, number, over)) for number in range(talks)]
+            known = {"key": victim.api_key[:-4], "messages": [{"role": "user", "content": "What is theirs ?"}]}
+            strange, harmful = await asyncio.gather(
+                intruder(at, "", connections, known), intruder(at, at.api_key, connections, known)
+            )
+            over.set()
+            counts = await asyncio.gather(*talking)
+            watching.cancel()
+            assert theirs.answered == 0
+        await server.close()
+        return counts, strange, harmful
+
+    counts, strange, harmful = asyncio.run(run())
+    print(f"{len(strange)} + {len(harmful)} attempts, {sum(counts)} conversations, {memory() - before} MiB")
+    assert len(counts) == talks
+    assert {name: what for name, what in strange if what} == {}
+    assert {name: what for name, what in harmful if what} == {}
+    assert len(strange) >= 70
+    assert most_open <= PLACES + 4 * talks + 16  # two ends of each honest connection
+    assert memory() - before < 400
