@@ -1,0 +1,64 @@
+"""The two journeys of docs/design.md against a trace of a run: which files its processes enter in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config.load import load_config
+from hybridflow.data.prepare import prepare
+from tests.arch.test_documents import JOURNEYS, steps
+from tests.e2e.runs import REWARD, Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "hybridflow"
+PROMPT, WEIGHT = JOURNEYS
+OF_BYTE = {"1": PROMPT, "2": WEIGHT}
+# files of ours that processes may enter; `observe` looks on and is left out
+MOST_FILES = {PROMPT: 100, WEIGHT: 52}
+
+
+@pytest.fixture(scope="module")
+def entered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, set[str]]:
+    """The files that step 2 of the main job entered, by journey."""
+    folder = tmp_path_factory.mktemp("journeys")
+    traced = folder / "traced"
+    traced.mkdir()
+    (traced / "journey").write_bytes(b"\0")
+    (folder / "reward.py").write_text(REWARD)
+    prepare("arithmetic", folder / "data", None, load_config("tiny-moe-grpo").data.prepare.options)
+    words = [
+        "--config-name=tiny-moe-grpo",
+        f"data.prepare.out={folder / 'data'}",
+        "reward=custom",
+        f"reward.path={folder / 'reward.py'}",
+        "sft.steps=0",
+        "trainer.total_steps=2",
+        "trainer.val_before_train=false",
+        f"output_dir={folder}",
+    ]
+    site = {"TRACED": str(traced), "PYTHONPATH": str(Path(__file__).parent / "tracing")}
+    with Run(folder / "output", "train", *words, site=site) as run:
+        assert run.end(500) == 0, run.err[-3000:]
+    found: dict[str, set[str]] = {journey: set() for journey in JOURNEYS}
+    for file in traced.glob("[0-9]*"):
+        for line in file.read_text().splitlines():
+            journey, _, name = line.partition(" ")
+            path = Path(name)
+            if path.is_relative_to(PACKAGE) and path.relative_to(PACKAGE).parts[0] != "observe":
+                found[OF_BYTE[journey]].add(str(path.relative_to(PACKAGE)))
+    return found
+
+
+@pytest.mark.parametrize("journey", JOURNEYS)
+def test_the_document_names_files_that_the_run_enters(journey: str, entered: Mapping[str, set[str]]) -> None:
+    assert [file for file in steps(journey) if file not in entered[journey]] == []
+
+
+@pytest.mark.parametrize("journey", JOURNEYS)
+def test_a_step_does_not_enter_more_files_than_before(journey: str, entered: Mapping[str, set[str]]) -> None:
+    found = sorted(entered[journey])
+    assert len(found) <= MOST_FILES[journey], f"{len(found)} files: {found}"

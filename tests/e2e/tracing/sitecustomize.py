@@ -1,0 +1,54 @@
+"""Notes the files of the package that processes of a run enter, in one of its steps. Imported by every Python that starts
+with this folder on PYTHONPATH.
+
+Byte 0 of the file `$TRACED/journey` is the journey under way in all processes: 1 a prompt's, 2 a weight's, 0 neither. The
+driver sets it by the phases that it begins and ends. Each process appends the files that it enters to `$TRACED/PID`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+STEP = 2
+PROMPT, WEIGHT = 1, 2
+
+
+class Tracer:
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        with open(os.path.join(folder, "journey"), "rb+") as file:
+            self.journey = mmap.mmap(file.fileno(), 1)
+        self.seen: set[tuple[int, str]] = set()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        if "/hybridflow/observe/" in code.co_filename:
+            self.set_journey(code.co_name, frame.f_locals)
+        journey = self.journey[0]
+        if journey and "/hybridflow/" in code.co_filename and (journey, code.co_filename) not in self.seen:
+            self.seen.add((journey, code.co_filename))
+            with open(os.path.join(self.folder, str(os.getpid())), "a", encoding="utf-8") as file:
+                file.write(f"{journey} {code.co_filename}\n")
+
+    def set_journey(self, name: str, found: dict[str, Any]) -> None:
+        """Follow the driver's timeline: its phases begin in `Timeline.begin` and end in `Span.end`."""
+        if name == "begin" and found.get("step") == STEP and found.get("name") == "step":
+            self.journey[0] = PROMPT
+        elif name == "begin" and found.get("name") == "update_weights" and self.journey[0]:
+            self.journey[0] = WEIGHT
+        elif name == "end" and self.journey[0]:
+            span = getattr(found.get("self"), "name", "")
+            self.journey[0] = {"step": 0, "update_weights": PROMPT}.get(span, self.journey[0])
+
+
+if folder := os.environ.get("TRACED"):
+    tracer = Tracer(folder)
+    sys.setprofile(tracer)
+    threading.setprofile(tracer)
