@@ -1,6 +1,6 @@
 """The batch: immutable named columns, dense, jagged or object. Other rooms import everything from here.
 
-What needs pyarrow is imported when it is first asked for.
+The functions that need pyarrow are imported on first access.
 """
 
 from typing import TYPE_CHECKING, Any

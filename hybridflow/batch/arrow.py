@@ -1,8 +1,8 @@
-"""Batches as Arrow tables, parquet files and IPC streams: readable by any tool, and safe to load (no pickle).
+"""Batches as Arrow tables, parquet files and IPC streams. Any Arrow tool reads them, and loading is safe (no pickle).
 
-Jagged columns are lists, dense columns with inner dimensions fixed-size lists, objects strings (or JSON where they are
-not all strings; tuples, integer keys and arrays in it are tagged). Field metadata says how a column was held, so that a
-round trip gives the same batch; a table written by somebody else is read by its Arrow types.
+Jagged columns become lists, dense columns with inner dimensions fixed-size lists, and object columns strings. Objects
+that are not all strings are stored as JSON, with tags for tuples, integer keys and arrays. Field metadata records the
+column kind so that a round trip returns the same batch. Tables written by other tools are read by their Arrow types.
 """
 
 from __future__ import annotations
@@ -26,13 +26,18 @@ from hybridflow.errors import DataError, SchemaError, StorageError
 
 _KEY = b"hybridflow"
 _PARQUET_MARK = b"PAR1"  # the first bytes of every parquet file
-_STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # end mark of an IPC stream; Arrow's own reader does not require it
-# Before the 4 bytes of the checksum (little-endian); both follow the end mark, where readers of streams do not look.
+# end mark of an IPC stream, which Arrow's own reader does not require
+_STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+# Precedes the 4-byte checksum (little-endian). Both follow the end mark, where stream readers have already stopped.
 _CHECKSUM_MARK = b"HFcrc32\x00"
 
 
 def to_table(batch: DataProto) -> pa.Table:
-    """The batch as an Arrow table with the meta in its schema; SchemaError names a column that has no Arrow form."""
+    """Convert a batch to an Arrow table. The meta is stored in the schema.
+
+    Raises:
+        SchemaError: a column has no Arrow form. Names the column.
+    """
     arrays, fields = [], []
     for name in batch.columns:
         array, note = _array(name, batch[name])
@@ -44,8 +49,11 @@ def to_table(batch: DataProto) -> pa.Table:
 
 
 def from_table(table: pa.Table) -> DataProto:
-    """The batch in an Arrow table, ours or another's (lists become jagged columns). SchemaError names a column with
-    missing values or a type that has no form in a batch."""
+    """Convert an Arrow table from `to_table` or another tool to a batch. Lists become jagged columns.
+
+    Raises:
+        SchemaError: a column has missing values or an unsupported type. Names the column.
+    """
     columns: dict[str, Column] = {}
     tags = []
     for field, chunked in zip(table.schema, table.columns, strict=True):
@@ -57,7 +65,7 @@ def from_table(table: pa.Table) -> DataProto:
 
 
 def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) -> None:
-    """Write one file with the rows of all `batches`, which have the same columns. It appears whole or not at all.
+    """Write the rows of all `batches`, which have the same columns, to one file. The write is atomic.
 
     Raises:
         StorageError: the disk is full or the file cannot be written.
@@ -78,20 +86,20 @@ def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) ->
             writer.close()
             os.replace(temporary, path)
     finally:
-        with suppress(OSError):  # said already
+        with suppress(OSError):  # the error is already being raised
             if writer is not None:
                 writer.close()
             temporary.unlink(missing_ok=True)
 
 
 def read_parquet(path: str | Path) -> DataProto:
-    """All rows of one file; errors as in `iter_parquet`."""
+    """Read all rows of one file. Errors are those of `iter_parquet`."""
     with _open_parquet(path) as file:
         return from_table(file.read())
 
 
 def parquet_rows(path: str | Path) -> int:
-    """Rows of one file, from its footer; errors as in `iter_parquet`."""
+    """Return the row count of one file from its footer. Errors are those of `iter_parquet`."""
     with _open_parquet(path) as file:
         return int(file.metadata.num_rows)
 
@@ -99,16 +107,16 @@ def parquet_rows(path: str | Path) -> int:
 def iter_parquet(
     path: str | Path, required: Sequence[str], optional: Sequence[str] = (), rows: int = 4096
 ) -> Iterator[DataProto]:
-    """The rows of one file in batches of at most `rows`, with the named columns.
+    """Yield the rows of one file in batches of at most `rows`, with the named columns.
 
     Args:
-        path: the file.
-        required, optional: columns that the file must, and may, have.
-        rows: rows of a batch.
+        path: the parquet file.
+        required, optional: columns that the file must have, and columns that are read if present.
+        rows: maximum rows per batch.
 
     Raises:
-        DataError: the file is missing, not a whole parquet file, or lacks a required column. Names the file.
-        SchemaError: a column has missing values, or a type that has no form in a batch. Names the file and the column.
+        DataError: the file is missing, not a complete parquet file, or lacks a required column. Names the file.
+        SchemaError: a column has missing values or an unsupported type. Names the file and the column.
     """
     with _open_parquet(path) as file:
         present = file.schema_arrow.names
@@ -137,7 +145,7 @@ def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
             "with pandas' DataFrame.to_parquet"
         )
     try:
-        # not pq.read_table, which takes a folder named `lr=1` for a partition
+        # not pq.read_table, which interprets a folder named `lr=1` as a partition
         with _naming(f"{path}: not a readable parquet file"), pq.ParquetFile(path) as file:
             _refuse_bomb(path, file)
             yield file
@@ -146,7 +154,7 @@ def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
 
 
 def _refuse_bomb(path: str | Path, file: pq.ParquetFile) -> None:
-    """A row group is decompressed as a whole: one that says it would fill the machine is not begun."""
+    """Refuse a row group that takes over half of the memory, as it can only be decompressed as a whole."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for number in range(file.metadata.num_row_groups):
         if (size := file.metadata.row_group(number).total_byte_size) > memory // 2:
@@ -158,8 +166,10 @@ def _refuse_bomb(path: str | Path, file: pq.ParquetFile) -> None:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Errors of pyarrow as a DataError: a damaged footer is an ArrowInvalid, a page an OSError, a name a ValueError. A
-    full disk and the like become a StorageError."""
+    """Convert pyarrow's errors to DataError, and I/O failures such as a full disk to StorageError.
+
+    pyarrow raises ArrowInvalid for a damaged footer, OSError for a damaged page and ValueError for a bad name.
+    """
     try:
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -168,7 +178,7 @@ def _naming(what: str) -> Iterator[None]:
 
 
 def to_stream(batch: DataProto) -> bytes:
-    """The batch as one Arrow IPC stream, for sockets and pipes, followed by a checksum."""
+    """Encode the batch as one Arrow IPC stream followed by a checksum, for sockets and pipes."""
     sink, table = pa.BufferOutputStream(), to_table(batch)
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -177,12 +187,16 @@ def to_stream(batch: DataProto) -> bytes:
 
 
 def from_stream(data: bytes | memoryview) -> DataProto:
-    """The batch in an Arrow IPC stream, with or without our checksum; DataError when it is cut off or damaged."""
+    """Read a batch from an Arrow IPC stream, with or without our checksum.
+
+    Raises:
+        DataError: the stream is truncated or damaged.
+    """
     stream = _without_checksum(memoryview(data))
     try:
         with pa.ipc.open_stream(pa.py_buffer(stream)) as reader:
             table = reader.read_all()
-        table.validate(full=True)  # offsets of a damaged stream may point anywhere
+        table.validate(full=True)  # offsets of a damaged stream may be out of bounds
     except (OSError, pa.ArrowException, ValueError) as error:
         raise DataError(f"{len(data)} bytes are not a whole Arrow stream: {error}") from error
     if bytes(stream[-len(_STREAM_END) :]) != _STREAM_END:
@@ -191,7 +205,7 @@ def from_stream(data: bytes | memoryview) -> DataProto:
 
 
 def _without_checksum(data: memoryview) -> memoryview:
-    """The stream alone, once its checksum, if there is one, has been compared."""
+    """Verify the checksum, if present, and return the stream without it."""
     size = len(_CHECKSUM_MARK)
     stream, mark, found = data[: -size - 4], data[-size - 4 : -4], data[-4:]
     if bytes(mark) != _CHECKSUM_MARK:
@@ -235,7 +249,7 @@ def _object_array(name: str, column: np.ndarray) -> tuple[pa.Array, dict[str, An
 
 
 def _tagged(value: Any) -> Any:
-    """`value` in JSON's types alone: {"$tag": ...} stands for what JSON has no form for."""
+    """Encode `value` using only JSON types. Values that JSON cannot represent become {"$tag": ...}."""
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: _tagged(entry) for key, entry in value.items()}
@@ -253,7 +267,7 @@ def _tagged(value: Any) -> Any:
 
 
 def _untagged(value: Any) -> Any:
-    """What `_tagged` was given."""
+    """Decode a value encoded by `_tagged`."""
     if isinstance(value, list):
         return [_untagged(entry) for entry in value]
     if not isinstance(value, dict):
@@ -265,7 +279,7 @@ def _untagged(value: Any) -> Any:
 def _read_array(content: Any) -> np.ndarray:
     kind, shape, entries = content
     array = np.empty(len(entries), np.dtype(kind))
-    for i, entry in enumerate(entries):  # a slice assignment would read lists of one length as a matrix
+    for i, entry in enumerate(entries):  # a slice assignment would read equally long lists as a matrix
         array[i] = _untagged(entry)
     return array.reshape(shape)
 

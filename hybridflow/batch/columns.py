@@ -1,4 +1,4 @@
-"""Single columns of a batch: what may be one, equality, concatenation, and how they print."""
+"""Operations on single columns of a batch: validation, equality, concatenation and formatting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Column: TypeAlias = np.ndarray | Jagged
 
 
 def objects(values: Sequence[Any]) -> np.ndarray:
-    """A column of these objects. They are put in one by one: numpy would read lists of one length as a matrix."""
+    """Return an object column `[B]` with these values.
+
+    Items are assigned one by one, because numpy would turn equally long lists into a matrix.
+    """
     column = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
         column[row] = value
@@ -24,9 +27,9 @@ def objects(values: Sequence[Any]) -> np.ndarray:
 
 
 class Deferred(abc.ABC):
-    """An immutable column whose rows are elsewhere, for example in an object store.
+    """An immutable column whose rows are stored elsewhere, for example in an object store.
 
-    A batch with such a column can be cut, reordered and sent on without fetching it. `single_controller` implements it.
+    A batch with such a column can be sliced, reordered and sent without fetching it. `single_controller` implements it.
     """
 
     @abc.abstractmethod
@@ -34,11 +37,14 @@ class Deferred(abc.ABC):
 
     @abc.abstractmethod
     def take(self, index: np.ndarray) -> Deferred:
-        """Rows at `index` `[K]` (non-negative, may repeat). Nothing is fetched."""
+        """Select the rows at `index` `[K]` (non-negative, may repeat) without fetching them."""
 
     @abc.abstractmethod
     def fetch(self) -> tuple[Column, bool]:
-        """The rows, as views where possible, and whether they hold bfloat16 bits. Every call fetches them again."""
+        """Fetch the rows, as views where possible. Returns (column, True if it holds bfloat16 bits).
+
+        The result is not cached.
+        """
 
     @property
     @abc.abstractmethod
@@ -48,37 +54,37 @@ class Deferred(abc.ABC):
     @property
     @abc.abstractmethod
     def nbytes(self) -> int:
-        """Bytes of these rows, where they are."""
+        """Size of these rows in bytes, wherever they are stored."""
 
     @abc.abstractmethod
     def concat(self, others: Sequence[Deferred]) -> Deferred:
-        """The rows of this column and then of the others, which are of the same class."""
+        """Append the rows of `others`, which are of the same class."""
 
     def slice(self, start: int, stop: int) -> Deferred:
         """Rows `start..stop`."""
         return self.take(np.arange(start, stop))
 
 
-Held: TypeAlias = Column | Deferred  # what a batch holds; what it shows is a Column
+Held: TypeAlias = Column | Deferred  # the storage type inside a batch; users of the batch see a Column
 
 
 def shown(column: Held) -> Column:
-    """The column itself, fetched if it is elsewhere."""
+    """Return the column, fetching it if it is deferred."""
     return column.fetch()[0] if isinstance(column, Deferred) else column
 
 
 def slice_column(column: Held, start: int, stop: int) -> Held:
-    """Rows `start..stop`, sharing memory."""
+    """Return rows `start..stop`, sharing memory."""
     return column[start:stop] if isinstance(column, np.ndarray) else column.slice(start, stop)
 
 
 def take_column(column: Held, index: np.ndarray) -> Held:
-    """Rows at `index` `[K]` (non-negative, may repeat), copied unless the column is deferred."""
+    """Return the rows at `index` `[K]` (non-negative, may repeat). They are copied unless the column is deferred."""
     return column[index] if isinstance(column, np.ndarray) else column.take(index)
 
 
 def checked_column(name: str, column: object) -> Held:
-    """The column as a batch stores it (read-only), or SchemaError."""
+    """Validate a column and return it read-only, as a batch stores it. Raises SchemaError."""
     if isinstance(column, (Jagged, Deferred)):
         return column
     if not isinstance(column, np.ndarray):
@@ -95,7 +101,7 @@ def checked_column(name: str, column: object) -> Held:
 
 
 def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The meta as a batch stores it, or SchemaError naming the key."""
+    """Validate the meta and return a copy. Raises SchemaError naming the key."""
     for key, value in meta.items():
         try:
             json.dumps(value)
@@ -105,7 +111,7 @@ def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged_meta(what: str, metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Meta of several batches; SchemaError when a shared key has different values."""
+    """Merge the meta of several batches. Raises SchemaError if a shared key has different values."""
     merged: dict[str, Any] = {}
     for meta in metas:
         for key, value in meta.items():
@@ -116,7 +122,7 @@ def merged_meta(what: str, metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def row_type(column: Held) -> str:
-    """Kind, dtype and trailing shape of a row: what must agree to concatenate."""
+    """Describe a row's kind, dtype and trailing shape. Columns can be concatenated only if these agree."""
     if isinstance(column, Deferred):
         return "deferred"
     values = column.values if isinstance(column, Jagged) else column
@@ -124,14 +130,17 @@ def row_type(column: Held) -> str:
 
 
 def same_row_type(a: Held, b: Held) -> bool:
-    """Whether `row_type` of both is the same. For arrays without building the texts, which takes numpy 10 us."""
+    """Return True if both columns have the same `row_type`.
+
+    For arrays this avoids formatting the dtype, which takes numpy 10 us.
+    """
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.dtype == b.dtype and a.shape[1:] == b.shape[1:]
     return row_type(a) == row_type(b)
 
 
 def concat_column(parts: Sequence[Held]) -> Held:
-    """All rows of columns of one row type, in one copy; deferred columns stay deferred."""
+    """Concatenate columns of one row type with a single copy. Deferred columns stay deferred."""
     first = parts[0]
     if isinstance(first, Deferred):
         return first.concat([part for part in parts[1:] if isinstance(part, Deferred)])
@@ -144,7 +153,7 @@ def concat_column(parts: Sequence[Held]) -> Held:
 
 
 def same_column(a: Held, b: Held) -> bool:
-    """Equal rows and types; NaN equals NaN."""
+    """Return True if rows and types are equal. NaN equals NaN."""
     if a is b:
         return True
     a, b = shown(a), shown(b)
@@ -154,10 +163,10 @@ def same_column(a: Held, b: Held) -> bool:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Equality of objects in a row, and of meta values: same types all the way down, and NaN equals NaN.
+    """Compare two objects of a row, or two meta values. Types must match at every level; NaN equals NaN.
 
     Raises:
-        SchemaError: the values are of a type whose `==` fails.
+        SchemaError: the values' type has an `==` that fails.
     """
     if a is b:
         return True
@@ -173,7 +182,7 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def _same_object(a: Any, b: Any) -> bool:
-    layout = ("shape", "dtype", "device")  # of a tensor: torch would broadcast, or convert, or raise
+    layout = ("shape", "dtype", "device")  # compare a tensor's layout first: torch would broadcast, convert or raise
     if any(getattr(a, name, None) != getattr(b, name, None) for name in layout):
         return False
     try:
@@ -192,7 +201,7 @@ def _same_array(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def shape_text(column: Held) -> str:
-    """Shape for people: a jagged column shows the range of its lengths."""
+    """Format a column's shape for display. A jagged column shows the range of its row lengths."""
     if isinstance(column, Deferred):
         return f"[{len(column)}, ...] in the object store"
     if isinstance(column, np.ndarray):
@@ -203,10 +212,10 @@ def shape_text(column: Held) -> str:
 
 
 def named_lengths(lengths: Mapping[str, int]) -> str:
-    """`'a': 3, 'b': 4` for error messages."""
+    """Format lengths as `'a': 3, 'b': 4` for error messages."""
     return ", ".join(f"{name!r}: {n}" for name, n in lengths.items())
 
 
 def human_bytes(n: int) -> str:
-    """Bytes with a binary unit."""
+    """Format a byte count with a binary unit."""
     return f"{n} B" if n < 1024 else f"{n / 1024:.1f} KiB" if n < 1024**2 else f"{n / 1024**2:.1f} MiB"

@@ -1,7 +1,8 @@
 """`Jagged`: rows of different lengths in two numpy arrays, without padding.
 
-Row `i` is `values[offsets[i]:offsets[i + 1]]`. This pair crosses processes: numpy buffers go out-of-band through
-Ray's object store, and torch, Arrow and Megatron's packed sequences (`cu_seqlens`) use the same layout without a copy.
+Row `i` is `values[offsets[i]:offsets[i + 1]]`. The same pair is used across processes: the numpy buffers go out-of-band
+through Ray's object store, and torch, Arrow and Megatron's packed sequences (`cu_seqlens`) share the layout without a
+copy.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from hybridflow.errors import SchemaError
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Whether a column may have this type: bool, integers and floats of up to 64 bits, which torch and Arrow have."""
+    """Return True for the dtypes that torch and Arrow share: bool, integers and floats of up to 64 bits."""
     return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
 def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A view of `array` that refuses writes; the caller's own array keeps its flags."""
+    """Return a read-only view of `array`. The flags of `array` itself do not change."""
     view = array.view()
     view.flags.writeable = False
     return view
@@ -33,8 +34,8 @@ class Jagged:
     """B rows of different lengths.
 
     Args:
-        values: `[sum(t), ...]` numeric; all rows one after another.
-        offsets: `[B + 1]` int64; starts at 0, never decreases, ends at `len(values)`.
+        values: `[sum(t), ...]` numeric, all rows concatenated.
+        offsets: `[B + 1]` int64, non-decreasing from 0 to `len(values)`.
 
     Raises:
         SchemaError: the offsets do not fit the values, or the values are not numeric.
@@ -66,7 +67,7 @@ class Jagged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Jagged:
-        """Jagged from a list of arrays or lists, each `[t_i, ...]`; without any, the values are one-dimensional."""
+        """Build from a list of arrays or lists, each `[t_i, ...]`. With no rows the values are one-dimensional."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         for i, array in enumerate(arrays):
             if array.ndim == 0 or array.shape[1:] != arrays[0].shape[1:]:
@@ -79,7 +80,7 @@ class Jagged:
 
     @classmethod
     def from_lengths(cls, values: npt.NDArray[Any], lengths: npt.ArrayLike) -> Jagged:
-        """Jagged from `[sum(t), ...]` values and `[B]` row lengths."""
+        """Build from `[sum(t), ...]` values and `[B]` row lengths."""
         counts = np.asarray(lengths, dtype=np.int64)
         offsets = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
@@ -92,12 +93,12 @@ class Jagged:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the values."""
+        """Dtype of the values."""
         return self.values.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and offsets together."""
+        """Total bytes of values and offsets."""
         return self.values.nbytes + self.offsets.nbytes
 
     def __len__(self) -> int:
@@ -114,20 +115,20 @@ class Jagged:
         return Jagged, (np.ascontiguousarray(self.values), np.ascontiguousarray(self.offsets))
 
     def row(self, i: int) -> npt.NDArray[Any]:
-        """Row `i` `[t_i, ...]`, a view. Negative `i` counts from the end; IndexError outside."""
+        """Return row `i` `[t_i, ...]` as a view. Negative `i` counts from the end; IndexError if out of range."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         i %= len(self)
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
     def slice(self, start: int, stop: int) -> Jagged:
-        """Rows `start..stop`. The values are a view; the offsets are copied, as they start at 0 again."""
+        """Return rows `start..stop`. The values are a view; the offsets are copied because they must start at 0."""
         stop = max(stop, start)
         first, last = self.offsets[start], self.offsets[stop]
         return Jagged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
     def take(self, index: npt.NDArray[np.int64]) -> Jagged:
-        """Rows at `index` `[K]` (non-negative, may repeat), copied."""
+        """Return a copy of the rows at `index` `[K]` (non-negative, may repeat)."""
         if not len(index):
             return self.slice(0, 0)
         starts, ends = self.offsets[index], self.offsets[index + 1]
@@ -135,7 +136,7 @@ class Jagged:
         return Jagged.from_lengths(np.concatenate(pieces), ends - starts)
 
     def equals(self, other: Jagged) -> bool:
-        """Same rows, same type; NaN equals NaN."""
+        """Return True if rows and dtype are equal. NaN equals NaN."""
         return (
             self.dtype == other.dtype
             and np.array_equal(self.offsets, other.offsets)
@@ -144,7 +145,7 @@ class Jagged:
 
     @staticmethod
     def concat(parts: Sequence[Jagged]) -> Jagged:
-        """All rows of `parts` (at least one; same dtype and trailing shape) one after another."""
+        """Concatenate the rows of `parts` (at least one; same dtype and trailing shape)."""
         if len(parts) == 1:
             return parts[0]
         return Jagged.from_lengths(
@@ -153,7 +154,7 @@ class Jagged:
 
 
 def describe(value: object) -> str:
-    """Type and shape of any value, for error messages."""
+    """Return the type and shape of any value, for error messages."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} array {list(value.shape)}"
     return type(value).__name__

@@ -1,14 +1,14 @@
-"""`DataProto`: the immutable batch of named columns that travels between the driver, the workers and the disk.
+"""`DataProto`: the immutable batch of named columns that is passed between the driver, the workers and the disk.
 
 A column is a dense array `[B, ...]`, a `Jagged` (rows of different lengths) or an object array `[B]` (strings, dicts).
-numpy lies underneath because it moves through Ray's object store 20 times faster than torch tensors do; torch views are
-made where tensors are used, and `hybridflow.batch.arrow` writes and reads files and streams. numpy has no bfloat16:
-such a column is held as uint16 and tagged.
+Columns are stored as numpy arrays, which move through Ray's object store 20 times faster than torch tensors. Torch
+views are created where tensors are needed, and `hybridflow.batch.arrow` reads and writes files and streams. numpy has
+no bfloat16, so such a column is stored as uint16 and tagged.
 
-A column may also be `Deferred`: its rows are in the object store until somebody reads them. A batch with such columns
-is cut, reordered and sent on like any other.
+A column may also be `Deferred`: its rows stay in the object store until they are read. A batch with deferred columns is
+sliced, reordered and sent like any other.
 
-Every operation returns a new batch, which may share memory with those it came from. Arrays are read-only.
+Every operation returns a new batch, which may share memory with its inputs. Arrays are read-only.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ RowIndex: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | np.ndarray
 
 
 class DataProto:
-    """B rows of named columns and a few JSON-able values that hold for all rows (`meta`).
+    """B rows of named columns, plus a few JSON-able values that apply to all rows (`meta`).
 
-    Build with `from_columns`. All errors are `SchemaError` and name the column.
+    Construct with `from_columns`. All errors are `SchemaError` and name the column.
     """
 
     __slots__ = ("_bfloat16", "_columns", "_length", "_meta")
@@ -89,15 +89,15 @@ class DataProto:
     def from_columns(
         cls, columns: Mapping[str, Held], meta: Mapping[str, Any] | None = None, *, bfloat16: Iterable[str] = ()
     ) -> DataProto:
-        """Batch from dense `[B, ...]`, `Jagged` and object `[B]` columns.
+        """Build a batch from dense `[B, ...]`, `Jagged` and object `[B]` columns.
 
-        `bfloat16` names uint16 columns that hold bfloat16 bits. Arrays are not copied (numpy string arrays become
-        object arrays).
+        `bfloat16` names the uint16 columns that hold bfloat16 bits. Arrays are not copied, except that numpy string
+        arrays are converted to object arrays.
         """
         return cls(columns, meta or {}, bfloat16)
 
     def with_columns(self, **columns: Held) -> DataProto:
-        """Batch with columns added or replaced; a replaced column loses its bfloat16 tag."""
+        """Return a batch with columns added or replaced. A replaced column loses its bfloat16 tag."""
         wrong = {
             name: len(column) for name, column in columns.items() if len(checked_column(name, column)) != len(self)
         }
@@ -106,8 +106,11 @@ class DataProto:
         return DataProto({**self._columns, **columns}, self._meta, self._bfloat16 - set(columns))
 
     def with_torch(self, **tensors: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> DataProto:
-        """Like `with_columns`, from tensors `[B, ...]` or pairs (values `[sum(t), ...]`, offsets `[B + 1]`); bfloat16
-        gets tagged."""
+        """Return a batch with columns added from tensors `[B, ...]` or pairs (values `[sum(t), ...]`, offsets `[B +
+        1]`).
+
+        Works like `with_columns`; bfloat16 tensors are tagged.
+        """
         from hybridflow.batch.torch_views import to_numpy
 
         columns: dict[str, Held] = {}
@@ -120,7 +123,7 @@ class DataProto:
         return DataProto(added._columns, added._meta, added._bfloat16 | tags)
 
     def with_meta(self, **values: Any) -> DataProto:
-        """Batch with meta values added or replaced."""
+        """Return a batch with meta values added or replaced."""
         return DataProto(self._columns, {**self._meta, **values}, self._bfloat16)
 
     # ---- looking
@@ -130,12 +133,12 @@ class DataProto:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns, in order."""
+        """Column names, in order."""
         return tuple(self._columns)
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """Values that hold for all rows (read-only mapping)."""
+        """Values that apply to all rows (read-only mapping)."""
         return self._meta
 
     @property
@@ -145,7 +148,7 @@ class DataProto:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns, wherever they are; an object counts as one pointer."""
+        """Total bytes of all columns, deferred ones included. An object counts as one pointer."""
         return sum(column.nbytes for column in self._columns.values())
 
     def __contains__(self, name: object) -> bool:
@@ -155,16 +158,16 @@ class DataProto:
         return shown(self._held(name))
 
     def items(self) -> Iterable[tuple[str, Held]]:
-        """Pairs of name and column; deferred columns stay deferred."""
+        """Return (name, column) pairs. Deferred columns stay deferred."""
         return self._columns.items()
 
     @property
     def deferred(self) -> tuple[str, ...]:
-        """Names of the columns that are not in this process yet."""
+        """Names of the columns that have not been fetched into this process."""
         return tuple(name for name, column in self._columns.items() if isinstance(column, Deferred))
 
     def fetch(self) -> DataProto:
-        """The same batch with every column in this process."""
+        """Return the same batch with every deferred column fetched."""
         found = {name: column.fetch() for name, column in self._columns.items() if isinstance(column, Deferred)}
         if not found:
             return self
@@ -172,15 +175,17 @@ class DataProto:
         return DataProto({**self._columns, **{name: column for name, (column, _) in found.items()}}, self._meta, tags)
 
     def pieces(self, names: Iterable[str], nbytes: int = 4 << 20) -> Iterator[DataProto]:
-        """The named columns in consecutive, fetched pieces of about `nbytes`: a loop over them never holds a whole
-        deferred column. A batch without deferred columns is one piece."""
+        """Yield the named columns in consecutive, fetched pieces of about `nbytes`.
+
+        Iterating over the pieces never holds a whole deferred column. A batch without deferred columns is one piece.
+        """
         part = self.select(names)
         far = part.deferred and part.nbytes
         for piece in part.split(max(1, len(part) * nbytes // far)) if far and len(part) else [part]:
             yield piece.fetch()
 
     def lengths(self, name: str) -> np.ndarray:
-        """Row lengths `[B]` of the jagged column `name`, without fetching it."""
+        """Return the row lengths `[B]` of the jagged column `name` without fetching it."""
         column = self._held(name)
         found = None if isinstance(column, np.ndarray) else column.lengths
         if found is None:
@@ -188,24 +193,25 @@ class DataProto:
         return found
 
     def dense(self, name: str) -> np.ndarray:
-        """Column `name` as a dense or object array; SchemaError when it is jagged."""
+        """Return column `name` as a dense or object array. Raises SchemaError if it is jagged."""
         column = self[name]
         if isinstance(column, Jagged):
             raise SchemaError(f"column {name!r} is jagged; a dense column is needed here")
         return column
 
     def jagged(self, name: str) -> Jagged:
-        """Column `name` as `Jagged`; SchemaError when it is not."""
+        """Return column `name` as `Jagged`. Raises SchemaError if it is not jagged."""
         column = self[name]
         if not isinstance(column, Jagged):
             raise SchemaError(f"column {name!r} is a {describe(column)}; a jagged column is needed here")
         return column
 
     def torch(self, name: str) -> Any:
-        """Column as torch view(s) without a copy: a tensor `[B, ...]`, or (values, offsets) for a jagged column.
+        """Return a column as torch view(s) without a copy: a tensor `[B, ...]`, or (values, offsets) for a jagged
+        column.
 
-        Clone a view before writing to it: a write would change the batch for everyone who shares the memory, Ray's
-        store included.
+        Clone a view before writing to it. A write would be visible to every batch that shares the memory, including the
+        copy in Ray's object store.
         """
         from hybridflow.batch.torch_views import view
 
@@ -218,7 +224,7 @@ class DataProto:
         return view(column, is_bfloat16)
 
     def equals(self, other: DataProto) -> bool:
-        """Same columns in any order, same rows, types, tags and meta; NaN equals NaN."""
+        """Return True if columns (in any order), rows, types, tags and meta are equal. NaN equals NaN."""
         return (
             set(self.columns) == set(other.columns)
             and same_value(dict(self._meta), dict(other._meta))
@@ -239,18 +245,18 @@ class DataProto:
     # ---- columns
 
     def select(self, names: Iterable[str]) -> DataProto:
-        """Only the named columns, in the order given."""
+        """Return only the named columns, in the given order."""
         columns = {name: self._held(name) for name in names}
         return DataProto(columns, self._meta, self._bfloat16 & set(columns))
 
     def drop(self, names: Iterable[str]) -> DataProto:
-        """All but the named columns."""
+        """Return all but the named columns."""
         dropped = self.select(names)
         return self.select(name for name in self._columns if name not in dropped)
 
     def rename(self, mapping: Mapping[str, str]) -> DataProto:
-        """Columns renamed from key to value; a name that is taken is an error."""
-        self.select(mapping)  # raises for a column that is missing
+        """Rename columns from key to value. Raises SchemaError if a new name is already taken."""
+        self.select(mapping)  # raises if a column is missing
         names = [mapping.get(name, name) for name in self._columns]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -259,7 +265,7 @@ class DataProto:
         return DataProto(dict(zip(names, self._columns.values(), strict=True)), self._meta, tags)
 
     def union(self, other: DataProto) -> DataProto:
-        """Columns and meta of both. A name in both must hold equal values."""
+        """Merge columns and meta of both batches. A name in both must have equal values."""
         if self._columns and other._columns and len(self) != len(other):
             raise SchemaError(f"union of {len(self)} rows with {len(other)} rows")
         for name in self._columns:
@@ -278,7 +284,7 @@ class DataProto:
     # ---- rows
 
     def rows(self, index: RowIndex) -> DataProto:
-        """Rows by int (one row), slice, list, boolean mask or index array. Consecutive rows are views."""
+        """Select rows by int (one row), slice, list, boolean mask or index array. Consecutive rows are views."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             return self._slice(start, stop) if step == 1 else self._take(np.arange(start, stop, step))
@@ -294,27 +300,29 @@ class DataProto:
         return self._take(_positions(array, len(self)))
 
     def reorder(self, index: npt.ArrayLike) -> DataProto:
-        """Rows in the order of `index` `[B]`, which must be a permutation of all rows."""
+        """Permute the rows. `index` `[B]` must be a permutation of all rows."""
         order = np.asarray(index)
         if order.shape != (len(self),) or not np.array_equal(np.sort(order), np.arange(len(self))):
             raise SchemaError(f"reorder needs a permutation of all {len(self)} rows; rows() selects or repeats some")
         return self.rows(order)
 
     def repeat(self, n: int) -> DataProto:
-        """Every row `n` times, interleaved: a a b b (the samples of one prompt stay together)."""
+        """Repeat every row `n` times, interleaved: a a b b, so that the samples of one prompt are adjacent."""
         if n < 1:
             raise SchemaError(f"repeat needs n >= 1, got {n}")
         return self if n == 1 else self._take(np.repeat(np.arange(len(self)), n))
 
     def split(self, size: int) -> list[DataProto]:
-        """Consecutive pieces of `size` rows; the last may be shorter. No rows give no pieces."""
+        """Split into consecutive pieces of `size` rows; the last may be shorter. An empty batch gives no pieces."""
         if size < 1:
             raise SchemaError(f"split needs size >= 1, got {size}")
         return [self._slice(i, min(i + size, len(self))) for i in range(0, len(self), size)]
 
     def chunk(self, plan: int | Sequence[npt.ArrayLike]) -> list[DataProto]:
-        """`plan` consecutive pieces whose sizes differ by at most one row, or one piece for each index array of a
-        list."""
+        """Split into `plan` consecutive pieces whose sizes differ by at most one row.
+
+        If `plan` is a list of index arrays, return one piece for each array.
+        """
         if not isinstance(plan, int):
             return [self.rows(np.asarray(index)) for index in plan]
         if plan < 1:
@@ -325,8 +333,7 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts one after another. Columns, types, trailing shapes, tags and shared meta values must
-        agree."""
+        """Concatenate all rows. Columns, types, trailing shapes, tags and shared meta values must agree."""
         if not parts:
             raise SchemaError("concat of no batches: the columns would be unknown")
         first = parts[0]
@@ -345,7 +352,7 @@ class DataProto:
         return DataProto(columns, meta, first._bfloat16)
 
     def pad_to_divisor(self, n: int) -> tuple[DataProto, int]:
-        """Batch whose length divides by `n`, filled up with rows from the start (cyclic), and how many were added."""
+        """Pad to a length divisible by `n` with rows from the start (cyclic). Returns (batch, number of rows added)."""
         if n < 1:
             raise SchemaError(f"pad_to_divisor needs n >= 1, got {n}")
         padding = -len(self) % n
@@ -354,7 +361,7 @@ class DataProto:
         return self._take(np.arange(len(self) + padding) % len(self)), padding
 
     def unpad(self, num_padding: int) -> DataProto:
-        """Batch without its last `num_padding` rows."""
+        """Return the batch without its last `num_padding` rows."""
         if not 0 <= num_padding <= len(self):
             raise SchemaError(f"cannot take {num_padding} padding rows off {len(self)}")
         return self._slice(0, len(self) - num_padding)
@@ -380,7 +387,7 @@ class DataProto:
 
 
 def _positions(index: np.ndarray, rows: int) -> np.ndarray:
-    """The index with negative positions counted from the end; SchemaError for one outside `rows`."""
+    """Resolve negative positions, which count from the end. Raises SchemaError for an index outside `rows`."""
     if not len(index):
         return np.empty(0, dtype=np.int64)
     if index.dtype.kind not in "iu":

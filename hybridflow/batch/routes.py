@@ -1,4 +1,4 @@
-"""The batch column with the experts that computed each token, made of what engines return."""
+"""The batch column of expert routes, built from engine output: the experts that computed each token."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import numpy as np
 
 from hybridflow.errors import RouterReplayError
 
-ROUTES = "routed_experts"  # jagged int16 [prompt + response tokens, layers, experts a token]
-ROUTED = "routed_tokens"  # [B] int64: how many tokens of each row have routes, where that does not follow from lengths
-FREE = -1  # no route is known: the router decides. All k entries of a (token, layer) are free, or none
+ROUTES = "routed_experts"  # jagged int16 [prompt + response tokens, layers, experts per token]
+# [B] int64: number of tokens with routes per row, for rows where it does not follow from the lengths
+ROUTED = "routed_tokens"
+FREE = -1  # no known route: the router decides. All k entries of a (token, layer) are FREE, or none
 
 
 def with_free_end(routes: np.ndarray, tokens: int, layers: int, what: str) -> np.ndarray:
-    """An engine's routes as rows of the column.
+    """Convert an engine's routes to rows of the column.
 
     Args:
-        routes: [tokens - 1, layers x k]: an engine routes a token when it computes the next one, so the last token has
-            none. The trainer does not read it either: it predicts no token of the sample.
-        tokens: tokens of prompt and response.
-        layers: layers of the model, including those without experts.
-        what: whose routes they are, for messages.
+        routes: [tokens - 1, layers x k]. An engine routes a token when it computes the next one, so the last token has
+            no route. The trainer does not need it either, because the last token predicts no token of the sample.
+        tokens: number of prompt and response tokens.
+        layers: number of model layers, including those without experts.
+        what: source of the routes, for error messages.
 
     Returns:
         [tokens, layers, k] int16, the last row `FREE`.
@@ -37,5 +38,5 @@ def with_free_end(routes: np.ndarray, tokens: int, layers: int, what: str) -> np
 
 
 def unknown_routes(tokens: int, layers: int, topk: int) -> np.ndarray:
-    """Routes `[tokens, layers, k]` of which none is known."""
+    """Return routes `[tokens, layers, k]` that are all `FREE`."""
     return np.full((tokens, layers, topk), FREE, dtype=np.int16)

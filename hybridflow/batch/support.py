@@ -1,4 +1,4 @@
-"""The batch columns with the sampler's support: the tokens that top-p, top-k and min-p left for each response token."""
+"""The batch columns of sampling supports: the tokens left by top-p, top-k and min-p for each response token."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import numpy as np
 
 from hybridflow.batch.jagged import Jagged
 
-# jagged int32 [response tokens]: how many tokens each was sampled among; 0: the whole vocabulary
+# jagged int32 [response tokens]: support size of each token; 0 means the whole vocabulary
 SUPPORT_SIZES = "support_sizes"
-SUPPORT_IDS = "support_ids"  # jagged int32 [sum of the sizes]: these tokens, one response token after another
+# jagged int32 [sum of the sizes]: the supports' token ids, concatenated over response tokens
+SUPPORT_IDS = "support_ids"
 SUPPORT = (SUPPORT_SIZES, SUPPORT_IDS)
 
 
 @dataclass(frozen=True)
 class Supports:
-    """The supports of consecutive tokens: sizes [t] and the ids [sum of sizes], both int32."""
+    """Supports of consecutive tokens: sizes [t] and ids [sum of sizes], both int32."""
 
     sizes: np.ndarray
     ids: np.ndarray
 
     @classmethod
     def unknown(cls, tokens: int) -> Supports:
-        """Supports of tokens that were not sampled, or from the whole vocabulary."""
+        """Return supports for tokens that were not sampled, or were sampled from the whole vocabulary."""
         return cls(np.zeros(tokens, np.int32), np.empty(0, np.int32))
 
     @classmethod
     def concat(cls, parts: Sequence[Supports]) -> Supports:
-        """The supports of all parts, in order."""
+        """Concatenate the supports of all parts."""
         none = cls.unknown(0)
         return cls(*(np.concatenate([getattr(one, name) for one in (none, *parts)]) for name in ("sizes", "ids")))
 
@@ -37,7 +38,7 @@ class Supports:
         return len(self.sizes)
 
     def take(self, keep: np.ndarray | slice) -> Supports:
-        """The supports of some tokens: a slice, a mask [t] or indices."""
+        """Select the supports of some tokens by slice, mask [t] or indices."""
         starts = np.cumsum(self.sizes, dtype=np.int64) - self.sizes
         sizes = self.sizes[keep]
         ends = np.cumsum(sizes, dtype=np.int64)
@@ -46,7 +47,7 @@ class Supports:
 
 
 def support_columns(rows: Sequence[Supports]) -> dict[str, Jagged]:
-    """The columns `SUPPORT`, a row for the supports of each response."""
+    """Build the `SUPPORT` columns, one row per response."""
     return {
         SUPPORT_SIZES: Jagged.from_rows([one.sizes for one in rows], np.int32),
         SUPPORT_IDS: Jagged.from_rows([one.ids for one in rows], np.int32),

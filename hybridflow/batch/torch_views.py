@@ -1,4 +1,4 @@
-"""numpy arrays as torch tensors and back, without copies. Only this module of the room imports torch."""
+"""Zero-copy conversion between numpy arrays and torch tensors. Only this module of the room imports torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridflow.errors import SchemaError
 
 
 class _Writable:
-    """Hands numpy the same memory without the read-only flag and keeps the owner alive.
+    """Exposes an array's memory to numpy without the read-only flag, and keeps the owner alive.
 
     `torch.from_numpy` prints a UserWarning for a read-only array (torch has no read-only tensors); silencing it with
     `warnings.catch_warnings` would not be thread-safe.
@@ -26,8 +26,10 @@ class _Writable:
 
 
 def view(array: npt.NDArray[Any], bfloat16: bool = False) -> torch.Tensor:
-    """Tensor over the memory of `array` (any shape); uint16 seen as bfloat16 when asked. Only reversed strides are
-    copied."""
+    """Return a tensor that shares the memory of `array` (any shape). With `bfloat16`, uint16 is viewed as bfloat16.
+
+    An array with negative strides or non-native byte order is copied.
+    """
     if not array.dtype.isnative or any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
     tensor = torch.from_numpy(np.asarray(_Writable(array)))
@@ -35,8 +37,11 @@ def view(array: npt.NDArray[Any], bfloat16: bool = False) -> torch.Tensor:
 
 
 def to_numpy(name: str, tensor: torch.Tensor) -> tuple[npt.NDArray[Any], bool]:
-    """Array over the memory of a CPU tensor (copied from another device) and whether its bits are bfloat16 (then
-    uint16). SchemaError names the column `name` where numpy has no such type: fp8, for example."""
+    """Return an array that shares a CPU tensor's memory, and True if its bits are bfloat16 (stored as uint16).
+
+    Tensors on other devices are copied. Raises SchemaError naming the column `name` for dtypes that numpy lacks, such
+    as fp8.
+    """
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.uint16).numpy(), True
