@@ -1,1 +1,1 @@
-"""What piece of which tensor goes from which rank to whom. The planner is pure."""
+"""Plans which slice of which tensor is sent from which trainer rank to which engine rank. The planner is pure."""

@@ -1,5 +1,4 @@
-"""Choose, among the ranks that hold a slice, who sends it, so that the busiest sender has as little to send as
-possible."""
+"""Assigns a sender to each slice among the ranks that hold it, minimising the load of the busiest sender."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ Array = np.ndarray
 
 
 def holder_sets(regions: Regions, source: Layout) -> tuple[list[Array], Array]:
-    """Distinct sets of source ranks that hold a region, and the set of each region."""
+    """Return the distinct sets of source ranks that hold a region, and the index of each region's set."""
     members = [np.flatnonzero(source.rank_class == number) for number in range(len(source.classes))]
     known: dict[bytes, int] = {}
     of_region = np.empty(len(regions.tensor), dtype=np.int64)
@@ -29,11 +28,12 @@ def holder_sets(regions: Regions, source: Layout) -> tuple[list[Array], Array]:
 
 
 def assign_sources(table: Deliveries, regions: Regions, source: Layout, receivers: Array) -> Sends:
-    """Share every delivery among the ranks that hold it.
+    """Split every delivery among the ranks that hold it.
 
-    Small sets of holders go first, larger ones fill up the valleys that those leave. Within a set the deliveries, in
-    order, are cut into consecutive runs, one a rank, of the size that levels the ranks' loads; a cut falls between two
-    receivers at the finest. For nested sets (Megatron's data-parallel groups) this is optimal up to one slice.
+    Sets of holders are processed from small to large, so that large sets even out the loads left by small ones. Within
+    a set, the ordered deliveries are cut into one consecutive run per rank, sized to level the ranks' loads. The
+    smallest unit is one receiver of one delivery. For nested sets (Megatron's data-parallel groups) the result is
+    optimal up to one slice.
 
     Args:
         receivers: `[C]` number of target ranks of each class.
@@ -56,13 +56,15 @@ def assign_sources(table: Deliveries, regions: Regions, source: Layout, receiver
 
 
 def _share(rows: Array, nbytes: Array, counts: Array, ranks: Array, load: Array) -> tuple[Array, Array, Array, Array]:
-    """Split rows (each `counts` messages of `nbytes`) over `ranks`; adds to `load`. Returns (row, rank, first, last) of
-    the runs."""
+    """Split rows (each `counts` messages of `nbytes`) over `ranks` and add the result to `load`.
+
+    Returns (row, rank, first, last) of the runs.
+    """
     weight = nbytes * counts
     target = np.cumsum(_fill(load[ranks], float(weight.sum())))
     ends = np.cumsum(weight)
     unit_first = np.concatenate([[0], np.cumsum(counts)])
-    # a cut at byte x falls into row r, between two of its receivers
+    # a cut at byte x is in row r, between two of its receivers
     cut_row = np.minimum(np.searchsorted(ends, target[:-1], side="right"), len(rows) - 1)
     into = (target[:-1] - (ends - weight)[cut_row]) / np.maximum(nbytes[cut_row], 1)
     cuts = unit_first[cut_row] + np.clip(np.rint(into), 0, counts[cut_row]).astype(np.int64)
@@ -76,7 +78,7 @@ def _share(rows: Array, nbytes: Array, counts: Array, ranks: Array, load: Array)
 
 
 def _fill(load: Array, amount: float) -> Array:
-    """How much each gets when `amount` is poured over `load` until the levels are even."""
+    """Return the amount that each entry receives when `amount` is distributed to level `load`."""
     ordered = np.sort(load)
     levels = (amount + np.cumsum(ordered)) / np.arange(1, len(load) + 1)
     level = levels[np.flatnonzero(levels > ordered)[-1]] if amount > 0 else ordered[0]

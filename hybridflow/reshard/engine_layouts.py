@@ -1,10 +1,12 @@
-"""What SGLang's ranks hold, written by hand, for the dry run alone.
+"""Hand-written layouts of SGLang ranks, used only by the dry run.
 
-A run never reads this file: there the layout is discovered by tracing the engine's own loader
-(`hybridflow.engines.layout_tracer`), so no table can be wrong. Here no engine is at hand, and a plan for 1,024
-ranks must take seconds. Conventions of SGLang 0.5.23: query, key and value stacked in `qkv_proj`, gate over up in
-`gate_up_proj` and `w13_weight`, experts stacked, the vocabulary padded to a multiple of 64, KV heads repeated when
-there are fewer than ranks, experts cut by expert parallelism first and by tensors within.
+A run does not use this file. It discovers the layout by tracing the engine's own loader
+(`hybridflow.engines.layout_tracer`), so no table can be wrong. The dry run has no engine, and planning for 1,024 ranks
+must take seconds.
+
+Conventions of SGLang 0.5.23: query, key and value are stacked in `qkv_proj`; gate is stacked over up in `gate_up_proj`
+and `w13_weight`; experts are stacked; the vocabulary is padded to a multiple of 64; KV heads are repeated if there are
+fewer than ranks; experts are split by expert parallelism first and by tensor parallelism within.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class EngineShape:
-    """`count` equal engines of `tensor * pipeline` ranks. `expert` and `data_attention` divide `tensor`, as SGLang's
-    `--ep-size` and `--dp-size --enable-dp-attention` do. `dense`, 1 or all of `tensor` (0), is the tensor size of dense
-    MLPs and shared experts: SGLang's `--moe-dense-tp-size 1` with an `--moe-a2a-backend` keeps both whole on every
-    rank.
+    """Parallel sizes of `count` equal engines of `tensor * pipeline` ranks each.
+
+    `expert` and `data_attention` divide `tensor`, as for SGLang's `--ep-size` and `--dp-size --enable-dp-attention`.
+    `dense` is the tensor size of dense MLPs and shared experts: 1, or 0 for all of `tensor`. SGLang's
+    `--moe-dense-tp-size 1` with an `--moe-a2a-backend` keeps both whole on every rank.
     """
 
     tensor: int = 1
@@ -41,7 +44,7 @@ class EngineShape:
     dense: int = 0
 
     def check(self, decoder: Decoder) -> None:
-        """Raise WeightSyncError where the model does not divide by this shape."""
+        """Raise WeightSyncError if this shape does not divide the model."""
         if min(self.tensor, self.expert, self.data_attention, self.pipeline, self.count) < 1:
             raise WeightSyncError(f"all sizes of an engine and their number must be 1 or more: {self}")
         if self.dense not in (0, 1):
@@ -81,13 +84,14 @@ def engine_layout(
     catalog: Catalog | None = None,
     quantisation: BlockQuantisation | None = None,
 ) -> Layout:
-    """The layout of all ranks of all engines, engine after engine.
+    """Build the layout of all ranks of all engines, engine by engine.
 
     Args:
-        dtype: of what is not quantised. quantisation: of engines that keep their linears in block-wise fp8.
+        dtype: dtype of unquantised tensors.
+        quantisation: for engines that keep their linear layers in block-wise fp8.
 
     Raises:
-        WeightSyncError: the model cannot take an engine's shape, or an engine's rank would hold a part of an fp8 block.
+        WeightSyncError: the model does not fit an engine's shape, or an engine rank would hold part of an fp8 block.
     """
     shapes = decoder.tensors()
     index = (catalog or Catalog.of(shapes, quantisation)).index()
@@ -115,10 +119,12 @@ def engine_layout(
 def in_fp8(
     tensors: Sequence[LocalTensor], quantisation: BlockQuantisation, covered: Mapping[str, Sequence[int]]
 ) -> list[LocalTensor]:
-    """Buffers of linears in fp8, each with a buffer of scales behind it (`NAME_scale_inv`); others as they are.
+    """Convert buffers of linear layers to fp8, each followed by a buffer of scales (`NAME_scale_inv`).
+
+    Other buffers are returned unchanged.
 
     Raises:
-        WeightSyncError: a buffer begins or ends within a block, which SGLang refuses as well.
+        WeightSyncError: a buffer begins or ends within a block, which SGLang does not support either.
     """
     result: list[LocalTensor] = []
     for local in tensors:
@@ -147,17 +153,17 @@ def _scale_piece(piece: Piece, buffer: str, quantisation: BlockQuantisation, ful
 
 
 def _whole(name: str, shape: Sequence[int]) -> LocalTensor:
-    """A buffer with the name and all of the HF tensor."""
+    """Return a buffer with the name and the full contents of the HF tensor."""
     return whole(name, name, shape)
 
 
 def _split(name: str, shape: Sequence[int], dim: int, rank: int, size: int) -> LocalTensor:
-    """A buffer with the name and an even part of the HF tensor."""
+    """Return a buffer with the name and an even shard of the HF tensor."""
     return split(name, name, shape, dim, rank, size)
 
 
 class EngineRank:
-    """One rank of an engine; pipeline stages are the outer index."""
+    """One rank of an engine. The pipeline stage is the outer index."""
 
     def __init__(self, decoder: Decoder, shape: EngineShape, rank: int) -> None:
         self.decoder, self.shape = decoder, shape
@@ -168,29 +174,30 @@ class EngineRank:
         self.expert_group, self.expert_rank = divmod(self.rank, self.expert_size)
 
     def tensors(self) -> list[LocalTensor]:
-        """Every buffer with its pieces."""
+        """Return every buffer with its pieces."""
         share = self.decoder.num_layers // self.shape.pipeline
         layers = range(self.stage * share, (self.stage + 1) * share)
         return [*self.first(), *(local for layer in layers for local in self.layer(layer)), *self.last()]
 
     def first(self) -> list[LocalTensor]:
-        """Buffers in front of the layers."""
+        """Return the buffers before the layers."""
         embedding = "model.embed_tokens.weight"
         return [self._vocab(embedding, embedding, self.attention_rank, self.attention_size)] if self.stage == 0 else []
 
     def layer(self, layer: int) -> list[LocalTensor]:
-        """Buffers of a layer."""
+        """Return the buffers of a layer."""
         prefix = f"model.layers.{layer}."
         return self._attention(prefix, layer) + self._mlp(prefix, layer)
 
     def last(self) -> list[LocalTensor]:
-        """Buffers behind the layers."""
+        """Return the buffers after the layers."""
         decoder, embedding, head = self.decoder, "model.embed_tokens.weight", "lm_head.weight"
         if self.stage != self.shape.pipeline - 1:
             return []
         tensors = [_whole("model.norm.weight", (decoder.hidden,))]
         if not decoder.tied or self.stage > 0:
-            # data-parallel attention leaves the output head cut over all tensor ranks (unless --enable-dp-lm-head)
+            # with data-parallel attention the output head is still split over all tensor ranks (unless
+            # --enable-dp-lm-head)
             tensors.append(self._vocab(head, embedding if decoder.tied else head, self.rank, self.shape.tensor))
         return tensors
 

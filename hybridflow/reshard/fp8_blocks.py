@@ -1,9 +1,9 @@
-"""Where the blocks of block-wise fp8 lie: what a trainer rank can make of the weights that it holds.
+"""Block-wise fp8 in plans: which fp8 weights and scales a trainer rank can compute from the weights it holds.
 
-A rank whose region of `X.weight` consists of whole blocks also holds, in effect, the same region in fp8 and the
-rectangle of `X.weight_scale_inv` that belongs to it. The latter is a piece of its own, in a buffer that exists only in
-the plan. A sender makes both forms from whole blocks while it packs, so that a part of what it makes is always that
-part of the whole tensor's fp8 form.
+A rank whose region of `X.weight` consists of whole blocks can also provide the same region in fp8 and the matching
+rectangle of `X.weight_scale_inv`. That rectangle is a separate piece, in a buffer that exists only in the plan. A
+sender computes both from whole blocks while packing, so any part of its output equals that part of the whole tensor's
+fp8 form.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ WEIGHTS, SCALES = "weights", "scales"
 
 @dataclass(frozen=True)
 class Blocks:
-    """Whole blocks of a sender's buffer, `[start : start + size]`, and what is made of them: WEIGHTS (fp8) or SCALES
-    (float32).
+    """Whole blocks of a sender's buffer, `[start : start + size]`, and the output computed from them.
 
-    Only a tensor's last blocks may be smaller than `block` (rows, columns).
+    `makes` is WEIGHTS (fp8) or SCALES (float32). Only the last blocks of a tensor may be smaller than `block` (rows,
+    columns).
     """
 
     makes: str
@@ -37,8 +37,13 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Quantised:
-    """A catalog's fp8 tensors as columns: `scale_of`, `weight_of` `[T]`, -1 where there is none; `block` `[T, 3]` of
-    weights and scales."""
+    """A catalog's fp8 tensors as columns.
+
+    Attributes:
+        scale_of, weight_of: `[T]` index of each weight's scales and of each scale tensor's weights, -1 if there is
+            none.
+        block: `[T, 3]` block sizes of weights and scales.
+    """
 
     scale_of: Array
     weight_of: Array
@@ -46,7 +51,7 @@ class Quantised:
 
     @classmethod
     def of(cls, catalog: Catalog) -> Quantised:
-        """Read the catalog's table of scales."""
+        """Build the columns from the catalog's table of scales."""
         scale_of, weight_of = (np.full(len(catalog.names), -1, dtype=np.int64) for _ in range(2))
         block = np.ones_like(catalog.shapes)
         weight, scale = catalog.scales[:, 0], catalog.scales[:, 1]
@@ -55,28 +60,29 @@ class Quantised:
         return cls(scale_of, weight_of, block)
 
     def weight_rows(self, tensor: Array) -> Array:
-        """Rows of a piece table's column `tensor` that have scales, ascending."""
+        """Return the rows of a piece table's column `tensor` that are weights with scales, ascending."""
         return np.flatnonzero((tensor != PADDING) & (self.scale_of[tensor] >= 0))
 
     def scale_rows(self, tensor: Array) -> Array:
-        """Rows of a piece table's column `tensor` that are scales, ascending."""
+        """Return the rows of a piece table's column `tensor` that are scales, ascending."""
         return np.flatnonzero((tensor != PADDING) & (self.weight_of[tensor] >= 0))
 
 
 def enclosing(start: Array, size: Array, block: Array, full: Array) -> tuple[Array, Array]:
-    """(start, size) of the whole blocks around rectangles of tensors of shape `full`; all `[N, 3]`."""
+    """Extend rectangles of tensors of shape `full` to whole blocks. Returns (start, size); all are `[N, 3]`."""
     first = start // block * block
     return first, np.minimum(-(-(start + size) // block) * block, full) - first
 
 
 def blocks_of_scales(start: Array, size: Array, block: Array, full: Array) -> tuple[Array, Array]:
-    """(start, size) in the weights, of shape `full`, of rectangles of their scales."""
+    """Map rectangles of scales to (start, size) in the weights, which have shape `full`."""
     return start * block, np.minimum((start + size) * block, full) - start * block
 
 
 def with_scales(source: Layout, catalog: Catalog) -> Layout:
-    """The trainer's side with the scales that it can compute: for the k-th piece with scales of a class, the class's
-    k-th piece of scales.
+    """Extend the trainer's layout with the scales that it can compute.
+
+    In each class, the k-th piece of scales belongs to the k-th piece of weights with scales.
 
     Raises:
         WeightSyncError: a rank's piece cuts through a block.
@@ -132,19 +138,22 @@ def _refuse_cut(catalog: Catalog, rank: RankLayout, row: int, first_rank: int, b
 def made_by_sender(
     catalog: Catalog, layout: RankLayout, piece: Array, start: Array, size: Array, dtypes: list[str]
 ) -> dict[int, tuple[int, tuple[int, ...], Blocks]]:
-    """What must be computed of a rank's deliveries: {row: (piece that is read, where the slice begins in what is made,
-    the blocks)}.
+    """Find the deliveries of a rank that must be computed from blocks.
 
     Args:
-        piece: `[N]` row of the layout's pieces that each delivery comes from. start, size: `[N, 3]` in the HF tensor.
-        dtypes: of the wire, `N`.
+        piece: `[N]` row of the layout's pieces that each delivery comes from.
+        start, size: `[N, 3]` the slices, in coordinates of the HF tensor.
+        dtypes: `N` wire dtypes.
+
+    Returns:
+        {row: (piece to read, start of the slice within the computed output, blocks)}.
     """
     if not len(catalog.scales):
         return {}
     table = Quantised.of(catalog)
     tensor = layout.tensor[piece]
     is_scale = table.weight_of[tensor] >= 0
-    # the k-th piece of scales belongs to the k-th piece that has scales (`with_scales`)
+    # the k-th piece of scales belongs to the k-th piece with scales (`with_scales`)
     weight_rows, scale_rows = table.weight_rows(layout.tensor), table.scale_rows(layout.tensor)
     read = piece.copy()
     read[is_scale] = weight_rows[np.searchsorted(scale_rows, piece[is_scale])]

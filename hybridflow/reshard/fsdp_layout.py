@@ -1,8 +1,7 @@
-"""The trainer's side when parameters are sharded by rows over all ranks (FSDP2), under their Hugging Face names.
+"""The trainer's layout with parameters sharded by rows over all ranks (FSDP2), under their Hugging Face names.
 
-FSDP2 cuts dimension 0 as `torch.chunk` does: every rank gets ceil(rows / ranks) rows, the last ones fewer or none. A
-rank's shard is one rectangle of one HF tensor, so the slice plan sends straight from shards and nobody gathers a whole
-parameter.
+FSDP2 splits dimension 0 as `torch.chunk` does: every rank gets ceil(rows / ranks) rows, the last ranks fewer or none. A
+rank's shard is one rectangle of one HF tensor, so slices are sent directly from shards without gathering a parameter.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 
 
 def shard_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """(first row, number of rows) that a rank holds of a tensor with so many rows."""
+    """Return (first row, number of rows) of a rank's shard of a tensor with `rows` rows."""
     share = -(-rows // ranks)
     start = min(rank * share, rows)
     return start, min(share, rows - start)
 
 
 def fsdp_tensors(family: Family, rank: int, ranks: int) -> list[LocalTensor]:
-    """What a rank holds; tensors of which it has no row are left out."""
+    """Return the tensors of a rank. Tensors without a row on this rank are omitted."""
     found = []
     for name, shape in family.tensors().items():
         start, rows = shard_rows(shape[0], rank, ranks)
@@ -33,10 +32,10 @@ def fsdp_tensors(family: Family, rank: int, ranks: int) -> list[LocalTensor]:
 
 
 def fsdp_layout(family: Family, ranks: int, dtype: str, catalog: Catalog | None = None) -> Layout:
-    """The trainer's side; every rank is a class of its own.
+    """Build the trainer's layout. Every rank is a separate class.
 
     Args:
-        dtype: of the shards: float32, whatever the model computes in.
+        dtype: dtype of the shards: float32, regardless of the compute dtype.
     """
     index = (catalog or Catalog.of(family.tensors())).index()
     classes = tuple(RankLayout.of(fsdp_tensors(family, rank, ranks), index, dtype) for rank in range(ranks))

@@ -1,8 +1,8 @@
-"""Both sides' layouts as columnar data: which rectangle of which HF tensor lies where in which buffer of which rank.
+"""Columnar layouts of both sides: which rectangle of which HF tensor is stored where in which buffer of which rank.
 
-Ranks with the same contents share a `RankLayout` (a *class* of ranks): 2,048 Megatron ranks have 512 different ones,
-1,024 engine ranks of 32 equal engines have 32. Shapes are padded with ones from the left to three dimensions, so that a
-rectangle of an HF matrix and its place in a stack of experts `[expert, row, column]` differ by an offset alone.
+Ranks with the same contents share a `RankLayout` (a *class* of ranks): 2,048 Megatron ranks have 512 distinct layouts,
+and 1,024 ranks of 32 equal engines have 32. Shapes are left-padded with ones to three dimensions, so that a rectangle
+of an HF matrix and its position in a stack of experts `[expert, row, column]` differ only by an offset.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hybridflow.models.fp8 import FP8, BlockQuantisation
 from hybridflow.models.layout import Coordinates, LocalTensor
 
 DIMS = 3
-PADDING = -1  # in place of a tensor's index: elements that the loader fills with zeros
+PADDING = -1  # tensor index of elements that the loader fills with zeros
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
-# fills by the number of dimensions that a shape has; the loops over all pieces of a model look them up
+# Padding by number of dimensions, precomputed because the loop over all pieces of a model uses it.
 _ZEROS, _ONES = [(0,) * (DIMS - n) for n in range(DIMS + 1)], [(1,) * (DIMS - n) for n in range(DIMS + 1)]
 
 
 def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
-    """`values` with `fill` in front, three in all.
+    """Left-pad `values` with `fill` to three entries.
 
     Raises:
-        WeightSyncError: there are more than three.
+        WeightSyncError: there are more than three values.
     """
     if len(values) > DIMS:
         raise WeightSyncError(
@@ -41,7 +41,7 @@ def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
 
 
 def columns_of(table: Any) -> dict[str, Any]:
-    """The arrays and tuples of a dataclass as lists: JSON-able."""
+    """Convert the arrays and tuples of a dataclass to JSON-able lists."""
     return {
         name: column.tolist() if isinstance(column, np.ndarray) else list(column)
         for name, column in vars(table).items()
@@ -50,10 +50,10 @@ def columns_of(table: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The HF tensors that both sides speak of: names and shapes `[T, 3]`.
+    """The HF tensors that both sides refer to: names and shapes `[T, 3]`.
 
-    `scales` `[S, 4]` has a row for each tensor that some engine takes in block-wise fp8: (its index, that of its
-    scales, rows of a block, columns of a block). The scales are tensors of the catalog.
+    `scales` `[S, 4]` has one row per tensor that some engine takes in block-wise fp8: (tensor index, index of its
+    scales, rows per block, columns per block). The scales are tensors of the catalog too.
     """
 
     names: tuple[str, ...]
@@ -62,12 +62,12 @@ class Catalog:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Sequence[int]], quantisation: BlockQuantisation | None = None) -> Catalog:
-        """From {HF name: shape}; with a quantisation the scales of each tensor that it covers follow that tensor."""
+        """Build a catalog from {HF name: shape}. With a quantisation, each covered tensor is followed by its scales."""
         shapes: Mapping[str, Sequence[int]] = tensors
         pairs: list[tuple[int, ...]] = []
         if quantisation is not None:
             shapes, dtypes = quantisation.checkpoint(tensors)
-            # the scales come right behind their tensor
+            # the scales directly follow their tensor
             pairs = [
                 (position, position + 1, *quantisation.block)
                 for position, name in enumerate(shapes)
@@ -77,19 +77,20 @@ class Catalog:
         return cls(tuple(shapes), matrix, np.array(pairs, dtype=np.int64).reshape(-1, 4))
 
     def index(self) -> dict[str, int]:
-        """Name to position."""
+        """Return {name: position}."""
         return {name: position for position, name in enumerate(self.names)}
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """What a class of ranks holds.
+    """The buffers of a class of ranks and the pieces of HF tensors in them.
 
     Attributes:
         names, dtypes, shapes: the buffers; shapes is `[B, 3]`.
-        tensor: `[N]` index into the catalog of each piece, or PADDING.
-        start: `[N, 3]` where the piece lies in the HF tensor. size: `[N, 3]`.
-        buffer: `[N]`. local: `[N, 3]` where it lies in the buffer.
+        tensor: `[N]` catalog index of each piece, or PADDING.
+        start, size: `[N, 3]` the piece, in coordinates of the HF tensor.
+        buffer: `[N]` index of the buffer that contains the piece.
+        local: `[N, 3]` start of the piece within the buffer.
     """
 
     names: tuple[str, ...]
@@ -103,7 +104,7 @@ class RankLayout:
 
     @classmethod
     def of(cls, tensors: Sequence[LocalTensor], catalog: Mapping[str, int], dtype: str) -> RankLayout:
-        """The layout of a rank that holds these local tensors.
+        """Build the layout of a rank that holds these local tensors.
 
         Raises:
             WeightSyncError: a piece names a tensor that the catalog lacks, or a buffer appears twice.
@@ -137,12 +138,12 @@ class RankLayout:
         return cls(names, dtypes, shapes, table[:, 0], table[:, 1:4], table[:, 4:7], table[:, 7], table[:, 8:11])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able columns."""
+        """Return the columns as JSON-able data."""
         return columns_of(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankLayout:
-        """The inverse of `to_dict`."""
+        """Rebuild a layout from `to_dict`."""
         names, dtypes = tuple(data["names"]), tuple(data["dtypes"])
         matrix = {k: np.array(data[k], dtype=np.int64).reshape(-1, DIMS) for k in ("shapes", "start", "size", "local")}
         column = {k: np.array(data[k], dtype=np.int64) for k in ("tensor", "buffer")}
@@ -151,8 +152,13 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """One side: the classes of ranks, the class of each rank `[R]`, and which replica (engine) each rank belongs to
-    `[R]`."""
+    """Layout of one side.
+
+    Attributes:
+        classes: the distinct rank layouts.
+        rank_class: `[R]` class of each rank.
+        replica: `[R]` replica (engine) of each rank.
+    """
 
     classes: tuple[RankLayout, ...]
     rank_class: np.ndarray
@@ -160,18 +166,18 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on this side."""
+        """Number of ranks on this side."""
         return len(self.rank_class)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the layout as JSON-able data."""
         classes = [rank.to_dict() for rank in self.classes]
         return {"classes": classes, "rank_class": self.rank_class.tolist(), "replica": self.replica.tolist()}
 
 
 @dataclass(frozen=True)
 class ParallelShape:
-    """Sizes of a Megatron world; `ranks` is all of it, data-parallel replicas included."""
+    """Parallel sizes of a Megatron world. `ranks` is the world size, including data-parallel replicas."""
 
     ranks: int
     tensor: int = 1
@@ -185,8 +191,9 @@ class ParallelShape:
     layers_per_stage: tuple[int, ...] = ()
 
     def coordinates(self) -> list[Coordinates]:
-        """Each rank's place, in Megatron's default order (tensor, context, expert, data, pipeline; the last varies
-        slowest).
+        """Return the coordinates of every rank, in Megatron's default order.
+
+        The order is tensor, context, expert, data, pipeline; the last varies slowest.
 
         Raises:
             WeightSyncError: the sizes do not multiply to a divisor of `ranks`.
@@ -217,8 +224,10 @@ class ParallelShape:
 
 
 def rank_tensors(family: Family, at: Coordinates) -> list[LocalTensor]:
-    """All parameters of a rank; with virtual stages their names begin with `chunk0.`, `chunk1.`, ... (Megatron's list
-    of models)."""
+    """Return all parameters of a rank.
+
+    With virtual pipeline stages, names have the prefix `chunk0.`, `chunk1.`, ... (Megatron's list of models).
+    """
     if at.vpp_size == 1:
         return family.local_tensors(at)
     chunks = enumerate(at.virtual_stages())
@@ -230,10 +239,10 @@ def rank_tensors(family: Family, at: Coordinates) -> list[LocalTensor]:
 
 
 def megatron_layout(family: Family, ranks: Sequence[Coordinates], dtype: str, catalog: Catalog | None = None) -> Layout:
-    """The trainer's side: the family's map at every rank's place.
+    """Build the trainer's layout by evaluating the family's parameter map at every rank.
 
     Raises:
-        ModelError: the family cannot be cut so.
+        ModelError: the family does not support these parallel sizes.
     """
     index = (catalog or Catalog.of(family.tensors())).index()
     distinct = {at: number for number, at in enumerate(dict.fromkeys(ranks))}

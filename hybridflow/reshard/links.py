@@ -1,4 +1,4 @@
-"""Bytes over each link of a plan, and how few the busiest link could have had."""
+"""Bytes per link of a plan, and a lower bound for the busiest link."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class LinkLoads:
     """Bytes per rank.
 
     Attributes:
-        egress: `[source ranks]`, ingress: `[target ranks]`.
-        packed: `[source ranks]` bytes gathered into messages: a slice for several receivers counts once a sender.
-        bound: no assignment can have a busiest link with fewer bytes.
+        egress: `[source ranks]` bytes sent.
+        ingress: `[target ranks]` bytes received.
+        packed: `[source ranks]` bytes packed into messages. A slice with several receivers counts once per sender.
+        bound: lower bound on the busiest link's bytes over all assignments of senders.
     """
 
     egress: np.ndarray
@@ -27,17 +28,17 @@ class LinkLoads:
 
     @property
     def hottest(self) -> int:
-        """Bytes over the busiest link."""
+        """Bytes on the busiest link."""
         return int(max(self.egress.max(initial=0), self.ingress.max(initial=0)))
 
     @property
     def total(self) -> int:
-        """Bytes on the wire."""
+        """Total bytes on the wire."""
         return int(self.ingress.sum())
 
 
 def link_loads(plan: SlicePlan) -> LinkLoads:
-    """Count the plan's bytes."""
+    """Count the plan's bytes per rank."""
     table, sends = plan.deliveries, plan.sends
     per_class = np.zeros(len(plan.target.classes), dtype=np.int64)
     np.add.at(per_class, table.receiver, table.nbytes)
@@ -53,8 +54,11 @@ def link_loads(plan: SlicePlan) -> LinkLoads:
 
 
 def egress_bound(plan: SlicePlan) -> float:
-    """Lower bound on the busiest sender: what only the ranks of a set can send, over the size of the set, for every set
-    of holders."""
+    """Return a lower bound on the busiest sender's bytes.
+
+    For every set of holders, the bytes that only ranks of the set can send are divided by the size of the set. The
+    bound is the maximum over the sets.
+    """
     sets, of_region = holder_sets(plan.regions, plan.source)
     table = plan.deliveries
     receivers = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))
@@ -73,12 +77,12 @@ def egress_bound(plan: SlicePlan) -> float:
 
 
 def staging_peak(plan: SlicePlan) -> tuple[int, int]:
-    """Peak staging bytes of the busiest (sender, receiver) rank with two messages, or two buckets, under way."""
+    """Return peak staging bytes of the busiest (sender, receiver), with two messages or two buckets in flight."""
     table, sends = plan.deliveries, plan.sends
     width = int(table.bucket.max(initial=0)) + 1
     buckets = np.zeros(len(plan.target.classes) * width, dtype=np.int64)
     np.add.at(buckets, table.receiver * width + table.bucket, table.nbytes)
-    # a sender's message for one receiver and bucket: bounded by all it sends of that bucket to the class
+    # upper bound for a sender's message to one receiver: all that it sends of the bucket to the receiver's class
     row = sends.delivery
     key = sends.source * len(buckets) + table.receiver[row] * width + table.bucket[row]
     _, group = np.unique(key, return_inverse=True)

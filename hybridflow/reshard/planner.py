@@ -1,5 +1,7 @@
-"""Make a slice plan: intersect, bucket, choose sources. Pure and vectorised: a model of 10^12 parameters takes
-seconds."""
+"""Builds slice plans: intersect, bucket, choose sources.
+
+The planner is pure and vectorised; a model of 10^12 parameters takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,20 @@ from hybridflow.reshard.slices import Deliveries, Regions, SlicePlan, buffer_ite
 Array = np.ndarray
 Table = dict[str, Array]
 
-# dtypes that a sender casts between while it packs; block-wise fp8 is made only of tensors that the catalog has scales
-# for
+# Dtypes that a sender can cast between while packing. Block-wise fp8 needs scales in the catalog.
 CASTS = ("float32", "bfloat16", "float16")
 
 
 def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: int) -> SlicePlan:
-    """Plan the transfer of everything that the target's pieces name.
+    """Plan the transfer of all tensors that the target's pieces name.
 
     Args:
-        catalog: with scales for the tensors that an engine takes in block-wise fp8; the source need not speak of them.
-        staging_bytes: memory that a rank, sending or receiving, may use for messages under way; two buckets fit into
-            it.
+        catalog: includes the scales of tensors that an engine takes in block-wise fp8. The source layout may omit them.
+        staging_bytes: memory per rank, sender or receiver, for messages in flight. It holds two buckets.
 
     Raises:
-        WeightSyncError: the source lacks what the target needs, a dtype pair has no conversion, a trainer rank's piece
-        cuts
-            through an fp8 block, or a fused tensor does not fit a bucket.
+        WeightSyncError: the source lacks a tensor that the target needs, a dtype pair has no conversion, a trainer
+            rank's piece cuts through an fp8 block, or a fused tensor does not fit in a bucket.
     """
     conversions = _conversions(catalog, source, target)
     source = with_scales(source, catalog)
@@ -54,7 +53,7 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
 
 
 def _regions(have: Table) -> tuple[Table, Array]:
-    """Distinct source rectangles, and disjoint parts of them where two with different bounds overlap."""
+    """Return the distinct source rectangles, split into disjoint parts where different ones overlap."""
     first, group = group_rows(np.column_stack([have["tensor"], have["start"], have["size"]]))
     owner, start, size = boxes.make_disjoint(have["tensor"][first], have["start"][first], have["size"][first])
     parts = {"first": first, "part": owner, "tensor": have["tensor"][first][owner], "start": start, "size": size}
@@ -84,16 +83,20 @@ def _intersect(catalog: Catalog, regions: Table, need: Table) -> Table:
 
 
 def _atoms(need: Table) -> tuple[Array, Array]:
-    """(atom of each target piece, whether the atom has several tensors). An atom is an engine buffer, or one matrix of
-    a stack."""
+    """Return (atom of each target piece, True for each atom that is filled from several tensors).
+
+    An atom is an engine buffer, or one matrix of a stack.
+    """
     _, atom = group_rows(np.column_stack([need["class"], need["buffer"], need["local"][:, 0]]))
     pairs, _ = group_rows(np.column_stack([atom, need["tensor"]]))
     return atom, np.bincount(atom[pairs]) > 1
 
 
 def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Table:
-    """Cut slices that are larger than a bucket along their first axis that is longer than one; fp8 between its blocks
-    where that is fine enough, or a sender would work out a block's scale twice.
+    """Cut slices larger than a bucket along their first axis that is longer than one.
+
+    fp8 slices are cut at block boundaries if the cut is fine enough; otherwise a sender would compute the scale of a
+    block twice.
     """
     atom, fused = _atoms(need)
     nbytes = boxes.volumes(rows["size"]) * rows["item"]
@@ -123,14 +126,14 @@ def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Tabl
 
 
 def _order(rows: Table, need: Table) -> Table:
-    """By class, then in checkpoint order with the slices of an atom side by side."""
+    """Sort by class, then in checkpoint order. The slices of an atom stay adjacent."""
     atom, fused = _atoms(need)
     lead = np.full(len(fused), np.iinfo(np.int64).max)
     np.minimum.at(lead, atom, need["tensor"])
     mine, tensor = atom[rows["need"]], need["tensor"][rows["need"]]
-    # slices of an atom with one tensor are units of their own
+    # slices of an atom with one tensor are separate units
     position = np.where(fused[mine], lead[mine], tensor)
-    # the last key is the first to be sorted by
+    # np.lexsort sorts by its last key first
     order = np.lexsort((*rows["start"].T[::-1], tensor, mine, position, need["class"][rows["need"]]))
     ordered = {name: values[order] for name, values in rows.items()}
     mine = mine[order]
@@ -141,7 +144,7 @@ def _order(rows: Table, need: Table) -> Table:
 
 
 def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -> Table:
-    """Number the buckets of each class: units in order, as many as fit."""
+    """Assign units in order to the buckets of each class, as many per bucket as fit."""
     nbytes = boxes.volumes(rows["size"]) * rows["item"]
     first = np.flatnonzero(np.diff(rows["unit"], prepend=-1))
     units = np.add.reduceat(nbytes, first) if len(first) else np.empty(0, dtype=np.int64)
@@ -176,21 +179,23 @@ def _table(rows: Table, need: Table) -> Deliveries:
 
 
 def _phases(table: Deliveries, target: Layout) -> Array:
-    """Where each engine rank begins, spread evenly: were all to begin with layer 0, they would queue at the first
-    pipeline stage."""
+    """Return the first bucket of each engine rank, spread evenly.
+
+    If all ranks began with layer 0, they would queue at the first pipeline stage.
+    """
     last = np.zeros(len(target.classes), dtype=np.int64)
     np.maximum.at(last, table.receiver, table.bucket)
     member = np.zeros(target.num_ranks, dtype=np.int64)
     for replica in np.unique(target.replica):
         mine = np.flatnonzero(target.replica == replica)
         member[mine] = np.arange(len(mine))
-    # multiples of two irrational numbers, modulo one: neighbours land far apart, and any prefix is spread evenly
+    # Multiples of two irrational numbers modulo one: neighbours are far apart and any prefix is spread evenly.
     place = np.modf(target.replica * 0.6180339887498949 + member * 0.4142135623730951)[0]
     return np.floor(place * (last[target.rank_class] + 1)).astype(np.int64)
 
 
 def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tuple[str, str], ...]:
-    """Pairs (trainer dtype, engine dtype) that differ, cast by the sender while it packs."""
+    """Return the pairs (trainer dtype, engine dtype) that differ. The sender casts them while packing."""
     kinds = [{dtype for rank in layout.classes for dtype in rank.dtypes} for layout in (source, target)]
     bad = sorted((kinds[0] - set(CASTS)) | (kinds[1] - {*CASTS, FP8}))
     if bad:
@@ -207,7 +212,7 @@ def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tupl
 
 
 def _fp8_faults(catalog: Catalog, target: Layout) -> Iterator[str]:
-    """Pieces of engine buffers in fp8 whose tensor has no scales, and of scales in other than float32."""
+    """Yield fp8 engine buffers whose tensor has no scales, and engine buffers for scales that are not float32."""
     table = Quantised.of(catalog)
     without_scales, are_scales = table.scale_of < 0, table.weight_of >= 0
     rules = (

@@ -1,11 +1,16 @@
-"""Prove a slice plan before a byte moves, from its data alone: nothing of the planner is used here.
+"""Proves a slice plan before any transfer, from its data alone and without the planner's code.
 
-Shown: every element of every engine buffer is written exactly once or is declared padding; every slice comes whole from
-a region that its sender holds; every engine rank of a class is served once; every HF tensor is used whole by every
-engine, or named as unused; fused tensors travel in one bucket; no bucket is larger than it may be; senders hold all of
-the blocks that they make fp8 and scales of, and an engine that takes a weight in fp8 takes its scales.
+The proof shows that:
 
-That rectangles cover a box exactly once is shown by their corners (`cover_faults`), where the planner intersects and
+- every element of every engine buffer is written exactly once or is declared padding;
+- every slice is within one region that its sender holds;
+- every engine rank of a class is served once;
+- every HF tensor is used completely by every engine, or listed as unused;
+- fused tensors are sent in one bucket, and no bucket exceeds its limit;
+- senders hold all blocks from which they compute fp8 weights and scales, and an engine that takes a weight in fp8 also
+  takes its scales.
+
+Exact coverage of a box by rectangles is shown with signed corners (`cover_faults`), whereas the planner intersects and
 subtracts.
 """
 
@@ -24,13 +29,18 @@ from hybridflow.reshard.slices import SlicePlan
 
 Array = np.ndarray
 _SHOWN = 5
-_CASTS = ("float32", "bfloat16", "float16")  # what senders cast between
+_CASTS = ("float32", "bfloat16", "float16")  # dtypes that senders can cast between
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was shown: number of slices and target elements, elements of padding, HF tensors that no engine takes, the
-    plan's hash."""
+    """Result of a proof.
+
+    Attributes:
+        slices, elements, padding: number of slices, of target elements and of padding elements.
+        unused: HF tensors that no engine takes.
+        digest: the plan's hash.
+    """
 
     slices: int
     elements: int
@@ -43,17 +53,17 @@ def prove(plan: SlicePlan, allow_unused: Collection[str] = ()) -> Proof:
     """Check the plan.
 
     Args:
-        allow_unused: HF tensors that the engines need not take.
+        allow_unused: HF tensors that the engines may leave unused.
 
     Raises:
-        WeightSyncError: the first few faults, each with buffer, tensor or rank.
+        WeightSyncError: lists the first few faults, each with its buffer, tensor or rank.
     """
     faults = [*_buffer_faults("engine", plan.target), *_buffer_faults("trainer", plan.source)]
     faults += [
         *_bounds_faults("engine", plan.catalog, plan.target),
         *_bounds_faults("trainer", plan.catalog, plan.source),
     ]
-    _refuse(faults)  # the checks below rely on the tables being sound
+    _refuse(faults)  # the checks below assume consistent tables
     faults += [
         *_piece_faults(plan),
         *_sender_faults(plan),
@@ -76,10 +86,10 @@ def prove(plan: SlicePlan, allow_unused: Collection[str] = ()) -> Proof:
 
 
 def compare_buffers(layout: Mapping[str, Sequence[int]], actual: Mapping[str, Sequence[int]], where: str) -> None:
-    """Refuse an engine rank whose buffers are not those of its layout: extra and missing ones are listed by name.
+    """Check that an engine rank's buffers are those of its layout.
 
     Raises:
-        WeightSyncError: as described; `where` names the engine and rank.
+        WeightSyncError: lists extra, missing and differently shaped buffers. `where` names the engine and rank.
     """
     extra, missing = sorted(actual.keys() - layout.keys()), sorted(layout.keys() - actual.keys())
     unlike = sorted(n for n in layout.keys() & actual.keys() if padded(layout[n], 1) != padded(actual[n], 1))
@@ -91,8 +101,10 @@ def compare_buffers(layout: Mapping[str, Sequence[int]], actual: Mapping[str, Se
 
 
 def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
-    """HF tensors of which some engine takes (nothing, only a part). Scales are asked for only by engines that take the
-    weight in fp8."""
+    """Return the HF tensors that some engine does not take, and those that some engine takes only in part.
+
+    Scales are required only from engines that take the weight in fp8.
+    """
     pieces, in_fp8 = _pieces(target), _pieces_in_fp8(target)
     weight_of = _scales(catalog)[1]
     kinds = {
@@ -103,7 +115,8 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
     for kind in sorted(kinds):
         mine = np.isin(pieces["class"], kind)
         tensor, start, size = pieces["tensor"][mine], pieces["start"][mine], pieces["size"][mine]
-        _, first = np.unique(_codes(tensor, *start.T, *size.T), return_index=True)  # several ranks take the same
+        # several ranks may take the same rectangle
+        _, first = np.unique(_codes(tensor, *start.T, *size.T), return_index=True)
         tensor, start, size = tensor[first], start[first], size[first]
         taken = np.zeros(len(catalog.names), dtype=bool)
         taken[tensor] = True
@@ -121,8 +134,11 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class CoverFault:
-    """What is wrong with the cover of one key: `beyond` its bounds, `overlap` (so many pairs) or `missing` (so many
-    elements)."""
+    """A fault in the cover of one key.
+
+    `kind` is `beyond` (out of bounds), `overlap` (`elements` is the number of pairs) or `missing` (`elements` is the
+    number of elements).
+    """
 
     key: int
     kind: str
@@ -130,14 +146,16 @@ class CoverFault:
 
 
 def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[CoverFault]:
-    """Why the rectangles of each key do not cover `[0, bounds[key])` exactly once; empty when they do.
+    """Find the keys whose rectangles do not cover `[0, bounds[key])` exactly once. The result is empty if all do.
 
-    A function on a grid that is zero far out is given by its differences along all axes, and those of a rectangle are
-    its corners with alternating signs. So rectangles cover a box exactly once if and only if their signed corners add
-    up to those of the box.
+    A function on a grid that is zero far out is determined by its differences along all axes. The differences of a
+    rectangle's indicator function are its corners with alternating signs. So rectangles cover a box exactly once if and
+    only if their signed corners sum to those of the box.
 
     Args:
-        key: `[N]`, indices into bounds. start, size: `[N, D]`, whole numbers. bounds: `[K, D]`, the shape of each key.
+        key: `[N]` indices into bounds.
+        start, size: `[N, D]` integers.
+        bounds: `[K, D]` shape of each key.
     """
     beyond = np.unique(key[((start < 0) | (start + size > bounds[key]) | (size < 0)).any(axis=1)])
     keys = np.concatenate([key, np.arange(len(bounds))])
@@ -164,8 +182,7 @@ def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[C
 
 
 def _codes(*columns: Array) -> Array:
-    """One number `[N]` for each row of columns of whole numbers, none negative: equal for equal rows, and for no
-    others."""
+    """Encode each row of non-negative integer columns as one number `[N]`, equal only for equal rows."""
     codes, span = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
         width = int(column.max(initial=0)) + 1
@@ -177,7 +194,7 @@ def _codes(*columns: Array) -> Array:
 
 
 def _meeting(start: Array, size: Array) -> int:
-    """Pairs of rectangles that share an element."""
+    """Count the pairs of rectangles that share an element."""
     end, pairs = start + size, 0
     for row in range(len(start) - 1):
         shared = np.minimum(end[row], end[row + 1 :]) > np.maximum(start[row], start[row + 1 :])
@@ -186,7 +203,7 @@ def _meeting(start: Array, size: Array) -> int:
 
 
 def _union(start: Array, size: Array) -> int:
-    """Elements that lie in some of the rectangles, counted on the grid of all their bounds."""
+    """Count the elements in the union of the rectangles, on the grid formed by all their bounds."""
     cuts = [np.unique(np.concatenate([start[:, d], start[:, d] + size[:, d]])) for d in range(start.shape[1])]
     covered = np.zeros([len(cut) - 1 for cut in cuts], dtype=bool)
     low, high = (
@@ -205,7 +222,7 @@ def _union(start: Array, size: Array) -> int:
 
 
 def _pieces(layout: Layout) -> dict[str, Array]:
-    """All pieces of all classes that are not padding: class, and columns of `RankLayout`."""
+    """Concatenate all pieces of all classes except padding: class, and columns of `RankLayout`."""
     real = np.concatenate([rank.tensor for rank in layout.classes]) != PADDING
     number = np.repeat(np.arange(len(layout.classes)), [len(rank.tensor) for rank in layout.classes])
     columns = {
@@ -215,7 +232,7 @@ def _pieces(layout: Layout) -> dict[str, Array]:
 
 
 def _scales(catalog: Catalog) -> tuple[Array, Array, Array]:
-    """By tensor: its scales and what it is the scales of (-1: none), and rows and columns of a block `[T, 3]`."""
+    """Return `scale_of` and `weight_of` (-1: none) of each tensor, and its block size `[T, 3]`."""
     scale_of, weight_of = np.full((2, len(catalog.names)), -1, dtype=np.int64)
     block = np.ones_like(catalog.shapes)
     for weight, scale, *sizes in catalog.scales.tolist():
@@ -234,7 +251,7 @@ def _refuse(faults: Sequence[str]) -> None:
 
 
 def _buffer_faults(side: str, layout: Layout) -> Iterator[str]:
-    """Buffers whose pieces and declared padding do not fill them exactly once."""
+    """Yield buffers that are not filled exactly once by their pieces and declared padding."""
     first = np.cumsum([0, *(len(rank.names) for rank in layout.classes)])
     key = np.concatenate([rank.buffer + offset for rank, offset in zip(layout.classes, first[:-1], strict=True)])
     local, size = (np.concatenate([getattr(rank, name) for rank in layout.classes]) for name in ("local", "size"))
@@ -263,7 +280,7 @@ def _bounds_faults(side: str, catalog: Catalog, layout: Layout) -> Iterator[str]
 
 
 def _piece_faults(plan: SlicePlan) -> Iterator[str]:
-    """Pieces that the deliveries do not fill exactly once."""
+    """Yield pieces that are not filled exactly once by the deliveries."""
     table = plan.deliveries
     first = np.cumsum([0, *(len(rank.tensor) for rank in plan.target.classes)])
     tensor, start, size = (
@@ -282,7 +299,7 @@ def _piece_faults(plan: SlicePlan) -> Iterator[str]:
 
 
 def _sender_faults(plan: SlicePlan) -> Iterator[str]:
-    """Slices that are cut from elsewhere than a region of the tensor that their sender holds."""
+    """Yield slices that are outside their region or tensor, and sends of regions that the sender does not hold."""
     table, regions, sends = plan.deliveries, plan.regions, plan.sends
     wanted = np.concatenate([rank.tensor for rank in plan.target.classes])
     first = np.cumsum([0, *(len(rank.tensor) for rank in plan.target.classes)])
@@ -305,7 +322,7 @@ def _sender_faults(plan: SlicePlan) -> Iterator[str]:
 
 
 def _service_faults(plan: SlicePlan) -> Iterator[str]:
-    """Deliveries that some rank of the class gets twice or not at all."""
+    """Yield deliveries that some rank of the class gets twice or not at all."""
     sends, table = plan.sends, plan.deliveries
     counts = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))[table.receiver]
     faults = cover_faults(sends.delivery, sends.first[:, None], (sends.last - sends.first)[:, None], counts[:, None])
@@ -340,7 +357,7 @@ def _bucket_faults(plan: SlicePlan) -> Iterator[str]:
 
 
 def _several(group: Array, values: Array) -> Array:
-    """Groups that have more than one value."""
+    """Return the groups that have more than one value."""
     order = np.lexsort((values, group))
     group, values = group[order], values[order]
     return np.unique(group[1:][(group[1:] == group[:-1]) & (values[1:] != values[:-1])])
@@ -361,7 +378,7 @@ def _dtype_faults(plan: SlicePlan) -> Iterator[str]:
 
 
 def _pieces_in_fp8(target: Layout) -> np.ndarray:
-    """Which rows of `_pieces(target)` lie in buffers of fp8."""
+    """Return a mask of the rows of `_pieces(target)` in fp8 buffers."""
     flags = [
         np.array([dtype == FP8 for dtype in rank.dtypes], dtype=bool)[rank.buffer[rank.tensor != PADDING]]
         for rank in target.classes
@@ -370,7 +387,7 @@ def _pieces_in_fp8(target: Layout) -> np.ndarray:
 
 
 def _block_faults(plan: SlicePlan) -> Iterator[str]:
-    """Scales and fp8 weights that their senders could not make: a block that is not all theirs."""
+    """Yield scales and fp8 weights that cannot be computed because the sender does not hold a whole block."""
     catalog, (scale_of, weight_of, blocks) = plan.catalog, _scales(plan.catalog)
     for number, rank in enumerate(plan.source.classes):
         real = rank.tensor != PADDING
@@ -394,7 +411,7 @@ def _block_faults(plan: SlicePlan) -> Iterator[str]:
     tensor = regions.tensor[region]
     start, end, block = table.start[rows], table.start[rows] + table.size[rows], blocks[tensor]
     low, high = regions.start[region], regions.start[region] + regions.size[region]
-    # whole blocks from the first to the last that the slice touches, the tensor's last ones as far as they go
+    # whole blocks from the first to the last that the slice touches; the tensor's last blocks may be smaller
     outside = (start - start % block < low) | (np.minimum(end + -end % block, catalog.shapes[tensor]) > high)
     for row in np.flatnonzero(outside.any(axis=1))[:_SHOWN].tolist():
         yield (

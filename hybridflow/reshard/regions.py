@@ -1,9 +1,10 @@
-"""Axis-parallel rectangles in bulk: intersection, subtraction, overlaps. The planner cuts with these; the proof of a
-plan uses none of them.
+"""Vectorised operations on axis-parallel rectangles: intersection, subtraction, overlaps.
 
-A set of N rectangles is two int64 arrays `[N, D]`, `start` and `size`; a third array `key` `[N]` says what each lies in
-(a tensor, a buffer), and only rectangles of equal key meet. Everything is vectorised: a plan for a model of 10^12
-parameters has some 10^5 rectangles.
+The planner uses these functions. The proof of a plan deliberately uses none of them.
+
+A set of N rectangles is two int64 arrays `[N, D]`, `start` and `size`. A third array `key` `[N]` identifies the
+containing tensor or buffer; only rectangles with equal keys can intersect. A plan for a model of 10^12 parameters has
+about 10^5 rectangles.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ Array = np.ndarray
 
 
 def volumes(size: Array) -> Array:
-    """Number of elements of each rectangle `[N]`."""
+    """Return the number of elements of each rectangle `[N]`."""
     return np.prod(size, axis=1, dtype=np.int64)
 
 
 def ranges(counts: Array) -> Array:
-    """`[0..counts[0]), [0..counts[1]), ...` one after another."""
+    """Return the concatenation of `[0..counts[0])`, `[0..counts[1])`, ..."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) - np.repeat(ends - counts, counts)
 
 
 def pairs_of_equal_key(left: Array, right: Array) -> tuple[Array, Array]:
-    """Index pairs (i, j) with `left[i] == right[j]`, all of them."""
+    """Return all index pairs (i, j) with `left[i] == right[j]`."""
     order = np.argsort(right, kind="stable")
     sorted_right = right[order]
     first = np.searchsorted(sorted_right, left, side="left")
@@ -35,24 +36,24 @@ def pairs_of_equal_key(left: Array, right: Array) -> tuple[Array, Array]:
 
 
 def intersect(start_a: Array, size_a: Array, start_b: Array, size_b: Array) -> tuple[Array, Array]:
-    """Row-wise intersection; where two do not meet, some size is zero or less."""
+    """Intersect two sets row by row. Rows without an intersection have a size of zero or less on some axis."""
     start = np.maximum(start_a, start_b)
     return start, np.minimum(start_a + size_a, start_b + size_b) - start
 
 
 def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
-    """Index pairs `[P, 2]` of rectangles of equal key that share an element.
+    """Return index pairs `[P, 2]` of rectangles with equal key that share an element.
 
-    Sorted by (key, start along the key's most divided axis), a rectangle can only meet those that follow before its own
-    end.
+    Rectangles are sorted by (key, start along the key's most divided axis), so that a rectangle can only overlap those
+    that follow it and start before its end.
     """
     if len(key) < 2:
         return np.empty((0, 2), dtype=np.int64)
     _, compact = np.unique(key, return_inverse=True)
     compact = compact.astype(np.int64)
     span = int((start + size).max()) + 1
-    # a stack of matrices is divided along another axis than a fused one: with one axis for all, pairs would grow with
-    # the square
+    # Stacks of matrices and fused matrices are divided along different axes. With one axis for all keys, the number of
+    # candidate pairs would grow quadratically.
     distinct = [np.bincount(np.unique(compact * span + start[:, d]) // span) for d in range(start.shape[1])]
     axis = np.argmax(distinct, axis=0)[compact]
     rows = np.arange(len(key))
@@ -70,8 +71,10 @@ def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
 
 
 def group_rows(matrix: Array) -> tuple[Array, Array]:
-    """Equal rows of `[N, C]`: (index of the first of each group, group of each row); groups are in lexicographic
-    order."""
+    """Group equal rows of `[N, C]`. Returns (index of each group's first row, group of each row).
+
+    Groups are in lexicographic order.
+    """
     order = np.lexsort(matrix.T[::-1])
     ordered = matrix[order]
     is_new = np.ones(len(order), dtype=bool)
@@ -85,7 +88,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def subtract(box: Box, cut: Box) -> list[Box]:
-    """`box` without `cut`, as disjoint boxes (start, size)."""
+    """Return `box` minus `cut` as disjoint boxes (start, size)."""
     meets = [(max(a, c), min(a + n, c + m)) for a, n, c, m in zip(box[0], box[1], cut[0], cut[1], strict=True)]
     if any(low >= high for low, high in meets):
         return [box]
@@ -106,9 +109,11 @@ def subtract(box: Box, cut: Box) -> list[Box]:
 
 
 def make_disjoint(key: Array, start: Array, size: Array) -> tuple[Array, Array, Array]:
-    """Parts of the rectangles that cover the same elements without overlap: (index of the rectangle, start, size).
+    """Split rectangles so that they cover the same elements without overlap. Returns (index of the rectangle, start,
+    size).
 
-    An element of several rectangles stays with the first. Rectangles that meet nothing come back as they are.
+    An element that is in several rectangles is assigned to the first. Rectangles without overlaps are returned
+    unchanged.
     """
     pairs = overlapping_pairs(key, start, size)
     earlier: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The dry run behind `hybridflow reshard plan`: sizes in, plan, proof and simulation, figures and a table out."""
+"""The dry run behind `hybridflow reshard plan`: plans, proves and simulates given sizes, and formats the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHORT["layers"] = "layers_per_stage"
 
 @dataclass(frozen=True)
 class DryRun:
-    """What came out, and the seconds that planning (layouts included), proof and simulation took."""
+    """Results of a dry run, and the seconds taken by planning (including layouts), proof and simulation."""
 
     plan: SlicePlan
     proof: Proof
@@ -48,7 +48,7 @@ class DryRun:
     simulate_s: float
 
     def figures(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """Return all results as plain data."""
         plan = self.plan
         return {
             "plan_hash": self.proof.digest,
@@ -69,7 +69,7 @@ class DryRun:
 
 
 def parse_shape(text: str) -> dict[str, Any]:
-    """`tp=8,pp=3,layers=3+4+2` or `32xtp=32,ep=32` as keyword arguments; the leading number is `count`.
+    """Parse `tp=8,pp=3,layers=3+4+2` or `32xtp=32,ep=32` into keyword arguments. The leading number is `count`.
 
     Raises:
         ConfigError: a word is not NAME=NUMBER, or layers=NUMBER+NUMBER.
@@ -90,10 +90,10 @@ def parse_shape(text: str) -> dict[str, Any]:
 
 
 def build(kind: type, text: str) -> Any:
-    """A ParallelShape or EngineShape from its text.
+    """Build a ParallelShape or EngineShape from its text.
 
     Raises:
-        ConfigError: a name that this side does not have, or the number of ranks is missing.
+        ConfigError: this side has no such name, or the number of ranks is missing.
     """
     values, known = parse_shape(text), {field.name for field in fields(kind)}
     unknown = sorted(values.keys() - known)
@@ -118,11 +118,12 @@ def dry_run(
     """Plan, prove and simulate.
 
     Args:
-        dtype: of the trainer's weights. engine_dtype: of the engines', where it is another; FP8 is block-wise, as the
-            config's `quantization_config` has it or in blocks of 128 x 128, and leaves the other tensors in `dtype`.
+        dtype: dtype of the trainer's weights.
+        engine_dtype: dtype of the engines' weights, if different. FP8 is block-wise, according to the config's
+            `quantization_config` or in blocks of 128 x 128, and leaves other tensors in `dtype`.
 
     Raises:
-        ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit; says what does.
+        ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit. The message says what to change.
     """
     decoder = family_of(config)
     if not isinstance(decoder, Decoder):
@@ -143,7 +144,7 @@ def dry_run(
 
 
 def table(run: DryRun) -> str:
-    """The figures for a reader."""
+    """Format the results as a text table."""
     f, gb = run.figures(), 1e9
     rows = [
         ("parameters", f"{f['parameters'] / 1e9:,.1f} billion"),
@@ -172,10 +173,10 @@ def table(run: DryRun) -> str:
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """The HF config of a published model's name, of a folder with a config.json, or of such a file.
+    """Load the HF config of a published model, of a folder with a config.json, or from a file.
 
     Raises:
-        ModelError: neither a known name nor a file.
+        ModelError: `model` is neither a known name nor a file.
     """
 
     path = Path(model)

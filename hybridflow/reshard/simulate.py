@@ -1,9 +1,9 @@
-"""Run a plan against modelled links: how long it takes, and why.
+"""Simulates a plan on modelled links: how long it takes, and why.
 
-The model: every rank has one full-duplex link of a given bandwidth. A sender gives its messages away one after another
-in the plan's order, each when its receiver has a free buffer (two buckets each, freed when scattered). A receiver's
-bucket is there when its last message is, and not sooner than its link can carry the bucket. The switch between is not a
-limit (a non-blocking fabric).
+Every rank has one full-duplex link with a given bandwidth. A sender sends its messages one after another in the plan's
+order, each as soon as its receiver has a free buffer. A receiver has two bucket buffers, which are freed once
+scattered. A bucket is complete when its last message has arrived, but no earlier than the receiver's link can carry the
+whole bucket. The switch is assumed to be non-blocking.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybridflow.reshard.slices import SlicePlan
 
 @dataclass(frozen=True)
 class Fabric:
-    """Speeds: link in Gb/s a direction, cost of a message in microseconds, memory in GB/s (a copy reads and writes)."""
+    """Hardware speeds: Gb/s per link and direction, microseconds per message, memory GB/s (a copy reads and writes)."""
 
     link_gbps: float = 400.0
     message_us: float = 20.0
@@ -33,13 +33,13 @@ class Fabric:
 
     @property
     def link_bytes(self) -> float:
-        """Bytes a second over one link."""
+        """Bytes per second over one link."""
         return self.link_gbps * 1e9 / 8
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Figures of one simulated sync; times in seconds, sizes in bytes."""
+    """Results of one simulated sync, with times in seconds and sizes in bytes."""
 
     seconds: float
     wire_bound_s: float
@@ -51,11 +51,11 @@ class Simulation:
 
     @property
     def wire_share(self) -> float:
-        """Share of the wire's bound that is reached, 0 to 1."""
+        """Fraction of the wire's bound that is reached, 0 to 1."""
         return self.wire_bound_s / self.seconds if self.seconds else 1.0
 
     def figures(self) -> dict[str, float]:
-        """All figures by name."""
+        """Return all results by name."""
         loads = self.loads
         return {
             "wire_bytes": loads.total,
@@ -77,12 +77,15 @@ class Simulation:
 
 
 def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
-    """Execute the plan in the model. `commit_s`, the copy of a staged shard into place after all have everything, is
-    not in `seconds`."""
+    """Simulate the plan.
+
+    `commit_s`, the time to copy a staged shard into place once all ranks have received everything, is not part of
+    `seconds`.
+    """
     step, sender, receiver, nbytes = _messages(plan)
     loads = link_loads(plan)
-    finish = np.zeros(plan.target.num_ranks)  # when the last bucket's bytes were there
-    free = np.zeros((2, plan.target.num_ranks))  # when each of the two buffers is empty again
+    finish = np.zeros(plan.target.num_ranks)  # when the last bucket's bytes arrived
+    free = np.zeros((2, plan.target.num_ranks))  # when each of the two buffers becomes free
     sender_free = np.zeros(plan.source.num_ranks)
     bounds = np.flatnonzero(np.diff(step, prepend=-1, append=-2))
     for turn, (low, high) in enumerate(pairwise(bounds.tolist())):
@@ -103,14 +106,16 @@ def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
 
 
 def _send(sender: np.ndarray, sender_free: np.ndarray, ready: np.ndarray, duration: np.ndarray) -> np.ndarray:
-    """When each message has left, its sender's messages (adjacent rows) going one after another; updates
-    `sender_free`."""
+    """Return the time at which each message has left, and update `sender_free`.
+
+    A sender's messages (adjacent rows) leave one after another.
+    """
     is_first = np.diff(sender, prepend=-1) != 0
     segment = np.cumsum(is_first) - 1
     before = np.cumsum(duration) - duration
     before -= before[is_first][segment]
-    # in a chain e_m = max(e_{m-1}, ready_m) + d_m, so e_m = (sum of d up to m) + running maximum of (ready_j - sum of d
-    # before j)
+    # The recurrence e_m = max(e_{m-1}, ready_m) + d_m has the solution e_m = (sum of d up to m) + running maximum of
+    # (ready_j - sum of d before j).
     slack = np.maximum(ready, sender_free[sender]) - before
     step_up = (float(slack.max(initial=0.0)) - float(slack.min(initial=0.0)) + 1.0) * segment
     start = np.maximum.accumulate(slack + step_up) - step_up
@@ -120,10 +125,10 @@ def _send(sender: np.ndarray, sender_free: np.ndarray, ready: np.ndarray, durati
 
 
 def _messages(plan: SlicePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(step, sender, receiver, bytes) of all messages, ordered by (step, sender, receiver)."""
+    """Return (step, sender, receiver, bytes) of all messages, ordered by (step, sender, receiver)."""
     table, sends = plan.deliveries, plan.sends
-    # slices from one rank to the same receivers in one bucket travel together: they are added up before they are spread
-    # over the receivers, of which there may be thousands
+    # Slices from one rank to the same receivers in one bucket form one message. They are summed before being expanded
+    # to the receivers, of which there may be thousands.
     delivery = sends.delivery
     columns = (sends.source, table.receiver[delivery], table.bucket[delivery], sends.first, sends.last)
     route = np.stack(columns, axis=1)

@@ -1,9 +1,11 @@
-"""The slice plan: for every rectangle that an engine needs, the trainer rank that sends it, and when.
+"""The slice plan: for every rectangle that an engine needs, the trainer rank that sends it and the order of delivery.
 
-The pieces of both sides are intersected; each element that an engine rank needs is delivered to it once. Among the
-ranks that hold the same region (data-parallel replicas) the work is shared so that the busiest link is as idle as it
-can be. A slice that several engine ranks need is one row with several receivers: packed once, sent to each (multicast).
-The plan is plain data: columns of integers, a hash, JSON. Nothing here knows Megatron, SGLang or processes.
+The plan intersects the pieces of both sides, so that each element an engine rank needs is delivered to it exactly once.
+Ranks that hold the same region (data-parallel replicas) share the sending, which minimises the load of the busiest
+link. A slice that several engine ranks need is one row with several receivers: it is packed once and sent to each
+(multicast).
+
+The plan is plain data: integer columns, a hash, JSON. This module does not depend on Megatron, SGLang or processes.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Deliveries:
-    """One row a slice and class of receiving ranks, in the order in which a receiver takes them.
+    """One row per (slice, class of receiving ranks), in the order in which a receiver processes them.
 
     Attributes:
         receiver: `[N]` class of the target ranks; all ranks of the class receive the row.
-        piece: `[N]` row of the class's pieces. region: `[N]` row of `Regions`: the source rectangle that it is cut
-            from.
-        start, size: `[N, 3]` the slice, in the HF tensor.
-        nbytes: `[N]` on the wire, in the target's dtype. bucket: `[N]` number of the receiver's bucket.
-        slice_id: `[N]` equal for rows that carry the same elements of the same source region: packed once.
+        piece: `[N]` row of the class's pieces.
+        region: `[N]` row of `Regions`, the source rectangle that contains the slice.
+        start, size: `[N, 3]` the slice, in coordinates of the HF tensor.
+        nbytes: `[N]` bytes on the wire, in the target's dtype.
+        bucket: `[N]` index of the receiver's bucket.
+        slice_id: `[N]` equal for rows with the same elements of the same source region, which are packed once.
     """
 
     receiver: Array
@@ -48,8 +51,10 @@ class Deliveries:
 
 @dataclass(frozen=True)
 class Regions:
-    """Distinct rectangles of the source side and who holds them: `holders[offsets[i]:offsets[i+1]]` are classes of
-    source ranks."""
+    """Distinct rectangles of the source side and their holders.
+
+    `holders[offsets[i]:offsets[i+1]]` are the classes of source ranks that hold region i.
+    """
 
     tensor: Array
     start: Array
@@ -60,8 +65,10 @@ class Regions:
 
 @dataclass(frozen=True)
 class Sends:
-    """Who sends which delivery to which of its receivers: `receivers_of(class)[first:last]` get row `delivery` from
-    rank `source`."""
+    """Assignment of deliveries to senders.
+
+    Rank `source` sends row `delivery` to `receivers_of(class)[first:last]`.
+    """
 
     delivery: Array
     source: Array
@@ -71,8 +78,11 @@ class Sends:
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """The whole plan. `phase[r]` is the bucket with which engine rank r begins; it goes on in order and wraps
-    around."""
+    """The whole plan.
+
+    `phase[r]` is the first bucket of engine rank r; the rank processes its buckets in order from there and wraps
+    around.
+    """
 
     catalog: Catalog
     source: Layout
@@ -85,11 +95,11 @@ class SlicePlan:
     conversions: tuple[tuple[str, str], ...]
 
     def receivers(self, receiver_class: int) -> Array:
-        """Engine ranks of a class, in the order that `Sends` counts them."""
+        """Return the engine ranks of a class, in the order that `Sends` uses."""
         return np.flatnonzero(self.target.rank_class == receiver_class)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, with the plan's hash."""
+        """Return the plan and its hash as JSON-able data."""
         tables = {name: columns_of(getattr(self, name)) for name in ("regions", "deliveries", "sends")}
         return {
             "version": VERSION,
@@ -104,7 +114,7 @@ class SlicePlan:
         }
 
     def digest(self) -> str:
-        """sha256 over all columns, the same on every machine: both ends compare it before a byte moves."""
+        """Return the sha256 of all columns. It is platform-independent; both ends compare it before a transfer."""
         digest = hashlib.sha256(json.dumps([VERSION, self.bucket_bytes, self.catalog.names, self.conversions]).encode())
         layouts = (self.source, self.target)
         parts: list[Any] = [self.catalog, self.regions, self.deliveries, self.sends, *layouts]
@@ -121,7 +131,10 @@ class SlicePlan:
 
 
 def piece_columns(layout: Layout) -> dict[str, Array]:
-    """All real pieces of all classes in one table: class, row, tensor, start, size, buffer, local; padding left out."""
+    """Concatenate the pieces of all classes into one table, without padding.
+
+    Columns: class, row, tensor, start, size, buffer, local.
+    """
 
     counts = [len(rank.tensor) for rank in layout.classes]
     table = {"class": np.repeat(np.arange(len(counts)), counts), "row": np.concatenate([*map(np.arange, counts)])}
@@ -132,10 +145,10 @@ def piece_columns(layout: Layout) -> dict[str, Array]:
 
 
 def buffer_item_bytes(layout: Layout, table: Mapping[str, Array]) -> Array:
-    """Bytes of an element of the buffer that each row of `piece_columns` lies in.
+    """Return the element size in bytes of the buffer of each row of `piece_columns`.
 
     Raises:
-        WeightSyncError: a dtype that the plan does not know.
+        WeightSyncError: a dtype is not in `ITEM_BYTES`.
     """
     unknown = sorted({dtype for rank in layout.classes for dtype in rank.dtypes} - ITEM_BYTES.keys())
     if unknown:
