@@ -1,1 +1,1 @@
-"""The wire of a weight sync: sessions, streams, staging memory, checksums and transports."""
+"""Weight sync over the wire: sessions, streams, staging memory, checksums and transports."""

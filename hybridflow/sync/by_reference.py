@@ -1,4 +1,4 @@
-"""A weight transfer within one process: from the trainer's tensors straight into an engine's."""
+"""In-process weight transfer: a direct copy from the trainer's tensors to an engine's."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hybridflow.sync.staging import rectangle
 def copy_weights(
     layout: RankLayout, catalog: Catalog, held: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
 ) -> int:
-    """Write every rectangle of the only trainer rank into whole tensors; returns the bytes written.
+    """Copy every rectangle of the only trainer rank into whole tensors. Returns the bytes written.
 
     Args:
-        layout, held: what the rank holds, and its tensors by the names there.
+        layout, held: the rank's layout, and its tensors by the layout's buffer names.
         target: a tensor for each name of the catalog.
     """
     written = 0
     for number in range(len(layout.tensor)):
         index = int(layout.tensor[number])
-        if index < 0:  # rows that fill a tensor up
+        if index < 0:  # padding rows
             continue
         source, size = held[layout.names[int(layout.buffer[number])]], layout.size[number]
         there = rectangle(target[catalog.names[index]], layout.start[number], size)

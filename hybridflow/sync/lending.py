@@ -1,16 +1,16 @@
-"""Messages in memory that sender and receiver both see: one protocol for host memory and for memory of GPUs.
+"""Messages in memory shared by sender and receiver: one protocol for host and GPU memory.
 
-Every (sender, receiver) pair has a few slots, and a small file with counters. The sender packs into a slot (`lend`) and
-the receiver writes the engine's buffers from it (`borrow`): each byte is copied once on either side. Where the slots
-lie, and how one side knows that what the other has started on a slot is done, is a `SlotMemory`'s: at once on a CPU,
-by events between the processes on GPUs. Files are anonymous (`memfd_create`), handed over as `/proc/PID/fd/N`: they
-have no name that could stay behind, and go with the last process that maps them, however it ends.
+Every (sender, receiver) pair has a few slots and a small file with counters. The sender packs into a slot (`lend`) and
+the receiver writes the engine's buffers from it (`borrow`), so each byte is copied once on either side. A `SlotMemory`
+decides where the slots are stored and how one side detects that the other's work on a slot has completed: immediately
+on a CPU, with inter-process events on GPUs. Files are anonymous (`memfd_create`) and passed as `/proc/PID/fd/N`. They
+have no name to clean up and are freed with the last process that maps them, even after a crash.
 
-Who waits for the other side sleeps until it is notified (`Notifier`), and learns of its death at once. Nothing is ever
-left to a device that waits for another process: a wait is this process's, with its deadline.
+A waiter sleeps until notified (`Notifier`) and is woken immediately if the peer process exits. No device ever waits for
+another process: all waits are on the host, with a deadline.
 
-A counter is written after what it stands for. x86 keeps that order for readers; where a machine does not, a torn
-message has a wrong checksum and the sync fails.
+A counter is written after the data it refers to. x86 preserves that order for readers; on other machines a torn message
+fails its checksum and the sync fails.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import DONE, Endpoint, Work
 
 _PAGE = 4096
-# int64 places in the header, a cache line apart: each is written by one side
+# int64 indices in the header, one cache line apart; each is written by one side only
 _WRITTEN, _TAKEN, _SENDER_LEFT, _RECEIVER_LEFT, _LABELS = 0, 8, 16, 24, 32
-_SPIN_S = 5e-5  # going to sleep and being woken costs about as much
-_SETTLE_S = 2e-4  # between two looks at a device, which notifies nobody
-_LOOK_S = 0.1  # longest sleep: a session that is given up by another thread of this process wakes nobody
+_SPIN_S = 5e-5  # about the cost of going to sleep and being woken
+_SETTLE_S = 2e-4  # polling interval for a device, which cannot notify
+_LOOK_S = 0.1  # longest sleep: aborting the session from another thread of this process does not wake the waiter
 
 
 class Slots(Protocol):
-    """The slots of a pair, seen from one side."""
+    """The slots of a pair, as seen from one side."""
 
     def at(self, slot: int, nbytes: int) -> Payload:
-        """So much of a slot; the same object as long as the slot's memory is the same."""
+        """Return the first `nbytes` of a slot; the same object as long as the slot's memory does not change."""
 
     def hand_over(self, slot: int) -> None:
-        """What this side has started on the slot comes before what the other side does with it."""
+        """Order this side's pending work on the slot before the other side's next access."""
 
     def is_ready(self, slot: int) -> bool:
-        """Whether what the other side had started, before it handed the slot over last, is done."""
+        """Return True if the work that the other side started before its last hand-over of the slot has completed."""
 
     def close(self) -> None:
-        """Let go of the memory; twice is safe."""
+        """Release the memory. Idempotent."""
 
 
 class SlotMemory(Protocol):
-    """Where the slots of a session lie: one for each end of a session."""
+    """Memory for the slots of one end of a session."""
 
     def file_bytes(self, endpoint: Endpoint) -> int:
-        """Bytes of a pair's file behind its counters."""
+        """Return the size in bytes of a pair's file after its counters."""
 
     def offer(self, member: Member, peer: int) -> Any:
-        """What the other side needs for the slots shared with it (JSON-able)."""
+        """Return the JSON-able data that the other side needs to open the shared slots."""
 
     def open(self, member: Member, peer: int, offered: Any, file: torch.Tensor) -> Slots:
-        """The slots shared with a peer, from what it has offered.
+        """Open the slots shared with a peer, given what the peer offered.
 
         Args:
-            file: uint8, what both sides see of the pair's file behind its counters.
+            file: uint8, the shared part of the pair's file after its counters.
         """
 
 
 def make_pipes() -> list[int]:
-    """Descriptors of the two pipes of a pair: what the sender reads and writes, what the receiver reads and writes."""
+    """Create the two pipes of a pair. Returns [sender reads, sender writes, receiver reads, receiver writes]."""
     (sender_reads, receiver_writes), (receiver_reads, sender_writes) = (
         os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2)
     )
@@ -83,8 +83,11 @@ def make_pipes() -> list[int]:
 
 
 def open_pipes(process: int, receiver: Sequence[int]) -> tuple[int, int]:
-    """The receiver's two descriptors, opened by its own process. Raises OSError if the sender's process does not let
-    it."""
+    """Open the receiver's two descriptors from its own process.
+
+    Raises:
+        OSError: the sender's process does not permit access.
+    """
     reads = os.open(f"/proc/{process}/fd/{receiver[0]}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return reads, os.open(f"/proc/{process}/fd/{receiver[1]}", os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -94,16 +97,17 @@ def open_pipes(process: int, receiver: Sequence[int]) -> tuple[int, int]:
 
 
 class Notifier:
-    """One side's way to wake the other, which waits for the shared memory to change: a pipe in each direction, watched
-    together with the other's process.
+    """Wakes the other side of a pair, which waits for the shared memory to change.
 
-    A sleep would be too long for a wait of microseconds and too short for one of seconds. A pipe can be opened by
-    another process through `/proc/PID/fd/N`, which an eventfd cannot. It owns its two descriptors.
+    There is one pipe in each direction, polled together with the peer's process. Polling with sleeps would be too slow
+    for waits of microseconds and wasteful for waits of seconds. Pipes are used because another process can open them
+    through `/proc/PID/fd/N`, which is impossible for an eventfd. The notifier owns its two descriptors.
     """
 
     def __init__(self, reads: int, writes: int, watch: PeerWatch) -> None:
         self._fds = [reads, writes]
-        # a session may be given up by another thread: a closed number may be another file's by then
+        # The session may be aborted by another thread, after which a closed descriptor number may refer to another
+        # file.
         self._lock = threading.Lock()
         self._watch = watch
         self._poll = select.poll()
@@ -112,15 +116,18 @@ class Notifier:
             self._poll.register(watch.fd, select.POLLIN)
 
     def notify(self) -> None:
-        """Wake the other side, now or when it next waits."""
-        # full: it will wake anyway; broken: nobody is there
+        """Wake the other side, now or at its next wait."""
+        # a full pipe wakes the peer anyway; a broken one has no reader left
         with self._lock, suppress(BlockingIOError, BrokenPipeError):
             if self._fds:
                 os.write(self._fds[1], b"\0")
 
     def wait(self, is_ready: Callable[[], bool], deadline: float) -> bool:
-        """Whether it `is_ready`; returns when the other side notifies or its process has ended, and before the
-        `deadline` (monotonic)."""
+        """Wait until `is_ready`, and return its value.
+
+        Also returns when the other side notifies, when its process exits, and at the latest at the `deadline`
+        (monotonic).
+        """
         if _spin(is_ready):
             return True
         self._poll.poll(min(max(deadline - time.monotonic(), 0), _LOOK_S) * 1000)
@@ -130,7 +137,7 @@ class Notifier:
         return is_ready()
 
     def close(self) -> None:
-        """Let go of the pipes; twice is safe."""
+        """Close the pipes. Idempotent."""
         with self._lock:
             fds, self._fds = self._fds, []
             for fd in fds:
@@ -147,7 +154,7 @@ def _spin(is_ready: Callable[[], bool]) -> bool:
 
 
 class _Segment:
-    """One pair's counters and slots, seen from one side."""
+    """Counters and slots of one pair, as seen from one side."""
 
     def __init__(
         self,
@@ -169,11 +176,11 @@ class _Segment:
         self._mine, self._theirs = (
             (_SENDER_LEFT, _RECEIVER_LEFT) if member.side == "trainer" else (_RECEIVER_LEFT, _SENDER_LEFT)
         )
-        self.count = 0  # messages that this side has written or begun to read
+        self.count = 0  # messages that this side has written or started to read
         self._before = 0  # the count at the last rewind
 
     def free_slot(self, tag: int, nbytes: int) -> Payload:
-        """Where the next message goes, once the receiver has taken what lay there."""
+        """Wait until the receiver has taken the previous message in the next slot, and return the slot."""
         if nbytes > self._slot_bytes:
             what = f"a message of {nbytes} bytes does not fit into a slot of {self._slot_bytes}"
             raise self._member.failure(self._peer, tag, what)
@@ -184,7 +191,7 @@ class _Segment:
         return self._slots.at(slot, nbytes)
 
     def publish(self, tag: int, nbytes: int) -> None:
-        """Show the message in `free_slot` to the receiver."""
+        """Make the message in `free_slot` visible to the receiver."""
         slot = self.count % self._num_slots
         self._slots.hand_over(slot)
         label = _LABELS + 2 * slot
@@ -194,7 +201,7 @@ class _Segment:
         self._notifier.notify()
 
     def message(self, tag: int, nbytes: int) -> Payload:
-        """The next message, once it is there."""
+        """Wait for the next message and return it."""
         slot = self.count % self._num_slots
         self._wait(tag, lambda: int(self._header[_WRITTEN]) > self.count)
         self._settle(tag, slot)
@@ -211,20 +218,20 @@ class _Segment:
         return payload
 
     def take(self) -> None:
-        """Give the slot of the oldest `message` that still has one back to the sender."""
+        """Return the slot of the oldest outstanding `message` to the sender."""
         self._slots.hand_over(int(self._header[_TAKEN]) % self._num_slots)
         self._header[_TAKEN] += 1
         self._notifier.notify()
 
     def rewind(self) -> None:
-        """Leave slots out up to the first one. The sender waits there until all that it wrote before has been taken."""
+        """Skip to the first slot. The sender waits there until all earlier messages have been taken."""
         self._before = self.count
         self.count = -(-self.count // self._num_slots) * self._num_slots
         if self._mine == _RECEIVER_LEFT:
             self._header[_TAKEN] = self.count
 
     def leave(self) -> None:
-        """Tell the other side that nothing more will happen here."""
+        """Tell the other side that this side is done, and release all resources."""
         self._header[self._mine] = 1
         self._notifier.notify()
         self._notifier.close()
@@ -232,12 +239,15 @@ class _Segment:
         self._slots.close()
 
     def _settle(self, tag: int, slot: int) -> None:
-        """Return when what the other side had started on a slot is done. This process waits, and not its device: a
-        device that waits for a process that has ended waits for ever."""
+        """Wait until the other side's work on a slot has completed.
+
+        The wait is on the host, not on the device: a device that waits for an exited process would never return.
+        """
         deadline = time.monotonic() + self._member.endpoint.timeout_s
         while not self._slots.is_ready(slot):
             ended = self._watch.has_ended()
-            if self._header[self._mine]:  # looked at last: who gives a session up lets go of the peer after it
+            # checked after `has_ended`: an abort sets it before releasing the watch
+            if self._header[self._mine]:
                 raise self._member.failure(self._peer, tag, "the session was given up meanwhile")
             if ended and not self._slots.is_ready(slot):
                 raise self._member.lost(self._peer, tag)
@@ -253,7 +263,7 @@ class _Segment:
             ended, left = self._watch.has_ended(), bool(self._header[self._theirs])
             if self._header[self._mine]:
                 raise self._member.failure(self._peer, tag, "the session was given up meanwhile")
-            if (ended or left) and not is_ready():  # it may have done its part just before
+            if (ended or left) and not is_ready():  # the peer may have finished its part just before
                 raise self._member.lost(
                     self._peer, tag, "its process has ended" if ended else "it has closed the session"
                 )
@@ -262,7 +272,7 @@ class _Segment:
 
 
 class _End:
-    """What both ends do with their segments."""
+    """Operations that both ends share."""
 
     member: Member
     _segments: dict[int, _Segment]
@@ -278,7 +288,7 @@ class _End:
             segment.rewind()
 
     def close(self) -> None:
-        """What was sent can still be received."""
+        """Close the end. Messages already sent can still be received."""
         self.abort()
 
     def abort(self) -> None:
@@ -288,11 +298,11 @@ class _End:
 
 
 class Sender(_End):
-    """A trainer rank's end."""
+    """A trainer rank's end of a session."""
 
     def __init__(self, member: Member, memory: SlotMemory) -> None:
         self.member = member
-        # of each receiver: its segment, the sender's ends of the pipes, the receiver's
+        # per receiver: its segment, the sender's pipe ends, the receiver's pipe ends
         fds = {
             peer: [os.memfd_create(f"hybridflow-{member.rank}-{peer}", os.MFD_CLOEXEC), *make_pipes()]
             for peer in member.peers
@@ -304,7 +314,7 @@ class Sender(_End):
             segments = {peer: (each[0], *each[3:]) for peer, each in fds.items()}
             meeting = meet(member, segments=segments, offers=_offers(member, memory))
             watches = _watches(member, meeting)
-            # the receivers open the files by our process's number: they must stay open until then
+            # the receivers open these descriptors through our PID, so they must stay open until mapped
             _wait_for_maps(member, meeting)
             for peer, each in fds.items():
                 notifier = Notifier(each.pop(1), each.pop(1), watches[peer])
@@ -315,11 +325,11 @@ class Sender(_End):
                 os.close(fd)
 
     def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
-        """Return memory for the next message, once it is free."""
+        """Wait for free memory for the next message and return it."""
         return self._segment(peer, tag).free_slot(tag, nbytes)
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Returns when the payload lies in a slot."""
+        """Send a payload. Returns once it is in a slot."""
         segment = self._segment(peer, tag)
         slot = segment.free_slot(tag, payload.nbytes)
         if slot is not payload:
@@ -329,7 +339,7 @@ class Sender(_End):
 
 
 class Receiver(_End):
-    """An engine rank's end."""
+    """An engine rank's end of a session."""
 
     def __init__(self, member: Member, memory: SlotMemory) -> None:
         self.member = member
@@ -353,23 +363,23 @@ class Receiver(_End):
         meeting.store.set(f"mapped/{member.rank}", "")
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """The copy is made by `wait`."""
+        """Register a receive. The copy is made by `wait`."""
         arrival = _Arrival(self, self._segment(peer, tag), peer, tag, into)
         self._pending[peer].append(arrival)
         return arrival
 
     @property
     def slots(self) -> int:
-        """Messages of one peer that can be on loan at a time."""
+        """Number of messages per peer that can be borrowed at a time."""
         return self.member.endpoint.slots
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> SlotLoan:
-        """Return the next message of a peer, once it is there."""
+        """Wait for the next message of a peer and return it."""
         segment = self._segment(peer, tag)
         return SlotLoan(segment.message(tag, nbytes), segment)
 
     def take_up_to(self, arrival: _Arrival) -> None:
-        """Complete what was asked of a peer before, and then this."""
+        """Complete all earlier receives from the same peer, then this one."""
         pending = self._pending[arrival.peer]
         while not arrival.is_done:
             pending[0].copy()
@@ -377,19 +387,19 @@ class Receiver(_End):
 
 
 def end_of(member: Member) -> type[Sender] | type[Receiver]:
-    """The class of a rank's end."""
+    """Return the class of a rank's end."""
     return Sender if member.side == "trainer" else Receiver
 
 
 class SlotLoan:
-    """A message that lies in a slot until it is released."""
+    """A message that stays in its slot until released."""
 
     def __init__(self, payload: Payload, segment: _Segment) -> None:
         self.payload = payload
         self._segment = segment
 
     def release(self) -> None:
-        """Let the sender use the memory again."""
+        """Return the slot to the sender."""
         self._segment.take()
 
 
@@ -408,12 +418,12 @@ class _Arrival:
 
 
 def slot_bytes(endpoint: Endpoint) -> int:
-    """Bytes of one slot. Pages that no message reaches are never backed by memory."""
+    """Return the size of a slot in bytes. Pages that are never written are not backed by memory."""
     return -(-endpoint.message_bytes // _PAGE) * _PAGE
 
 
 def header_bytes(endpoint: Endpoint) -> int:
-    """Bytes of the counters, and of tag and size of the message in each slot."""
+    """Return the size in bytes of the counters and of the tag and size of the message in each slot."""
     return -(-8 * (_LABELS + 2 * endpoint.slots) // _PAGE) * _PAGE
 
 

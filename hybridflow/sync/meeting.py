@@ -1,7 +1,7 @@
-"""How the ranks of a session find each other, and how one notices that another has died.
+"""Rendezvous of a session's ranks, and detection of dead peers.
 
-Every rank announces itself in the store under the session's name, with its process. Ranks on one kernel can then watch
-each other's processes; of the others only sockets and deadlines tell.
+Every rank announces itself and its process in the store under the session's name. Ranks on the same kernel can then
+watch each other's processes. For ranks elsewhere, only broken sockets and deadlines reveal a failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SETTLE_S = 0.5
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of a session: its endpoint, its side ("trainer" or "engine") and number."""
+    """A rank of a session: its endpoint, side ("trainer" or "engine") and number."""
 
     endpoint: Endpoint
     side: str
@@ -43,11 +43,11 @@ class Member:
 
     @property
     def peer_side(self) -> str:
-        """The other side."""
+        """Name of the other side."""
         return "engine" if self.side == "trainer" else "trainer"
 
     def failure(self, peer: int, tag: int, what: str) -> WeightSyncError:
-        """An error that names session, both ranks, message and deadline."""
+        """Build an error that names the session, both ranks, the message and the deadline."""
         return WeightSyncError(
             f"session {self.endpoint.session}: {self.side} rank {self.rank}, message {tag} with {self.peer_side} rank "
             f"{peer} over {self.endpoint.transport}: {what} (deadline {self.endpoint.timeout_s:g} s); give the session "
@@ -55,16 +55,16 @@ class Member:
         )
 
     def late(self, peer: int, tag: int) -> WeightSyncError:
-        """The error for a peer that is there and does nothing."""
+        """Build the error for a peer that is connected but unresponsive."""
         return self.failure(peer, tag, f"the peer did nothing for {self.endpoint.timeout_s:g} s")
 
     def lost(self, peer: int, tag: int, why: str = "its process has ended") -> WeightSyncError:
-        """The error for a peer that died."""
+        """Build the error for a peer that died."""
         return self.failure(peer, tag, f"the peer is gone: {why}")
 
 
 def both_ends(open_end: Callable[[Member, torch.device], Any]) -> tuple[OpenEnd, OpenEnd]:
-    """`open_sender` and `open_receiver` of a `Transport` whose ends are opened alike."""
+    """Return `open_sender` and `open_receiver` of a `Transport` that opens both ends in the same way."""
 
     def opened_as(side: str) -> OpenEnd:
         return lambda endpoint, rank, device: open_end(Member(endpoint, side, rank), device)
@@ -73,7 +73,7 @@ def both_ends(open_end: Callable[[Member, torch.device], Any]) -> tuple[OpenEnd,
 
 
 def refuse_device(member: Member, device: torch.device, instead: str) -> None:
-    """Raise WeightSyncError unless the buffers lie on the CPU; the message says what to do `instead`."""
+    """Raise WeightSyncError unless the buffers are on the CPU. The message suggests `instead`."""
     if device.type != "cpu":
         raise WeightSyncError(
             f"the transport {member.endpoint.transport} carries CPU buffers, {member.side} rank {member.rank} has them "
@@ -83,20 +83,23 @@ def refuse_device(member: Member, device: torch.device, instead: str) -> None:
 
 @dataclass(frozen=True)
 class Meeting:
-    """A session that everybody has come to: the store under the session's name, and what each rank of the other side
-    said of itself."""
+    """A session whose ranks have all arrived.
+
+    Attributes:
+        store: the store under the session's name.
+        peers: the announcement of each rank of the other side.
+    """
 
     store: Keys
     peers: dict[int, dict[str, Any]]
 
 
 def meet(member: Member, **said: Any) -> Meeting:
-    """Announce this rank with what it `said` (JSON-able) and wait until all ranks of both sides have announced
-    themselves.
+    """Announce this rank with `said` (JSON-able) and wait until all ranks of both sides have announced themselves.
 
     Raises:
-        WeightSyncError: the store cannot be reached or some rank has not come within the endpoint's `timeout_s`; names
-        who.
+        WeightSyncError: the store cannot be reached, or a rank has not arrived within the endpoint's `timeout_s`. Names
+            the missing ranks.
     """
     endpoint, deadline = member.endpoint, time.monotonic() + member.endpoint.timeout_s
     store = Keys(_store(endpoint, deadline).connection, f"transport/{endpoint.session}/")
@@ -131,16 +134,16 @@ def _store(endpoint: Endpoint, deadline: float) -> StoreClient:
 
 
 def _kernel() -> str:
-    """Equal for processes that see each other under the same numbers."""
+    """Return an id that is equal for processes in the same PID namespace of the same boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
 class PeerWatch:
-    """Tells whether a peer's process has ended. Knows nothing of a peer on another kernel."""
+    """Detects the exit of a peer's process. A peer on another kernel cannot be watched."""
 
     def __init__(self, peer: dict[str, Any]) -> None:
         self.is_local = peer["kernel"] == _kernel()
-        self.fd, self._ended = -1, False  # readable when the process has ended; -1 if it is not watched
+        self.fd, self._ended = -1, False  # pidfd, readable once the process has exited; -1 if it is not watched
         if self.is_local:
             try:
                 self.fd = os.pidfd_open(peer["process"])
@@ -148,30 +151,30 @@ class PeerWatch:
                 self._ended = True
 
     def has_ended(self) -> bool:
-        """Whether the process is known to have ended. Any thread may ask, also while another closes this."""
-        poll, fd = select.poll(), self.fd  # an object of this call's: two threads cannot wait with one
+        """Return True if the process is known to have exited. Thread-safe, even against a concurrent `close`."""
+        poll, fd = select.poll(), self.fd  # a new poll object per call, as two threads cannot wait on the same one
         if fd >= 0:
             poll.register(fd, select.POLLIN)
         return self._ended or any(event & select.POLLIN for _, event in poll.poll(0))
 
     def close(self) -> None:
-        """Let go of the process."""
+        """Stop watching the process."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class Peers:
-    """The processes of a session's other side, and what to say when one of them is lost."""
+    """The peer processes of a session, and the errors for their loss."""
 
     def __init__(self, member: Member, meeting: Meeting) -> None:
         self._member = member
         self._watches = {rank: PeerWatch(said) for rank, said in meeting.peers.items()}
 
     def lost(self, peer: int, tag: int, reason: str) -> WeightSyncError:
-        """The error for a broken connection. It names the rank whose process has ended, where that can be seen.
+        """Build the error for a broken connection. It names the rank whose process has exited, if known.
 
-        A connection also breaks because the peer gave the session up when another died, so all are looked at.
+        A connection also breaks if the peer aborted the session because a third rank died, so all peers are checked.
         """
         if (ended := self.ended()) and peer not in ended:
             names = ", ".join(f"{self._member.peer_side} rank {rank}" for rank in ended)
@@ -179,19 +182,21 @@ class Peers:
         return self._member.lost(peer, tag) if ended else self._member.lost(peer, tag, reason)
 
     def ended(self) -> list[int]:
-        """Peers on this machine whose process has ended. It closes its connections a moment before it counts as
-        ended."""
+        """Return the local peers whose process has exited.
+
+        Waits briefly, because a process closes its connections shortly before its exit is visible.
+        """
         deadline = time.monotonic() + _SETTLE_S
         while not (ended := self.ended_now()) and time.monotonic() < deadline:
             time.sleep(_SETTLE_S / 20)
         return ended
 
     def ended_now(self) -> list[int]:
-        """`ended`, as far as it shows at this moment."""
+        """Return the result of `ended` without waiting."""
         return [rank for rank, watch in self._watches.items() if watch.has_ended()]
 
     def forget(self) -> None:
-        """Let go of all processes."""
+        """Stop watching all processes."""
         watches, self._watches = self._watches, {}
         for watch in watches.values():
             watch.close()

@@ -1,10 +1,10 @@
-"""What one rank does under a plan: its messages in order, with the place of every slice in its own buffers.
+"""A rank's part of a plan: its messages in order, with the position of every slice in its own buffers.
 
-A message is what one sender gives one receiver of one bucket, slices one after another, contiguous, those with wider
-elements first: so every slice begins at a multiple of its element's size. A message can be cut into parts, each a
-message of its own, that fit a cache: what has just been packed is then still there when its checksum is taken and when
-it is sent. Sender and receiver go through messages in the order of (step, part, peer), so at every moment one message
-with the lowest step and part can move: no cycle of waits is possible.
+A message contains the slices of one bucket from one sender to one receiver, concatenated without gaps. Slices with
+wider elements come first, so every slice is aligned to its element size. A message can be split into parts that fit in
+a cache, each sent as a message: after packing, the part is still cached when its checksum is computed and when it is
+sent. Sender and receiver process messages in the order of (step, part, peer). A message with the lowest step and part
+can therefore always proceed, and no cycle of waits is possible.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hybridflow.reshard.layout import ITEM_BYTES, Layout
 from hybridflow.reshard.regions import group_rows
 from hybridflow.reshard.slices import SlicePlan, piece_columns
 
-MAX_PARTS = 4096  # of a bucket
-_LARGE = 4  # a slice of a fourth of a part is a part of its own
+MAX_PARTS = 4096  # per bucket
+_LARGE = 4  # a slice of at least a fourth of a part becomes a separate part
 
 
 @dataclass(frozen=True)
 class Item:
-    """A slice in a rank's buffer: rectangle of the buffer's shape (padded with ones from the left to three dimensions).
+    """A slice in a rank's buffer: a rectangle of the buffer's shape, left-padded with ones to three dimensions.
 
-    `dtype` is that of the wire: the engine's. Where a sender makes block-wise fp8, `blocks` are what it reads of the
-    buffer, and the rectangle is one of what it makes of them.
+    `dtype` is the wire dtype, which is the engine's. If the sender computes block-wise fp8, `blocks` is the region that
+    it reads from the buffer, and the rectangle is relative to the computed output.
     """
 
     buffer: str
@@ -44,7 +44,7 @@ class Item:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Item:
-        """From what `dataclasses.asdict` and JSON have made of one."""
+        """Rebuild an item from `dataclasses.asdict` after a JSON round trip."""
         made, blocks = data["blocks"], None
         if made is not None:
             rows, columns = made["block"]
@@ -54,8 +54,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Message:
-    """`peer` is an engine rank for a sender and a trainer rank for a receiver. `nbytes` in the engine's dtype. `part`
-    of its bucket."""
+    """A message between two ranks.
+
+    Attributes:
+        step: position in the receiver's order of buckets.
+        bucket: index of the receiver's bucket.
+        peer: an engine rank for a sender, a trainer rank for a receiver.
+        nbytes: size in the engine's dtype.
+        items: the slices in order.
+        part: index within the bucket.
+    """
 
     step: int
     bucket: int
@@ -66,17 +74,17 @@ class Message:
 
     @cached_property
     def tag(self) -> int:
-        """Distinct among the messages of a pair of ranks in one sync."""
+        """Tag that is unique among the messages of a pair of ranks in one sync."""
         return self.bucket * MAX_PARTS + self.part
 
 
 class Messages:
-    """Reads a plan from the point of view of single ranks.
+    """View of a plan from single ranks.
 
     Args:
-        part_bytes: a message with more is cut into parts of at most so many; 0 leaves buckets whole. A row of a slice,
-            and what a sender makes of fp8 blocks, is not cut. Large slices are parts of their own: those that are
-            contiguous need not be packed then.
+        part_bytes: larger messages are split into parts of at most this size; 0 keeps buckets whole. A single row of a
+            slice is not split, nor is the output computed from fp8 blocks. Large slices become separate parts, because
+            a contiguous slice then needs no packing.
     """
 
     def __init__(self, plan: SlicePlan, part_bytes: int = 0) -> None:
@@ -91,14 +99,14 @@ class Messages:
         _, same = group_rows(np.concatenate(rows))
         self._width = int(same.max(initial=0)) + 1
         keys = have["class"] * self._width + same[: len(have["tensor"])]
-        # a region that a rank holds twice (tied weights) is read from the first place
+        # a region that a rank holds twice (tied weights) is read from the first position
         self._keys, first = np.unique(keys, return_index=True)
         self._place = have["row"][first]
         self._region = same[len(have["tensor"]) :]
         self._is_scale = Quantised.of(plan.catalog).weight_of >= 0
 
     def outgoing(self, rank: int) -> list[Message]:
-        """Messages that a trainer rank sends, in order."""
+        """Return the messages that a trainer rank sends, in order."""
         plan, sends, table = self.plan, self.plan.sends, self.plan.deliveries
         mine = np.flatnonzero(sends.source == rank)
         counts = (sends.last - sends.first)[mine]
@@ -116,7 +124,7 @@ class Messages:
         return self._group(row, peer, self._step(row, peer), plan.source, number, piece, local)
 
     def incoming(self, rank: int) -> list[Message]:
-        """Messages that an engine rank receives, in order."""
+        """Return the messages that an engine rank receives, in order."""
         plan, sends, table = self.plan, self.plan.sends, self.plan.deliveries
         number = int(plan.target.rank_class[rank])
         position = int(np.searchsorted(plan.receivers(number), rank))
@@ -128,7 +136,7 @@ class Messages:
         return self._group(row, peer, step, plan.target, number, piece, local)
 
     def _wire_dtypes(self, row: np.ndarray) -> list[str]:
-        """The engine's dtype of each delivery."""
+        """Return the engine's dtype of each delivery."""
         table, classes = self.plan.deliveries, self.plan.target.classes
         pairs = zip(table.receiver[row].tolist(), table.piece[row].tolist(), strict=True)
         return [classes[number].dtypes[int(classes[number].buffer[piece])] for number, piece in pairs]
@@ -177,18 +185,20 @@ class Messages:
         return sorted(messages, key=lambda message: (message.step, message.part, message.peer))
 
     def _is_whole(self, tensor: np.ndarray, dtypes: list[str]) -> list[bool]:
-        """Slices that a sender makes of fp8 blocks; the receiver, which sees nothing of that, must not cut them
-        either."""
+        """Flag the slices that a sender computes from fp8 blocks.
+
+        The receiver does not see the blocks, but must not split these slices either.
+        """
         return [scale or dtype == FP8 for scale, dtype in zip(self._is_scale[tensor].tolist(), dtypes, strict=True)]
 
 
 def item_bytes(item: Item) -> int:
-    """Bytes of a slice on the wire."""
+    """Return the size of a slice on the wire in bytes."""
     return prod(item.size) * ITEM_BYTES[item.dtype]
 
 
 def _cut(items: list[tuple[Item, bool]], limit: int) -> list[tuple[Item, ...]]:
-    """The items (and whether each has to stay whole) in parts of at most `limit` bytes; 0: in one."""
+    """Split (item, True if it must stay whole) pairs into parts of at most `limit` bytes; 0 returns one part."""
     if not limit:
         return [tuple(item for item, _ in items)]
     parts: list[tuple[Item, ...]] = []
@@ -215,8 +225,10 @@ def _cut(items: list[tuple[Item, bool]], limit: int) -> list[tuple[Item, ...]]:
 
 
 def _rows(item: Item, count: int) -> list[Item]:
-    """The item in about `count` pieces of about as many rows each; rows along the first axis that is longer than
-    one."""
+    """Split an item into about `count` pieces with similar numbers of rows.
+
+    Rows are taken along the first axis that is longer than one.
+    """
     axis = next((axis for axis, length in enumerate(item.size) if length > 1), len(item.size) - 1)
     length = item.size[axis]
     step = max(1, length // count)

@@ -1,9 +1,9 @@
-"""The bytes of a message, as torch and as Python's own calls see them, and an eight-byte checksum of every message.
+"""The bytes of a message, for torch and for Python's socket calls, and an eight-byte checksum per message.
 
-Checksums of CPU payloads are xxh3 (its speed is that of reading memory), those of payloads on a GPU a sum of mixed
-words, computed there. Both ends of a session have payloads of one kind, so they use the same function. The seed holds
-who sends what to whom and in which sync, so a message that is whole but stands in another's place is caught as well.
-This guards against faults, not against attackers.
+CPU payloads use xxh3, which runs at memory bandwidth. GPU payloads use a sum of mixed words, computed on the device.
+Both ends of a session have payloads of the same kind, so they use the same function. The seed encodes sender, receiver,
+tag and sync, so an intact message in the wrong place is detected as well. The checksums protect against faults, not
+against attackers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hybridflow_kernels.digest import digest as device_digest
 
 
 class Payload:
-    """Memory that a message is sent from or received into: made once, used in every sync of a session.
+    """Memory that a message is sent from or received into. It is created once and reused in every sync of a session.
 
     Attributes:
         tensor: uint8 `[n]`, contiguous.
         nbytes: n.
-        on_host: whether it is CPU memory.
-        memory: the same bytes then, writable, valid as long as the tensor; empty on a GPU.
+        on_host: True if it is CPU memory.
+        memory: writable view of the same bytes, valid as long as the tensor; empty on a GPU.
     """
 
     __slots__ = ("memory", "nbytes", "on_host", "tensor")
@@ -38,27 +38,27 @@ class Payload:
 
 
 DIGEST_BYTES = 8
-Digest = int | torch.Tensor  # of a CPU payload; of one on a GPU: int64 `[1]` there
+Digest = int | torch.Tensor  # an int for a CPU payload; int64 `[1]` on the device for a GPU payload
 
 
 def message_key(sender: int, receiver: int, tag: int) -> int:
-    """64 bits that differ for every message of a sync."""
+    """Return a 64-bit key that is unique among the messages of a sync."""
     return xxhash.xxh3_64_intdigest(struct.pack("<3q", sender, receiver, tag))
 
 
 def seeds_of(keys: Sequence[int], sync: int) -> list[int]:
-    """64 bits for each message of a sync that no message of another sync has."""
+    """Return a 64-bit seed per message of a sync, distinct from the seeds of other syncs."""
     mask = xxhash.xxh3_64_intdigest(struct.pack("<q", sync))
     return [key ^ mask for key in keys]
 
 
 def digest(payload: Payload, seed: int) -> Digest:
-    """The checksum of a payload; on a GPU nothing is waited for."""
+    """Return the checksum of a payload. On a GPU this does not synchronise."""
     return xxhash.xxh3_64_intdigest(payload.memory, seed) if payload.on_host else device_digest(payload.tensor, seed)
 
 
 def joined(digests: Sequence[Digest], device: torch.device) -> torch.Tensor:
-    """Checksums as bytes, uint8 `[8 * n]` on the payloads' device."""
+    """Concatenate checksums as bytes, uint8 `[8 * n]` on the payloads' device."""
     if device.type == "cpu":
         words = torch.from_numpy(np.array(digests, dtype=np.uint64).view(np.int64))
     else:
@@ -67,7 +67,9 @@ def joined(digests: Sequence[Digest], device: torch.device) -> torch.Tensor:
 
 
 def first_difference(digests: Sequence[Digest], sent: torch.Tensor) -> int | None:
-    """Number of the first checksum that is not the one in `sent`, which the other end has `joined`; None: all are
-    equal."""
+    """Return the index of the first checksum that differs from `sent`, or None if all are equal.
+
+    `sent` is the `joined` result of the other end.
+    """
     wrong = (joined(digests, sent.device).view(torch.int64) != sent.view(torch.int64)).nonzero()
     return int(wrong[0]) if len(wrong) else None

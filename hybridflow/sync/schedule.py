@@ -1,8 +1,8 @@
-"""From the layouts that engines have described to a proven plan, and from the plan to what each rank has to do.
+"""From the engines' layouts to a proven plan, and from the plan to each rank's schedule.
 
-The first trainer rank does this once, before the first step, and posts one schedule a rank: a rank reads its own few
-messages and never the whole plan. All carry the plan's digest, by which both ends know that they speak of the same
-plan.
+The first trainer rank does this once, before the first step, and posts one schedule per rank. A rank reads only its own
+messages, never the whole plan. All schedules contain the plan's digest, which lets both ends verify that they use the
+same plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SENDER, RECEIVER = "sender", "receiver"
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """What one engine has described: its name and, rank by rank, digest of the layout (posted under `layout_key`)."""
+    """The layout of one engine: its name and the layout digest of each rank (posted under `layout_key`)."""
 
     name: str
     layouts: tuple[str, ...]
@@ -41,14 +41,14 @@ class EngineLayout:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one rank does under a plan: its layout and its messages, in order."""
+    """A rank's part of a plan: its layout and its messages, in order."""
 
     plan: str
     layout: RankLayout
     messages: tuple[Message, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the schedule as JSON-able data."""
         return {
             "plan": self.plan,
             "layout": self.layout.to_dict(),
@@ -57,7 +57,7 @@ class Schedule:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
-        """The inverse of `to_dict`."""
+        """Rebuild a schedule from `to_dict`."""
         messages = tuple(
             Message(**{**message, "items": tuple(Item.from_dict(item) for item in message["items"])})
             for message in data["messages"]
@@ -67,15 +67,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What the driver knows of a plan.
+    """Summary of a plan for the driver.
 
     Attributes:
         digest, slices, padding, unused: from the proof.
-        nbytes: on the wire, to each engine.
-        senders: trainer ranks that send to each engine, ascending. receivers: each engine's ranks as the plan numbers
-            them.
-        message_bytes: the largest message to each engine. messages: the most from one rank to one rank, that of
-            checksums included.
+        nbytes: bytes on the wire, per engine.
+        senders: per engine, the trainer ranks that send to it, ascending.
+        receivers: per engine, its ranks as numbered in the plan.
+        message_bytes: largest message, per engine.
+        messages: per engine, the maximum number of messages between two ranks, including the one with checksums.
     """
 
     digest: str
@@ -89,7 +89,7 @@ class PlanFacts:
     messages: tuple[int, ...]
 
     def describe(self) -> str:
-        """One line for people."""
+        """Format the facts as one line."""
         total = sum(self.nbytes)
         unused = (
             f"{len(self.unused)} tensors unused ({', '.join(self.unused[:3])})" if self.unused else "no tensor unused"
@@ -101,22 +101,22 @@ class PlanFacts:
 
 
 def layout_digest(layout: RankLayout) -> str:
-    """sha256 over a rank's layout."""
+    """Return the sha256 of a rank's layout."""
     return hashlib.sha256(json.dumps(layout.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def layout_key(digest: str) -> str:
-    """Where a layout lies in the store: equal ranks share it."""
+    """Return the store key of a layout. Ranks with equal layouts share it."""
     return f"layout/{digest}"
 
 
 def schedule_key(plan: str, side: str, rank: int) -> str:
-    """Where a rank's schedule lies in the store."""
+    """Return the store key of a rank's schedule."""
     return f"schedule/{plan}/{side}/{rank}"
 
 
 def post_layout(store: StoreClient, layout: RankLayout, parameters: Mapping[str, Sequence[int]]) -> str:
-    """Post an engine rank's layout with the shapes of all its parameters; returns the digest."""
+    """Post an engine rank's layout with the shapes of all its parameters. Returns the digest."""
     digest = layout_digest(layout)
     posted = {"layout": layout.to_dict(), "parameters": {k: list(v) for k, v in parameters.items()}}
     store.set(layout_key(digest), json.dumps(posted))
@@ -124,10 +124,10 @@ def post_layout(store: StoreClient, layout: RankLayout, parameters: Mapping[str,
 
 
 def engine_layout(store: StoreClient, engines: Sequence[EngineLayout], timeout_s: float) -> Layout:
-    """The engines' side of the plan, from what they posted.
+    """Build the engines' side of the plan from the posted layouts.
 
     Raises:
-        WeightSyncError: an engine has a parameter that its own loader does not fill; names engine, rank and parameter.
+        WeightSyncError: an engine has a parameter that its own loader does not fill. Names engine, rank and parameter.
     """
     classes: dict[str, RankLayout] = {}
     for engine in engines:
@@ -149,10 +149,10 @@ def engine_layout(store: StoreClient, engines: Sequence[EngineLayout], timeout_s
 def plan_and_prove(
     catalog: Catalog, source: Layout, target: Layout, staging_bytes: int, allow_unused: Collection[str] = ()
 ) -> tuple[SlicePlan, Proof]:
-    """A plan in which a trainer rank that serves all engines at once stays within `staging_bytes`.
+    """Make and prove a plan with which a trainer rank can serve all engines at once within `staging_bytes`.
 
     Raises:
-        WeightSyncError: no plan, or no proof; the message names tensors, buffers or ranks.
+        WeightSyncError: planning or the proof fails. The message names tensors, buffers or ranks.
     """
     engines = len(np.unique(target.replica))
     try:
@@ -164,8 +164,10 @@ def plan_and_prove(
 
 
 def post_schedules(store: StoreClient, plan: SlicePlan, proof: Proof, part_bytes: int = 0) -> PlanFacts:
-    """Post the schedule of every rank of both sides; returns what the driver needs to know. `part_bytes`: see
-    `Messages`."""
+    """Post the schedule of every rank of both sides. Returns the summary for the driver.
+
+    `part_bytes` is passed to `Messages`.
+    """
     messages, digest = Messages(plan, part_bytes), proof.digest
     engines = [
         tuple(np.flatnonzero(plan.target.replica == number).tolist()) for number in np.unique(plan.target.replica)
@@ -204,8 +206,7 @@ def post_schedules(store: StoreClient, plan: SlicePlan, proof: Proof, part_bytes
 def post_catalog(
     store: StoreClient, tensors: Mapping[str, Sequence[int]], dtype: str, quantisation: BlockQuantisation | None = None
 ) -> None:
-    """Post the HF tensors {name: shape} that the engines' loaders will be traced with; with a quantisation their scales
-    as well."""
+    """Post the HF tensors {name: shape} for tracing the engines' loaders. A quantisation adds their scales."""
     shapes, dtypes = quantisation.checkpoint(tensors) if quantisation is not None else (tensors, {})
     catalog = {"dtype": dtype, "dtypes": dtypes, "tensors": {name: list(shape) for name, shape in shapes.items()}}
     store.set(CATALOG_KEY, json.dumps(catalog))
@@ -221,19 +222,19 @@ def make_weight_plan(
     part_bytes: int = 0,
     quantisation: BlockQuantisation | None = None,
 ) -> PlanFacts:
-    """Plan, prove, and post what every rank has to do.
+    """Make and prove the plan, and post the schedule of every rank.
 
     Args:
-        source: the trainer's side, over `Catalog.of(family.tensors(), quantisation)` (`megatron_layout`,
+        source: the trainer's layout, over `Catalog.of(family.tensors(), quantisation)` (`megatron_layout`,
             `fsdp_layout`).
-        engines: what each engine has described, in the plan's order.
-        staging_bytes: that a rank may use for messages under way.
-        wait_s: deadline for each posted layout.
-        part_bytes: of a message, see `Messages`.
-        quantisation: of engines in block-wise fp8, as it was posted in the catalog.
+        engines: the posted layouts of each engine, in the plan's order.
+        staging_bytes: memory per rank for messages in flight.
+        wait_s: timeout for each posted layout.
+        part_bytes: size of a part, see `Messages`.
+        quantisation: for engines in block-wise fp8, as posted in the catalog.
 
     Raises:
-        WeightSyncError: no plan, or no proof.
+        WeightSyncError: planning or the proof fails.
     """
     catalog = Catalog.of(family.tensors(), quantisation)
     plan, proof = plan_and_prove(catalog, source, engine_layout(store, engines, wait_s), staging_bytes)

@@ -1,7 +1,7 @@
-"""The trainer ranks' side of a weight sync: one thread an engine packs this rank's slices and streams them.
+"""The trainer ranks' side of a weight sync: one thread per engine packs and streams this rank's slices.
 
-Each engine is a session of its own with a thread and a store client of its own, so that an engine that stalls holds up
-nobody but its own thread, and that one no longer than the deadline.
+Each engine has a separate session, thread and store client. A stalled engine delays only its own thread, and at most
+until the deadline.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ OpenChannel = Callable[..., SendChannel]
 
 
 class WeightSender:
-    """Keeps this rank's schedule and its open sessions between syncs.
+    """Keeps this rank's schedule and open sessions between syncs.
 
     Args:
-        rank: of this trainer rank in the plan.
-        parameters: gives this rank's tensors by the names of its layout; called once a sync.
+        rank: this trainer rank's number in the plan.
+        parameters: returns this rank's tensors by the names of its layout; called once per sync.
         open_channel: `transports.open_sender`, or a function that wraps its result.
     """
 
@@ -47,19 +47,19 @@ class WeightSender:
         self._links: dict[int, _Link] = {}
 
     def adopt(self, plan: str, host: str, port: int, timeout_s: float) -> None:
-        """Read this rank's schedule of a plan. Sessions of an earlier plan are given up."""
+        """Read this rank's schedule of a plan. Sessions of an earlier plan are closed."""
         self._store = session.connect(host, port, timeout_s)
         self._schedule = Schedule.from_dict(session.read(self._store, schedule_key(plan, SENDER, self.rank), timeout_s))
         self.close()
 
     def send(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
-        """Carry out this rank's part of the orders, all at once. The parameters must not change meanwhile.
+        """Carry out this rank's part of all orders concurrently. The parameters must not change meanwhile.
 
         Args:
             go_timeout_s: how long an engine may take to pause and get ready.
 
         Returns:
-            One outcome an order that this rank sends for.
+            One outcome per order that this rank sends for.
         """
         if self._schedule is None or self._store is None:
             raise WeightSyncError(f"trainer rank {self.rank} has no plan to send by")
@@ -85,7 +85,7 @@ class WeightSender:
         return [sending.outcome for sending in running]
 
     def close(self) -> None:
-        """Leave all sessions."""
+        """Close all sessions."""
         for link in self._links.values():
             link.close()
         self._links = {}
@@ -96,13 +96,13 @@ class _Link:
 
     def __init__(self, rank: int, endpoint: Endpoint, schedule: Schedule, open_channel: OpenChannel) -> None:
         self.rank, self.endpoint, self.plan, self._open = rank, endpoint, schedule.plan, open_channel
-        # one object in all syncs: the stream keeps what it has prepared for it
+        # the same object in every sync, because the stream caches prepared views by identity
         self.messages: list[Message] = [message for message in schedule.messages if message.peer in endpoint.receivers]
         self.staging = SendStaging(rank, endpoint.slots)
         self._channel: SendChannel | None = None
 
     def stream(self, parameters: Mapping[str, torch.Tensor]) -> int:
-        """Send all; returns bytes of weights."""
+        """Send all messages. Returns the bytes of weights."""
         if self._channel is None:
             device = next(iter(parameters.values())).device
             self._channel = self._open(self.endpoint, self.rank, device)
@@ -120,7 +120,7 @@ class _Link:
 
 
 class _Sending:
-    """One order under way on this rank."""
+    """One order in progress on this rank."""
 
     def __init__(self, link: _Link, order: Order, parameters: Mapping[str, torch.Tensor], go_timeout_s: float) -> None:
         self.link, self.order, self.parameters, self.go_timeout_s = link, order, parameters, go_timeout_s
@@ -135,13 +135,13 @@ class _Sending:
             board.announce(self.link.rank, Announcement(self.link.plan, self.order.version))
             board.wait_for_go(self.go_timeout_s)
             nbytes = self.link.stream(self.parameters)
-        except Exception as problem:  # a thread's exception would be lost
+        except Exception as problem:  # an exception in a thread would be lost
             error = f"{self.order.describe()}: trainer rank {self.link.rank}: {session.problem_of(problem)}"
         status, seconds = "stale" if error else "served", time.perf_counter() - started
         self.outcome = replace(self.outcome, status=status, error=error, nbytes=nbytes, seconds=seconds)
 
     def stop_if_called_off(self, store: Any) -> None:
-        """Wake a thread that streams to an engine which has given the order up."""
+        """Abort the stream to an engine that has called the order off."""
         if not self._called_off and self.thread.is_alive() and Board(store, self.order).decision() == ABORT:
             self._called_off = True
             self.link.abort()

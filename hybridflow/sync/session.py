@@ -1,14 +1,15 @@
-"""What trainer, engine worker and engine ranks tell each other in a weight sync: plain data, as JSON under keys of
-one store.
+"""Control messages of a weight sync between trainer, engine workers and engine ranks.
 
-At start-up the trainer posts the catalog of HF tensors, engine ranks post their layouts, the trainer posts the plan's
-schedules. In a sync each engine has an `Order`, and a `Board` of keys under it:
+Messages are plain data, stored as JSON under keys of one store. At start-up the trainer posts the catalog of HF
+tensors, engine ranks post their layouts, and the trainer posts the plan's schedules. In a sync each engine has an
+`Order`, and a `Board` of keys for that order:
 
     sender          announce(plan, version) ─ wait for go ─ open, send
     engine worker   compare announcements ─ pause, begin ─ go ─ call the ranks ─ reports ─ end ─ version ─ continue
     engine rank     open, receive ─ staged ─ decide ─ copy ─ report
 
-`decide` is one compare-and-set: all ranks of an engine copy, or none does, whoever runs into a deadline first.
+`decide` is one compare-and-set: either all ranks of an engine copy or none does, no matter which one reaches a deadline
+first.
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ from hybridflow.sync.transports.base import Endpoint
 
 CATALOG_KEY, PLAN_KEY = "catalog", "plan"
 COMMIT, ABORT = "commit", "abort"
-REPORT_GRACE_S = 5.0  # a rank reports before its engine answers; a report later than this will not come
+REPORT_GRACE_S = 5.0  # a rank reports before its engine answers, so a report later than this will not arrive
 _GO, _NOTHING = "go", "nothing"
 
 
 @dataclass(frozen=True)
 class Order:
-    """One attempt to bring one version to one engine. Made by the driver, read by senders, engine worker and engine
+    """One attempt to bring one version to one engine. Created by the driver; read by senders, engine worker and engine
     ranks.
 
     Attributes:
-        engine: name, for messages. number: its place among the engines of the plan.
-        endpoint: where the messages travel; its `timeout_s` bounds every single wait of this attempt.
+        engine: name, for error messages.
+        number: index among the engines of the plan.
+        endpoint: endpoint of the session that carries the messages. Its `timeout_s` limits every single wait of this
+            attempt.
         attempt: unique within the session.
-        version: of the weights. plan: digest of the slice plan.
-        staged: receive everything before any rank of the engine copies anything; False writes as messages come in.
-        pause: retract | abort | in_place, what SGLang does with the requests under way.
+        version: version of the weights.
+        plan: digest of the slice plan.
+        staged: if True, receive everything before any rank of the engine copies; if False, write messages as they
+            arrive.
+        pause: retract | abort | in_place, SGLang's handling of requests in flight.
     """
 
     engine: str
@@ -56,11 +61,11 @@ class Order:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Order:
-        """From what `dataclasses.asdict` and JSON have made of one."""
+        """Rebuild an order from `dataclasses.asdict` after a JSON round trip."""
         return cls(**{**data, "endpoint": Endpoint.from_dict(data["endpoint"])})
 
     def describe(self) -> str:
-        """For messages: `weight version 3 to engine-0 (session engine-0.1, attempt 7)`."""
+        """Format for messages: `weight version 3 to engine-0 (session engine-0.1, attempt 7)`."""
         return (
             f"weight version {self.version} to {self.engine} (session {self.endpoint.session}, attempt {self.attempt})"
         )
@@ -68,9 +73,9 @@ class Order:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one engine rank says at the end of an action. `error` is empty when all went well.
+    """Result of an action on one engine rank. `error` is empty on success.
 
-    `called_off`: somebody had given the order up before, so the error is a consequence and not the cause.
+    `called_off`: the order had already been called off, so the error is a consequence and not the cause.
     """
 
     rank: int
@@ -84,7 +89,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a sender holds ready."""
+    """The plan and the version that a sender is ready to send."""
 
     plan: str
     version: int
@@ -92,13 +97,12 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an order ended, as one end saw it.
+    """Result of an order, as seen by one end.
 
     Attributes:
         rank: the trainer rank for a sender, -1 for the engine.
-        status: served (the engine answers with the new weights), refused (nothing was touched), stale (paused, takes
-            the next order), lost (ended or without answer: it has to be started again). A sender knows only served and
-            stale.
+        status: served (the engine uses the new weights), refused (nothing was modified), stale (paused, accepts the
+            next order), lost (exited or unresponsive: must be restarted). A sender reports only served and stale.
     """
 
     engine: str
@@ -112,7 +116,10 @@ class Outcome:
 
 @dataclass
 class Board:
-    """The keys of one order. Each thread needs a store client of its own: a client that waits answers nobody else."""
+    """The keys of one order.
+
+    Each thread needs a separate store client, because a waiting client blocks its other callers.
+    """
 
     store: StoreClient
     order: Order
@@ -120,7 +127,7 @@ class Board:
 
     @classmethod
     def open(cls, order: Order, store: StoreClient | None = None) -> Board:
-        """With a new store client, unless one is given.
+        """Open the board, with a new store client unless one is given.
 
         Raises:
             WeightSyncError: the store cannot be reached within the order's `timeout_s`.
@@ -130,7 +137,7 @@ class Board:
     # ---- senders
 
     def announce(self, sender: int, announcement: Announcement) -> None:
-        """Say what this trainer rank will send."""
+        """Announce what this trainer rank will send."""
         self.store.set(self._key(f"announced/{sender}"), json.dumps(asdict(announcement)))
 
     def wait_for_go(self, timeout_s: float) -> None:
@@ -147,28 +154,27 @@ class Board:
     # ---- the engine worker
 
     def announcements(self, timeout_s: float) -> dict[int, Announcement]:
-        """The announcements of all senders. WeightSyncError names those that are silent at the deadline."""
+        """Wait for the announcements of all senders. Raises WeightSyncError naming those missing at the deadline."""
         keys = {sender: self._key(f"announced/{sender}") for sender in self.order.endpoint.senders}
         names = {key: f"trainer rank {sender}" for sender, key in keys.items()}
         self._wait(names, timeout_s, "no announcement from")
         return {sender: Announcement(**json.loads(self.store.get(key))) for sender, key in keys.items()}
 
     def go(self) -> None:
-        """Let the senders send."""
+        """Allow the senders to send."""
         self.store.compare_set(self._key("go"), "", _GO)
 
     def call_off(self, reason: str) -> None:
-        """No rank may copy any more, and senders that still wait for go stop waiting."""
+        """Call the order off: no rank may copy any more, and senders waiting for go stop waiting."""
         self.decide(ABORT)
         self.store.compare_set(self._key("go"), "", reason)
 
     def reports(self, timeout_s: float) -> dict[int, RankReport]:
-        """The reports of the engine's ranks, by their number in the plan; a rank whose report has not come by then is
-        missing from the result."""
+        """Return the reports of the engine's ranks by rank in the plan, without those missing at the timeout."""
         return read_reports(self.store, self._key("done"), self.order.endpoint.receivers, timeout_s)
 
     def clear(self) -> None:
-        """Forget the order's keys."""
+        """Delete the order's keys."""
         ranks, senders = self.order.endpoint.receivers, self.order.endpoint.senders
         names = ["go", "decision", *(f"{kind}/{rank}" for kind in ("staged", "done") for rank in ranks)]
         for name in [*names, *(f"announced/{sender}" for sender in senders)]:
@@ -178,26 +184,26 @@ class Board:
 
     @property
     def report_prefix(self) -> str:
-        """Where engine ranks report: `PREFIX/RANK`."""
+        """Key prefix of engine ranks' reports: `PREFIX/RANK`."""
         return self._key("done")
 
     def staged(self, rank: int) -> None:
-        """This rank has received and verified everything."""
+        """Mark this rank as having received and verified everything."""
         self.store.set(self._key(f"staged/{rank}"), "1")
 
     def wait_all_staged(self, timeout_s: float) -> None:
-        """Until every rank of the engine is staged. Raises WeightSyncError naming those that are not."""
+        """Wait until every rank of the engine is staged. Raises WeightSyncError naming those that are not."""
         names = {self._key(f"staged/{rank}"): f"rank {rank}" for rank in self.order.endpoint.receivers}
         self._wait(names, timeout_s, "not everything has arrived at")
 
     def decide(self, wish: str) -> str:
-        """COMMIT or ABORT, whichever was asked first by anybody; the same answer for all."""
+        """Decide COMMIT or ABORT. The first caller's wish wins, and all callers get the same result."""
         return self.store.compare_set(self._key("decision"), "", wish).decode()
 
     def decision(self) -> str:
-        """What has been decided so far; empty when nothing has. Returns at once."""
-        # `get` would wait for a key that is not there, or no longer; an exchange that cannot happen answers with what
-        # it expected
+        """Return the decision so far without waiting; empty if there is none."""
+        # `get` would block on a missing or deleted key. A compare-and-set that cannot succeed returns the expected
+        # value instead.
         answer = self.store.compare_set(self._key("decision"), _NOTHING, _NOTHING).decode()
         return "" if answer == _NOTHING else answer
 
@@ -207,7 +213,7 @@ class Board:
         return f"{self.order.endpoint.session}/{self.order.attempt}/{name}"
 
     def _wait(self, names: Mapping[str, str], timeout_s: float, what: str) -> None:
-        """Wait for the keys of `names`; the error says `what`, and the names of those that are missing."""
+        """Wait for the keys of `names`. The error contains `what` and the names of the missing keys."""
         if wait_for(self.store, [*names], timeout_s):
             return
         silent = [name for key, name in names.items() if name and not self.store.check([key])]
@@ -216,7 +222,7 @@ class Board:
 
 
 def connect(host: str, port: int, timeout_s: float) -> StoreClient:
-    """A client of the store. Raises WeightSyncError when it cannot be reached."""
+    """Connect to the store. Raises WeightSyncError if it cannot be reached."""
     try:
         return client_store(host, port, timeout_s)
     except RuntimeError as error:
@@ -226,7 +232,7 @@ def connect(host: str, port: int, timeout_s: float) -> StoreClient:
 
 
 def wait_for(store: StoreClient, keys: Sequence[str], timeout_s: float) -> bool:
-    """Whether all keys are there by the deadline. WeightSyncError when the store itself cannot be reached."""
+    """Return True if all keys exist by the deadline. Raises WeightSyncError if the store itself cannot be reached."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -237,7 +243,7 @@ def wait_for(store: StoreClient, keys: Sequence[str], timeout_s: float) -> bool:
 
 
 def read(store: StoreClient, key: str, timeout_s: float) -> Any:
-    """The JSON under a key. Raises WeightSyncError when it is not there by the deadline."""
+    """Read the JSON under a key. Raises WeightSyncError if the key does not exist by the deadline."""
     if not wait_for(store, [key], timeout_s):
         raise WeightSyncError(f"{key} is not in the sync's store after {timeout_s:g} s")
     return json.loads(store.get(key))
@@ -249,25 +255,27 @@ def write_report(store: StoreClient, prefix: str, report: RankReport) -> None:
 
 
 def read_reports(store: StoreClient, prefix: str, ranks: Collection[int], timeout_s: float) -> dict[int, RankReport]:
-    """The reports that are there by the deadline."""
+    """Return the reports that exist by the deadline."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     wait_for(store, list(keys.values()), timeout_s)
     return {rank: RankReport(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
 
 def problem_of(error: BaseException) -> str:
-    """One of our messages as it is; of others the type as well."""
+    """Format an error: the message alone for WeightSyncError, with the type for others."""
     return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
 
 
 def answer_deadline(timeout_s: float) -> float:
-    """Seconds that a control call to an engine may take: one wait to meet, one for a message, and time to report
-    either."""
+    """Return the timeout in seconds of a control call to an engine.
+
+    It covers one wait to meet, one for a message, and the time to report.
+    """
     return 2 * timeout_s + REPORT_GRACE_S
 
 
 def refuse(order: Order, reason: str) -> Outcome:
-    """The outcome of an order to an engine that cannot take one; its senders are told."""
+    """Build the outcome of an order to an engine that cannot take it, and notify its senders."""
     with suppress(RuntimeError, WeightSyncError):
         Board.open(order).call_off(reason)
     return Outcome(order.engine, order.number, "refused", f"{order.describe()}: {reason}")

@@ -1,5 +1,7 @@
-"""A rank's memory for the messages of a sync, and the slices of messages as views of that memory and of the rank's
-buffers: prepared once for all syncs of a session, copied in bulk."""
+"""A rank's staging memory for a sync, and views of message slices in that memory and in the rank's buffers.
+
+Views are prepared once for all syncs of a session and copied in bulk.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,25 @@ from hybridflow.sync.payload import DIGEST_BYTES, Digest, Payload, digest, messa
 from hybridflow_kernels.fp8_cast import write_scales, write_weights
 from hybridflow_kernels.slices import Slice, Slices
 
-# fp8 is made at the sender, nothing else is done with it: copied as bytes, which every kernel of every device can
+# The sender creates fp8 and nothing else operates on it. It is copied as bytes, which every kernel on every device
+# supports.
 _DTYPES = {name: torch.uint8 if name == FP8 else getattr(torch, name) for name in ITEM_BYTES}
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """A rectangle of a buffer and the bytes of the message that it fills, from `begin`."""
+    """A rectangle of a buffer and its position in the message, `begin` in bytes."""
 
     item: Item
     begin: int
 
 
 class Copies:
-    """The prepared copies between one set of buffers and its messages: on a CPU in bulk, with the checksum while a
-    message is still in the cache; on a GPU by the kernel that copies and takes the checksum in one read."""
+    """Prepared copies between one set of buffers and its messages.
+
+    On a CPU, slices are copied in bulk and the checksum is computed while the message is still cached. On a GPU, one
+    kernel copies and computes the checksum in a single read.
+    """
 
     def __init__(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> None:
         self._messages = messages
@@ -49,13 +55,14 @@ class Copies:
         self.device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
 
     def whole(self, number: int) -> Payload | None:
-        """The bytes of the buffer that are the message as they lie there, if it is one contiguous slice of one
-        dtype."""
+        """Return the message's bytes in the buffer, or None unless it is one contiguous slice without a cast."""
         return self._whole[number]
 
     def pack(self, number: int, payload: Payload, seed: int) -> Digest:
-        """Copy the slices of a message into `payload`, cast to the engine's dtypes or made of blocks; returns its
-        checksum."""
+        """Pack the slices of a message into `payload` and return its checksum.
+
+        Slices are cast to the engine's dtypes or computed from blocks.
+        """
         if self.device.type != "cpu":
             return self._in_one_read(number).pack(payload.tensor, seed)
         views, local = self._views(number, payload), self._local[number]
@@ -68,7 +75,7 @@ class Copies:
         return digest(payload, seed)
 
     def unpack(self, number: int, payload: Payload, seed: int) -> Digest:
-        """Copy the slices of a message from `payload` into the buffers; returns the checksum of what was read."""
+        """Copy the slices of a message from `payload` into the buffers. Returns the checksum of the bytes read."""
         if self.device.type != "cpu":
             return self._in_one_read(number).scatter(payload.tensor, seed)
         found = digest(payload, seed)
@@ -80,7 +87,7 @@ class Copies:
         torch._foreach_copy_(self._local[number], self._views(number, payload))
 
     def forget_payloads(self) -> None:
-        """Forget the places of slices in payloads, which keep the payloads' memory alive."""
+        """Drop cached views of payloads, which keep the payloads' memory alive."""
         self._packed = {}
 
     def _in_one_read(self, number: int) -> Slices:
@@ -91,7 +98,7 @@ class Copies:
         return self._prepared[number]
 
     def _views(self, number: int, payload: Payload) -> list[torch.Tensor]:
-        """The slices' places in a payload; a message comes to lie in one of few places, so they are kept."""
+        """Return views of the slices in a payload. They are cached, because a message uses only a few payloads."""
         key = (number, payload)
         if key not in self._packed:
             self._packed[key] = [
@@ -104,7 +111,7 @@ class Copies:
 
 
 def _slices(message: Message) -> list[_Slice]:
-    """The message's slices in order; neighbours that are one rectangle of the buffer are one."""
+    """Return the message's slices in order, merging neighbours that form one rectangle of the buffer."""
     pieces: list[_Slice] = []
     begin = 0
     for item in message.items:
@@ -128,8 +135,7 @@ def _payload_of(pieces: list[_Slice], local: list[torch.Tensor]) -> Payload | No
 
 
 def _joins(first: Item, second: Item) -> int | None:
-    """The axis along which `second` continues `first`, in the buffer and in the message alike; None where it does
-    not."""
+    """Return the axis along which `second` continues `first` in both buffer and message, or None if it does not."""
     if (
         first.buffer != second.buffer
         or first.dtype != second.dtype
@@ -138,7 +144,7 @@ def _joins(first: Item, second: Item) -> int | None:
     ):
         return None
     apart = [d for d in range(DIMS) if first.start[d] != second.start[d] or first.size[d] != second.size[d]]
-    # packed row after row, the two are one block only if nothing before the axis is longer than one
+    # in row-major order the two are contiguous only if all dimensions before the axis have length one
     axis = next((d for d in range(DIMS) if first.start[d] != second.start[d]), None)
     if axis is None or apart != [axis] or prod(first.size[:axis]) != 1:
         return None
@@ -154,7 +160,7 @@ def _kernel_slice(piece: _Slice, view: torch.Tensor) -> Slice:
 
 
 def _make(item: Item, weights: torch.Tensor, view: torch.Tensor) -> None:
-    """Write the block-wise fp8 weights, or their scales, that the item names."""
+    """Write the block-wise fp8 weights or the scales that the item specifies."""
     assert item.blocks is not None
     if item.blocks.makes == SCALES:
         write_scales(weights, item.blocks.block, view)
@@ -163,7 +169,7 @@ def _make(item: Item, weights: torch.Tensor, view: torch.Tensor) -> None:
 
 
 def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
-    """What of the buffer is read or written."""
+    """Return the region of the buffer that is read or written."""
     starts, sizes = (item.blocks.start, item.blocks.size) if item.blocks else (item.start, item.size)
     whole = buffers.get(item.buffer)
     if whole is None:
@@ -182,27 +188,29 @@ def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
 
 
 def rectangle(buffer: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    """`buffer[start : +size]`, the buffer seen in as many dimensions as layouts and plans have."""
+    """Return `buffer[start : +size]`, with the buffer viewed in the number of dimensions of layouts and plans."""
     view = buffer[(None,) * (DIMS - buffer.dim())]
     for axis, (first, length) in enumerate(zip(start, size, strict=True)):
         view = view.narrow(axis, int(first), int(length))
     return view
 
 
-_ALIGN = 64  # bytes; of each message among others in a slab
+_ALIGN = 64  # alignment in bytes of the messages in a shared slab
 
 
 class _Staging:
-    """Lives as long as the session, may outlive it; a new channel begins a new count of syncs.
+    """Staging memory of a rank for a session. It may outlive the session; a new channel restarts the count of syncs.
 
     Args:
-        rank: of the trainer or of the engine. slots: messages that may be under way at a time, two or more.
+        rank: number of the trainer or engine rank.
+        slots: messages that may be in flight at a time, two or more.
     """
 
     def __init__(self, rank: int, slots: int = 2) -> None:
         self.rank, self.slots = rank, slots
-        self._copies: Copies | None = None  # of the last messages and buffers, for as long as these stay where they are
-        self._prepared: tuple[Sequence[Message], list[tuple[str, int]]] = ((), [])  # these messages, and where they are
+        self._copies: Copies | None = None  # for the last messages and buffers, valid until these move
+        # those messages, and the buffers' addresses
+        self._prepared: tuple[Sequence[Message], list[tuple[str, int]]] = ((), [])
         self.slabs: list[torch.Tensor] = []
         self._placed: tuple[Copies, bool, list[Payload]] | None = None
         self._channel: object = None
@@ -211,9 +219,9 @@ class _Staging:
         self._keys: list[int] = []
 
     def begin(self, channel: object, messages: Sequence[Message]) -> list[int]:
-        """Begin a sync: the seeds of its messages' checksums. Both ends count a session's syncs alike."""
+        """Begin a sync and return the checksum seeds of its messages. Both ends count a session's syncs alike."""
         if channel is not self._channel:
-            self.forget()  # some views may be of the former channel's memory
+            self.forget()  # some views may refer to the previous channel's memory
             self._channel, self._syncs = channel, 0
         if messages is not self._messages:
             self._messages, self._keys = messages, [self._key(message) for message in messages]
@@ -224,7 +232,7 @@ class _Staging:
         raise NotImplementedError
 
     def prepare(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> Copies:
-        """The copies between these messages and buffers.
+        """Return the copies between these messages and buffers, cached while neither changes.
 
         Raises:
             WeightSyncError: a buffer is missing, or too small for a slice.
@@ -237,11 +245,11 @@ class _Staging:
         return self._copies
 
     def places(self, messages: Sequence[Message], copies: Copies, keep: bool) -> list[Payload]:
-        """Where each message lies, from sync to sync the same objects.
+        """Return the memory of each message, the same objects in every sync.
 
         Args:
-            keep: side by side in one slab, all of them. Else: one that is a slice as it lies in its buffer lies there,
-                the others in `slots` slabs, which take turns.
+            keep: if True, place all messages next to each other in one slab. If False, contiguous slices are sent in
+                place and the rest rotate through `slots` slabs.
         """
         if self._placed is None or self._placed[:2] != (copies, keep):
             self._placed = (copies, keep, (self._side_by_side if keep else self._in_turn)(messages, copies))
@@ -261,7 +269,7 @@ class _Staging:
         return [Payload(slab[begin : begin + message.nbytes]) for begin, message in zip(ends, messages, strict=False)]
 
     def _allocate(self, count: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
-        """`count` slabs of `nbytes`, those of the last sync where they fit."""
+        """Return `count` slabs of at least `nbytes`, reusing those of the last sync if they fit."""
         fits = len(self.slabs) == count and all(slab.numel() >= nbytes and slab.device == device for slab in self.slabs)
         if not fits:
             if self.slabs:
@@ -270,41 +278,41 @@ class _Staging:
         return self.slabs
 
     def release(self) -> None:
-        """Give all memory back; the next sync makes it anew. Views of the rank's buffers stay."""
+        """Free all slabs; the next sync allocates them again. Views of the rank's buffers are kept."""
         self.slabs, self._placed = [], None
         if self._copies is not None:
             self._copies.forget_payloads()
 
     def forget(self) -> None:
-        """Forget all views; the next sync makes them anew."""
+        """Drop all views; the next sync creates them again."""
         self._copies = self._placed = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slabs."""
+        """Total bytes of the slabs."""
         return sum(slab.untyped_storage().nbytes() for slab in self.slabs)
 
 
 class SendStaging(_Staging):
-    """The staging memory of trainer rank `rank`, for `stream.send_stream`."""
+    """Staging memory of trainer rank `rank`, for `stream.send_stream`."""
 
     def _key(self, message: Message) -> int:
         return message_key(self.rank, message.peer, message.tag)
 
 
 class ReceiveStaging(_Staging):
-    """The staging memory of engine rank `rank`, for `stream.receive_stream`."""
+    """Staging memory of engine rank `rank`, for `stream.receive_stream`."""
 
     def _key(self, message: Message) -> int:
         return message_key(message.peer, self.rank, message.tag)
 
 
 def largest_message(messages: Sequence[Message]) -> int:
-    """Bytes of the largest, the one with a pair's checksums included."""
+    """Return the bytes of the largest message, including the checksum message of each pair."""
     counts = Counter(message.peer for message in messages)
     return max([0, *(message.nbytes for message in messages), *(seal_bytes(count) for count in counts.values())])
 
 
 def seal_bytes(messages: int) -> int:
-    """Bytes of the message with the checksums of so many."""
+    """Return the bytes of the checksum message for this many messages."""
     return DIGEST_BYTES * messages

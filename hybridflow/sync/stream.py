@@ -1,13 +1,12 @@
-"""Carry out one rank's part of a slice plan over a channel: pack, send; receive, put in place; and compare checksums.
+"""Executes one rank's part of a slice plan over a channel: pack and send, receive and scatter, compare checksums.
 
-Everything that depends on the plan alone (views of slices, their places in the messages) is made at the first sync of a
-session and used again. A message that is one contiguous slice of a buffer is sent from there, and in place received
-there; others are packed, a list copy each. Behind the messages each pair of ranks exchanges their checksums: nothing
-counts as received before they are found to be equal. Memory for messages is bounded: a rank has `slots` times its
-largest message, a receiver that stages has what it receives.
+Everything that depends only on the plan (views of slices, their positions in messages) is created in the first sync of
+a session and reused. A message that is one contiguous slice of a buffer is sent directly from there and, without
+staging, received directly into it. Others are packed with one list copy each. After the messages, each pair of ranks
+exchanges checksums; nothing counts as received until they match. Message memory is bounded: `slots` times the rank's
+largest message, or everything received for a receiver that stages.
 
-What is done for each message is kept short: after a megabyte has gone through a core's cache, Python's own code comes
-from memory.
+Copying a 1 MiB message evicts the interpreter from the core's cache, so the per-message path is kept short.
 """
 
 from __future__ import annotations
@@ -40,13 +39,15 @@ Commit = Callable[[Buffers], None]
 
 @dataclass(frozen=True)
 class StreamStats:
-    """One rank's part of one sync.
+    """Statistics of one rank's part of one sync.
 
     Attributes:
-        payload_bytes: of slices, in the engine's dtype. overhead_bytes: of checksums.
-        peak_staging_bytes: of the slabs and of the transport's slots that this rank's messages lay in (a host has the
-            latter once).
-        messages: number of them. seconds: from the first message to the last; without `Received.commit`.
+        payload_bytes: bytes of slices, in the engine's dtype.
+        overhead_bytes: bytes of checksums.
+        peak_staging_bytes: bytes of the slabs and of the transport's slots that held this rank's messages. Slots are
+            shared by both sides of a host.
+        messages: number of messages.
+        seconds: time from the first message to the last, without `Received.commit`.
     """
 
     payload_bytes: int
@@ -57,9 +58,9 @@ class StreamStats:
 
 
 class _RankSync:
-    """One sync of a rank: what it needs for every message, and its checksums.
+    """State of one sync of a rank: per-message data and checksums.
 
-    `at` is the message at hand; a peer's number there stands for the checksums behind all messages to or from it.
+    `at` is the current message. If it is a peer's rank, the checksums exchanged with that peer are current.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class _RankSync:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Add to an error of the transport, which knows numbers alone, what the message at hand carries."""
+        """Add the contents of the current message to a transport's error, which contains only numbers."""
         try:
             yield
         except WeightSyncError as error:
@@ -91,31 +92,31 @@ class _RankSync:
             ) from error
 
     def take(self, number: int, payload: Payload) -> None:
-        """Take the checksum of a message."""
+        """Compute and store the checksum of a message."""
         self._digests[number] = digest(payload, self._seeds[number])
 
     def pack(self, number: int, payload: Payload) -> None:
-        """Fill a message, and take its checksum."""
+        """Pack a message and store its checksum."""
         self._digests[number] = self.copies.pack(number, payload, self._seeds[number])
 
     def unpack(self, number: int, payload: Payload) -> None:
-        """Write a message to the buffers, and take its checksum."""
+        """Write a message to the buffers and store its checksum."""
         self._digests[number] = self.copies.unpack(number, payload, self._seeds[number])
 
     def peers(self) -> list[int]:
-        """The ranks that messages go to or come from, ascending."""
+        """Return the ranks that messages are sent to or received from, ascending."""
         return sorted({message.peer for message in self.messages})
 
     def digests(self, peer: int) -> list[Digest]:
-        """The checksums of the messages to or from a peer, in order."""
+        """Return the checksums of the messages to or from a peer, in order."""
         return [taken for taken, message in zip(self._digests, self.messages, strict=True) if message.peer == peer]
 
     def places(self, keep: bool = False) -> list[Payload]:
-        """Where each message lies; `keep` gives each a place of its own."""
+        """Return the memory of each message. With `keep`, each has separate memory."""
         return self.staging.places(self.messages, self.copies, keep)
 
     def stats(self, used: int) -> StreamStats:
-        """Figures of the sync so far, in which `used` bytes held messages."""
+        """Return the statistics so far, given that `used` bytes held messages."""
         payload = sum(message.nbytes for message in self.messages)
         count = len(self.messages)
         return StreamStats(payload, seal_bytes(count), used, count, time.perf_counter() - self._start)
@@ -125,16 +126,17 @@ class _RankSync:
 def send_stream(
     messages: Sequence[Message], buffers: Buffers, channel: SendChannel, staging: SendStaging
 ) -> StreamStats:
-    """Send a trainer rank's messages, cast to the engine's dtypes while they are packed, and to each peer the checksums
-    of its own.
+    """Send a trainer rank's messages, and to each peer the checksums of its messages.
+
+    Slices are cast to the engine's dtypes while packing.
 
     Args:
-        messages: `Messages.outgoing(rank)`; the same object in every sync, or views are prepared again.
-        buffers: the rank's parameters by the names of the plan's layout; they must not change meanwhile.
+        messages: `Messages.outgoing(rank)`. Pass the same object in every sync, otherwise views are prepared again.
+        buffers: the rank's parameters by the names of the plan's layout. They must not change meanwhile.
 
     Raises:
-        WeightSyncError: a peer is gone or late, or a buffer is missing or of another shape. The session must be
-        aborted.
+        WeightSyncError: a peer is lost or late, or a buffer is missing or has another shape. The session must be
+            aborted.
     """
     sync = _RankSync(messages, buffers, channel, staging)
     with sync.named():
@@ -165,7 +167,7 @@ def _send_from_slabs(sync: _RankSync, channel: SendChannel) -> int:
 
 
 def _send_lent(sync: _RankSync, channel: LendingSendChannel) -> int:
-    """Pack straight into the transport's memory; returns the bytes of it that were used."""
+    """Pack directly into the transport's memory. Returns the bytes of it that were used."""
     channel.rewind()
     used: dict[int, int] = {}
     for number, message in enumerate(sync.messages):
@@ -178,8 +180,7 @@ def _send_lent(sync: _RankSync, channel: LendingSendChannel) -> int:
 
 
 class Received:
-    """What has arrived. Staged: nothing is written to the engine's buffers before `commit`, and its memory is free
-    after it."""
+    """A received sync. If staged, the engine's buffers are not written before `commit`, which also frees the memory."""
 
     def __init__(self, stats: StreamStats, commit: Commit | None) -> None:
         self.stats = stats
@@ -187,8 +188,7 @@ class Received:
 
     @torch.no_grad()
     def commit(self, buffers: Buffers) -> float:
-        """Write everything into `buffers`; returns the seconds it took. In place this was done already, and nothing
-        happens."""
+        """Write everything into `buffers` and return the seconds taken. Does nothing if it was received in place."""
         start = time.perf_counter()
         if self._commit is not None:
             self._commit(buffers)
@@ -203,16 +203,16 @@ def receive_stream(
     """Receive an engine rank's messages and compare their checksums with the sender's.
 
     Args:
-        messages: `Messages.incoming(rank)`; the same object in every sync, or views are prepared again.
-        staged: keep everything until `Received.commit`; else each message is written as it comes, and found to be right
-            or not at the end.
-        buffers: the rank's parameters by the names of the plan's layout. The caller has checked that they are where
-            they were.
+        messages: `Messages.incoming(rank)`. Pass the same object in every sync, otherwise views are prepared again.
+        staged: if True, keep everything until `Received.commit`. If False, write each message on arrival and verify at
+            the end.
+        buffers: the rank's parameters by the names of the plan's layout. The caller has checked that they have not
+            moved.
 
     Raises:
-        WeightSyncError: a peer is gone or late, a message is not what was sent (named), or a buffer is missing or of
-        another shape.
-            The session must be aborted; the buffers are untouched if `staged`, else a mixture of old and new.
+        WeightSyncError: a peer is lost or late, a message differs from what was sent (named), or a buffer is missing or
+            has another shape. The session must be aborted. The buffers are untouched if `staged`, otherwise a mixture
+            of old and new.
     """
     sync = _RankSync(messages, buffers, channel, staging)
     commit: Commit | None = None
@@ -234,8 +234,7 @@ def receive_stream(
 
 
 def _arrivals(sync: _RankSync, channel: ReceiveChannel, places: Sequence[Payload]) -> Iterator[int]:
-    """Numbers of the messages as they have come to lie in their places; while one is dealt with, the next `slots` are
-    received."""
+    """Yield the index of each message once it is in its place. The next `slots` messages are received meanwhile."""
     messages, slots = sync.messages, sync.staging.slots
     in_flight: deque[Work] = deque()
     for number in range(len(messages) + slots):
@@ -249,7 +248,7 @@ def _arrivals(sync: _RankSync, channel: ReceiveChannel, places: Sequence[Payload
 
 
 def _receive_in_place(sync: _RankSync, channel: ReceiveChannel) -> int:
-    """Contiguous slices are received where they belong, others in slabs."""
+    """Receive contiguous slices directly into their buffers, others into slabs."""
     copies, places = sync.copies, sync.places()
     for number in _arrivals(sync, channel, places):
         payload = places[number]
@@ -261,8 +260,7 @@ def _receive_in_place(sync: _RankSync, channel: ReceiveChannel) -> int:
 
 
 def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]:
-    """Into one slab, where everything stays until the commit and which ends with it: between syncs the memory is the
-    engine's."""
+    """Receive everything into one slab, which is freed after the commit: between syncs the engine needs the memory."""
     messages, staging, places = sync.messages, sync.staging, sync.places(keep=True)
     for number in _arrivals(sync, channel, places):
         sync.take(number, places[number])
@@ -278,13 +276,13 @@ def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]
 
 
 def _has_room(channel: LendingReceiveChannel, messages: Sequence[Message]) -> bool:
-    """Whether the transport's memory takes all that each peer sends in a sync, its checksums as well."""
+    """Return True if the transport's memory can hold everything a peer sends in a sync, including checksums."""
     counts = Counter(message.peer for message in messages)
     return max(counts.values(), default=0) < channel.slots
 
 
 def _receive_and_keep(sync: _RankSync, channel: LendingReceiveChannel) -> tuple[int, Commit]:
-    """Leave what arrives where it is, in the transport's memory, which is this rank's staging then."""
+    """Leave received messages in the transport's memory, which serves as this rank's staging memory."""
     messages, staging, loans = sync.messages, sync.staging, list[Loan]()
     for number, message in enumerate(messages):
         sync.at = message
@@ -301,7 +299,7 @@ def _receive_and_keep(sync: _RankSync, channel: LendingReceiveChannel) -> tuple[
 
 
 def _receive_lent(sync: _RankSync, channel: LendingReceiveChannel) -> int:
-    """Write straight from the transport's memory; returns the bytes of it that were used."""
+    """Scatter directly from the transport's memory. Returns the bytes of it that were used."""
     used: dict[int, int] = {}
     for number, message in enumerate(sync.messages):
         sync.at = message
@@ -313,13 +311,13 @@ def _receive_lent(sync: _RankSync, channel: LendingReceiveChannel) -> int:
 
 
 def _note(used: dict[int, int], payload: Payload) -> None:
-    """Note in {place in the transport's memory: bytes of it that messages lay in} where a message lies."""
+    """Update `used`, {address in the transport's memory: maximum bytes used}, with the memory of a message."""
     where = payload.tensor.data_ptr()
     used[where] = max(used.get(where, 0), payload.nbytes)
 
 
 def _checksums(sync: _RankSync, channel: ReceiveChannel, peer: int) -> torch.Tensor:
-    """The checksums that a peer sent."""
+    """Receive a peer's checksums."""
     sync.at = peer
     sent = torch.empty(seal_bytes(len(sync.digests(peer))), dtype=torch.uint8, device=sync.copies.device)
     channel.receive(peer, LAST_TAG, Payload(sent)).wait()
@@ -327,7 +325,7 @@ def _checksums(sync: _RankSync, channel: ReceiveChannel, peer: int) -> torch.Ten
 
 
 def _compare(sync: _RankSync, peer: int, sent: torch.Tensor) -> None:
-    """Raise WeightSyncError for the first message of a peer that is not what was sent."""
+    """Raise WeightSyncError for a peer's first message with a wrong checksum."""
     wrong = first_difference(sync.digests(peer), sent)
     if wrong is not None:
         message = [message for message in sync.messages if message.peer == peer][wrong]

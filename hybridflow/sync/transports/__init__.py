@@ -1,5 +1,7 @@
-"""Ways to bring the messages of a slice plan from trainer ranks to the ranks of one engine: one file each, which
-declares where it runs."""
+"""Transports for a slice plan's messages from trainer ranks to the ranks of one engine, one per file.
+
+Each transport declares where it runs.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, ReceiveChannel
 
 
 def chosen(wanted: str, platform: Platform, shares_devices: bool = False) -> str:
-    """The transport that `wanted` names, a user's file by its absolute path; `auto` is what carries weights between any
-    two hosts fastest, and between two processes of one GPU where trainer and engines share them (`shares_devices`)."""
+    """Resolve a transport name. A user file is returned with its absolute path.
+
+    `auto` selects the fastest transport that works between any two hosts, or, if trainer and engines share GPUs
+    (`shares_devices`), between two processes on one GPU.
+    """
     if is_user_entry(wanted):
         path, _, name = wanted.rpartition(":")
         return f"{Path(path).absolute()}:{name}"
@@ -25,27 +30,26 @@ def chosen(wanted: str, platform: Platform, shares_devices: bool = False) -> str
 
 
 def part_bytes(transport: str, platform: Platform) -> int:
-    """Bytes of a message (`Messages`): those that stay in a core's cache from being packed to being sent; 0: whole
-    buckets."""
+    """Return the part size for `Messages` in bytes. A part stays cached from packing to sending; 0: whole buckets."""
     return platform.cache_bytes * TRANSPORTS.get(transport).parts
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device | str = "cpu") -> SendChannel:
-    """Trainer rank `rank`'s end of the session. Blocks until all ranks of the session are there.
+    """Open trainer rank `rank`'s end of the session. Blocks until all ranks of the session have arrived.
 
     Args:
-        device: of the payloads that will be sent.
+        device: device of the payloads to send.
 
     Raises:
-        WeightSyncError: no such transport or rank, or some rank did not come within the endpoint's `timeout_s` (it is
-        named).
+        WeightSyncError: no such transport or rank, or a rank did not arrive within the endpoint's `timeout_s` (it is
+            named).
     """
     transport = _transport(endpoint, rank, endpoint.senders, "trainer")
     return transport.open_sender(endpoint, rank, torch.device(device))
 
 
 def open_receiver(endpoint: Endpoint, rank: int, device: torch.device | str = "cpu") -> ReceiveChannel:
-    """Engine rank `rank`'s end of the session, as `open_sender` opens a trainer rank's."""
+    """Open engine rank `rank`'s end of the session. The counterpart of `open_sender`."""
     transport = _transport(endpoint, rank, endpoint.receivers, "engine")
     return transport.open_receiver(endpoint, rank, torch.device(device))
 

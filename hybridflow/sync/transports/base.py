@@ -1,8 +1,9 @@
-"""What every transport offers: ordered messages between the senders and the receivers of one session.
+"""The transport interface: ordered messages between the senders and the receivers of one session.
 
-A session joins the trainer ranks that hold something for one engine with that engine's ranks. It lives over many syncs,
-belongs to no global process group, and is given up after any failure: the next sync opens another under a new name. A
-payload is opaque bytes here; what is in it, its checksum and its place in a buffer are `sync.stream`'s.
+A session connects the trainer ranks that hold weights for one engine with that engine's ranks. It is reused over many
+syncs and does not belong to any global process group. After any failure it is aborted, and the next sync opens another
+under a new name. Payloads are opaque bytes to a transport; `sync.stream` handles their contents, checksums and
+positions in buffers.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from hybridflow.sync.payload import Payload
 if TYPE_CHECKING:
     import torch
 
-# of the last message to a peer in a sync, which carries the checksums of the others; a bucket's number is smaller than
-# 2^19
+# Tag of the last message to a peer in a sync, which contains the checksums of the others. Bucket indices are below
+# 2^19.
 LAST_TAG = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a session meets. Plain data: made by the trainer, read by the engine's ranks.
+    """Configuration of a session. Plain data, created by the trainer and read by the engine's ranks.
 
     Attributes:
         transport: name of an entry of `TRANSPORTS`.
-        session: unique over the job; a new one after every failure.
+        session: unique within the job; a new one after every failure.
         host, port: the store (`rendezvous`) at which both sides meet.
-        senders: trainer ranks, ascending. receivers: engine ranks as the plan numbers them, ascending.
-        message_bytes: of the largest message.
-        timeout_s: longest wait for any one message.
-        slots: messages of a pair of ranks that may be under way at a time, two or more.
+        senders: trainer ranks, ascending.
+        receivers: engine ranks as numbered in the plan, ascending.
+        message_bytes: size of the largest message.
+        timeout_s: maximum wait for any one message.
+        slots: messages per pair of ranks that may be in flight at a time, two or more.
     """
 
     transport: str
@@ -49,72 +51,76 @@ class Endpoint:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Endpoint:
-        """From what `dataclasses.asdict` and JSON have made of one."""
+        """Rebuild an endpoint from `dataclasses.asdict` after a JSON round trip."""
         return cls(**{**data, "senders": tuple(data["senders"]), "receivers": tuple(data["receivers"])})
 
 
 class Work(Protocol):
-    """A transfer under way."""
+    """A transfer in flight."""
 
     def wait(self) -> None:
-        """Return when the payload may be reused (sender) or read (receiver).
+        """Wait until the payload may be reused (sender) or read (receiver).
 
         Raises:
-            WeightSyncError: the peer is gone, or the endpoint's `timeout_s` has passed; names session, peer, message
-            and deadline.
+            WeightSyncError: the peer is lost, or the endpoint's `timeout_s` has passed. Names session, peer, message
+                and deadline.
         """
 
 
 class _Done:
     def wait(self) -> None:
-        """Nothing is left to do."""
+        """Return immediately."""
 
 
-DONE = _Done()  # the work of a payload that may be used again at once
+DONE = _Done()  # work of a payload that may be reused immediately
 
 
 class SendChannel(Protocol):
     """A trainer rank's end of a session. Messages to one peer arrive in the order in which they were sent."""
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Start sending `payload` to engine rank `peer`; it stays untouched until `wait`.
+        """Start sending `payload` to engine rank `peer`. It must not be modified until `wait` returns.
 
-        `wait` of a message with `LAST_TAG` returns when the peer has it, of others perhaps before.
+        For a message with `LAST_TAG`, `wait` returns once the peer has received it; for others it may return earlier.
         """
 
     def close(self) -> None:
-        """End the session in good order."""
+        """Close the session cleanly."""
 
     def abort(self) -> None:
-        """Give the session up at once: no wait, pending work fails. Safe after any error, and twice."""
+        """Abort the session without waiting; pending work fails. Safe after any error, and idempotent."""
 
 
 class ReceiveChannel(Protocol):
-    """An engine rank's end."""
+    """An engine rank's end of a session."""
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """Start receiving from trainer rank `peer` into `into`, which belongs to the transport until `wait`."""
+        """Start receiving from trainer rank `peer` into `into`, which the transport owns until `wait` returns."""
 
     def close(self) -> None:
-        """End the session in good order."""
+        """Close the session cleanly."""
 
     def abort(self) -> None:
-        """Give the session up at once. Safe after any error, and twice."""
+        """Abort the session without waiting. Safe after any error, and idempotent."""
 
 
 @runtime_checkable
 class LendingSendChannel(SendChannel, Protocol):
-    """A sender whose messages can be written straight into memory that the receiver reads: into slot after slot, from
-    the first again."""
+    """A send channel whose messages are written directly into memory that the receiver reads.
+
+    The memory consists of slots that are used in rotation.
+    """
 
     def rewind(self) -> None:
-        """Begin with the first slot. Both ends call it before a sync, so that a message comes to lie in the same place
-        in all of them."""
+        """Continue with the first slot.
+
+        Both ends call it before a sync, so that a message uses the same slot in every sync.
+        """
 
     def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
-        """Memory for the next message to `peer`, to be filled and handed to `send`; waits until it is free.
+        """Wait for free memory for the next message to `peer` and return it, to be filled and passed to `send`.
 
-        The same object in every sync, as far as `rewind` is called.
+        Returns the same object in every sync if `rewind` is called before each.
 
         Raises:
             WeightSyncError: as `Work.wait`.
@@ -126,22 +132,22 @@ class Loan(Protocol):
 
     @property
     def payload(self) -> Payload:
-        """Valid until `release`; the same object in every sync, as far as `rewind` is called."""
+        """The message, valid until `release`. It is the same object in every sync if `rewind` is called before each."""
 
     def release(self) -> None:
-        """Let the sender use the memory again."""
+        """Return the memory to the sender."""
 
 
 @runtime_checkable
 class LendingReceiveChannel(ReceiveChannel, Protocol):
-    """A receiver whose messages can be read where they arrived."""
+    """A receive channel whose messages can be read where they arrived."""
 
     @property
     def slots(self) -> int:
-        """Messages of one peer that can be on loan at a time."""
+        """Number of messages per peer that can be borrowed at a time."""
 
     def rewind(self) -> None:
-        """Begin with the first slot, as the sender does."""
+        """Continue with the first slot, as the sender does."""
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> Loan:
         """Wait for the next message of `peer`.
@@ -153,15 +159,16 @@ class LendingReceiveChannel(ReceiveChannel, Protocol):
 
 @dataclass(frozen=True)
 class Transport:
-    """A way to bring messages from trainer ranks to the ranks of one engine, and where it runs.
+    """How to carry messages from trainer ranks to the ranks of one engine, and where that works.
 
     Attributes:
-        open_sender, open_receiver: of endpoint, rank and device; block until all ranks of the session are there.
-        devices: where the buffers may lie, "cpu" and "cuda".
-        shares_devices: trainer and engines may be two processes of one GPU.
-        one_host: trainer and engines must be on one host; else any placement will do.
-        keeps_messages: a receiver that stages leaves all messages of a sync in the transport's slots.
-        parts: a message has so many times the bytes that stay in a core's cache.
+        open_sender, open_receiver: called with endpoint, rank and device; block until all ranks of the session have
+            arrived.
+        devices: supported buffer devices, "cpu" and "cuda".
+        shares_devices: True if trainer and engines may be two processes on one GPU.
+        one_host: True if trainer and engines must be on one host.
+        keeps_messages: True if a receiver that stages leaves all messages of a sync in the transport's slots.
+        parts: message size as a multiple of the bytes that stay in a core's cache.
     """
 
     open_sender: Callable[[Endpoint, int, torch.device], SendChannel]

@@ -1,13 +1,12 @@
-"""Messages through memory of a GPU that two processes of a node share; over NCCL between nodes.
+"""Messages through GPU memory shared by two processes of a node; over NCCL between nodes.
 
-The protocol is `sync.lending`'s, as for shared memory between CPUs. A slot is memory of the sender's GPU, exported once
-a session, when its first message is sent; the receiver copies out of it into its parameters, which lie in memory that
-cannot be exported. Each side records an event behind what it starts on a slot, and the other looks at that event. It
-serves trainer and engines that share GPUs, which NCCL refuses, and any two GPUs of a node.
+The protocol is that of `sync.lending`, as for shared memory on CPUs. A slot is memory of the sender's GPU, exported
+once per session when its first message is sent. The receiver copies from it into its parameters, which are in memory
+that cannot be exported. Each side records an event after its work on a slot, and the other side queries that event. The
+transport supports trainer and engines that share GPUs, which NCCL rejects, and any two GPUs of a node.
 
-Where an engine's ranks or its senders are on several nodes, each pair of one node has such slots, and the others are
-joined by a process group (`p2p`), in which NCCL connects only the pairs that have messages: never two processes of one
-GPU.
+If an engine's ranks or its senders are on several nodes, pairs within a node use such slots. Other pairs use a process
+group (`p2p`). In that group NCCL connects only pairs that exchange messages, hence never two processes on one GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports import p2p
 from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport, Work
 
-_NOTE_BYTES = 4096  # of a slot, in the pair's file: how its memory is opened
+_NOTE_BYTES = 4096  # bytes per slot in the pair's file for the handle that opens its memory
 _LEAST = 1 << 16
 
 
@@ -46,7 +45,7 @@ def _open(member: Member, device: torch.device) -> Any:
 
 
 def join_nodes(member: Member, near: Callable[[Member], Any], far: Callable[[], Any]) -> Any:
-    """The channel of a rank: what `near` opens among the ranks of its node, what `far` opens among all, or both."""
+    """Open a rank's channel: `near` among the ranks of its node, `far` among all ranks, or both."""
     endpoint = member.endpoint
     meeting = meet(member)
     sides = {"trainer": endpoint.senders, "engine": endpoint.receivers}
@@ -65,7 +64,7 @@ def join_nodes(member: Member, near: Callable[[Member], Any], far: Callable[[], 
 
 
 class _Joined:
-    """Either end where ranks are on several nodes: each message goes the way that its peer can be reached."""
+    """Either end of a session over several nodes. Routes each message to the channel that reaches its peer."""
 
     def __init__(self, near: Any, far: Any, close: frozenset[int]) -> None:
         self._near, self._far, self._close = near, far, close
@@ -89,7 +88,8 @@ class DeviceMemory:
     """Slots in memory of the sender's GPU.
 
     Args:
-        device: this process's. peer: `device.peer_memory`, or what stands for it.
+        device: device of this process.
+        peer: `device.peer_memory`, or a substitute.
     """
 
     def __init__(self, device: torch.device, peer: Any) -> None:
@@ -97,23 +97,26 @@ class DeviceMemory:
         self._events: dict[int, Any] = {}
 
     def file_bytes(self, endpoint: Endpoint) -> int:
-        """Bytes of the notes on the slots' memory."""
+        """Return the bytes for the handles of the slots' memory."""
         return endpoint.slots * _NOTE_BYTES
 
     def offer(self, member: Member, peer: int) -> Any:
-        """The handles of this side's events, one a slot."""
+        """Create this side's events, one per slot, and return their handles."""
         self._events[peer] = self._peer.Events(member.endpoint.slots, self._device)
         return self._events[peer].handles
 
     def open(self, member: Member, peer: int, offered: Any, file: torch.Tensor) -> _DeviceSlots:
-        """The pair's slots, which have no memory yet."""
+        """Open the pair's slots, which have no memory yet."""
         mine, theirs = self._events.pop(peer), self._peer.PeerEvents(offered, self._device)
         return _DeviceSlots(member, self._device, self._peer, file, mine, theirs)
 
 
 class _DeviceSlots:
-    """One side of a pair. The sender writes into the file how each slot's memory is opened; memory is made when a
-    message first needs it, twice as large each time, so that a pair with small messages holds little."""
+    """One side of a pair.
+
+    The sender writes the handle of each slot's memory to the file. Memory is allocated when a message first needs it
+    and at least doubles in size each time, so a pair with small messages uses little memory.
+    """
 
     def __init__(self, member: Member, device: torch.device, peer: Any, file: torch.Tensor, mine: Any, theirs: Any):
         self._device, self._peer, self._mine, self._theirs = device, peer, mine, theirs
@@ -145,14 +148,14 @@ class _DeviceSlots:
         return text, self._peer.import_memory(text, self._device)
 
     def hand_over(self, slot: int) -> None:
-        """An event behind what this side has started."""
+        """Record an event after this side's pending work."""
         self._mine.record(slot)
 
     def is_ready(self, slot: int) -> bool:
         return self._is_open and bool(self._theirs.is_done(slot))
 
     def close(self) -> None:
-        """Views of the memory may outlive this."""
+        """Release the memory. Views of it may outlive this call."""
         if self._is_open:
             self._is_open = False
             self._memory, self._payloads = {}, {}
@@ -160,12 +163,12 @@ class _DeviceSlots:
 
 
 def _kernels(meeting: Meeting, side: str, ranks: tuple[int, ...]) -> dict[int, str]:
-    """What each rank of a side said of its machine; all have come."""
+    """Return the kernel id that each rank of a side announced. All ranks must have arrived."""
     return {rank: json.loads(meeting.store.get(f"{side}/{rank}"))["kernel"] for rank in ranks}
 
 
 def _part(endpoint: Endpoint, kernels: dict[str, dict[int, str]], kernel: str) -> Endpoint:
-    """The endpoint among the ranks of one machine; of all for an empty `kernel`."""
+    """Restrict the endpoint to the ranks of one machine. An empty `kernel` selects all ranks."""
     senders, receivers = (
         tuple(rank for rank, where in kernels[side].items() if kernel in ("", where)) for side in ("trainer", "engine")
     )

@@ -1,16 +1,15 @@
-"""Point-to-point messages over a process group of the session's own: gloo between CPU buffers, NCCL between GPU
-buffers.
+"""Point-to-point messages over a separate process group per session: gloo for CPU buffers, NCCL for GPU buffers.
 
-The group is a bare one, made from the session's store: nothing of `torch.distributed`'s global state is read or
-changed, so the same process may have Megatron's groups or SGLang's. NCCL pairs by order and ignores tags; both sides go
-through messages in one order anyway.
+The group is created directly from the session's store. It neither reads nor modifies `torch.distributed`'s global
+state, so the same process may also have Megatron's or SGLang's groups. NCCL matches messages by order and ignores tags;
+both sides process messages in the same order anyway.
 
-**NCCL.** A kernel of NCCL's occupies its device until the other side's kernel runs, and kernels of one device may stand
-in one queue, whatever session they belong to. Two senders that start messages to two engines in different orders would
-then wait for each other for ever. So a receiver says in the store when it has begun to wait for a message and has
-received all before it, and a sender starts a message only then: what lies in a sender's queue ends without anything
-else being started, in whatever order engines are served. A session has one communicator, and all its pairs are
-connected before the first message, because NCCL connects a pair at its first message and blocks meanwhile.
+**NCCL.** An NCCL kernel occupies its device until the other side's kernel runs, and kernels of one device may share a
+queue even across sessions. Two senders that start messages to two engines in different orders would deadlock. Therefore
+a receiver announces in the store when it starts to wait for a message and has received all earlier ones, and a sender
+starts a message only then. Everything in a sender's queue can then complete without any other kernel being started,
+regardless of the order in which engines are served. A session has one communicator. All its pairs are connected before
+the first message, because NCCL connects a pair at its first message and blocks meanwhile.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import TRANSPORTS, Transport, Work
 
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# Sessions with several engines are opened by a thread each, and what a constructor reads belongs to the process.
-# Nothing that waits for another rank is done under this lock: ranks open their sessions in different orders
+# Each engine's session is opened by a separate thread, but the constructor reads process-wide state. Never wait for
+# another rank under this lock: ranks open their sessions in different orders.
 _making = threading.Lock()
 _POLL_S = 0.001
-_LOOK_S = 0.2  # between two looks at the peers' processes, while the store is waited for
-_MOST_CTAS = 8  # of a communicator on its device, which has one for every engine
+_LOOK_S = 0.2  # interval between checks of the peers' processes while waiting for the store
+_MOST_CTAS = 8  # CTAs per communicator; a device has one communicator per engine
 
 
 def open_end(member: Member, device: torch.device) -> PeerToPeer:
@@ -48,7 +47,7 @@ def open_end(member: Member, device: torch.device) -> PeerToPeer:
 
 
 class PeerToPeer:
-    """Either end: trainer ranks come first in the group, engine ranks after them."""
+    """Either end. In the group, trainer ranks come first, followed by engine ranks."""
 
     def __init__(self, member: Member, device: torch.device) -> None:
         self.member, self.device = member, device
@@ -65,16 +64,16 @@ class PeerToPeer:
             raise self._unopened(error) from error
 
     def _join(self, number: int, size: int) -> Any:
-        """The process group, in which this rank has that number."""
+        """Create the process group, in which this rank is `number`."""
         raise NotImplementedError
 
     @property
     def is_open(self) -> bool:
-        """Whether the session was neither ended nor given up."""
+        """True until the session is closed or aborted."""
         return self._group is not None
 
     def _unopened(self, error: Exception) -> WeightSyncError:
-        """The error for a group that did not come about."""
+        """Build the error for a group that could not be created."""
         member, reason = self.member, _first_line(error)
         if ended := self.peers.ended():
             return member.failure(
@@ -87,13 +86,13 @@ class PeerToPeer:
         )
 
     def close(self) -> None:
-        """End the session in good order."""
+        """Close the session cleanly."""
         self._group = None  # its destructor closes the sockets
         self._store.release()
         self.peers.forget()
 
     def abort(self) -> None:
-        """Give the session up at once."""
+        """Abort the session without waiting."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -101,7 +100,7 @@ class PeerToPeer:
 
 
 class OverGloo(PeerToPeer):
-    """Carries CPU buffers."""
+    """Point-to-point channel for CPU buffers."""
 
     def _join(self, number: int, size: int) -> Any:
         import torch.distributed as dist
@@ -109,7 +108,7 @@ class OverGloo(PeerToPeer):
         endpoint = self.member.endpoint
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=endpoint.timeout_s)
-        # by default gloo listens at the address of the host's name
+        # by default gloo listens on the address of the host name
         is_loopback = endpoint.host in ("localhost", "::1") or endpoint.host.startswith("127.")
         options._devices = [
             dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
@@ -119,7 +118,7 @@ class OverGloo(PeerToPeer):
         return dist.ProcessGroupGloo(self._store, number, size, options)
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Start sending; the payload stays untouched until `wait`."""
+        """Start sending. The payload must not be modified until `wait` returns."""
         return self._start("send", peer, tag, payload)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
@@ -152,29 +151,30 @@ class _GlooTransfer:
 
 
 class OverNccl(PeerToPeer):
-    """Carries GPU buffers, over one communicator."""
+    """Point-to-point channel for GPU buffers, over one communicator."""
 
     def __init__(self, member: Member, device: torch.device) -> None:
         super().__init__(member, device)
         endpoint = member.endpoint
-        # a connection of its own: the group's is asked by threads of NCCL's group
+        # a separate connection, because NCCL's threads use the group's
         client = client_store(endpoint.host, endpoint.port, endpoint.timeout_s)
         self._notes = Keys(client.connection, f"transport/{endpoint.session}/ready/")
-        self._counts: Counter[int] = Counter()  # messages with each peer that were announced, or seen to be
-        self._together = max(1, endpoint.slots // 2)  # half of what may be under way, while the rest is dealt with
-        self._next: _Batch | None = None  # of a receiver: not started
-        self._started: deque[_Batch] = deque()  # of a receiver, in order; the first has been announced
+        self._counts: Counter[int] = Counter()  # messages announced to, or by, each peer so far
+        # half of the messages in flight; the rest are being processed meanwhile
+        self._together = max(1, endpoint.slots // 2)
+        self._next: _Batch | None = None  # receiver only: not started yet
+        self._started: deque[_Batch] = deque()  # receiver only: in order; the first has been announced
         self._connect()
 
     def _join(self, number: int, size: int) -> Any:
         import torch.distributed as dist
 
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(days=30)  # a watchdog that finds a transfer overdue ends the process
+        options._timeout = timedelta(days=30)  # because the watchdog kills the process when a transfer times out
         options.config.max_ctas = _MOST_CTAS
         with _making:
             before = os.environ.get(_NCCL_ERRORS)
-            # read by the constructor: errors are reported to whoever waits, and end nothing
+            # read by the constructor: report errors to the waiter instead of killing the process
             os.environ[_NCCL_ERRORS] = "0"
             try:
                 return dist.ProcessGroupNCCL(self._store, number, size, options)
@@ -183,8 +183,10 @@ class OverNccl(PeerToPeer):
                 os.environ |= {} if before is None else {_NCCL_ERRORS: before}
 
     def _connect(self) -> None:
-        """Make the communicator, and connect all pairs by a byte each. NCCL has no deadline for either, so a thread
-        waits there and this one here."""
+        """Create the communicator and connect all pairs by sending one byte each.
+
+        NCCL has no timeout for either, so they run in a thread that this one waits for.
+        """
         failed: list[BaseException] = []
 
         def connect(group: Any) -> None:
@@ -194,7 +196,7 @@ class OverNccl(PeerToPeer):
                 start = self.send if self.member.side == "trainer" else self.receive
                 for peer in self.member.peers:
                     start(peer, 0, byte).wait()
-            except BaseException as error:  # a thread's exception would be lost
+            except BaseException as error:  # an exception in a thread would be lost
                 failed.append(error)
 
         deadline = time.monotonic() + self.member.endpoint.timeout_s
@@ -210,15 +212,17 @@ class OverNccl(PeerToPeer):
             raise error from failed[0]
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Return when the receiver waits for this message, and it is on its way."""
+        """Start sending once the receiver waits for this message."""
         self._wait_for_receiver(peer, tag)
         batch = _Batch([("send", payload, peer, tag)])
         self.start(batch)
         return _NcclTransfer(self, batch, peer, tag)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """Several messages are received by one kernel, which starts when they are enough, or the first is waited
-        for."""
+        """Register a receive. Several messages are received by one kernel.
+
+        The kernel starts when the batch is full or its first message is waited for.
+        """
         self._next = batch = self._next or _Batch([])
         batch.parts.append(("recv", into, peer, tag))
         if len(batch.parts) == self._together:
@@ -226,7 +230,7 @@ class OverNccl(PeerToPeer):
         return _NcclTransfer(self, batch, peer, tag)
 
     def start(self, batch: _Batch) -> None:
-        """Have NCCL carry out the messages of a batch, unless it does already."""
+        """Start the messages of a batch in NCCL, unless they have already started."""
         if batch is self._next:
             return self._start_next()
         group, (_, _, peer, tag) = self._group, batch.parts[0]
@@ -247,11 +251,11 @@ class OverNccl(PeerToPeer):
         assert batch is not None
         self._started.append(batch)
         if self._started[0] is batch:
-            self._announce(batch)  # first: as long as a pair is not connected NCCL blocks here until the sender comes
+            self._announce(batch)  # announce first: NCCL blocks on an unconnected pair until the sender arrives
         self.start(batch)
 
     def _announce(self, batch: _Batch) -> None:
-        """Tell the senders that this rank waits for these messages alone."""
+        """Tell the senders that this rank now waits for exactly these messages."""
         for _, _, peer, tag in batch.parts:
             self._counts[peer] += 1
             try:
@@ -260,7 +264,7 @@ class OverNccl(PeerToPeer):
                 raise self._without_store(peer, tag, error) from error
 
     def ended(self, batch: _Batch) -> None:
-        """A receiver's batch has arrived, and all before it: the senders of the next may start."""
+        """Mark a receiver's batch as received, like all earlier ones, and let the senders of the next batch start."""
         if batch not in self._started:
             return
         while self._started.popleft() is not batch:
@@ -269,7 +273,7 @@ class OverNccl(PeerToPeer):
             self._announce(self._started[0])
 
     def _wait_for_receiver(self, peer: int, tag: int) -> None:
-        """Until the peer waits for the next message from this rank."""
+        """Wait until the peer waits for the next message from this rank."""
         key, deadline = f"{peer}/{self.member.rank}/{self._counts[peer] + 1}", time.monotonic()
         deadline += self.member.endpoint.timeout_s
         while True:
@@ -292,13 +296,13 @@ class OverNccl(PeerToPeer):
         return self.member.failure(peer, tag, str(error) if self.is_open else "the session was given up before")
 
     def close(self) -> None:
-        """End the session in good order."""
+        """Close the session cleanly."""
         super().close()
         self._notes.close()
 
 
 class _Batch:
-    """Messages that one kernel of NCCL's carries out: method, payload, peer and tag of each."""
+    """Messages carried out by one NCCL kernel: method, payload, peer and tag of each."""
 
     def __init__(self, parts: list[tuple[str, Payload, int, int]]) -> None:
         self.parts = parts
@@ -315,13 +319,16 @@ class _NcclTransfer:
         self._wait_for_the_device()
         channel.ended(self._batch)
         try:
-            self._batch.work.wait()  # the current stream goes on after the transfer
+            self._batch.work.wait()  # the current stream waits for the transfer
         except RuntimeError as error:
             raise channel.peers.lost(self._peer, self._tag, _first_line(error)) from error
 
     def _wait_for_the_device(self) -> None:
-        """Poll: NCCL's own deadline would end this process, a dead peer leaves its kernels spinning, and a transfer
-        that `abort` ended looks like one that went well."""
+        """Poll until the transfer has completed.
+
+        Polling is needed because NCCL's own timeout would kill this process, a dead peer leaves its kernels spinning,
+        and a transfer stopped by `abort` looks successful.
+        """
         channel, deadline = self._channel, time.monotonic() + self._channel.member.endpoint.timeout_s
         while not (done := self._batch.work.is_completed()) and channel.is_open and time.monotonic() < deadline:
             if ended := channel.peers.ended_now():
@@ -342,5 +349,5 @@ def _first_line(error: Exception) -> str:
 
 
 open_sender, open_receiver = both_ends(open_end)
-# over gloo larger messages: it hands each to a thread of its own and asks the receiver before it
+# Larger messages for gloo, which hands each to another thread and performs a handshake with the receiver.
 TRANSPORTS.register("p2p", Transport(open_sender, open_receiver, devices=("cpu", "cuda"), parts=4))

@@ -1,5 +1,7 @@
-"""Messages through memory that sender and receiver both map: for engines on the trainer's host, CPU buffers. The
-protocol is `sync.lending`'s; a pair's slots lie in its file."""
+"""Messages through memory that sender and receiver both map, for CPU buffers of engines on the trainer's host.
+
+The protocol is that of `sync.lending`; a pair's slots are in its file.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ def _open(member: Member, device: torch.device) -> Sender | Receiver:
 
 
 class HostMemory:
-    """Slots in the pair's file; pages that no message reaches are never backed by memory."""
+    """Slots in the pair's file. Pages that are never written are not backed by memory."""
 
     def file_bytes(self, endpoint: Endpoint) -> int:
-        """Bytes of all slots."""
+        """Return the total bytes of all slots."""
         return endpoint.slots * slot_bytes(endpoint)
 
     def offer(self, member: Member, peer: int) -> None:
-        """The file is all there is."""
+        """Return None: the file is sufficient."""
 
     def open(self, member: Member, peer: int, offered: None, file: torch.Tensor) -> _HostSlots:
-        """The slots in the file."""
+        """Open the slots in the file."""
         size = slot_bytes(member.endpoint)
         return _HostSlots([file[n * size :][:size] for n in range(member.endpoint.slots)])
 
@@ -44,13 +46,13 @@ class _HostSlots:
         return self._payloads[place]
 
     def hand_over(self, slot: int) -> None:
-        """A CPU has done what it was told."""
+        """Do nothing: work on a CPU completes immediately."""
 
     def is_ready(self, slot: int) -> bool:
         return True
 
     def close(self) -> None:
-        """The mapping goes with the last view."""
+        """Do nothing: the memory is unmapped with the last view."""
 
 
 TRANSPORTS.register("shared_memory", Transport(*both_ends(_open), one_host=True, keeps_messages=True))

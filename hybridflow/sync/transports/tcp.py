@@ -1,12 +1,14 @@
-"""Messages over one TCP connection for each pair of ranks: CPU buffers, any placement, no thread and no copy of ours.
+"""Messages over one TCP connection per pair of ranks, for CPU buffers and any placement, without extra threads or
+copies.
 
-`send` returns when the kernel has the bytes, so the payload may be used again. The receiver acknowledges the first of
-every `slots` messages and the last of a sync: who sends learns of a receiver that died or stands still. (An answer to
-each message of 1 MiB costs a tenth of copying it.) Over the same kernel gloo has a thread in every rank, and asks the
-receiver before each message.
+`send` returns once the kernel has the bytes, so the payload may be reused. The receiver acknowledges the first of every
+`slots` messages and the last of a sync, which reveals a dead or stalled receiver to the sender. (An acknowledgement per
+message of 1 MiB costs a tenth of copying it.) For comparison, gloo uses a thread in every rank and performs a handshake
+with the receiver before each message.
 
-A receiver listens where the trainer's store can be reached from, on loopback when that is where the store is, and says
-its port through the store. Both ends of a connection prove that they know the job's secret before a message is sent.
+A receiver listens on the address from which the trainer's store is reachable, on loopback if the store is there, and
+publishes its port through the store. Both ends of a connection prove that they know the job's secret before any message
+is sent.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from hybridflow.sync.meeting import Meeting, Member, Peers, meet, refuse_device
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import DONE, LAST_TAG, TRANSPORTS, Endpoint, Transport, Work
 
-_RANK = struct.Struct("<q")  # the trainer rank that a connection is from
-_HEADER = struct.Struct("<qq")  # tag, bytes of the payload
+_RANK = struct.Struct("<q")  # the trainer rank that opened the connection
+_HEADER = struct.Struct("<qq")  # tag, payload bytes
 _TAKEN = struct.Struct("<q")  # tag
-_HELLO_S = 5.0  # for a greeting in all
+_HELLO_S = 5.0  # limit for the whole greeting
 _TRIES, _PAUSE_S = 5, 0.05
-_BACKLOG = 1024  # peers, and strangers that come before the meeting is over
+_BACKLOG = 1024  # peers, plus unknown clients that connect before all ranks have arrived
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connections:
@@ -74,63 +76,65 @@ class _Link:
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self.socket = connection
-        self.pending: deque[_Transfer] = deque()  # what is to be read, in order
-        self.count = 0  # messages that were sent or asked for
+        self.pending: deque[_Transfer] = deque()  # pending reads, in order
+        self.count = 0  # messages sent or requested
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # deadlines of the kernel's: Python's own ask before each call whether it would wait, and cannot wait for all of
-        # a message
+        # Use the kernel's timeouts. Python's would poll before each call, and cannot wait for a whole message.
         connection.settimeout(None)
         for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, direction, _timeval(timeout_s))
 
 
 class Connections:
-    """Either end. As few calls as can be for a message: beside a megabyte of it in the cache, each of them comes from
-    memory."""
+    """Either end of a session.
+
+    The number of calls per message is kept minimal: with 1 MiB of message data in the cache, the code of each call must
+    be fetched from memory.
+    """
 
     def __init__(self, member: Member, meeting: Meeting, connections: dict[int, socket.socket]) -> None:
         self.member, self.peers = member, Peers(member, meeting)
         self._links = {peer: _Link(connection, member.endpoint.timeout_s) for peer, connection in connections.items()}
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Start sending; the payload stays untouched until `wait`."""
+        """Start sending. The payload must not be modified until `wait` returns."""
         link = self._links.get(peer) or self._no_link(peer, tag)
         self._write(link, peer, tag, (_HEADER.pack(tag, payload.nbytes), payload.memory), _HEADER.size + payload.nbytes)
         if not self._is_acknowledged(link, tag):
-            return DONE  # the kernel has all of it
+            return DONE  # the kernel has all bytes
         sent = _Sent(self, link, peer, tag)
         link.pending.append(sent)
         return sent
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """What has not come by then is read by `wait`."""
+        """Register a receive. The data is read by `wait`."""
         link = self._links.get(peer) or self._no_link(peer, tag)
         arrival = _Arrival(self, link, peer, tag, into, self._is_acknowledged(link, tag))
         link.pending.append(arrival)
         return arrival
 
     def acknowledge(self, link: _Link, peer: int, tag: int) -> None:
-        """Say that a message has been read."""
+        """Acknowledge that a message has been read."""
         self._write(link, peer, tag, (_TAKEN.pack(tag),), _TAKEN.size)
 
     def _is_acknowledged(self, link: _Link, tag: int) -> bool:
-        """Whether the receiver acknowledges the next message; both ends count alike."""
+        """Return True if the receiver acknowledges the next message. Both ends count in the same way."""
         link.count += 1
         return link.count % self.member.endpoint.slots == 1 or tag == LAST_TAG
 
     def _write(self, link: _Link, peer: int, tag: int, parts: Sequence[bytes | memoryview], size: int) -> None:
         try:
             count = link.socket.sendmsg(parts)
-            if count < size:  # a signal came
+            if count < size:  # interrupted by a signal
                 link.socket.sendall(b"".join(parts)[count:])
         except OSError as error:
             raise self._problem(peer, tag, error) from error
 
     def read(self, link: _Link, peer: int, tag: int, into: bytearray | memoryview, size: int) -> None:
-        """Read just so many bytes."""
+        """Read exactly `size` bytes."""
         try:
             count = link.socket.recv_into(into, size, socket.MSG_WAITALL)
-            while 0 < count < size:  # a signal came
+            while 0 < count < size:  # interrupted by a signal
                 more = link.socket.recv_into(memoryview(into)[count:], 0, socket.MSG_WAITALL)
                 count = count + more if more else 0
         except OSError as error:
@@ -142,7 +146,7 @@ class Connections:
         raise self.member.failure(peer, tag, "the session was given up before, or has no such rank")
 
     def _problem(self, peer: int, tag: int, error: OSError) -> WeightSyncError:
-        """The error for a connection that broke or stands still."""
+        """Build the error for a broken or stalled connection."""
         if peer not in self._links:
             return self.member.failure(peer, tag, "the session was given up meanwhile")
         if isinstance(error, (TimeoutError, BlockingIOError)):
@@ -150,24 +154,24 @@ class Connections:
         return self.peers.lost(peer, tag, str(error) or type(error).__name__)
 
     def close(self) -> None:
-        """What was sent still arrives."""
+        """Close the connections. Data already sent still arrives."""
         links, self._links = self._links, {}
         for link in links.values():
             link.socket.close()
         self.peers.forget()
 
     def abort(self) -> None:
-        """Give the session up at once."""
+        """Abort the session without waiting."""
         links, self._links = self._links, {}
         for link in links.values():
-            with suppress(OSError):  # it may be broken already
-                link.socket.shutdown(socket.SHUT_RDWR)  # wakes another thread that waits for it, which closing does not
+            with suppress(OSError):  # the connection may be broken already
+                link.socket.shutdown(socket.SHUT_RDWR)  # wakes other threads blocked on the socket; close does not
             link.socket.close()
         self.peers.forget()
 
 
 class _Transfer:
-    """Something that is still to be read from a peer."""
+    """A pending read from a peer."""
 
     __slots__ = ("channel", "is_done", "link", "peer", "tag")
 
@@ -175,18 +179,18 @@ class _Transfer:
         self.channel, self.link, self.peer, self.tag, self.is_done = channel, link, peer, tag, False
 
     def wait(self) -> None:
-        """Reads what the peer still owes for transfers before this one, and then for this."""
+        """Complete all earlier reads from the peer, then this one."""
         pending = self.link.pending
         while not self.is_done:
             pending[0].read()
             pending.popleft()
 
     def read(self) -> None:
-        """Read what is owed for this."""
+        """Read this transfer's data."""
         raise NotImplementedError
 
     def expect(self, form: struct.Struct, *wanted: int) -> None:
-        """Read a header that must have these numbers."""
+        """Read a header and check that it contains `wanted`."""
         header = bytearray(form.size)
         self.channel.read(self.link, self.peer, self.tag, header, form.size)
         if (found := form.unpack(header)) != wanted:
@@ -201,7 +205,7 @@ class _Sent(_Transfer):
     __slots__ = ()
 
     def read(self) -> None:
-        """That it was taken."""
+        """Read the acknowledgement."""
         self.expect(_TAKEN, self.tag)
         self.is_done = True
 
@@ -216,7 +220,7 @@ class _Arrival(_Transfer):
         self._into, self._is_acknowledged = into, is_acknowledged
 
     def read(self) -> None:
-        """Header and payload."""
+        """Read the header and the payload."""
         channel, link, into = self.channel, self.link, self._into
         self.expect(_HEADER, self.tag, into.nbytes)
         channel.read(link, self.peer, self.tag, into.memory, into.nbytes)
@@ -226,13 +230,16 @@ class _Arrival(_Transfer):
 
 
 def _timeval(seconds: float) -> bytes:
-    """C's struct timeval: seconds and microseconds."""
+    """Pack a C struct timeval: seconds and microseconds."""
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float) -> socket.socket:
-    """A connection whose other end has proven itself. Where it is closed during the greeting, since strangers crowd
-    there, again, a few times."""
+    """Connect and verify the other end.
+
+    Retries a few times if the connection is closed during the greeting, which happens if too many unknown clients
+    connect.
+    """
     for tries_left in reversed(range(_TRIES)):
         left = max(deadline - time.monotonic(), 0.001)
         with ExitStack() as on_error:
@@ -251,15 +258,15 @@ def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float)
 
 
 def _accept_all(member: Member, listener: socket.socket, deadline: float) -> dict[int, socket.socket]:
-    """One connection from each sender, by its rank."""
+    """Accept one connection from each sender. Returns them by rank."""
     if not member.peers:
         return {}
-    with ThreadPoolExecutor(1) as own:  # a thread without an event loop of its caller's
+    with ThreadPoolExecutor(1) as own:  # a thread, because the caller may be running an event loop
         return own.submit(asyncio.run, _Greeter(member, listener).links(deadline)).result()
 
 
 class _Greeter:
-    """Greets everybody who connects at the same time, each within `_HELLO_S`: nobody waits for a stranger."""
+    """Greets all clients concurrently, each within `_HELLO_S`, so that an unknown client cannot delay a rank."""
 
     def __init__(self, member: Member, listener: socket.socket) -> None:
         self._member, self._listener = member, listener
@@ -267,7 +274,7 @@ class _Greeter:
         self._lobby, self._tasks, self._are_here = Lobby(), set[asyncio.Task[None]](), asyncio.Event()
 
     async def links(self, deadline: float) -> dict[int, socket.socket]:
-        """The connections by rank. WeightSyncError at the deadline."""
+        """Return the connections by rank. Raises WeightSyncError at the deadline."""
         self._listener.setblocking(False)
         accepting = asyncio.create_task(self._accept())
         try:
@@ -288,7 +295,7 @@ class _Greeter:
         while True:
             try:
                 link, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-            except OSError:  # it has gone again, or no descriptor is free before others are given up
+            except OSError:  # the client has disconnected, or no file descriptor is free until others are closed
                 await asyncio.sleep(_PAUSE_S)
                 continue
             task = asyncio.create_task(self._greet(link))
@@ -304,7 +311,7 @@ class _Greeter:
             with self._lobby.place(mine.cancel):
                 rank = await asyncio.wait_for(self._rank(link), _HELLO_S)
         except (OSError, TimeoutError):
-            return  # a stranger
+            return  # an unknown client
         finally:
             if rank in self._missing:
                 self._missing.remove(rank)
@@ -315,7 +322,7 @@ class _Greeter:
                 self._are_here.set()
 
     async def _rank(self, link: socket.socket) -> int:
-        """The rank that the other end has proven to be; -1 for a stranger."""
+        """Return the rank that the other end has proven, or -1 for an unknown client."""
         loop = asyncio.get_running_loop()
 
         async def read(size: int) -> bytes:
@@ -339,9 +346,9 @@ def _purpose(member: Member, sender: int, receiver: int) -> str:
 
 
 def _own_address(endpoint: Endpoint) -> str:
-    """The address of this machine as the store's machine sees it."""
+    """Return this machine's address as seen from the store's machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((endpoint.host, endpoint.port))  # sends nothing: asks for the route
+        probe.connect((endpoint.host, endpoint.port))  # sends nothing; only looks up the route
         return str(probe.getsockname()[0])
 
 
