@@ -1,8 +1,8 @@
-"""Operations that are bound by memory traffic: a Triton kernel for GPUs and a torch form for CPUs in one file each.
+"""Memory-bound operations, each with a Triton kernel for GPUs and a torch implementation for CPUs in one file.
 
-Callers ask the function of an operation; it takes the kernel where `uses_triton` says so. On a torch without CUDA
-Triton is not even imported. The environment variable TRITON_INTERPRET makes it be: 1 runs the kernels in Triton's
-interpreter on the CPU (how they are tested), 0 only lets them be compiled for a GPU that is not there.
+Callers use the function of an operation, which runs the kernel if `uses_triton` returns True. With a torch build
+without CUDA, Triton is not even imported unless the environment variable TRITON_INTERPRET is set: 1 runs the kernels in
+Triton's interpreter on the CPU (how they are tested), 0 only allows compiling them for a GPU that is not present.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ LARGEST = 2**31 - 1
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Whether operations on this tensor are Triton's; the one place that decides it."""
+    """Return True if operations on this tensor use Triton. This is the only place that decides it."""
     return TRITON and (tensor.is_cuda or INTERPRETED)
 
 
 def check(tensors: dict[str, torch.Tensor], dtypes: dict[str, tuple[torch.dtype, ...]]) -> None:
-    """Refuse what a kernel would read wrongly.
+    """Check that a kernel can read the tensors correctly.
 
     Args:
-        tensors: by the name that the message gives them; all must be on one device.
-        dtypes: those accepted, for the names that are restricted.
+        tensors: by the name used in error messages; all must be on one device.
+        dtypes: accepted dtypes, for the names that are restricted.
 
     Raises:
-        ValueError: another dtype, several devices, a tensor that is not contiguous, or one with a dimension beyond
-            int32.
+        ValueError: an unaccepted dtype, several devices, a non-contiguous tensor, or a dimension beyond int32.
     """
     device = next(iter(tensors.values())).device
     for name, tensor in tensors.items():

@@ -1,8 +1,8 @@
-"""A checksum of eight bytes, of memory that is read once: the sum modulo 2^64 of mix(word XOR key of its position).
+"""An eight-byte checksum that reads memory once: the sum modulo 2^64 of mix(word XOR key of its position).
 
-The words are those of eight bytes, and one of what is left behind them, filled with zeros. For a given position mix is
-a bijection, so one changed word always changes the sum; several cancel out with probability 2^-64. The sum does not
-depend on the order in which it is taken. It guards against faults, not against attackers.
+Words have eight bytes; the remaining bytes form a last word, padded with zeros. For a given position, mix is a
+bijection, so a single changed word always changes the sum. Several changes cancel out with probability 2^-64. The sum
+does not depend on the order of summation. The checksum protects against faults, not against attackers.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import torch
 from hybridflow_kernels import INTERPRETED, TRITON, uses_triton
 
 WORD = 8  # bytes
-_CHUNK = 1 << 17  # words; bounds the memory of the torch form
-BLOCK, STEP = (64, 32) if INTERPRETED else (4096, 1024)  # words of a program of the kernel, and of a turn of its loop
-ODD, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # splitmix64's constants
+_CHUNK = 1 << 17  # words; limits the memory of the torch implementation
+# words per program of the kernel, and per iteration of its loop
+BLOCK, STEP = (64, 32) if INTERPRETED else (4096, 1024)
+ODD, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # constants of splitmix64
 
 
 def digest(body: torch.Tensor, seed: int) -> torch.Tensor:
-    """int64 `[1]` on the body's device; nothing is waited for.
+    """Return the checksum as int64 `[1]` on the body's device, without synchronising.
 
     Args:
         body: uint8 `[n]`.
         seed: 64 bits.
 
     Raises:
-        ValueError: another dtype, another number of dimensions, or memory that is not contiguous.
+        ValueError: `body` is not uint8, not one-dimensional, or not contiguous.
     """
     if body.dim() != 1 or body.dtype != torch.uint8 or not body.is_contiguous():
         raise ValueError(f"body is {body.dtype} {tuple(body.shape)}, strides {body.stride()}; give bytes in a row")
@@ -35,7 +36,7 @@ def digest(body: torch.Tensor, seed: int) -> torch.Tensor:
     if uses_triton(body):
         sums = body.new_empty(len(words) // BLOCK + 1, dtype=torch.int64)
         rest, count = body[whole:], body.numel() - whole
-        with torch.cuda.device_of(body):  # a thread that sends begins with the first GPU
+        with torch.cuda.device_of(body):  # a sender thread starts with the first GPU as its current device
             _digest_kernel[(len(sums),)](
                 words, rest, sums, len(words), count, signed(seed), BLOCK, STEP, signed(STEP * ODD % (1 << 64))
             )
@@ -52,13 +53,13 @@ def digest(body: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    # torch's >> keeps the sign: the mask makes it a logical shift, without which this were no bijection
+    # torch's >> is arithmetic; the mask makes it a logical shift, without which this would not be a bijection
     words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * signed(_MIX)
     return words ^ ((words >> 27) & ((1 << 37) - 1))
 
 
 def signed(value: int) -> int:
-    """64 bits as torch's and a kernel's integers have them."""
+    """Convert an unsigned 64-bit value to the signed integer that torch and kernels use."""
     return (value ^ (1 << 63)) - (1 << 63)
 
 
@@ -70,23 +71,23 @@ if TRITON:
 
     @triton.jit
     def kernel_mixed(words):  # type: ignore[no-untyped-def]
-        """`_mixed` in a kernel."""
+        """Kernel version of `_mixed`."""
         words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * _KERNEL_MIX
         return words ^ ((words >> 27) & ((1 << 37) - 1))
 
     @triton.jit
     def kernel_word(word, position, seed):  # type: ignore[no-untyped-def]
-        """What the words at these positions add to the checksum."""
+        """Return the contributions of the words at these positions to the checksum."""
         return kernel_mixed(word ^ kernel_mixed(kernel_key(position, seed)))
 
     @triton.jit
     def kernel_key(position, seed):  # type: ignore[no-untyped-def]
-        """What the key of this position is mixed from; that of the next position is _KERNEL_ODD more."""
+        """Return the value from which a position's key is mixed. It increases by _KERNEL_ODD per position."""
         return (position + 1) * _KERNEL_ODD + seed.to(tl.int64)
 
     @triton.jit
     def kernel_tail(body, begin, end):  # type: ignore[no-untyped-def]
-        """The word of the fewer than eight bytes of `body` from `begin` to `end`, filled with zeros."""
+        """Return the word formed by the fewer than eight bytes of `body` from `begin` to `end`, padded with zeros."""
         byte = tl.arange(0, 8)
         some = tl.load(body + begin + byte, mask=begin + byte < end, other=0)
         return tl.sum(some.to(tl.int64) << (8 * byte))
@@ -95,7 +96,7 @@ if TRITON:
     def _digest_kernel(  # type: ignore[no-untyped-def]
         words, rest, sums, num_words, rest_bytes, seed, BLOCK: tl.constexpr, STEP: tl.constexpr, KEYS: tl.constexpr
     ):
-        """The sum over BLOCK words. The last program has fewer, and the word of what is left behind them."""
+        """Sum the contributions of BLOCK words. The last program has fewer, plus the word of the remaining bytes."""
         program = tl.program_id(0).to(tl.int64)
         lane = tl.arange(0, STEP)
         first = program * BLOCK

@@ -1,9 +1,8 @@
-"""Block-wise fp8, made by senders while they pack. The result for a block depends on that block's
-weights alone.
+"""Block-wise fp8 quantisation by senders while packing. The result for a block depends only on the block's weights.
 
-scale = amax(|block|) / 448, the largest float8_e4m3fn, and weight / scale is rounded to nearest even; all in float32. A
-block of zeros has scale 1. A scale is never below the least normal float32, so that nothing is divided by zero; a
-weight that is not finite stays visible.
+scale = amax(|block|) / 448, where 448 is the largest float8_e4m3fn. weight / scale is rounded to nearest even. All
+arithmetic is float32. A block of zeros has scale 1. A scale is at least the smallest normal float32, which prevents
+division by zero. A non-finite weight remains visible in the result.
 """
 
 from __future__ import annotations
@@ -20,14 +19,17 @@ from hybridflow_kernels.digest import signed
 
 FP8_MAX = 448.0
 _LEAST = torch.finfo(torch.float32).tiny
-_LARGEST_BLOCK = 1 << 15  # elements that a program of the kernel holds; larger blocks take the torch form
-_STRIP_ROWS = 32  # of a block that a program holds, where 16 bytes cannot be moved at a time
-_STRIP = 1 << 22  # elements worked on at a time: bounds the float32 copies to 16 MiB each
+# largest block, in elements, for a program of the kernel; larger blocks use the torch implementation
+_LARGEST_BLOCK = 1 << 15
+_STRIP_ROWS = 32  # rows of a block per iteration if 16-byte accesses are not possible
+_STRIP = 1 << 22  # elements processed at a time: limits each float32 copy to 16 MiB
 
 
 def block_scales(weights: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Scales float32 `[n, ceil(r / rows), ceil(c / columns)]` of weights `[n, r, c]` that begin at a block's first row
-    and column."""
+    """Return scales float32 `[n, ceil(r / rows), ceil(c / columns)]` of weights `[n, r, c]`.
+
+    The weights must begin at a block's first row and column.
+    """
     (n, r, c), (rows, columns) = weights.shape, block
     whole = pad(weights.float(), (0, -c % columns, 0, -r % rows))
     amax = whole.view(n, -(-r // rows), rows, -(-c // columns), columns).abs().amax(dim=(2, 4))
@@ -35,7 +37,7 @@ def block_scales(weights: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def write_scales(weights: torch.Tensor, block: tuple[int, int], out: torch.Tensor) -> None:
-    """Write the scales of weights `[n, r, c]`, whole blocks, to `out` (float32, as `block_scales` has it)."""
+    """Write the scales of weights `[n, r, c]`, which are whole blocks, to `out` (float32, see `block_scales`)."""
     _check(weights, out, torch.float32)
     if in_kernel(weights, block):
         launch(weights, block, out, None)
@@ -47,11 +49,15 @@ def write_scales(weights: torch.Tensor, block: tuple[int, int], out: torch.Tenso
 
 
 def write_weights(weights: torch.Tensor, block: tuple[int, int], row: int, column: int, out: torch.Tensor) -> None:
-    """Write to `out` (float8_e4m3fn `[n, r', c']`) the part from (row, column) on of the fp8 form of weights `[n, r,
-    c]`, whole blocks.
+    """Write part of the weights' fp8 form to `out`.
+
+    Args:
+        weights: `[n, r, c]`, whole blocks.
+        row, column: start of the part.
+        out: float8_e4m3fn `[n, r', c']`.
 
     Raises:
-        ValueError: another dtype than float8_e4m3fn, another device, a part that is not inside, or weights that are no
+        ValueError: `out` is not float8_e4m3fn or on another device, the part is out of bounds, or the weights are not
             floats.
     """
     rows, columns = block
@@ -90,18 +96,19 @@ def _check(weights: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None
 
 
 def in_kernel(weights: torch.Tensor, block: tuple[int, int]) -> bool:
-    """Whether the kernel makes blocks of this size of these weights."""
+    """Return True if the kernel can quantise these weights with blocks of this size."""
     return uses_triton(weights) and (1 << (block[0] - 1).bit_length() + (block[1] - 1).bit_length()) <= _LARGEST_BLOCK
 
 
 @dataclass(frozen=True)
 class Words:
-    """The checksum (`digest`) of values that are part of a message.
+    """Checksum (`digest`) of values that are part of a message.
 
     Attributes:
-        sums: int64, one for each program; what its words add.
-        begin: the values' first byte in the message; with it, columns, and the columns of a block are multiples of 8.
-        seed: of the message's checksum.
+        sums: int64, one entry per program: the sum over its words.
+        begin: first byte of the values in the message. It must be a multiple of 8, as must the columns and the columns
+            of a block.
+        seed: seed of the message's checksum.
     """
 
     sums: torch.Tensor
@@ -110,7 +117,7 @@ class Words:
 
 
 def programs(weights: torch.Tensor, block: tuple[int, int], size: Sequence[int], at: tuple[int, int]) -> int:
-    """Programs that make values of this size from `at` on: one for each block that is wanted of."""
+    """Return the number of programs that compute values of this size from `at` on: one per block involved."""
     return prod((len(weights), *_counts(block, size, at)))
 
 
@@ -127,10 +134,12 @@ def launch(
     at: tuple[int, int] = (0, 0),
     words: Words | None = None,
 ) -> int:
-    """Write the scales, the fp8 values from row and column `at` on, or both in one read, where both are of all blocks.
+    """Write the scales, the fp8 values from row and column `at` on, or both.
+
+    Both are written with a single read, which requires that both cover all blocks.
 
     Returns:
-        The number of programs, each of which has left what its words add in `words.sums`; 0 without `words`.
+        The number of programs that wrote the sums over their words to `words.sums`; 0 without `words`.
     """
     _, r, c = weights.shape
     size = weights.shape if values is None else values.shape
@@ -138,10 +147,10 @@ def launch(
     number = len(weights) * counts[0] * counts[1]
     if not number:
         return 0
-    # a tensor stands for each that is not given; nothing is written there
+    # placeholder tensors for the arguments that are not given; nothing is written to them
     some = scales if scales is not None else values.view(torch.uint8) if values is not None else weights
     given = some if values is None else values.view(torch.uint8)
-    # Threads hold an address for each element where they cannot move 16 bytes at a time: then they take fewer elements.
+    # Without 16-byte accesses, threads hold an address per element, so they process fewer elements.
     rows_2 = 1 << (block[0] - 1).bit_length()
     places = (*weights.stride()[:2], *given.stride()[:2], c, at[1], at[1] + size[2])
     vectors = weights.stride(2) == given.stride(2) == 1 and not any(place % 16 for place in places)
@@ -186,11 +195,11 @@ if TRITON:
 
     @triton.jit
     def _e4m3(x):  # type: ignore[no-untyped-def]
-        """Bits of the nearest float8_e4m3fn, ties to even; what is too large is not a number.
+        """Return the bits of the nearest float8_e4m3fn, ties to even. Values that are too large become NaN.
 
-        By integers, as the conversion of Triton's interpreter does not round to even. A normal result is the upper bits
-        after a half (less one, plus the last kept bit) has been added; a subnormal one is what the addition of 2^14
-        leaves in the lowest bits.
+        Uses integer arithmetic, because the conversion in Triton's interpreter does not round to even. A normal result
+        is the upper bits after adding one half (minus one, plus the last kept bit). A subnormal result is in the lowest
+        bits after adding 2^14.
         """
         bits = x.to(tl.int32, bitcast=True)
         sign = (bits >> 24) & 0x80
@@ -200,7 +209,8 @@ if TRITON:
         found = tl.where(size < (121 << 23), subnormal, normal)
         return (tl.where(size >= 0x43F00000, 0x7F, found) | sign).to(tl.uint8)
 
-    # an integer of 1 or a multiple of 16 compiles anew: only where addresses of 16 bytes follow from it
+    # Arguments of 1 or multiples of 16 trigger another compilation, so only those that affect 16-byte alignment are
+    # specialised.
     _PLAIN = ["r", "scales_n", "scales_r", "scales_c", "first_r", "first_c", "count_r", "count_c", "row", "height"]
 
     @triton.jit(do_not_specialize=[*_PLAIN, "begin", "seed"])
@@ -241,8 +251,11 @@ if TRITON:
         FP8_MAX: tl.constexpr,
         LEAST: tl.constexpr,
     ):
-        """One block: its scale, and the scale and the values written. It is read once; in several strips of STRIP rows
-        again, from the cache, for the values."""
+        """Compute one block's scale, and write the scale and the values.
+
+        The block is read once. If it takes several strips of STRIP rows, they are read again from the cache for the
+        values.
+        """
         program = tl.program_id(0).to(tl.int64)
         matrix = program // (count_r * count_c)
         at_r = first_r + program // count_c % count_r
@@ -259,7 +272,7 @@ if TRITON:
             has_row = (in_r < ROWS) & (rows < r)
             place = weights + matrix * stride_n + rows[:, None] * stride_r + beside
             x = tl.load(place, mask=has_row[:, None] & has_column[None, :], other=0.0).to(tl.float32)
-            lost = x != x  # noqa: PLR0124  not a number; the maximum of a GPU leaves it out
+            lost = x != x  # noqa: PLR0124  NaN, which a GPU's maximum ignores
             amax = tl.maximum(amax, tl.max(tl.max(tl.where(lost, 0.0, tl.abs(x)), 1), 0))
             unknown = tl.maximum(unknown, tl.max(tl.max(lost.to(tl.int32), 1), 0))
         scale = tl.div_rn(amax, tl.full((), FP8_MAX, tl.float32))
@@ -282,7 +295,7 @@ if TRITON:
                 target = out + matrix * out_n + (rows - row)[:, None] * out_r + (columns - column)[None, :] * out_c
                 tl.store(target, found, mask=tall[:, None] & broad[None, :])
                 if DIGEST:
-                    # rows of the message are whole words, so what is wanted of a word is all of it or nothing
+                    # rows of the message are whole words, so each word is either fully included or not at all
                     byte = tl.reshape(found, (STRIP, COLUMNS_2 // 8, 8)).to(tl.int64)
                     word = tl.sum(byte << (8 * tl.arange(0, 8))[None, None, :], axis=2)
                     in_w = 8 * tl.arange(0, COLUMNS_2 // 8)

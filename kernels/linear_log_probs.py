@@ -1,11 +1,11 @@
-"""Sums over the vocabulary from which log-probabilities and entropies follow, and their gradients, straight from hidden
-states and the output layer.
+"""Vocabulary sums for log-probabilities and entropies, and their gradients, computed from hidden states and output
+layer.
 
 Shapes: n rows, h hidden size, v vocabulary rows of this rank. A logit is hidden . weight / temperature; all arithmetic
-on logits is fp32. The torch form holds the logits of `chunk` rows at a time. The kernel forms them tile by tile and
-keeps none; for the backward it writes the gradient of the logits, [n, COLUMNS] at a time, for the two matrix products
-that follow. A row's forward bits on a GPU do not depend on the other rows: its tiles and their order follow from v and
-h alone.
+on logits is fp32. The torch implementation materialises the logits of `chunk` rows at a time. The kernel computes them
+tile by tile and stores none. For the backward pass it writes the gradient of the logits, [n, COLUMNS] at a time, as
+input of the two matrix products that follow. On a GPU, a row's forward result is bitwise independent of the other rows,
+because its tiles and their order depend only on v and h.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ import torch.nn.functional as F
 from hybridflow_kernels import INTERPRETED, LARGEST, TRITON, check, uses_triton
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-COLUMNS = 8192  # vocabulary rows whose logit gradients exist at a time, in the backward on a GPU
-# Whether the forward reads tiles by tensor descriptors (TMA) where all begins at multiples of 16 bytes; to be measured.
+COLUMNS = 8192  # vocabulary rows per block of logit gradients in the backward pass on a GPU
+# Whether the forward pass reads tiles with tensor descriptors (TMA) if everything is 16-byte aligned; not measured yet.
 DESCRIPTORS = False
 _VECTOR = 16
-LOWEST = -3.0e38  # stands for the maximum of nothing: finite, so that differences with it are numbers
+LOWEST = -3.0e38  # initial maximum; finite, so that differences with it are not NaN
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of the kernels' tiles: rows, vocabulary columns, depth of a product, columns of a program of the forward,
-    and how many row tiles share the columns' way through the cache."""
+    """Tile sizes of the kernels.
+
+    Attributes:
+        rows: rows per tile.
+        columns: vocabulary columns per tile.
+        depth: depth of a product.
+        split: columns per program of the forward pass.
+        group: row tiles that share columns in the cache.
+        warps, stages: launch options of Triton.
+    """
 
     rows: int
     columns: int
@@ -41,16 +49,18 @@ class Tiles:
 
 
 def tiles_for(dtype: torch.dtype, h: int, best: int = 0) -> Tiles:
-    """The tiles for inputs of this dtype and hidden size: small ones in the interpreter, so that tests have several of
-    each, and where registers are wanted for something else: fp32, sorting out the highest logits, or a hidden size that
-    is no multiple of a tile's depth."""
+    """Return the tiles for this dtype and hidden size.
+
+    The interpreter uses small tiles, so that tests cover several of each. Tiles are also small if registers are needed
+    elsewhere: for fp32, for finding the highest logits, or for a hidden size that is not a multiple of the depth.
+    """
     if INTERPRETED:
         return Tiles(rows=8, columns=16, depth=8, split=32, group=2)
     large = Tiles(rows=128, columns=256, depth=64, split=8192, group=8)
     small = Tiles(rows=64, columns=128, depth=32, split=8192, group=8)
     if best and dtype == torch.float32:
         return replace(small, rows=16, stages=2)
-    if best > 32:  # with half of the rows, whose products are those of older tensor cores
+    if best > 32:  # half of the rows, whose products use older tensor core instructions
         return replace(small, rows=32, warps=16 if best > 64 else 8)
     if best or dtype == torch.float32 or h % large.depth:
         return small
@@ -67,23 +77,23 @@ def partial_sums(
     chunk: int,
     best: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank's vocabulary rows add to each row's normaliser.
+    """Compute the contribution of this rank's vocabulary rows to each row's normaliser.
 
     Args:
         hidden_NH, weight_VH: [n, h], [v, h] of one dtype.
-        targets_N: [n] int64, the target's row of `weight_VH`; -1 where it is not among them.
+        targets_N: [n] int64, the target's row of `weight_VH`; -1 if it is on another rank.
         temperature: divides the logits.
-        with_entropy: whether the third sum is wanted.
-        chunk: rows whose logits exist at a time in the torch form.
-        best: [n, k] fp32 and [n, k] int64, to be filled with the k highest logits, descending, and their rows of
-            `weight_VH`; k is at most v. None: not wanted.
+        with_entropy: whether to compute the third sum.
+        chunk: rows whose logits are materialised at a time in the torch implementation.
+        best: [n, k] fp32 and [n, k] int64, outputs for the k highest logits in descending order and their rows of
+            `weight_VH`; k is at most v. None: not computed.
 
     Returns:
-        [n] fp32 highest logit t (-inf where v is 0), [3, n] fp32: the sum of exp(x - t), the target's logit (0 where it
-        is not here), the sum of exp(x - t) (x - t) (0 unless wanted).
+        [n] fp32 highest logit t (-inf if v is 0), [3, n] fp32: the sum of exp(x - t), the target's logit (0 if it is on
+        another rank), the sum of exp(x - t) (x - t) (0 unless requested).
 
     Raises:
-        ValueError: shapes that do not match, another dtype, several devices, or a tensor that is not contiguous.
+        ValueError: mismatched shapes, another dtype, several devices, or a non-contiguous tensor.
     """
     _check(hidden_NH, weight_VH, targets_N)
     if best is not None:
@@ -114,14 +124,20 @@ def partial_sums(
 
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divided in place; a temperature of one, which changes no bit, is no pass over the logits."""
+    """Divide in place. A temperature of one changes no bit, so the pass over the logits is skipped."""
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """What the gradient of a row's logits follows from, [n] fp32 each: the gradients of its log-prob and of its entropy
-    (None: the entropy has none), its normaliser log Z and its entropy."""
+    """Inputs for the gradient of a row's logits, [n] fp32 each.
+
+    Attributes:
+        log_probs: gradient of the log-probability.
+        entropy: gradient of the entropy; None if it has none.
+        log_z: normaliser log Z.
+        entropies: the entropy.
+    """
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None
@@ -140,12 +156,15 @@ def gradients(
     of_hidden: bool = True,
     grad_weight_VH: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """[n, h] gradient of the hidden states in their dtype, of this rank's columns alone; None unless wanted.
+    """Return the [n, h] gradient of the hidden states in their dtype, from this rank's columns only; None unless
+    requested.
 
     d log p / dx = onehot - p; dH / dx = -p (log p + H). Arguments and errors are those of `partial_sums`, and:
 
     Args:
-        grad_weight_VH: [v, h] fp32 that the weight's gradient is added to (the main gradient, say). None: not wanted.
+        of_hidden: whether to compute the gradient of the hidden states.
+        grad_weight_VH: [v, h] fp32 to which the weight's gradient is added, for example the main gradient. None: not
+            computed.
     """
     _check(hidden_NH, weight_VH, targets_N, grad_weight_VH)
     grad_hidden = torch.zeros_like(hidden_NH) if of_hidden else None
@@ -205,7 +224,7 @@ def _check_best(hidden: torch.Tensor, weight: torch.Tensor, best: tuple[torch.Te
 
 
 def _most(hidden: torch.Tensor) -> int:
-    """How many highest logits a program of the kernel keeps."""
+    """Return the maximum number of highest logits that the kernel supports."""
     return tiles_for(hidden.dtype, hidden.shape[1], best=1).columns
 
 
@@ -256,8 +275,11 @@ def _triton_sums(
 
 
 def _read_keys(keys: torch.Tensor, best: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Fill `best` from the keys of all programs, [n, any number]: a logit's bits, in the order of numbers, above its
-    row, counted from the last, so that of equal logits the first is first."""
+    """Fill `best` from the keys of all programs, [n, any number].
+
+    A key has the logit's bits, mapped to integer order, above its vocabulary row counted from the end. Among equal
+    logits the first row therefore comes first.
+    """
     highest = keys.topk(best[0].shape[1], dim=-1).values
     bits = (highest >> 32).int()
     best[0].copy_((bits ^ ((bits >> 31) & LARGEST)).view(torch.float32))
@@ -277,7 +299,7 @@ def _triton_gradients(
     tiles = tiles_for(hidden.dtype, h)
     columns = min(2 * tiles.split if INTERPRETED else COLUMNS, v)
     constants = _constants(tiles, hidden)
-    # rows of whole 16s of columns, so that 16 bytes are written at a time; what is behind the last column nobody reads
+    # pad rows to multiples of 16 columns for 16-byte writes; the padding is never read
     buffer = hidden.new_empty((n, -(-columns // 16) * 16))
     total = hidden.new_zeros((n, h), dtype=torch.float32) if of_hidden else None
     with_entropy = upstream.entropy is not None
@@ -313,8 +335,11 @@ def _triton_gradients(
 
 @torch.no_grad()
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, summed in fp32. On a GPU the product adds to `total` itself: nothing is rounded to the
-    operands' dtype, and there is no further pass over `total`."""
+    """Compute total += left @ right, summed in fp32.
+
+    On a GPU the product accumulates into `total` directly. Nothing is rounded to the operands' dtype, and no further
+    pass over `total` is needed.
+    """
     if total.is_cuda and left.dtype != torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -322,7 +347,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _described(hidden: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> tuple[Any, Any] | None:
-    """Tensor descriptors of both, where they are wanted and possible."""
+    """Return tensor descriptors of both, or None if they are disabled or not possible."""
     places = hidden.data_ptr(), weight.data_ptr(), hidden.shape[1] * hidden.itemsize
     if not DESCRIPTORS or any(place % _VECTOR for place in places):
         return None
@@ -333,7 +358,7 @@ def _described(hidden: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> tupl
 
 
 def _constants(tiles: Tiles, hidden: torch.Tensor) -> dict[str, object]:
-    # bf16 products are wrong in the interpreter of Triton 3.7.1: operands are widened there
+    # the interpreter of Triton 3.7.1 computes bf16 products incorrectly, so operands are widened
     return {
         "ROWS": tiles.rows,
         "COLUMNS": tiles.columns,
@@ -350,7 +375,7 @@ if TRITON:
 
     @triton.jit
     def _place(program, num_row_tiles, num_others, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-        """(row tile, other index) of a program: GROUP row tiles walk through the others together."""
+        """Return (row tile, other index) of a program. GROUP row tiles iterate over the others together."""
         first = program // (GROUP * num_others) * GROUP
         size = tl.minimum(num_row_tiles - first, GROUP)
         inside = program % (GROUP * num_others)
@@ -372,7 +397,7 @@ if TRITON:
         EVEN: tl.constexpr,
         DESCRIPTORS: tl.constexpr,
     ):
-        """[ROWS, COLUMNS] fp32 products of the tile that begins at this row and column."""
+        """Return the [ROWS, COLUMNS] fp32 products of the tile that starts at this row and column."""
         products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         if DESCRIPTORS:
             for start in range(0, h, DEPTH):
@@ -381,7 +406,7 @@ if TRITON:
                     x, y = x.to(tl.float32), y.to(tl.float32)
                 products = tl.dot(x, y.T, products, input_precision="ieee")
         else:
-            # Beyond the last row and column, read these again instead of masking; the results are not used.
+            # Clamp to the last row and column instead of masking; the surplus results are not used.
             rows = tl.minimum(row + tl.arange(0, ROWS), n - 1)
             columns = tl.minimum(column + tl.arange(0, COLUMNS), v - 1)
             depth = tl.arange(0, DEPTH)
@@ -401,7 +426,7 @@ if TRITON:
                 b += DEPTH
         return products
 
-    # an integer of 1 would be a constant, and each multiple of 16 compiles anew: h alone gains by it
+    # An argument of 1 becomes a constant, and multiples of 16 trigger another compilation; only h benefits from it.
     @triton.jit(do_not_specialize=["n", "v", "splits", "temperature"])
     def _sums_kernel(  # type: ignore[no-untyped-def]
         hidden,
@@ -427,8 +452,10 @@ if TRITON:
         ENTROPY: tl.constexpr,
         LOWEST: tl.constexpr,
     ):
-        """The three sums of ROWS rows over SPLIT vocabulary columns, each relative to its own maximum, and the keys of
-        the BEST highest logits."""
+        """Compute the three sums of ROWS rows over SPLIT vocabulary columns, and the keys of the BEST highest logits.
+
+        Each sum is relative to the row's maximum in this split.
+        """
         tile, split = _place(tl.program_id(0), tl.cdiv(n, ROWS), splits, GROUP)
         rows = tile * ROWS + tl.arange(0, ROWS)
         target = tl.load(targets + rows, mask=rows < n, other=-1).to(tl.int32)
@@ -468,7 +495,7 @@ if TRITON:
         tl.store(place, top, mask=rows < n)
         tl.store(place + plane, exponentials, mask=rows < n)
         tl.store(place + 2 * plane, products, mask=rows < n)
-        here = (target >= split * SPLIT) & (target < (split + 1) * SPLIT)  # one program alone has a row's target
+        here = (target >= split * SPLIT) & (target < (split + 1) * SPLIT)  # exactly one program has a row's target
         tl.store(picked + rows, at_target, mask=(rows < n) & here)
         if BEST > 0:
             place = keys + (rows.to(tl.int64) * splits + split)[:, None] * BEST + tl.arange(0, BEST)[None, :]
@@ -498,8 +525,10 @@ if TRITON:
         EVEN: tl.constexpr,
         ENTROPY: tl.constexpr,
     ):
-        """The gradient of one tile's products, [n, v] for the v vocabulary rows from `first`,
-        and whatever behind them up to `stride`."""
+        """Compute the gradient of one tile's products, [n, v] for the v vocabulary rows from `first`.
+
+        Columns beyond v, up to `stride`, get arbitrary values.
+        """
         tile, other = _place(tl.program_id(0), tl.cdiv(n, ROWS), tl.cdiv(v, COLUMNS), GROUP)
         rows, columns = tile * ROWS + tl.arange(0, ROWS), other * COLUMNS + tl.arange(0, COLUMNS)
         inverse = 1.0 / temperature

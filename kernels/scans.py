@@ -1,9 +1,10 @@
-"""Sums from the end of each row of a packed batch: discounted rewards, generalised advantage estimation and V-trace.
+"""Reverse scans over the rows of a packed batch: discounted rewards, generalised advantage estimation and V-trace.
 
-T tokens of S rows one after another without padding. Each is a recurrence y_t = d_t + c_t y_{t+1} within a row, y = 0
-behind its end. Tokens outside of the mask are skipped: what follows them is seen over them, and their own result is 0.
-The kernel takes one launch a batch, a program a row. The torch form lays rows of similar length side by side, so that a
-step over all of them is one addition. A row's bits do not depend on the other rows.
+T tokens of S rows are concatenated without padding. Each scan is a recurrence y_t = d_t + c_t y_{t+1} within a row,
+with y = 0 after its end. Tokens outside the mask are skipped: the recurrence continues across them, and their own
+result is 0. The kernel uses one launch per batch and one program per row. The torch implementation pads rows of similar
+length into groups, so that a step over a group is one addition. A row's result is bitwise independent of the other
+rows.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow_kernels import INTERPRETED, TRITON, check, uses_triton
 
-BLOCK = 4 if INTERPRETED else 1024  # tokens that a program of the kernel scans at a time
+BLOCK = 4 if INTERPRETED else 1024  # tokens per block of the kernel's scan
 FLOAT = (torch.float32,)
 
 
 def discounted_sums(
     rewards_T: torch.Tensor, lengths_S: torch.Tensor, *, gamma: float, mask_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[T] fp32 sum over the rest of the row of gamma^i rewards[t + i], i counting kept tokens.
+    """Return [T] fp32 sums of gamma^i rewards[t + i] over the rest of the row, where i counts unmasked tokens.
 
     Args:
         rewards_T: [T].
-        lengths_S: [S] int64 tokens of each row.
-        mask_T: [T] bool, false for tokens to skip. None: there are none.
+        lengths_S: [S] int64 number of tokens of each row.
+        mask_T: [T] bool, False for tokens to skip. None: no token is skipped.
 
     Raises:
-        ValueError: lengths that do not add up to T, or a column of another length, device or dtype.
+        ValueError: lengths do not sum to T, or a column has another length, device or dtype.
     """
     rewards = rewards_T.float()
     _check({"rewards": rewards}, lengths_S, mask_T)
@@ -49,23 +50,24 @@ def gae(
     lam: float | torch.Tensor,
     mask_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns (arXiv 1506.02438, eq. 16), not whitened.
+    """Return advantages and returns (arXiv 1506.02438, eq. 16), not whitened.
 
-    delta_t = r_t + gamma V_{t+1} - V_t with V = 0 behind the end of a row; A_t = delta_t + gamma lam A_{t+1}; return_t
-    = A_t + V_t.
+    delta_t = r_t + gamma V_{t+1} - V_t with V = 0 after the end of a row; A_t = delta_t + gamma lam A_{t+1}; return_t =
+    A_t + V_t.
 
     Args:
-        rewards_T, values_T: [T] reward of each token, and value of the state it was sampled in.
-        lengths_S: [S] int64 tokens of each row.
-        lam: of all rows, or [S] of each, which the torch form alone takes.
-        mask_T: [T] bool, false for tokens the policy did not sample (observations): they are skipped, so that the next
-            value and the running sum reach over them, and their own advantage and return are 0. None: all were sampled.
+        rewards_T, values_T: [T] reward of each token, and value of the state in which it was sampled.
+        lengths_S: [S] int64 number of tokens of each row.
+        lam: one value for all rows, or [S], one per row; only the torch form takes the latter.
+        mask_T: [T] bool, False for tokens that the policy did not sample (observations). They are skipped: the next
+            value and the running sum carry across them, and their own advantage and return are 0. None: all were
+            sampled.
 
     Returns:
         [T] advantages, [T] returns; fp32.
 
     Raises:
-        ValueError: lengths that do not add up to T, or a column of another length, device or dtype.
+        ValueError: lengths do not sum to T, or a column has another length, device or dtype.
     """
     rewards, values = rewards_T.float(), values_T.float()
     _check({"rewards": rewards, "values": values}, lengths_S, mask_T)
@@ -91,19 +93,19 @@ def vtrace(
     c_clip: float = 1.0,
     mask_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages of the policy gradient and targets of the values (IMPALA, arXiv 1802.01561, section 4.1).
+    """Return policy-gradient advantages and value targets (IMPALA, arXiv 1802.01561, section 4.1).
 
     With rho_t = min(rho_clip, ratio_t) and c_t = lam min(c_clip, ratio_t): v_t - V_t = delta_t + gamma c_t (v_{t+1} -
     V_{t+1}), delta_t = rho_t (r_t + gamma V_{t+1} - V_t); the advantage is rho_t (r_t + gamma v_{t+1} - V_t).
 
     Args:
-        log_ratios_T: [T] log of the policy's probability over the sampler's. The others are those of `gae`.
+        log_ratios_T: [T] log of the policy's probability divided by the sampler's. Other arguments are those of `gae`.
 
     Returns:
         [T] advantages, [T] targets v; fp32.
 
     Raises:
-        ValueError: lengths that do not add up to T, or a column of another length, device or dtype.
+        ValueError: lengths do not sum to T, or a column has another length, device or dtype.
     """
     rewards, values, log_ratios = rewards_T.float(), values_T.float(), log_ratios_T.float()
     _check({"rewards": rewards, "values": values, "log_ratios": log_ratios}, lengths_S, mask_T)
@@ -136,7 +138,7 @@ def _check(columns: dict[str, torch.Tensor], lengths: torch.Tensor, mask: torch.
 
 
 class _Kept:
-    """The tokens of the mask without the others, and the way back."""
+    """Selects the unmasked tokens, and scatters results back."""
 
     def __init__(self, lengths: torch.Tensor, mask: torch.Tensor | None) -> None:
         self.mask = None if mask is None or bool(mask.all()) else mask
@@ -163,7 +165,7 @@ def _deltas(
     gamma: float,
     following: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T] r_t + gamma following_{t+1} - V_t; `following` is the values where it is not given."""
+    """Return [T] r_t + gamma following_{t+1} - V_t. `following` defaults to the values."""
     deltas = rewards - values
     last = (lengths.cumsum(0) - 1)[lengths > 0]
     at_end = deltas[last]
@@ -173,7 +175,7 @@ def _deltas(
 
 
 def _scan(deltas: torch.Tensor, factors: torch.Tensor | float, lengths: torch.Tensor) -> torch.Tensor:
-    """[T] y_t = deltas_t + factors_t y_{t+1} within each row."""
+    """Return [T] y_t = deltas_t + factors_t y_{t+1} within each row."""
     sizes = lengths.tolist()
     sums = torch.empty_like(deltas)
     rows, results = deltas.split(sizes), sums.split(sizes)
@@ -196,8 +198,10 @@ def _scan(deltas: torch.Tensor, factors: torch.Tensor | float, lengths: torch.Te
 
 
 def _groups(sizes: Sequence[int]) -> list[list[int]]:
-    """Rows that are padded to the longest of their group, longest first; padding is at most as much as there are
-    tokens. Empty rows are in none."""
+    """Group rows for padding to the longest of their group, longest first.
+
+    A group has at most as much padding as tokens. Empty rows are in no group.
+    """
     groups: list[list[int]] = []
     longest = held = 0
     for row in sorted((row for row, size in enumerate(sizes) if size), key=lambda row: -sizes[row]):
@@ -220,7 +224,7 @@ def _launch(
     rho_clip: float = 1.0,
     c_clip: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sums y, y + V, and the policy gradient's advantages of V-trace; each only where its inputs are given."""
+    """Return the sums y, y + V, and the V-trace policy-gradient advantages. Outputs without inputs are not computed."""
     sums, targets, advantages = (
         torch.empty_like(rewards) if wanted else rewards
         for wanted in (True, values is not None, log_ratios is not None)
@@ -236,7 +240,7 @@ def _launch(
             sums,
             targets,
             advantages,
-            float(gamma),  # an integer of 1 would be a constant, and another an integer
+            float(gamma),  # floats, because Triton would make an integer 1 a constant and specialise on other integers
             float(factor),
             float(rho_clip),
             float(c_clip),
@@ -255,7 +259,7 @@ if TRITON:
 
     @triton.jit
     def _after(later_factor, later, factor, value):  # type: ignore[no-untyped-def]
-        """The step y -> value + factor y, taken after the later tokens' step."""
+        """Compose the step y -> value + factor y with the step of the later tokens."""
         return factor * later_factor, value + factor * later
 
     @triton.jit
@@ -278,14 +282,14 @@ if TRITON:
         MASKED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One row, in blocks from its end; what a block leaves to the one before it is its first sum and value."""
+        """Scan one row in blocks from its end. A block passes its first sum and value on to the preceding block."""
         row = tl.program_id(0)
         end = tl.load(ends + row)
         start = end - tl.load(lengths + row)
         lane = tl.arange(0, BLOCK)
         later, later_value = 0.0, 0.0
         for block in range(0, tl.cdiv(end - start, BLOCK)):
-            token = end - (block + 1) * BLOCK + lane  # the row's first block may begin before the row
+            token = end - (block + 1) * BLOCK + lane  # the row's first block may start before the row
             inside = token >= start
             kept = inside
             if MASKED:
@@ -296,7 +300,7 @@ if TRITON:
             rho = tl.full((BLOCK,), 1.0, dtype=tl.float32)
             if VALUES:
                 value = tl.load(values + token, mask=inside, other=0.0)
-                # the value of the next kept token: a scan over the tokens one further on
+                # the value of the next unmasked token: a scan over the tokens shifted by one
                 has_next = inside & (token + 1 < end)
                 next_kept = has_next
                 if MASKED:
@@ -314,7 +318,7 @@ if TRITON:
             reach, found = tl.associative_scan((step, tl.where(kept, delta, 0.0)), 0, _after, reverse=True)
             total = found + reach * later
             if RATIOS:
-                # the sum one token further on is another lane's: by way of memory
+                # the sum of the next token is in another lane, so it goes through memory
                 tl.store(advantages + token, total, mask=inside)
                 tl.debug_barrier()
                 following_total = tl.load(advantages + token + 1, mask=inside & (lane < BLOCK - 1), other=0.0)

@@ -1,12 +1,12 @@
-"""Many strided slices into one message and back, with the message's checksum, in one read of what is moved.
+"""Packs many strided slices into one message and back, with the message's checksum, reading all data once.
 
-A slice is a rectangle `[a, b, c]` of a buffer and the bytes of the message that it fills, row after row. On the way in
-it is copied, cast from float32 to bfloat16, or made block-wise fp8 (`fp8_cast`); on the way back it is copied. The
-checksum is `digest`'s, of the whole message.
+A slice is a rectangle `[a, b, c]` of a buffer and the bytes of the message that it fills, in row-major order. While
+packing, a slice is copied, cast from float32 to bfloat16, or quantised to block-wise fp8 (`fp8_cast`). While
+scattering, it is copied. The checksum is that of `digest` over the whole message.
 
-A program moves a tile and takes the checksum of the words (eight bytes) of the message that lie in it whole. Words that
-two slices or two rows share are read again afterwards, by one more launch: of a model, whose dimensions are multiples
-of eight, that is the last word of a message and what stands behind an odd number of scales.
+A program moves a tile and computes the checksum of the eight-byte words of the message that are entirely in the tile.
+Words shared by two slices or two rows are read again by one more launch. In a model whose dimensions are multiples of
+eight, these are only the last word of a message and the words after an odd number of scales.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import torch
 from hybridflow_kernels import INTERPRETED, LARGEST, TRITON, fp8_cast, uses_triton
 from hybridflow_kernels.digest import ODD, WORD, digest, signed
 
-# A program of four warps moves SPAN words of some rows, WORDS of each in a turn of its loop. Where all begins at
-# multiples of 16 bytes it has ROWS of them, else fewer, by the bytes of an element, so that nothing spills.
+# A program of four warps moves SPAN words of some rows, WORDS of each per loop iteration. If everything is 16-byte
+# aligned it processes ROWS rows, otherwise fewer depending on the element size, to avoid register spills.
 ROWS, WORDS, SPAN = (4, 8, 16) if INTERPRETED else (16, 64, 256)
 FEWER_ROWS = {4: 2, 2: 2, 1: 1} if INTERPRETED else {4: 4, 2: 4, 1: 2}
-AGAIN = 32 if INTERPRETED else 1024  # words that a program reads again
-_VECTOR = 16  # bytes that a thread of a GPU moves at a time, where all begins at multiples of them
+AGAIN = 32 if INTERPRETED else 1024  # words per program of the second read
+_VECTOR = 16  # bytes per access of a GPU thread, if everything is aligned to them
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A rectangle of a buffer and its place in a message.
+    """A rectangle of a buffer and its position in a message.
 
     Attributes:
-        tensor: `[a, b, c]`, any strides; where fp8 is made, the whole blocks that are read.
-        begin: the first byte in the message, a multiple of the element's size there.
-        size: of the rectangle in the message.
-        dtype: of the message.
-        block: rows and columns of an fp8 block. None: nothing is made.
-        row, column: where the rectangle begins in the values that are made.
+        tensor: `[a, b, c]`, any strides; for fp8, the whole blocks that are read.
+        begin: first byte in the message, a multiple of the message's element size.
+        size: shape of the rectangle in the message.
+        dtype: dtype in the message.
+        block: rows and columns of an fp8 block. None: no quantisation.
+        row, column: start of the rectangle within the quantised values.
     """
 
     tensor: torch.Tensor
@@ -51,29 +51,29 @@ class Slice:
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """First byte after the slice."""
         return self.begin + prod(self.size) * self.dtype.itemsize
 
     @property
     def makes_scales(self) -> bool:
-        """Whether the blocks' scales are made, and not their values."""
+        """True if the slice contains the blocks' scales rather than their values."""
         return self.block is not None and self.dtype == torch.float32
 
     def view(self, payload: torch.Tensor) -> torch.Tensor:
-        """Its place in a message."""
+        """Return the slice's view in a message."""
         return payload[self.begin : self.end].view(self.dtype).view(self.size)
 
 
 class Slices:
-    """The slices of one message, prepared for any number of passes while the buffers stay where they are.
+    """The slices of one message, prepared for any number of passes while the buffers do not move.
 
     Args:
-        slices: they fill the message without gaps, in order.
-        nbytes: of the message.
+        slices: in order, filling the message without gaps.
+        nbytes: size of the message.
 
     Raises:
-        ValueError: gaps or overlaps, a place that does not suit the element's size, a rectangle of another size than
-            its slice of the buffer, or several devices.
+        ValueError: gaps or overlaps, an offset that is not aligned to the element size, a rectangle whose size differs
+            from its slice of the buffer, or several devices.
     """
 
     def __init__(self, slices: Sequence[Slice], nbytes: int) -> None:
@@ -84,18 +84,18 @@ class Slices:
             self._prepare()
 
     def pack(self, payload: torch.Tensor, seed: int) -> torch.Tensor:
-        """Fill `payload` (uint8 `[nbytes]`); returns its checksum, int64 `[1]` on its device. Nothing is waited for.
+        """Fill `payload` (uint8 `[nbytes]`) and return its checksum, int64 `[1]` on its device, without synchronising.
 
         Raises:
-            ValueError: a payload of another size, dtype or device.
+            ValueError: the payload has another size, dtype or device.
         """
         return self._pass(payload, seed, scatter=False)
 
     def scatter(self, payload: torch.Tensor, seed: int) -> torch.Tensor:
-        """Copy `payload` into the buffers; returns the checksum of what was read.
+        """Copy `payload` into the buffers and return the checksum of the data read.
 
         Raises:
-            ValueError: as for `pack`, or a slice that is cast or made on the way in.
+            ValueError: as for `pack`, or a slice is cast or quantised while packing.
         """
         if any(piece.block is not None or piece.dtype != piece.tensor.dtype for piece in self._slices):
             raise ValueError("slices that are cast, or made of blocks, have no way back")
@@ -103,7 +103,7 @@ class Slices:
 
     def _pass(self, payload: torch.Tensor, seed: int, scatter: bool) -> torch.Tensor:
         self._check_payload(payload)
-        with torch.cuda.device_of(payload):  # a thread that sends begins with the first GPU
+        with torch.cuda.device_of(payload):  # a sender thread starts with the first GPU as its current device
             return self._on_its_device(payload, seed, scatter)
 
     def _on_its_device(self, payload: torch.Tensor, seed: int, scatter: bool) -> torch.Tensor:
@@ -142,12 +142,12 @@ class Slices:
             raise ValueError(f"the payload is on {payload.device}, the slices on {self._slices[0].tensor.device}")
 
     def _prepare(self) -> None:
-        """Sort the slices by the kernel that moves them, and find the words that are left over."""
+        """Sort the slices by the kernel that moves them, and find the remaining words."""
         device = self._slices[0].tensor.device
         groups: dict[tuple[int, bool, bool], list[Slice]] = {}
         values = [piece for piece in self._slices if piece.block and not piece.makes_scales and _fits(piece)]
         scales = {_blocks_of(piece): piece for piece in self._slices if piece.makes_scales}
-        # the scales of all the blocks that a slice's values are made of come from the same read
+        # if a slice contains the values of all blocks, the scales of these blocks come from the same read
         self._made = [(piece, scales.get(_blocks_of(piece)) if _is_all(piece) else None) for piece in values]
         done = {id(piece) for pair in self._made for piece in pair}
         for piece in self._slices:
@@ -178,10 +178,10 @@ class _Group:
     """Slices that one launch moves.
 
     Args:
-        pieces: all of one kind.
-        width: bytes of an element in the message; `WORD` where they are copied by the word.
-        cast: whether they are cast.
-        wide: whether they and their rows begin at multiples of `_VECTOR`.
+        pieces: slices, all of one kind.
+        width: bytes per element in the message; `WORD` if they are copied by word.
+        cast: True if they are cast.
+        wide: True if they and their rows are aligned to `_VECTOR`.
     """
 
     def __init__(self, pieces: Sequence[Slice], width: int, cast: bool, wide: bool) -> None:
@@ -204,7 +204,7 @@ class _Group:
         self._table, self._of = _table(rows, counts, pieces[0].tensor.device)
 
     def launch(self, payload: torch.Tensor, sums: torch.Tensor, seed: int, scatter: bool) -> None:
-        """Move them; each program leaves what its words add to the checksum in `sums`."""
+        """Move the slices. Each program writes its words' contribution to the checksum to `sums`."""
         kernel = _words_kernel if self._by_word else _elements_kernel
         kernel[(self.programs,)](
             self._table, self._of, payload, sums, signed(seed), **self._constants, SCATTER=scatter, num_warps=4
@@ -212,7 +212,7 @@ class _Group:
 
 
 def _table(rows: list[list[int]], counts: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a table, and the row that each program works for (`counts` says how many do), both on the device."""
+    """Return table rows and the row of each program, on the device. `counts` is the number of programs per row."""
     of = torch.repeat_interleave(torch.tensor(counts)).int()
     return torch.tensor(rows, dtype=torch.int64, device=device), of.to(device)
 
@@ -235,7 +235,7 @@ def _check(slices: Sequence[Slice], nbytes: int) -> None:
 
 
 def _move(slices: Sequence[Slice], payload: torch.Tensor, scatter: bool) -> None:
-    """The torch form, without the checksum."""
+    """Torch implementation, without the checksum."""
     copied = [piece for piece in slices if piece.block is None]
     if copied:
         views, local = [piece.view(payload) for piece in copied], [piece.tensor for piece in copied]
@@ -257,7 +257,7 @@ def _at(piece: Slice) -> tuple[int, int]:
 
 
 def _fits(piece: Slice) -> bool:
-    """Whether a program holds a block of it."""
+    """Return True if one program can hold a block of the slice."""
     return fp8_cast.in_kernel(piece.tensor, _block(piece))
 
 
@@ -270,8 +270,10 @@ def _is_all(piece: Slice) -> bool:
 
 
 def _moves(piece: Slice) -> bool:
-    """Whether the kernel moves it: elements of up to four bytes as they are, or cast to bfloat16; it counts rows in
-    int32."""
+    """Return True if the kernel can move the slice: elements of up to four bytes without a cast, or a cast to bfloat16.
+
+    The kernel counts rows in int32.
+    """
     if piece.tensor.shape[0] * piece.tensor.shape[1] > LARGEST:
         return False
     same = piece.tensor.dtype == piece.dtype and piece.dtype.itemsize <= 4
@@ -279,8 +281,11 @@ def _moves(piece: Slice) -> bool:
 
 
 def _rows_of(piece: Slice) -> tuple[int, int, int, int, int]:
-    """A slice as rows: strides of its first axis, of its second and within a row, length of the second axis, and
-    elements of a row. What is contiguous is cut into rows of a tile's width, the last of which may be shorter."""
+    """Describe a slice as rows: strides of its first and second axis and within a row, length of the second axis, row
+    length.
+
+    A contiguous slice is divided into rows of a tile's width, the last of which may be shorter.
+    """
     tensor = piece.tensor
     if tensor.is_contiguous():
         columns = SPAN * WORD // piece.dtype.itemsize
@@ -290,7 +295,7 @@ def _rows_of(piece: Slice) -> tuple[int, int, int, int, int]:
 
 
 def _kind(piece: Slice) -> tuple[int, bool, bool]:
-    """How it is moved, as `_Group` takes it."""
+    """Return how the slice is moved, as arguments of `_Group`."""
     outer, inner, last, _, columns = _rows_of(piece)
     width, local = piece.dtype.itemsize, piece.tensor.dtype.itemsize
     cast, sizes = piece.tensor.dtype != piece.dtype, (columns * width, prod(piece.size) * width)
@@ -300,7 +305,7 @@ def _kind(piece: Slice) -> tuple[int, bool, bool]:
 
 
 def _has_words(piece: Slice) -> bool:
-    """Whether words of the message lie in single rows of it; its end may cut one."""
+    """Return True if the message's words are each within a single row of the slice. Its end may cut a word."""
     if piece.begin % WORD:
         return False
     if piece.block is None:
@@ -309,7 +314,7 @@ def _has_words(piece: Slice) -> bool:
 
 
 def _gaps(owned: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
-    """Stretches between what is owned, of whole words, to the end of the word behind the message's last byte."""
+    """Return the ranges not in `owned`, in whole words, up to the end of the word after the message's last byte."""
     found, at = [], 0
     for low, high in [*sorted(owned), (nbytes // WORD * WORD + WORD,) * 2]:
         if low > at:
@@ -324,12 +329,12 @@ if TRITON:
 
     from hybridflow_kernels.digest import kernel_key, kernel_mixed, kernel_tail, kernel_word
 
-    _FIELDS = tl.constexpr(11)  # of a slice in a table
-    _KEYS = tl.constexpr(signed(WORDS * ODD % (1 << 64)))  # from a turn's keys to the next turn's
+    _FIELDS = tl.constexpr(11)  # fields per slice in a table
+    _KEYS = tl.constexpr(signed(WORDS * ODD % (1 << 64)))  # difference between the keys of consecutive iterations
 
     @triton.jit
     def _rows_here(table, of, SPAN: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Of this program: its slice in the table, its rows, its first word in them, and the words from there on."""
+        """Return this program's slice in the table, its rows, and its first word within them."""
         program = tl.program_id(0)
         place = table + tl.load(of + program).to(tl.int64) * _FIELDS
         across = tl.load(place + 8).to(tl.int32)
@@ -338,9 +343,11 @@ if TRITON:
 
     @triton.jit
     def _at_rows(place, row, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Where rows begin in the buffer and in the slice's part of the message, and the elements of each; the last of
-        a contiguous slice has fewer. The table counts UNIT at a time, so that the compiler knows what all is a multiple
-        of, and moves 16 bytes at a time."""
+        """Return where rows start in the buffer and in the slice's part of the message, and the elements of each row.
+
+        The last row of a contiguous slice has fewer elements. Table entries are in units of UNIT, so that the compiler
+        can derive alignments and use 16-byte accesses.
+        """
         outer, inner, middle = tl.load(place + 1), tl.load(place + 2), tl.load(place + 4).to(tl.int32)
         length, numel = tl.load(place + 5), tl.load(place + 6)
         start = row.to(tl.int64) * length
@@ -350,10 +357,10 @@ if TRITON:
 
     @triton.jit
     def _bfloat16(x):  # type: ignore[no-untyped-def]
-        """Bits of the nearest bfloat16, ties to even."""
+        """Return the bits of the nearest bfloat16, ties to even."""
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)  # noqa: PLR0124  not a number
+        return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)  # noqa: PLR0124  NaN
 
     @triton.jit(do_not_specialize=["seed"])
     def _words_kernel(  # type: ignore[no-untyped-def]
@@ -367,8 +374,7 @@ if TRITON:
         SPAN: tl.constexpr,
         SCATTER: tl.constexpr,
     ):
-        """SPAN words of ROWS rows of a slice that is copied, all of which begins at multiples of 16 bytes, in
-        which the table counts."""
+        """Copy SPAN words of ROWS rows of a slice that is 16-byte aligned. Table entries are in units of 16 bytes."""
         place, row, first = _rows_here(table, of, SPAN, ROWS)
         begin, length = tl.load(place + 7) * 2, tl.load(place + 5).to(tl.int32) * 2
         at, start, limit = _at_rows(place, row, 2)
@@ -405,8 +411,11 @@ if TRITON:
         SPAN: tl.constexpr,
         SCATTER: tl.constexpr,
     ):
-        """SPAN words of ROWS rows of a slice of any strides, or one that is cast; the table counts in elements,
-        or where all begins at multiples of 16 bytes in fours of them, and the message's bytes in sixteens."""
+        """Copy SPAN words of ROWS rows of a slice with any strides, or cast them.
+
+        Table entries are in elements. If everything is 16-byte aligned, they are in units of four elements, and the
+        message's offset is in units of 16 bytes.
+        """
         EACH: tl.constexpr = 8 // WIDTH  # elements of a word
         INT: tl.constexpr = tl.int8 if WIDTH == 1 else (tl.int16 if WIDTH == 2 else tl.int32)
         LOCAL: tl.constexpr = tl.float32 if CAST else INT
@@ -446,13 +455,13 @@ if TRITON:
 
     @triton.jit(do_not_specialize=["nbytes", "seed"])
     def _again_kernel(table, of, payload, sums, nbytes, seed, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The checksum of words that no tile has; the last one of a message is filled with zeros."""
+        """Compute the checksum of words that are in no tile. The last word of a message is padded with zeros."""
         program = tl.program_id(0)
         place = table + tl.load(of + program).to(tl.int64) * 3
         first = tl.load(place) + (program - tl.load(place + 2)) * WORDS
         end = tl.minimum(first + WORDS, tl.load(place + 1))
         position = first + tl.arange(0, WORDS)
-        last = nbytes.to(tl.int64) // 8  # the word that is filled
+        last = nbytes.to(tl.int64) // 8  # the padded word
         whole = position < tl.minimum(end, last)
         word = tl.load(payload.to(tl.pointer_type(tl.int64)) + position, mask=whole, other=0)
         total = tl.sum(tl.where(whole, kernel_word(word, position, seed), 0))
