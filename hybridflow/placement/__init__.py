@@ -1,5 +1,7 @@
-"""Which process runs on which node and devices: a pure function of the cluster and of the pools that a configuration
-asks for. A run, a plan and a test ask the same function."""
+"""Assignment of processes to nodes and devices, as a pure function of the cluster and the configured pools.
+
+Runs, plans and tests use the same function.
+"""
 
 from hybridflow.placement.place import Placement, Process, place
 from hybridflow.placement.pools import Group, Pool, pools_of

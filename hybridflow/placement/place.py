@@ -1,4 +1,4 @@
-"""The map from processes to nodes, devices and ports."""
+"""Maps processes to nodes, devices and ports."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hybridflow.errors import ResourceError
 from hybridflow.placement.pools import Group, Packing, Pool
 from hybridflow.placement.shape import ClusterShape, Node
 
-# Below the ephemeral range, where no outgoing connection can take a port before it is bound; so are the few that SGLang
-# derives by adding 233.
+# Below the ephemeral range, so that no outgoing connection can take a port before it is bound. This includes the ports
+# that SGLang derives by adding 233.
 PORTS = range(20000, 32500)
 _ORDER: dict[Packing, int] = {"whole_nodes": 0, "pack": 1, "spread": 2}
 _SHOWN_NODES = 16
-Room = tuple[int, tuple[int, ...]]  # a node's number, and devices of it
+Room = tuple[int, tuple[int, ...]]  # a node index, and some of its devices
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Process:
 
     Args:
         role: as in `Group`.
-        rank: number of the member within its role: the rank, or the number of the engine.
-        part: which of the member's nodes this is (an engine's node rank); 0 for all but engines over several nodes.
-        node: number of the node in `ClusterShape.nodes`.
-        devices: the devices of the node that the process uses, by their position among the node's free ones.
-        visible: the devices that it sees, in the order in which it numbers them: a rank of a model those of all ranks
-            of its role on the node, where its own has the number `local_rank`; an engine its own.
-        local_rank: position among the role's processes on the node.
-        ports: the process opens listening ports among these; no other process of its node does.
+        rank: index of the member within its role: the rank, or the engine index.
+        part: index among the member's nodes (an engine's node rank); 0 except for engines over several nodes.
+        node: index of the node in `ClusterShape.nodes`.
+        devices: the node's devices that the process uses, as positions among the node's free devices.
+        visible: the devices that the process sees, in its numbering. A model rank sees those of all ranks of its role
+            on the node, where its own device has index `local_rank`; an engine sees only its own.
+        local_rank: index among the role's processes on the node.
+        ports: range for the process's listening ports, reserved for it on its node.
     """
 
     role: str
@@ -47,7 +47,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every process of a run is."""
+    """The location of every process of a run."""
 
     cluster: ClusterShape
     processes: tuple[Process, ...]
@@ -58,11 +58,11 @@ class Placement:
         return {role: tuple(one for one in self.processes if one.role == role) for role in roles}
 
     def of(self, role: str) -> tuple[Process, ...]:
-        """The processes of a role, by rank and part."""
+        """Return the processes of a role, ordered by rank and part."""
         return self._by_role[role]
 
     def describe(self) -> str:
-        """The map as text, a line for each role on each node."""
+        """Format the map as text, one line per role and node."""
         lines, here = [f"Placement on {self.cluster.describe()}"], defaultdict[int, dict[str, list[Process]]](dict)
         for process in self.processes:
             here[process.node].setdefault(process.role, []).append(process)
@@ -76,12 +76,13 @@ class Placement:
 
 
 def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
-    """Put every process of `pools` on a node and its devices: the same answer for the same arguments.
+    """Place every process of `pools` on a node and its devices. Deterministic.
 
-    Pools of fixed shape come first, then those that want whole nodes, then those that pack, then those that spread.
+    Pools of fixed shape are placed first, then pools that need whole nodes, then packed pools, then spread pools.
 
     Raises:
-        ResourceError: some pool does not fit beside those before it; says what it needs and what is left on each node.
+        ResourceError: a pool does not fit in addition to the earlier ones. Names what it needs and what is left on each
+            node.
     """
     free = [list(range(node.devices)) for node in cluster.nodes]
     found: list[tuple[Group, int, int, Room]] = []
@@ -100,7 +101,7 @@ def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
 
 
 def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> list[Room]:
-    """The pool's devices, by node, out of those that are free."""
+    """Select the pool's devices, by node, from the free ones."""
     allowed = [
         (node, tuple(devices))
         for node, devices in enumerate(free)
@@ -123,10 +124,10 @@ def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> 
 
 
 def _members_in(rooms: Sequence[Room], group: Group, packing: Packing, is_local: bool) -> list[list[Room]] | None:
-    """The rooms of each member's parts, members in the order of nodes; None where they do not fit.
+    """Return the devices of each member's parts, members in node order, or None if they do not fit.
 
-    A member over several nodes takes them out of one bundle of nodes; the nodes with the most devices are bundled
-    first, so that few devices are left over.
+    A member over several nodes is placed on one bundle of nodes. Nodes with the most devices are bundled first, to
+    leave few devices unused.
     """
     size, parts = group.devices, 1 if is_local else group.nodes
     stacked = group.nodes // parts  # parts of a member on one node
@@ -145,7 +146,7 @@ def _members_in(rooms: Sequence[Room], group: Group, packing: Packing, is_local:
 
 
 def _few(capacity: Sequence[int], count: int) -> list[int]:
-    """Fill few bins: the largest, and for the rest the smallest that holds it."""
+    """Fill few bins: the largest bins first, and the smallest sufficient bin for the rest."""
     counts = [0] * len(capacity)
     largest_first = sorted(range(len(capacity)), key=lambda number: (-capacity[number], number))
     for at, number in enumerate(largest_first):
@@ -158,7 +159,7 @@ def _few(capacity: Sequence[int], count: int) -> list[int]:
 
 
 def _evenly(capacity: Sequence[int], count: int) -> list[int]:
-    """Fill all bins to the same level, as far as each goes; the first ones get what does not divide."""
+    """Fill all bins to the same level, up to their capacity. The first bins get the remainder."""
     level, below = 0, 0
     while below < count and (more := sum(one > level for one in capacity)) and below + more <= count:
         level, below = level + 1, below + more
@@ -198,7 +199,7 @@ def _total(node: Node) -> int:
 
 
 def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms: Sequence[Room]) -> str:
-    """What a group needs, or with None the pool, and what is left for it on each node."""
+    """Format what a group needs (the pool if `group` is None) and what is left for it on each node."""
     name = group.role if group is not None else pool.name
     if group is None:
         assert pool.shape is not None
@@ -230,7 +231,7 @@ def _members(found: Sequence[Process]) -> str:
 
 
 def _on(found: Sequence[Process], kind: str) -> str:
-    """The devices of each process; a trailing text for `describe`."""
+    """Format the devices of each process, as a suffix for `describe`."""
     if kind == "cpu":
         return ""
     if all(len(one.devices) == 1 for one in found):
@@ -239,7 +240,7 @@ def _on(found: Sequence[Process], kind: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3,6` for 0, 1, 2, 3, 6."""
+    """Format 0, 1, 2, 3, 6 as `0-3,6`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""The pools of devices that a configuration asks for, and the processes that share each."""
+"""The device pools of a configuration, and the processes that share each pool."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Group:
 
     Args:
         role: `actor`, `critic`, `reference`, `reward_model`, `teacher` or `rollout`.
-        count: ranks, or engines.
-        devices: of one member on one node; they are consecutive.
-        nodes: different nodes that one member lies on, with `devices` on each.
+        count: number of ranks or engines.
+        devices: devices per member and node; they are consecutive.
+        nodes: number of distinct nodes per member, with `devices` on each.
     """
 
     role: str
@@ -28,14 +28,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices that the members of some groups use in turns.
+    """Devices that the members of some groups use alternately.
 
     Args:
-        name: section of the configuration that makes the pool.
-        groups: who runs there; members of one group never share a device, members of different groups do.
-        packing: how the devices lie on the nodes. pack: on few nodes; spread: evenly over all nodes; whole_nodes: on
-            few nodes that no other pool uses.
-        shape: nodes and devices on each; None: as many as the largest group needs.
+        name: configuration section that defines the pool.
+        groups: the groups that run in the pool. Members of one group never share a device; members of different groups
+            do.
+        packing: distribution over nodes. pack: on few nodes; spread: evenly over all nodes; whole_nodes: on few nodes
+            that no other pool uses.
+        shape: number of nodes and devices per node; None: as many devices as the largest group needs.
     """
 
     name: str
@@ -45,9 +46,9 @@ class Pool:
 
 
 def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tuple[Pool, ...]:
-    """The pools of a job of a checked configuration, the actor's first.
+    """Return the pools of a job of a validated configuration, the actor's first.
 
-    With `kind` cuda an engine takes a GPU for each of its ranks; with cpu it counts as one process a node.
+    With `kind` cuda an engine uses one GPU per rank. With cpu it counts as one process per node.
     """
     roles = [role for role in derived.roles_in_use(config, job) if role == "actor" or not _is_guest(config, role)]
     groups = [Group(role, derived.role_world_size(config, role)) for role in roles]
@@ -66,5 +67,5 @@ def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tupl
 
 
 def _is_guest(config: RunConfig, role: str) -> bool:
-    """Whether a role lives in the actor's processes."""
+    """Return True if a role runs in the actor's processes."""
     return role != "actor" and derived.is_colocated(config, role)

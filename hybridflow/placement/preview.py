@@ -1,4 +1,4 @@
-"""The map of a run before there is a cluster to ask."""
+"""Placement of a run before a cluster is available."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from hybridflow.placement.shape import ClusterShape, Node
 
 
 def preview(config: RunConfig, job: str = "train") -> Placement | None:
-    """The map on the smallest cluster that holds the job: of nodes with `cluster.devices_per_node` GPUs, or without
-    that key this machine. None where only the cluster to be joined can tell.
+    """Place the job on the smallest cluster that holds it.
+
+    The cluster has nodes of `cluster.devices_per_node` GPUs, or is this machine if that key is not set. Returns None if
+    the placement depends on the cluster to be joined.
 
     Raises:
-        ResourceError: no number of such nodes is enough.
+        ResourceError: no number of such nodes is sufficient.
     """
     devices = config.cluster.devices_per_node
     if devices is not None:
@@ -30,12 +32,12 @@ def preview(config: RunConfig, job: str = "train") -> Placement | None:
 
 
 def smallest(pools: Sequence[Pool], devices: int) -> ClusterShape:
-    """As few nodes with so many GPUs each as hold the pools.
+    """Return the smallest cluster of nodes with `devices` GPUs each that holds the pools.
 
     Raises:
-        ResourceError: no number of such nodes is enough.
+        ResourceError: no number of such nodes is sufficient.
     """
-    # a node for every part of every member is enough
+    # one node per part of each member is always sufficient
     most = sum(pool.shape[0] if pool.shape else sum(one.count * one.nodes for one in pool.groups) for pool in pools)
     place(ClusterShape.uniform(most, devices), pools)
     least = -(-sum(_devices(pool) for pool in pools) // devices)
@@ -52,7 +54,7 @@ def _fits(pools: Sequence[Pool], nodes: int, devices: int) -> bool:
 
 
 def _devices(pool: Pool) -> int:
-    """The least number of devices that hold a pool."""
+    """Return the minimum number of devices that holds a pool."""
     if pool.shape is not None:
         return pool.shape[0] * pool.shape[1]
     return max(one.count * one.devices * one.nodes for one in pool.groups)

@@ -1,4 +1,4 @@
-"""The machines that processes can be placed on."""
+"""The machines on which processes can be placed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Node:
     """One machine.
 
     Args:
-        address: where its peers reach it; unique.
-        devices: how many GPUs of it are free, or on a CPU cluster how many processes it takes.
-        taken: how many more it has, which somebody else uses.
+        address: address at which its peers reach it; unique.
+        devices: number of free GPUs, or on a CPU cluster the number of processes that the node accepts.
+        taken: number of further devices, which are used by other jobs.
     """
 
     address: str
@@ -24,9 +24,9 @@ class Node:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """The nodes of a cluster in rank order, and the kind of their devices.
+    """The nodes of a cluster in rank order, and their kind of device.
 
-    `is_local`: the cluster is this machine alone, on loopback, where an engine over several nodes has all of its parts.
+    `is_local`: the cluster is only this machine, on loopback. All parts of an engine over several nodes then run here.
     """
 
     nodes: tuple[Node, ...]
@@ -35,16 +35,16 @@ class ClusterShape:
 
     @classmethod
     def uniform(cls, nodes: int, devices: int) -> ClusterShape:
-        """A cluster of equal GPU nodes, for plans; its addresses are `node-0`, `node-1` and so on."""
+        """Return a cluster of equal GPU nodes for plans, with addresses `node-0`, `node-1` and so on."""
         return cls(tuple(Node(f"node-{number}", devices) for number in range(nodes)))
 
     @property
     def unit(self) -> str:
-        """What `Node.devices` counts."""
+        """Unit of `Node.devices`."""
         return "GPUs" if self.kind == "cuda" else "processes"
 
     def describe(self) -> str:
-        """Nodes and devices in a line: `4 nodes x 8 GPUs`, or each node's count where they differ."""
+        """Format nodes and devices in one line: `4 nodes x 8 GPUs`, or the count of each node if they differ."""
         counts = {node.devices for node in self.nodes}
         if len(counts) == 1:
             return f"{len(self.nodes)} node{'s' * (len(self.nodes) != 1)} x {counts.pop()} {self.unit}"

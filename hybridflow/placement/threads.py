@@ -1,4 +1,4 @@
-"""How many threads each process computes with where there is no GPU."""
+"""Number of compute threads per process on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _RANKS = ("actor", "critic", "reference", "reward_model", "teacher")
 
 
 def threads_by_role(config: RunConfig, cores: int, most: int | None = None) -> dict[str, int]:
-    """Threads of a rank of each role, and of each rank of an engine (`rollout`).
+    """Return the threads of a rank of each role, and of each rank of an engine (`rollout`).
 
-    Roles take turns: engines wait while ranks compute, ranks while engines do, and the ranks of one role while
-    another's do. So the processes of one role share all cores, and no core has two threads at once. The number of
-    threads decides in which order sums are added, and so the last bits of a run.
+    Roles run alternately: engines wait while ranks compute, ranks wait while engines compute, and the ranks of one role
+    wait for those of another. The processes of one role therefore share all cores, and no core runs two threads at
+    once. The number of threads determines the order of summation, and thus the last bits of a run's results.
 
     Args:
-        config: of a run on one machine.
-        cores: of that machine; 1 where GPUs compute or other machines do, whose processes have one thread each.
-        most: that the user allows a process (`user_limit`); None: no limit.
+        config: configuration of a run on one machine.
+        cores: cores of that machine; 1 if GPUs or other machines compute, whose processes have one thread each.
+        most: maximum per process set by the user (`user_limit`); None: no limit.
     """
     processes = {role: derived.role_world_size(config, role) for role in _RANKS}
     processes["rollout"] = config.rollout.num_engines * derived.engine_ranks(config)
@@ -28,13 +28,13 @@ def threads_by_role(config: RunConfig, cores: int, most: int | None = None) -> d
 
 
 def user_limit() -> int | None:
-    """OMP_NUM_THREADS of this process's environment; None where it is not set."""
+    """Return OMP_NUM_THREADS from this process's environment, or None if it is not set."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(first) if first.isdigit() and int(first) else None
 
 
 def describe(config: RunConfig, cores: int, job: str) -> str:
-    """The threads of the roles of a job, as `--explain` shows them."""
+    """Format the threads of a job's roles for `--explain`."""
     threads = threads_by_role(config, cores, user_limit())
     roles = [*derived.roles_in_use(config, job), *(["rollout"] if job == "train" else [])]
     found = ", ".join(f"{role} {threads[role]}" for role in roles)
