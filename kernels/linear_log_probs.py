@@ -81,7 +81,7 @@ def partial_sums(
 
     Args:
         hidden_NH, weight_VH: [n, h], [v, h] of one dtype.
-        targets_N: [n] int64, the target's row of `weight_VH`; -1 if it is on another rank.
+        targets_N: [n] int64, the target's row of `weight_VH`; -1 if it is not among them.
         temperature: divides the logits.
         with_entropy: whether to compute the third sum.
         chunk: rows whose logits are materialised at a time in the torch implementation.
@@ -89,8 +89,8 @@ def partial_sums(
             `weight_VH`; k is at most v. None: not computed.
 
     Returns:
-        [n] fp32 highest logit t (-inf if v is 0), [3, n] fp32: the sum of exp(x - t), the target's logit (0 if it is on
-        another rank), the sum of exp(x - t) (x - t) (0 unless requested).
+        [n] fp32 highest logit t (-inf if v is 0), [3, n] fp32: the sum of exp(x - t), the target's logit (0 if it is
+        not among these rows), the sum of exp(x - t) (x - t) (0 unless requested).
 
     Raises:
         ValueError: mismatched shapes, another dtype, several devices, or a non-contiguous tensor.

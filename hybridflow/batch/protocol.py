@@ -83,7 +83,7 @@ class DataProto:
         columns = {n: np.ascontiguousarray(c) if isinstance(c, np.ndarray) else c for n, c in whole._columns.items()}
         return DataProto, (columns, dict(self._meta), tuple(whole._bfloat16))
 
-    # ---- building
+    # ---- construction
 
     @classmethod
     def from_columns(
@@ -126,7 +126,7 @@ class DataProto:
         """Return a batch with meta values added or replaced."""
         return DataProto(self._columns, {**self._meta, **values}, self._bfloat16)
 
-    # ---- looking
+    # ---- accessors
 
     def __len__(self) -> int:
         return self._length
@@ -366,7 +366,7 @@ class DataProto:
             raise SchemaError(f"cannot take {num_padding} padding rows off {len(self)}")
         return self._slice(0, len(self) - num_padding)
 
-    # ---- inside
+    # ---- internals
 
     def _slice(self, start: int, stop: int) -> DataProto:
         stop = max(start, stop)

@@ -195,7 +195,7 @@ def _total(node: Node) -> int:
     return node.devices + node.taken
 
 
-# ---- texts
+# ---- formatting
 
 
 def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms: Sequence[Room]) -> str:

@@ -56,7 +56,7 @@ def assign_sources(table: Deliveries, regions: Regions, source: Layout, receiver
 
 
 def _share(rows: Array, nbytes: Array, counts: Array, ranks: Array, load: Array) -> tuple[Array, Array, Array, Array]:
-    """Split rows (each `counts` messages of `nbytes`) over `ranks` and add the result to `load`.
+    """Split rows (each `counts` messages of `nbytes`) over `ranks` and add the bytes to `load`.
 
     Returns (row, rank, first, last) of the runs.
     """

@@ -17,7 +17,7 @@ class LinkLoads:
     Attributes:
         egress: `[source ranks]` bytes sent.
         ingress: `[target ranks]` bytes received.
-        packed: `[source ranks]` bytes packed into messages. A slice with several receivers counts once per sender.
+        packed: `[source ranks]` bytes of distinct slices. A slice with several receivers counts once per sender.
         bound: lower bound on the busiest link's bytes over all assignments of senders.
     """
 

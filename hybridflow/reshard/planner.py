@@ -95,8 +95,7 @@ def _atoms(need: Table) -> tuple[Array, Array]:
 def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Table:
     """Cut slices larger than a bucket along their first axis that is longer than one.
 
-    fp8 slices are cut at block boundaries if the cut is fine enough; otherwise a sender would compute the scale of a
-    block twice.
+    fp8 slices are cut at block boundaries if a whole block fits in a bucket, so that a sender computes each scale once.
     """
     atom, fused = _atoms(need)
     nbytes = boxes.volumes(rows["size"]) * rows["item"]

@@ -21,7 +21,7 @@ from hybridflow.reshard.slices import SlicePlan
 
 @dataclass(frozen=True)
 class Fabric:
-    """Hardware speeds: Gb/s per link and direction, microseconds per message, memory GB/s (a copy reads and writes)."""
+    """Hardware speeds: link Gb/s per direction, microseconds per message, memory GB/s (a copy reads and writes)."""
 
     link_gbps: float = 400.0
     message_us: float = 20.0

@@ -2,8 +2,7 @@
 
 The plan intersects the pieces of both sides, so that each element an engine rank needs is delivered to it exactly once.
 Ranks that hold the same region (data-parallel replicas) share the sending, which minimises the load of the busiest
-link. A slice that several engine ranks need is one row with several receivers: it is packed once and sent to each
-(multicast).
+link. A slice that several engine ranks need is one row with several receivers (multicast).
 
 The plan is plain data: integer columns, a hash, JSON. This module does not depend on Megatron, SGLang or processes.
 """
@@ -36,7 +35,7 @@ class Deliveries:
         start, size: `[N, 3]` the slice, in coordinates of the HF tensor.
         nbytes: `[N]` bytes on the wire, in the target's dtype.
         bucket: `[N]` index of the receiver's bucket.
-        slice_id: `[N]` equal for rows with the same elements of the same source region, which are packed once.
+        slice_id: `[N]` equal for rows with the same elements of the same source region.
     """
 
     receiver: Array
@@ -67,7 +66,7 @@ class Regions:
 class Sends:
     """Assignment of deliveries to senders.
 
-    Rank `source` sends row `delivery` to `receivers_of(class)[first:last]`.
+    Rank `source` sends row `delivery` to `SlicePlan.receivers(class)[first:last]`.
     """
 
     delivery: Array

@@ -83,7 +83,7 @@ def make_pipes() -> list[int]:
 
 
 def open_pipes(process: int, receiver: Sequence[int]) -> tuple[int, int]:
-    """Open the receiver's two descriptors from its own process.
+    """Open the receiver's two descriptors in the receiver's process.
 
     Raises:
         OSError: the sender's process does not permit access.

@@ -53,7 +53,7 @@ class WeightSender:
         self.close()
 
     def send(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
-        """Carry out this rank's part of all orders concurrently. The parameters must not change meanwhile.
+        """Carry out this rank's part of all orders concurrently. The parameters must not change during the call.
 
         Args:
             go_timeout_s: how long an engine may take to pause and get ready.

@@ -34,8 +34,9 @@ _GO, _NOTHING = "go", "nothing"
 
 @dataclass(frozen=True)
 class Order:
-    """One attempt to bring one version to one engine. Created by the driver; read by senders, engine worker and engine
-    ranks.
+    """One attempt to deliver one version to one engine.
+
+    It is created by the driver and read by senders, engine worker and engine ranks.
 
     Attributes:
         engine: name, for error messages.
@@ -207,7 +208,7 @@ class Board:
         answer = self.store.compare_set(self._key("decision"), _NOTHING, _NOTHING).decode()
         return "" if answer == _NOTHING else answer
 
-    # ---- inside
+    # ---- internals
 
     def _key(self, name: str) -> str:
         return f"{self.order.endpoint.session}/{self.order.attempt}/{name}"

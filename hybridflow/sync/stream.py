@@ -44,8 +44,8 @@ class StreamStats:
     Attributes:
         payload_bytes: bytes of slices, in the engine's dtype.
         overhead_bytes: bytes of checksums.
-        peak_staging_bytes: bytes of the slabs and of the transport's slots that held this rank's messages. Slots are
-            shared by both sides of a host.
+        peak_staging_bytes: bytes of the slabs and of the transport's slots that held this rank's messages. Sender
+            and receiver on one host share the slots.
         messages: number of messages.
         seconds: time from the first message to the last, without `Received.commit`.
     """
@@ -132,7 +132,7 @@ def send_stream(
 
     Args:
         messages: `Messages.outgoing(rank)`. Pass the same object in every sync, otherwise views are prepared again.
-        buffers: the rank's parameters by the names of the plan's layout. They must not change meanwhile.
+        buffers: the rank's parameters by the names of the plan's layout. They must not change during the transfer.
 
     Raises:
         WeightSyncError: a peer is lost or late, or a buffer is missing or has another shape. The session must be
@@ -234,7 +234,7 @@ def receive_stream(
 
 
 def _arrivals(sync: _RankSync, channel: ReceiveChannel, places: Sequence[Payload]) -> Iterator[int]:
-    """Yield the index of each message once it is in its place. The next `slots` messages are received meanwhile."""
+    """Yield the index of each message once it is in its place. The next `slots` messages are in flight."""
     messages, slots = sync.messages, sync.staging.slots
     in_flight: deque[Work] = deque()
     for number in range(len(messages) + slots):

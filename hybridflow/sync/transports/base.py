@@ -166,7 +166,7 @@ class Transport:
             arrived.
         devices: supported buffer devices, "cpu" and "cuda".
         shares_devices: True if trainer and engines may be two processes on one GPU.
-        one_host: True if trainer and engines must be on one host.
+        one_host: True if trainer and engines must be on one host; False allows any placement.
         keeps_messages: True if a receiver that stages leaves all messages of a sync in the transport's slots.
         parts: message size as a multiple of the bytes that stay in a core's cache.
     """

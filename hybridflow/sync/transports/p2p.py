@@ -9,7 +9,7 @@ queue even across sessions. Two senders that start messages to two engines in di
 a receiver announces in the store when it starts to wait for a message and has received all earlier ones, and a sender
 starts a message only then. Everything in a sender's queue can then complete without any other kernel being started,
 regardless of the order in which engines are served. A session has one communicator. All its pairs are connected before
-the first message, because NCCL connects a pair at its first message and blocks meanwhile.
+the first message, because NCCL connects a pair at its first message, and that call blocks.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class OverNccl(PeerToPeer):
         client = client_store(endpoint.host, endpoint.port, endpoint.timeout_s)
         self._notes = Keys(client.connection, f"transport/{endpoint.session}/ready/")
         self._counts: Counter[int] = Counter()  # messages announced to, or by, each peer so far
-        # half of the messages in flight; the rest are being processed meanwhile
+        # half of the messages in flight; the rest are being processed
         self._together = max(1, endpoint.slots // 2)
         self._next: _Batch | None = None  # receiver only: not started yet
         self._started: deque[_Batch] = deque()  # receiver only: in order; the first has been announced
@@ -185,7 +185,7 @@ class OverNccl(PeerToPeer):
     def _connect(self) -> None:
         """Create the communicator and connect all pairs by sending one byte each.
 
-        NCCL has no timeout for either, so they run in a thread that this one waits for.
+        NCCL has no timeout for either, so they run in another thread and this one waits with a deadline.
         """
         failed: list[BaseException] = []
 
