@@ -375,7 +375,7 @@ if TRITON:
 
     @triton.jit
     def _place(program, num_row_tiles, num_others, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return (row tile, other index) of a program. GROUP row tiles iterate over the others together."""
+        """Return (row tile, index along the other axis) of a program. GROUP row tiles traverse that axis together."""
         first = program // (GROUP * num_others) * GROUP
         size = tl.minimum(num_row_tiles - first, GROUP)
         inside = program % (GROUP * num_others)

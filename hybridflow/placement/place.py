@@ -32,7 +32,7 @@ class Process:
         visible: the devices that the process sees, in its numbering. A model rank sees those of all ranks of its role
             on the node, where its own device has index `local_rank`; an engine sees only its own.
         local_rank: index among the role's processes on the node.
-        ports: range for the process's listening ports, reserved for it on its node.
+        ports: range of listening ports that is reserved for this process on its node.
     """
 
     role: str
@@ -146,7 +146,7 @@ def _members_in(rooms: Sequence[Room], group: Group, packing: Packing, is_local:
 
 
 def _few(capacity: Sequence[int], count: int) -> list[int]:
-    """Fill few bins: the largest bins first, and the smallest sufficient bin for the rest."""
+    """Distribute `count` over few bins: fill the largest first, and put the rest into the smallest sufficient bin."""
     counts = [0] * len(capacity)
     largest_first = sorted(range(len(capacity)), key=lambda number: (-capacity[number], number))
     for at, number in enumerate(largest_first):

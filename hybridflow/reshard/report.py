@@ -90,7 +90,7 @@ def parse_shape(text: str) -> dict[str, Any]:
 
 
 def build(kind: type, text: str) -> Any:
-    """Build a ParallelShape or EngineShape from its text.
+    """Parse a ParallelShape or EngineShape.
 
     Raises:
         ConfigError: this side has no such name, or the number of ranks is missing.
