@@ -108,6 +108,28 @@ DEEPSEEK: HfConfig = {
 }
 del DEEPSEEK["head_dim"]
 MOONLIGHT: HfConfig = {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None}
+GLM_FLASH: HfConfig = {
+    **MOONLIGHT,
+    "model_type": "glm4_moe_lite",
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "q_lora_rank": 24,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
+MISTRAL: HfConfig = {**SIZES, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+SEED_OSS: HfConfig = {
+    **SIZES,
+    "model_type": "seed_oss",
+    "architectures": ["SeedOssForCausalLM"],
+    "attention_dropout": 0.1,
+    "residual_dropout": 0.1,
+}
+QWEN2_MOE: HfConfig = {
+    **TINY,
+    "model_type": "qwen2_moe",
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 48,
+}
 
 # large enough that what stays (a Python process) does not drown what goes
 LARGE: HfConfig = {
@@ -213,6 +235,21 @@ FAMILIES: dict[str, HfConfig] = {
         "head_dim": 16,
         "use_qk_norm": True,
         "attention_bias": True,
+    },
+    "glm4_moe_lite": {
+        **{key: value for key, value in FAMILY_DEEPSEEK.items() if key != "first_k_dense_replace"},
+        "model_type": "glm4_moe_lite",
+        "q_lora_rank": 24,
+    },
+    "mistral": {"model_type": "mistral", **FAMILY_SIZES, "head_dim": 16, "sliding_window": None},
+    "seed_oss": {"model_type": "seed_oss", **FAMILY_SIZES, "head_dim": 16},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **FAMILY_SIZES,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
     },
 }
 
@@ -379,6 +416,11 @@ _FIELD_SIZES: HfConfig = {
 }
 _FIELD_GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _FIELD_SPARSE = {"moe_intermediate_size": 24}
+_FIELD_LATENT = {
+    "num_key_value_heads": 4,
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"n_group": 4, "topk_group": 2},
+}
 FIELD_MODELS: dict[str, HfConfig] = {
     "llama": _FIELD_SIZES,
     "qwen2": _FIELD_SIZES,
@@ -386,12 +428,20 @@ FIELD_MODELS: dict[str, HfConfig] = {
     "qwen3_moe": {**_FIELD_SIZES, **_FIELD_SPARSE, "num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {**_FIELD_SIZES, "head_dim": 8, "num_local_experts": 4},
     "glm4_moe": {**_FIELD_SIZES, **_FIELD_SPARSE, **_FIELD_GROUPS},
-    "deepseek_v3": {
+    "deepseek_v3": {**_FIELD_SIZES, **_FIELD_SPARSE, **_FIELD_GROUPS, **_FIELD_LATENT},
+    "glm4_moe_lite": {
         **_FIELD_SIZES,
         **_FIELD_SPARSE,
-        **_FIELD_GROUPS,
-        "num_key_value_heads": 4,
-        **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
-        **{"n_group": 4, "topk_group": 2},
+        **{key: value for key, value in _FIELD_GROUPS.items() if key != "first_k_dense_replace"},
+        **_FIELD_LATENT,
+    },
+    "mistral": {**_FIELD_SIZES, "sliding_window": None},
+    "seed_oss": {**_FIELD_SIZES, "head_dim": 8},
+    "qwen2_moe": {
+        **_FIELD_SIZES,
+        **_FIELD_SPARSE,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 40,
     },
 }

@@ -167,13 +167,17 @@ class Experts:
     Routed experts are cut by expert parallelism and the experts' own tensor parallelism, shared experts by plain tensor
     parallelism (`moe/shared_experts.py`). `expert_bias` is the correction that loss-free balancing adds to the scores:
     a fp32 buffer in Megatron. `grouped` chooses Megatron's names: grouped GEMM (`experts.linear_fc1.weight3`) or one
-    module an expert (`experts.local_experts.3`). `keys` are the family's keys of `ffn` and `num_experts`, for messages.
+    module an expert (`experts.local_experts.3`). `shared` is what the checkpoint calls the shared experts; with
+    `shared_gate` their output is scaled by the sigmoid of a projection of the hidden state. `keys` are the family's
+    keys of `ffn` and `num_experts`, for messages.
     """
 
     hidden: int
     ffn: int
     num_experts: int
     shared_ffn: int = 0
+    shared: str = "shared_experts"
+    shared_gate: bool = False
     expert_bias: bool = False
     prefix: str = "mlp."
     names: MlpNames = MlpNames()
@@ -192,7 +196,9 @@ class Experts:
         for expert in range(self.num_experts):
             shapes |= gated_tensors(f"{hf}experts.{expert}.", self.hidden, self.ffn, self.names)
         if self.shared_ffn:
-            shapes |= gated_tensors(f"{hf}shared_experts.", self.hidden, self.shared_ffn, self.names)
+            shapes |= gated_tensors(f"{hf}{self.shared}.", self.hidden, self.shared_ffn, self.names)
+        if self.shared_gate:
+            shapes[f"{hf}{self.shared}_gate.weight"] = (1, self.hidden)
         return shapes
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
@@ -212,8 +218,11 @@ class Experts:
             tensors += gated_local(fc1, fc2, expert, self.hidden, self.ffn, self.names, at.etp_rank, at.etp_size)
         if self.shared_ffn:
             fc1, fc2 = f"{mlp}shared_experts.linear_fc1.weight", f"{mlp}shared_experts.linear_fc2.weight"
-            shared = f"{hf}shared_experts."
+            shared = f"{hf}{self.shared}."
             tensors += gated_local(fc1, fc2, shared, self.hidden, self.shared_ffn, self.names, at.tp_rank, at.tp_size)
+        if self.shared_gate:
+            gate = f"{hf}{self.shared}_gate.weight"
+            tensors.append(whole(f"{mlp}shared_experts.gate_weight", gate, (1, self.hidden)))
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:

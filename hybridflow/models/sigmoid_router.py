@@ -25,7 +25,12 @@ class SigmoidDecoder(Decoder):
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
+        self.values["first_k_dense_replace"] = self.num_dense()
         self.router = sigmoid_router_config(self.values)
+
+    def num_dense(self) -> int:
+        """How many layers at the beginning have a gated MLP in place of experts."""
+        return int(self.values["first_k_dense_replace"])
 
     def mlp(self, layer: int) -> Block:
         """A gated MLP or experts, some of them shared."""

@@ -287,5 +287,7 @@ class EngineRank:
         tensors.append(LocalTensor(f"{hf}experts.w13_weight", (share, 2 * cols, hidden), tuple(w13)))
         tensors.append(LocalTensor(f"{hf}experts.w2_weight", (share, hidden, cols), tuple(w2)))
         if block.shared_ffn:
-            tensors += self._gated(f"{hf}shared_experts.", hidden, block.shared_ffn, block.names)
+            tensors += self._gated(f"{hf}{block.shared}.", hidden, block.shared_ffn, block.names)
+        if block.shared_gate:
+            tensors.append(_whole(f"{hf}{block.shared}_gate.weight", (1, hidden)))
         return tensors

@@ -10,7 +10,20 @@ from tests.dist.cases.mcore import TOP
 from tests.dist.harness.oracle import oracle
 from tests.dist.harness.policies import FULL, FULL_DENSE, batch_of
 from tests.dist.harness.ranks import run_ranks
-from tests.models import DEEPSEEK, DENSE, GLM4, LLAMA, MIXTRAL, MOONLIGHT, QWEN2, TINY
+from tests.models import (
+    DEEPSEEK,
+    DENSE,
+    GLM4,
+    GLM_FLASH,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    MOONLIGHT,
+    QWEN2,
+    QWEN2_MOE,
+    SEED_OSS,
+    TINY,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +41,10 @@ pytestmark = pytest.mark.slow
         pytest.param({}, DEEPSEEK, 14, id="deepseek-1-process-about-a-sequence-at-a-time"),
         pytest.param(FULL, DEEPSEEK, 60, id="deepseek-tp2-pp2-ep2"),
         pytest.param(FULL, MOONLIGHT, 40, id="moonlight-tp2-pp2-ep2"),
+        pytest.param(FULL, QWEN2_MOE, 60, id="qwen2-moe-tp2-pp2-ep2"),
+        pytest.param(FULL, GLM_FLASH, 60, id="glm-4.7-flash-tp2-pp2-ep2", marks=pytest.mark.full),
+        pytest.param(FULL_DENSE, MISTRAL, 60, id="mistral-tp2-pp2", marks=pytest.mark.full),
+        pytest.param({"pipeline": 2, "context": 2}, SEED_OSS, 60, id="seed-oss-pp2-cp2", marks=pytest.mark.full),
     ],
 )
 def test_log_probs_and_entropy_equal_transformers_on_the_exported_folder(tmp_path, parallel, hf, max_tokens):
@@ -55,7 +72,7 @@ def test_a_wrong_map_entry_changes_log_probs():
     """With the comparison to transformers above: whoever mixes up two tensors of one shape, which no proof can see, is
     caught."""
     models = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": DENSE, "qwen3_moe": TINY, "mixtral": MIXTRAL, "glm4_moe": GLM4}
-    models |= {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT}
+    models |= {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "qwen2_moe": QWEN2_MOE, "seed_oss": SEED_OSS}
     [changes] = run_ranks(1, "tests.dist.cases.mutation:log_prob_changes", models=models)
     everywhere = {"gate and up exchanged", "norms exchanged", "next layer's output projection"}
     sparse, grouped = {"one expert off", "router's rows exchanged"}, {"key and value exchanged"}
@@ -69,6 +86,8 @@ def test_a_wrong_map_entry_changes_log_probs():
         "glm4_moe": grouped | sparse | {"norms of query and key exchanged", "no bias", "no expert bias"},
         "deepseek_v3": latent | {"rows of the query's up projection exchanged"},
         "moonlight": latent,
+        "qwen2_moe": grouped | sparse | {"no bias"},
+        "seed_oss": grouped | {"no bias"},
     }
     assert {name: set(found) for name, found in changes.items()} == {
         name: everywhere | more for name, more in expected.items()

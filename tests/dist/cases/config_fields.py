@@ -56,6 +56,11 @@ OTHER: dict[str, Any] = _OTHER_DEPTH | {
     "partial_rotary_factor": 0.25,
     "rope_theta": 500.5,
     "original_max_position_embeddings": 8,
+    "mlp_layer_types": (["sparse", "sparse"], ["dense", "dense"], ["sparse", "dense"]),
+    "attention_out_bias": True,
+    "residual_dropout": 0.5,
+    "shared_expert_intermediate_size": 24,
+    "qkv_bias": False,
 }
 # fields whose values change no log-prob: all of them at once
 WITHOUT_INFLUENCE: dict[str, Any] = {
@@ -109,7 +114,7 @@ def changes_of(family: str, fields: set[str]) -> Iterator[tuple[str, dict[str, A
     """(name, config.json) of the family's cases: each field changed, each left out, rotary settings."""
     base = {"model_type": family, **FIELD_MODELS[family]}
     yield "as it is", base
-    supported_nowhere = {"sliding_window"} if family == "mixtral" else set()
+    supported_nowhere = {"sliding_window"} if family in ("mixtral", "mistral") else set()
     yield (
         "without influence",
         base | {name: WITHOUT_INFLUENCE[name] for name in fields & WITHOUT_INFLUENCE.keys() - supported_nowhere},

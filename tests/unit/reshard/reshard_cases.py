@@ -251,6 +251,7 @@ def _mlp(
 ) -> Buffers:
     kind, linear, number = found
     mixtral = hf["model_type"] == "mixtral"
+    kind = kind.replace("shared_experts", "shared_expert") if hf["model_type"] == "qwen2_moe" else kind
     place = f"{prefix}{'block_sparse_moe' if mixtral else 'mlp'}.{kind}"
     if number:
         experts = int(hf.get("num_experts") or hf.get("num_local_experts") or hf["n_routed_experts"])

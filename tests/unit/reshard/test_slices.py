@@ -245,7 +245,7 @@ def test_swapped_key_and_value_are_caught(model: str, monkeypatch: pytest.Monkey
         return [(names.get(name, name), first, rows) for name, first, rows in right(self, hf, kind)]
 
     monkeypatch.setattr(blocks.GroupedAttention, "_interleaved", swapped)
-    latent = model in ("deepseek_v3", "moonlight")
+    latent = model in ("deepseek_v3", "moonlight", "glm4_moe_lite")
     assert caught(model) == ("nobody" if latent else "values")
 
 

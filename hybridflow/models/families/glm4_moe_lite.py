@@ -1,0 +1,65 @@
+"""GLM-4.7-Flash: DeepSeek-V3's latent attention and router, with the kind of each layer's MLP as a list."""
+
+from __future__ import annotations
+
+from hybridflow.errors import ModelError
+from hybridflow.models.families.deepseek_v3 import DeepseekV3
+from hybridflow.models.family import FAMILIES
+from hybridflow.models.fields import Fields
+from hybridflow.models.sigmoid_router import EXPERT_ALIASES, LAYER_SIZES, ROUTER_FIXED, ROUTER_UNUSED
+
+
+class Glm4MoeLite(DeepseekV3):
+    """The map for a `glm4_moe_lite` config."""
+
+    architecture = "Glm4MoeLiteForCausalLM"
+    positions = 202752
+    fields = Fields(
+        used={
+            **LAYER_SIZES,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "q_lora_rank": 768,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.8,
+            "rms_norm_eps": 1e-5,
+            "mlp_layer_types": None,
+        },
+        # the last three are fields of the published config only
+        fixed={
+            **ROUTER_FIXED,
+            "attention_bias": (False,),
+            "rope_interleave": (True,),
+            "moe_layer_freq": (1,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+        },
+        # transformers reads mlp_layer_types in place of first_k_dense_replace, which published configs keep
+        unused=ROUTER_UNUSED | {"pretraining_tp", "first_k_dense_replace"},
+        nullable=frozenset({"q_lora_rank"}),
+        aliases=EXPERT_ALIASES,
+    )
+
+    def num_dense(self) -> int:
+        """The dense layers of `mlp_layer_types`: one, where config.json has no list.
+
+        Raises:
+            ModelError: the list has another length than the model, or a dense layer follows a sparse one.
+        """
+        kinds = self.values["mlp_layer_types"]
+        if kinds is None:
+            return 1
+        dense = kinds.count("dense")
+        if kinds != ["dense"] * dense + ["sparse"] * (self.num_layers - dense):
+            raise ModelError(
+                f"mlp_layer_types={kinds} is not supported: it must list the {self.num_layers} layers of "
+                "num_hidden_layers, dense ones first, then sparse ones"
+            )
+        return int(dense)
+
+
+FAMILIES.register("glm4_moe_lite", Glm4MoeLite)

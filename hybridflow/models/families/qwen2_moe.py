@@ -1,0 +1,70 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, a softmax router, and a shared expert behind a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridflow.models.blocks import Block, Experts
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.family import FAMILIES
+from hybridflow.models.fields import REQUIRED, Fields
+from hybridflow.models.softmax_router import softmax_router_config
+
+
+class Qwen2Moe(Decoder):
+    """The map for a `qwen2_moe` config."""
+
+    architecture = "Qwen2MoeForCausalLM"
+    positions = 32768
+    fields = Fields(
+        used={
+            "moe_intermediate_size": REQUIRED,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts": REQUIRED,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": False,
+            "head_dim": None,
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+        },
+        fixed={
+            "use_sliding_window": (False,),
+            "layer_types": ("full_attention",),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": (),
+        },
+        unused=frozenset(
+            {
+                *("sliding_window", "max_window_layers", "intermediate_size"),
+                *("output_router_logits", "router_aux_loss_coef"),
+            }
+        ),
+        nullable=frozenset({"num_key_value_heads"}),
+    )
+
+    def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
+        super().__init__(hf, mtp)
+        values = self.values
+        self.qkv_bias = bool(values["qkv_bias"])
+        self.ffn = int(values["moe_intermediate_size"])
+        self.shared_ffn = int(values["shared_expert_intermediate_size"])
+        self.num_experts = int(values["num_experts"])
+        renormalised = bool(values["norm_topk_prob"])
+        topk = int(values["num_experts_per_tok"])
+        self.router = softmax_router_config(self.num_experts, topk, self.ffn, renormalised=renormalised)
+        self.router |= {"moe_shared_expert_intermediate_size": self.shared_ffn, "moe_shared_expert_gate": True}
+
+    def mlp(self, layer: int) -> Block:
+        """Routed experts and a gated shared one in every layer."""
+        return Experts(
+            self.hidden,
+            self.ffn,
+            self.num_experts,
+            shared_ffn=self.shared_ffn,
+            shared="shared_expert",
+            shared_gate=True,
+        )
+
+
+FAMILIES.register("qwen2_moe", Qwen2Moe)
