@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -275,7 +276,7 @@ def _answer(server: socket.socket, record: Record, clock: Callable[[], float]) -
             connection, _ = server.accept()
         except OSError:
             return
-        with connection:
+        with connection, suppress(OSError):  # who asks may have gone, a stranger too: the others are answered
             said = {"node": record.node, "nonce": record.nonce, "time": clock()}
             connection.sendall(json.dumps(said).encode())
 
@@ -288,6 +289,8 @@ def _visit(record: Record, other: str, found: Mapping[str, Any], clock: Callable
         with socket.create_connection(address, timeout=_CONNECT_S) as connection:
             said = json.loads(connection.makefile("rb").read(4096))
         ended = clock()
+        if not isinstance(said, dict):
+            raise ValueError(f"it says {said!r:.40}")
     except (OSError, ValueError) as error:
         record.complaints[other] = (
             f"{record.node} cannot connect to {address[0]}:{address[1]} ({error}); check firewall and `interface`"

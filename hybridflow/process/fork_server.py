@@ -109,6 +109,9 @@ def _serve(listener: socket.socket) -> dict[str, Any]:
 def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str, Any] | None:
     """Fork for the next client. The order in the fork, None in the server."""
     connection, _ = listener.accept()
+    if peer_user(connection) != os.getuid():  # not said: anybody could fill the terminal of this user
+        connection.close()
+        return None
     connection.settimeout(_ORDER_TIMEOUT_S)
     files: list[int] = []
     server = os.getpid()
@@ -146,8 +149,6 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
 
 def _read(connection: socket.socket, files: list[int]) -> dict[str, Any]:
     """The order. Descriptors that come with it are added to `files`. ValueError where it must not be carried out."""
-    if (user := peer_user(connection)) != os.getuid():
-        raise ValueError(f"it is of the user with the number {user}")
     _, received, _, _ = socket.recv_fds(connection, 1, 3)
     files += received
     text = bytearray()

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -148,7 +149,9 @@ def test_a_reserved_port_is_not_given_twice() -> None:
 
 
 def test_names_of_ports_that_a_stranger_has_taken_are_done_without() -> None:
-    ports = range(20000, 20032)
+    ports = range(20000, 21000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
     with ExitStack() as taken:
         for port in ports:
             taken.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0hybridflow-engine-port-{port}")
@@ -158,6 +161,7 @@ def test_names_of_ports_that_a_stranger_has_taken_are_done_without() -> None:
     assert len({port for port, _ in held}) == 9  # who knows both names sees those that have one
     for _, lock in held:
         lock.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 STRANGER = """

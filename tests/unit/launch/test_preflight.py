@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,37 @@ def test_a_clock_that_is_off_and_a_node_that_never_came_up_are_replaced_by_spare
     assert "Communication connection failure" in bad["n3"] and "s off" in bad["n1"] and "chrony" in bad["n1"]
     with pytest.raises(ResourceError, match="2 of 4 nodes are usable, 3 are needed"):
         choose(hosts, found, 3, 2.0, errors)
+
+
+def test_a_thousand_strangers_do_not_make_a_node_unreachable() -> None:
+    """They connect and reset at once, or say nothing and stay, as another user of a node may do while a job starts."""
+    record, other = Record("n1", nonce="n"), Record("n2")
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as server, ExitStack() as silent:
+        address = server.getsockname()
+        strangers = [silent.enter_context(socket.create_connection(address, 60)) for _ in range(200)]
+        for _ in range(800):
+            with socket.create_connection(address, 60) as link:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        threading.Thread(target=preflight._answer, args=(server, record, lambda: 100.0), daemon=True).start()
+        found = {"address": address[0], "port": address[1], "nonce": "n"}
+        preflight._visit(other, "n1", found, lambda: 100.0)
+        assert not other.complaints and other.clocks == {"n1": 0.0}
+        assert len(strangers) == 200
+
+
+def test_something_else_at_the_port_of_a_node_is_said() -> None:
+    record = Record("n2")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"[1]")
+
+        threading.Thread(target=answer, daemon=True).start()
+        found = {"address": "127.0.0.1", "port": server.getsockname()[1], "nonce": "n"}
+        preflight._visit(record, "n1", found, lambda: 0.0)
+    assert "it says [1]" in record.complaints["n1"]
 
 
 @pytest.mark.parametrize(("begun", "ended", "off"), [(97.0, 101.0, 0.0), (37.0, 41.0, 59.0), (161.0, 165.0, -61.0)])

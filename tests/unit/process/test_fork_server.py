@@ -191,6 +191,45 @@ def test_nothing_is_sent_to_another_user_who_has_taken_the_name() -> None:
         assert stranger.stdout.read() == "b''\n", "the stranger was sent something"
 
 
+CROWD = """
+import os, resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+os.setuid(65534)
+links = []
+for number in range(1000):
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(sys.argv[1].replace("@", chr(0)))
+    links.append(link)
+    if number % 2:
+        try:
+            socket.send_fds(link, [b"\\n"], [0, 1, 2])
+            link.sendall(b'{"argv": ["-c", "print(1)"], "env": {}, "cwd": "/", "leader": true}\\n')
+        except OSError:
+            pass  # it is closed already
+answers = []
+for link in links:
+    try:
+        answers.append(link.recv(100))
+    except OSError:
+        answers.append(b"")
+print(set(answers))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can connect as another user")
+def test_a_thousand_connections_of_another_user_get_no_process_and_hold_nobody(start: Start) -> None:
+    [name], server = start(("json",), stderr=subprocess.PIPE)
+    fork(name, ["-m", "this"], os.environ, (0, 1, 2)).wait(60)  # it has loaded
+    address = address_of(name).replace("\0", "@")
+    crowd = subprocess.run(
+        [sys.executable, "-c", CROWD, address], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert crowd.stdout == "{b''}\n", crowd.stderr
+    assert fork(name, ["-m", "this"], os.environ, (0, 1, 2)).wait(60) == 0
+    server.kill()
+    assert server.stderr is not None and server.stderr.read() == b""
+
+
 @pytest.mark.parametrize("file", ["/dev/full", "a closed pipe"])
 def test_a_server_that_cannot_print_goes_on(start: Start, tmp_path: Path, file: str) -> None:
     if file == "/dev/full":

@@ -168,7 +168,7 @@ def test_nobody_waits_for_strangers_that_are_silent(accepting: Any, monkeypatch:
     monkeypatch.setattr(tcp, "_HELLO_S", 600.0)
     where, accepted, member = accepting
     with ExitStack() as open_:
-        for number in range(150):
+        for number in range(1000):
             link = open_.enter_context(socket.create_connection(where, timeout=60))
             link.sendall(bytes(number % 50))
         _comes(where, member)
