@@ -113,7 +113,9 @@ class CompletionServer:
                 web.route("*", "/{rest:.*}", _unknown),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=_IDLE_S)
+        http = logging.getLogger(f"{__name__}.http")
+        http.addFilter(_is_ours)
+        runner = web.AppRunner(app, access_log=None, logger=http, shutdown_timeout=1.0, keepalive_timeout=_IDLE_S)
         await runner.setup()
         server = runner.server
         assert server is not None
@@ -310,6 +312,14 @@ async def _go_on(request: web.Request) -> None:
     """Ask a client that waits for it to send the body; aiohttp's own handler fails where the client has gone."""
     with suppress(OSError):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether the server failed: a request that is none, or whose client has gone, is nothing to write of, or strangers
+    could fill the log."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, OSError)))
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:

@@ -90,9 +90,11 @@ def memory() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("talks", "connections"),
-    [pytest.param(8, 200, id="few"), pytest.param(100, 1000, id="many", marks=pytest.mark.full)],
+    [pytest.param(8, 400, id="few"), pytest.param(100, 1000, id="many", marks=pytest.mark.full)],
 )
-def test_no_client_of_the_endpoint_harms_a_conversation(tmp_path: Path, talks: int, connections: int) -> None:
+def test_no_client_of_the_endpoint_harms_a_conversation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, talks: int, connections: int
+) -> None:
     """A stranger, and the program of a conversation, try everything at once, while others talk."""
     tokenizer = byte_tokenizer(tmp_path, *FAMILIES["chatml"])
     before = memory()
@@ -125,10 +127,12 @@ def test_no_client_of_the_endpoint_harms_a_conversation(tmp_path: Path, talks: i
         return counts, strange, harmful
 
     counts, strange, harmful = asyncio.run(run())
-    print(f"{len(strange)} + {len(harmful)} attempts, {sum(counts)} conversations, {memory() - before} MiB")
+    tried = f"{len(strange)} + {len(harmful)} attempts beside {sum(counts)} conversations"
+    print(f"{tried}: {most_open} connections at most, {memory() - before} MiB")
     assert len(counts) == talks
     assert {name: what for name, what in strange if what} == {}
     assert {name: what for name, what in harmful if what} == {}
     assert len(strange) >= 70
+    assert [line.getMessage() for line in caplog.records if line.levelname == "ERROR"] == []
     assert most_open <= PLACES + 4 * talks + 16  # two ends of each honest connection
     assert memory() - before < 400
