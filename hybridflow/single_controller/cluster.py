@@ -49,6 +49,10 @@ SYSTEM_CONFIG = {  # of every cluster that this project starts
     # Children of a killed worker (the engines' guards) clear up and end. Killed by Ray they could not.
     "kill_child_processes_on_worker_exit": False,
 }
+# Without 0 here Ray replaces 127.0.0.1 by the machine's external address and listens on all interfaces:
+# get_node_ip_address (ray/_private/services.py:811) returns loopback only when clusters over several machines are
+# disabled.
+_ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _PREFIX = "hf-ray-"
 _LOCK = "owner.lock"
 _MIN_AGE_TO_SWEEP_S = 60.0
@@ -188,6 +192,8 @@ class Cluster:
         find_token()
         address = find_address(str(config.address))
         require_listener(address, config.start_timeout_s)
+        if address.startswith(f"{LOOPBACK}:"):
+            os.environ[_ONE_MACHINE] = "0"
         import ray
 
         _prepare_client(ray)
@@ -371,10 +377,7 @@ def _set_environment() -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Without it a thread that calls Ray after its shutdown would start another cluster, of which nobody knows.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-    # Without it Ray replaces 127.0.0.1 by the machine's external address and listens on all interfaces:
-    # get_node_ip_address (ray/_private/services.py:811) returns loopback only when clusters over several machines are
-    # disabled.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ[_ONE_MACHINE] = "0"
 
 
 def _gcs_address() -> str:

@@ -88,9 +88,8 @@ def _noted() -> str:
     Raises:
         ResourceError: the note, or its folder, is a link or another user's.
     """
-    from ray._common.utils import get_ray_address_file
-
-    file = Path(get_ray_address_file(None))
+    # as get_default_ray_temp_dir (ray/_common/utils.py:327); Ray is not imported before its variables are set
+    file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray", "ray_current_cluster")
     try:
         for path in (file.parent, file):
             status = path.lstat()

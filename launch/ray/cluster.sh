@@ -32,6 +32,9 @@ if [[ $action == head || $action == join ]]; then
   }
 fi
 
+# On loopback Ray would take the address of another interface for its own, and listen on all of them.
+[[ ${2:-} != 127.0.0.1 ]] || export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
+
 services=(
   "--temp-dir=$folder"
   "--node-manager-port=$((FIRST_PORT + 1))" "--object-manager-port=$((FIRST_PORT + 2))"
