@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hybridflow.agents.call_reading import read_calls, while_others_go_on
 from hybridflow.agents.callers import Callers
 from hybridflow.agents.completion_request import ChatRequest, RequestError, read_request
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 MODEL = "policy"
 _MOST_BYTES = 16 << 20  # of a request
+_MOST_CONTAINERS = 100_000
 _LONGER, _SLACK = 4, 20_000  # characters that a chat template and a tokenizer may leave out of what they are given
 _log = logging.getLogger(__name__)
 _BODY_S = 60.0  # for the body of a request to come
@@ -308,6 +311,16 @@ def _is_last_answer(message: Mapping[str, Any], served: _Served) -> bool:
     return message["role"] == "assistant" and told and same_calls
 
 
+def _containers(text: str) -> int:
+    """How many lists and objects a text of JSON has, 0 where they cannot be too many."""
+    if text.count("[") + text.count("{") <= _MOST_CONTAINERS:
+        return 0
+    data = text.encode("utf-8", "surrogatepass").replace(rb"\\", b"  ").replace(rb"\"", b"  ")
+    bytes_ = np.frombuffer(data, np.uint8)
+    is_outside = np.cumsum(bytes_ == ord('"'), dtype=np.int32) % 2 == 0  # of texts
+    return int(np.count_nonzero(is_outside & ((bytes_ == ord("[")) | (bytes_ == ord("{")))))
+
+
 async def _go_on(request: web.Request) -> None:
     """Ask a client that waits for it to send the body; aiohttp's own handler fails where the client has gone."""
     with suppress(OSError):
@@ -331,7 +344,10 @@ async def _body_of(request: web.Request) -> Any:
 
     try:
         async with asyncio.timeout(_BODY_S):
-            return await request.json()
+            text = await request.text()
+        if (made := _containers(text)) > _MOST_CONTAINERS:  # seconds to make, in which no other conversation goes on
+            raise RequestError(f"the body has {made} lists and objects, more than {_MOST_CONTAINERS}")
+        return json.loads(text)
     except TimeoutError as error:
         raise RequestError(f"the body did not come within {_BODY_S:.0f} s", 408) from error
     except OSError as error:

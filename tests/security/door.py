@@ -192,6 +192,7 @@ def on_sizes(door: Door) -> Iterator[Attempt]:
         "bytes": bytes(range(256)),
         "another encoding": '{"messages": []}'.encode("utf-16"),
         "15 MB of text": json.dumps({"messages": [{"role": "user", "content": "x" * (15 << 20)}]}).encode(),
+        "5 million lists": b'{"messages":[' + b"[]," * (5 << 20) + b"[]]}",
         "100,000 messages": json.dumps({"messages": QUESTION * 100_000}).encode(),
     }
     for name, data in documents.items():
