@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ from zmq.utils.monitor import recv_monitor_message
 from hybridflow.engines.sglang import closed_sockets
 from hybridflow.process.secret import VARIABLE
 from hybridflow.process.store import StoreClient, StoreError
+from tests.security import door
 
 CONTROL = "with the right key: "
 NOBODY = 65534
@@ -88,6 +90,8 @@ def on_files(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, file in facts["files"].items():
         yield f"write {name}", refused(_open, file, "r+b")
         yield f"replace {name}", refused(_rename, file)
+    for file in facts["locks"]:
+        yield f"hold {file}", refused(_hold, file)
     for name, file in facts["secret_files"].items():
         yield f"read {name}", refused(_open, file, "rb")
     for file in facts["shared_memory"]:
@@ -105,6 +109,12 @@ def _rename(path: str) -> str:
 def _open(path: str, mode: str) -> str:
     with open(path, mode):
         return "open"
+
+
+def _hold(file: str) -> str:
+    with open(file, "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return "held"
 
 
 def _watch(folder: str) -> str:
@@ -153,6 +163,40 @@ def on_unix_sockets(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for path in facts["unix"]:
         yield f"connect to {path}", refused(_connect_unix, path)
         yield f"replace {path}", refused(_rename, path)
+
+
+def on_fork_servers(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Servers that would start a process of the run's user: ask for one, take the name, hold it with silence."""
+    for name in facts["fork_servers"]:
+        path = "\0" + name.removeprefix("@")
+        yield f"have a process started by {name}", refused(_order, path, facts["trap"])
+        yield f"take the name {name}", refused(_take_name, path)
+        for sent in (b"", b"\n", b"x" * (1 << 16), b'{"argv": "'):
+            yield f"hold {name} with {len(sent)} bytes", refused(_order_bytes, path, sent)
+
+
+def _order(path: str, trap: str) -> str:
+    with socket.socket(socket.AF_UNIX) as link:
+        link.settimeout(2 * WAIT_S)
+        link.connect(path)
+        socket.send_fds(link, [b"\n"], [0, 1, 2])
+        order = {"argv": ["-c", f"open({trap!r}, 'w')"], "env": {}, "cwd": "/", "leader": True}
+        link.sendall(json.dumps(order).encode() + b"\n")
+        return link.recv(100).decode()
+
+
+def _order_bytes(path: str, sent: bytes) -> str:
+    with socket.socket(socket.AF_UNIX) as link:
+        link.settimeout(2 * WAIT_S)
+        link.connect(path)
+        link.sendall(sent)
+        return link.recv(100).decode()
+
+
+def _take_name(path: str) -> str:
+    with socket.socket(socket.AF_UNIX) as link:
+        link.bind(path)
+        return "taken"
 
 
 def _connect_unix(path: str) -> str:
@@ -277,6 +321,7 @@ def on_engines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for path, data in asked.items():
             for name, header in keys.items():
                 yield f"{path} with {name}", refused(_http, url + path, data, header)
+        yield from door.attempts(door.Door(url.removeprefix("http://"), "", 50, {}))
 
 
 def _http(url: str, body: Any, headers: dict[str, str]) -> str:
@@ -339,6 +384,7 @@ def _result(fork: tuple[int, int]) -> str:
 
 def warm_up() -> None:
     """Load what is loaded on first use: modules under root's home cannot be read afterwards."""
+    "x".encode("idna")
     os.environ["RAY_AUTH_MODE"] = "token"  # Ray takes its settings as it is loaded
     import ray._raylet  # noqa: F401
 
@@ -352,7 +398,7 @@ def warm_up() -> None:
     os.environ.pop(VARIABLE)
 
 
-ATTEMPTS = (on_files, on_processes, on_unix_sockets, on_tcp, on_engines, on_ray)
+ATTEMPTS = (on_files, on_processes, on_unix_sockets, on_tcp, on_engines, on_fork_servers, on_ray)
 
 if __name__ == "__main__":
     known = json.loads(Path(sys.argv[1]).read_text())

@@ -1,5 +1,4 @@
-"""Every socket that a run listens on, its process and what guards it, read from /proc: `python -m
-tests.security.sockets PID` prints the table of docs/security.md for a live run whose driver is PID."""
+"""The processes of a run, what each of them is, and every socket on which they listen, read from /proc."""
 
 from __future__ import annotations
 
@@ -7,27 +6,32 @@ import os
 import re
 import socket
 import stat
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-# what a process of a run is, by its command line or title
+# what a process of a run is, by its command line or title; the first that fits
 ROLES = (
+    (r"process[./]fork_server", "fork server"),
+    (r"guard\.py", "guard"),
+    (r"^\S*srun ", "Slurm srun"),
+    (r"slurm_script", "job script"),
+    (r"hybridflow\.launch", "job step"),
+    (r"rewards\.host", "rewards"),
     (r"gcs_server", "Ray gcs"),
-    (r"/raylet/raylet|raylet ", "Ray raylet"),
-    (r"runtime_env.*agent|runtime_env_agent", "Ray runtime-env agent"),
-    (r"dashboard.*agent", "Ray agent"),
+    (r"^\S*/raylet/raylet ", "Ray raylet"),
+    (r"default_worker\.py|ray::Host|ray::_Observer", "worker"),
+    (r"runtime_env.*agent|ray::RuntimeEnvAgent", "Ray runtime-env agent"),
+    (r"dashboard/dashboard\.py", "Ray dashboard"),
+    (r"dashboard.*agent|ray::DashboardAgent", "Ray agent"),
     (r"log_monitor|monitor\.py", "Ray monitor"),
-    (r"ray::DashboardAgent", "Ray agent"),
-    (r"ray::RuntimeEnvAgent", "Ray runtime-env agent"),
-    (r"ray::Host", "worker"),
+    (r"ray\.util\.client", "Ray client server"),
+    (r"ray\.scripts|bin/ray start", "Ray start"),
     (r"sglang::scheduler", "engine rank"),
     (r"sglang::detokenizer", "engine detokenizer"),
     (r"sglang::data_parallel", "engine data-parallel controller"),
     (r"sglang", "engine server"),
-    (r"guard\.py", "guard"),
     (r"hybridflow", "driver"),
 )
 
@@ -63,10 +67,18 @@ def processes_of(driver: int) -> list[psutil.Process]:
 def role_of(process: psutil.Process) -> str:
     """What the process is in the run."""
     try:
-        words = " ".join(process.cmdline())
+        role = _role(" ".join(process.cmdline()))
+        parent = process.parent()
+        # a server that its guard has forked keeps the guard's title
+        if role == "guard" and parent is not None and _role(" ".join(parent.cmdline())) == "guard":
+            return "engine server"
     except psutil.Error:
         return "ended"
-    return next((role for pattern, role in ROLES if re.search(pattern, words)), words[:40])
+    return role
+
+
+def _role(words: str) -> str:
+    return next((role for pattern, role in ROLES if re.search(pattern, words)), words[:40].strip())
 
 
 def listeners(processes: list[psutil.Process]) -> list[Listener]:
@@ -102,9 +114,3 @@ def _unix() -> dict[str, tuple[str, str]]:
         if len(fields) == 8 and int(fields[3], 16) & 0x10000:  # it listens
             found[fields[6]] = ("unix", fields[7])
     return found
-
-
-if __name__ == "__main__":
-    for one in listeners(processes_of(int(sys.argv[1]))):
-        reach = "reachable" if one.is_reachable else "private folder"
-        print(f"| {one.role} | {one.kind} | {one.address} | {reach} |")

@@ -1,0 +1,256 @@
+"""Each door of a run, opened again, is seen by the inventory or by the intruder: else to find nothing would show
+nothing. Some are opened in a live run by hand, the others by replacing the function that keeps them closed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.security import launchers
+from tests.security.attempts import attempts_of_nobody, facts_of
+from tests.security.inventory import edges_of, take
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user to make the attempts"),
+]
+# ---- by hand, in a live run
+
+
+KEY = "0123456789abcdef" * 2
+LISTEN = "import socket; link = socket.create_server(('0.0.0.0', 0))"
+HTTP = """
+import threading
+from http.server import *
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *words):
+        pass
+threading.Thread(target=HTTPServer(('127.0.0.1', 0), Quiet).serve_forever, daemon=True).start()
+"""
+ZMQ = "import zmq; link = zmq.Context().socket(zmq.PULL); link.bind('tcp://127.0.0.1:*')"
+GRPC = """
+import grpc
+from concurrent.futures import ThreadPoolExecutor
+class Any(grpc.GenericRpcHandler):
+    def service(self, details):
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
+server = grpc.server(ThreadPoolExecutor(1))
+server.add_generic_rpc_handlers((Any(),))
+server.add_insecure_port("127.0.0.1:0")
+server.start()
+"""
+PROGRAMS = {
+    "a key in a command line": ("", ("--api-key", KEY), "has a credential in its command line"),
+    "a process of another user": ("import os; os.setuid(65534)", (), "of the user 65534 has credentials"),
+    "every address": (LISTEN, (), r"listens at 0\.0\.0\.0:.* shows no guard"),
+    "HTTP without a key": (HTTP, (), "answers somebody without a key: HTTP 200"),
+    "ZeroMQ without CURVE": (ZMQ, (), "answers somebody without a key: ZeroMQ NULL"),
+    "gRPC without a token": (GRPC, (), "answers somebody without a key: gRPC answered"),
+}
+
+
+@pytest.mark.parametrize("door", PROGRAMS)
+def test_the_inventory_sees_what_a_process_does(door: str) -> None:
+    source, words, fault = PROGRAMS[door]
+    command = [sys.executable, "-c", f"{source}\nprint(flush=True); input()", "hybridflow", *words]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "API_KEY": KEY}
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        faults = take([psutil.Process(process.pid)]).faults
+        process.communicate(b"\n")
+    assert [bool(re.search(fault, line)) for line in faults] == [True], faults
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[launchers.Live]:
+    with launchers.shared_folder() as shared, launchers.local(shared) as run:
+        yield run
+
+
+def one_of(live: launchers.Live, kind: str, end: str = "", has: str = "") -> Path:
+    """A path of this kind of the run."""
+    found = [edge for edge in edges_of(live.processes(), live.run_folders) if edge.kind == kind]
+    return Path(next(edge.name for edge in found if edge.name.endswith(end) and has in edge.name))
+
+
+@contextmanager
+def mode(path: Path, opened: int) -> Iterator[None]:
+    """The path with another mode."""
+    before = path.stat().st_mode & 0o7777
+    path.chmod(opened)
+    try:
+        yield
+    finally:
+        path.chmod(before)
+
+
+def ray_folder(live: launchers.Live) -> Path:
+    return next(path for path in one_of(live, "file", has="/hf-ray-").parents if path.name.startswith("hf-ray-"))
+
+
+@contextmanager
+def keys_readable(live: launchers.Live) -> Iterator[None]:
+    keys = one_of(live, "file", "/keys.yaml")
+    with mode(keys.parent, 0o755), mode(keys, 0o644):
+        yield
+
+
+def _key(live: launchers.Live) -> str:
+    return str(yaml.safe_load(one_of(live, "file", "/keys.yaml").read_text())["api-key"])
+
+
+@contextmanager
+def key_in_a_log(live: launchers.Live) -> Iterator[None]:
+    log = live.folder / "logs" / "leak.log"
+    log.write_text(f"the key is {_key(live)}\n")
+    try:
+        yield
+    finally:
+        log.unlink()
+
+
+BY_HAND: dict[str, tuple[Callable[[launchers.Live], AbstractContextManager[None]], str]] = {
+    "Ray's folder": (lambda live: mode(ray_folder(live), 0o777), "/hf-ray-.* others can list, write, enter"),
+    "an engine's folder": (lambda live: mode(one_of(live, "file", "/keys.yaml").parent, 0o755), "/hf-engine-.*enter"),
+    "an engine's keys": (keys_readable, r"keys\.yaml .*: others can read"),
+    "the run folder's lock": (lambda live: mode(one_of(live, "lock", ".e2e.lock"), 0o644), "lock .* others can read"),
+    "shared memory": (lambda live: mode(one_of(live, "shared memory"), 0o666), "shared memory .* others can read"),
+    "a folder of the run": (lambda live: mode(live.folder / "logs", 0o777), "logs .*others can list, write, enter"),
+    "a key in a log": (key_in_a_log, "leak.log holds a credential"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("door", BY_HAND)
+def test_the_inventory_sees_a_door_opened_by_hand(live: launchers.Live, door: str) -> None:
+    opened, fault = BY_HAND[door]
+    with opened(live):
+        faults = take(live.processes(), live.run_folders).faults
+    assert any(re.search(fault, line) for line in faults), faults
+
+
+# ---- by replacing the functions that keep them closed
+
+# module → what is done to it as it is loaded, in every process of the run
+REPLACED = {
+    "hybridflow.process.private_folder": """
+made = module.make_private_folder
+def make_private_folder(*words):
+    folder = made(*words)
+    folder.chmod(0o755)
+    return folder
+module.make_private_folder = make_private_folder""",
+    "hybridflow.trainer.folder": """
+opened = module._open_lock
+def _open_lock(path):
+    lock = opened(path)
+    os.fchmod(lock, 0o644)
+    return lock
+module._open_lock = _open_lock""",
+    "hybridflow.single_controller.cluster": """
+def _set_environment(before=module._set_environment):
+    before()
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+module._set_environment = _set_environment""",
+    "hybridflow.process.fork_client": "module.peer_user = lambda connection: os.getuid()",
+    "hybridflow.engines.sglang.closed_paths": "module.close_paths = lambda: None",
+    "hybridflow.engines.sglang.closed_sockets": """
+module.bind = module.connect = lambda original, socket, *words, **more: original(socket, *words, **more)""",
+    "hybridflow.engines.sglang.server": """
+def _command(self, before=module.SglangEngine._command):
+    return [*before(self), "--api-key", self.admin_key]
+module.SglangEngine._command = _command""",
+}
+CUSTOMIZE = """
+import importlib.abc, importlib.machinery, os, sys
+REPLACED = {replaced!r}
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name not in REPLACED:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            exec(REPLACED[name], {{"module": module, "os": os}})
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Finder())
+"""
+SHAPE = ("cluster=one-process", "rollout=tiny", "rollout.tensor=2", "rollout.data_parallel_attention=2")
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[list[str]]:
+    """What the inventory and the intruder find in a run whose doors are all open."""
+    with launchers.shared_folder() as shared, launchers.shared_folder() as mine:
+        (mine / "open").mkdir()
+        (mine / "open").chmod(0o777)
+        (mine / "sitecustomize.py").write_text(CUSTOMIZE.format(replaced=REPLACED))
+        with launchers.local(shared, SHAPE, {"PYTHONPATH": str(mine)}) as run:
+            processes = run.processes()
+            taken = take(processes, run.run_folders)
+            (mine / "facts.json").write_text(json.dumps(facts_of(taken, processes, mine)))
+            got = [f"{name}: {what}" for name, what in attempts_of_nobody(mine / "facts.json") if what]
+            yield [*taken.faults, *got]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(r"folder .*/hf-ray-\w+ .*others can list, enter", id="the private folder around Ray's"),
+        pytest.param(r"lock .*\.e2e\.lock .* others can read", id="the mode of the lock"),
+        pytest.param(r"^hold .*\.e2e\.lock: held", id="the lock held"),
+        pytest.param(r"answers somebody without a key: gRPC answered", id="Ray's token"),
+        pytest.param(r"^without a token: keys of Ray's gcs: ", id="Ray's token, asked by the intruder"),
+        pytest.param(r"^have a process started by @hybridflow-fork-", id="who asks a fork server"),
+        pytest.param(r"^/health\w* with no key: 200", id="the key on health paths"),
+        pytest.param(r"answers somebody without a key: ZeroMQ NULL", id="CURVE"),
+        pytest.param(r"^push a pickle over ZeroMQ", id="CURVE, asked by the intruder"),
+        pytest.param(r"has a credential in its command line", id="the key in a command line"),
+        pytest.param(r"^find a key in a command line: found", id="the key in a command line, seen by the intruder"),
+    ],
+)
+def test_an_opened_door_is_found(opened: list[str], found: str) -> None:
+    assert any(re.search(found, line) for line in opened), "\n".join(opened)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bound", ["_MOST_STRANGERS", "_LONGER"])
+def test_the_endpoints_bounds_are_what_the_attempts_meet(bound: str, tmp_path: Path) -> None:
+    """Without them the test of the endpoint fails."""
+    (tmp_path / "sitecustomize.py").write_text(
+        CUSTOMIZE.format(
+            replaced={
+                "hybridflow.agents.callers": "module._MOST_STRANGERS = 10**9" if bound == "_MOST_STRANGERS" else "",
+                "hybridflow.agents.completions": "module._LONGER = 10**9" if bound == "_LONGER" else "",
+            }
+        )
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/security/test_door.py",
+        "-k",
+        "few",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout[-3000:]
