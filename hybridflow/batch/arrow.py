@@ -105,7 +105,11 @@ def parquet_rows(path: str | Path) -> int:
 
 
 def iter_parquet(
-    path: str | Path, required: Sequence[str], optional: Sequence[str] = (), rows: int = 4096
+    path: str | Path,
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    rows: int = 4096,
+    most_bytes: int | None = None,
 ) -> Iterator[DataProto]:
     """Yield the rows of one file in batches of at most `rows`, with the named columns.
 
@@ -113,9 +117,11 @@ def iter_parquet(
         path: the parquet file.
         required, optional: columns that the file must have, and columns that are read if present.
         rows: maximum rows per batch.
+        most_bytes: maximum decompressed bytes of these columns in a row group; None: half of the machine's memory.
 
     Raises:
-        DataError: the file is missing, not a complete parquet file, or lacks a required column. Names the file.
+        DataError: the file is missing, not a complete parquet file, lacks a required column, or is larger than allowed.
+            Names the file.
         SchemaError: a column has missing values or an unsupported type. Names the file and the column.
     """
     with _open_parquet(path) as file:
@@ -126,8 +132,31 @@ def iter_parquet(
                 f"{', '.join(present) or 'no columns'}"
             )
         columns = [*required, *(name for name in optional if name in present)]
+        _refuse_bomb(path, file, most_bytes, columns)
         for piece in file.iter_batches(rows, columns=columns):
             yield from_table(pa.Table.from_batches([piece]))
+
+
+def pick_parquet(path: str | Path, numbers: Sequence[int], columns: Sequence[str], most_bytes: int) -> DataProto:
+    """The rows with these numbers, in this order, with those of the columns that the file has. Row groups without one
+    of them are not read. Errors and `most_bytes` as in `iter_parquet`."""
+    found: dict[int, pa.RecordBatch] = {}
+    with _open_parquet(path) as file:
+        names = [name for name in columns if name in file.schema_arrow.names]
+        _refuse_bomb(path, file, most_bytes, names)
+        first = 0
+        for group in range(file.metadata.num_row_groups):
+            end = first + file.metadata.row_group(group).num_rows
+            if any(first <= number < end for number in numbers):
+                at = first
+                for piece in file.iter_batches(64, row_groups=[group], columns=names):
+                    inside = [number for number in numbers if at <= number < at + len(piece)]
+                    found |= {number: piece.slice(number - at, 1) for number in inside}
+                    at += len(piece)
+            first = end
+        if missing := [number for number in numbers if number not in found]:
+            raise DataError(f"{path}: row {missing[0]} is not there, though its footer says so")
+        return from_table(pa.Table.from_batches([found[number] for number in numbers]))
 
 
 @contextmanager
@@ -153,14 +182,24 @@ def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
         raise SchemaError(f"{path}: {error}") from error
 
 
-def _refuse_bomb(path: str | Path, file: pq.ParquetFile) -> None:
-    """Refuse a row group that takes over half of the memory, as it can only be decompressed as a whole."""
+def _refuse_bomb(
+    path: str | Path, file: pq.ParquetFile, most_bytes: int | None = None, columns: Sequence[str] | None = None
+) -> None:
+    """Refuse a row group that takes too much memory, as it can only be decompressed as a whole."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for number in range(file.metadata.num_row_groups):
-        if (size := file.metadata.row_group(number).total_byte_size) > memory // 2:
+        group = file.metadata.row_group(number)
+        size = group.total_byte_size
+        if columns is not None:
+            parts = (group.column(index) for index in range(group.num_columns))
+            size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in columns)
+        if size < 0 or size > (most_bytes or memory // 2):
+            limit = (
+                "more than half of this machine's memory" if most_bytes is None else f"more than {most_bytes >> 20} MiB"
+            )
             raise DataError(
-                f"{path}: row group {number} decompresses to {size / 2**30:.0f} GiB, more than half of this machine's "
-                "memory; write the file with smaller row groups"
+                f"{path}: row group {number} decompresses to {size / 2**30:.1f} GiB, {limit}; write the file with "
+                "smaller row groups"
             )
 
 

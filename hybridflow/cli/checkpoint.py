@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridflow.cli.command import add_actions, add_command, say, say_error
 from hybridflow.observe.jsonl import finite
+from hybridflow.process.memory_limit import memory_limit
 
 CHECKPOINT = """\
 examples:
@@ -59,7 +60,8 @@ def run_inspect(args: argparse.Namespace) -> int:
     """`hybridflow checkpoint inspect`."""
     from hybridflow.saving import tools
 
-    figures = tools.inspect(tools.locate(args.checkpoint))
+    with memory_limit():
+        figures = tools.inspect(tools.locate(args.checkpoint))
     if args.json:
         print(json.dumps(finite(figures), indent=2))
     else:
@@ -69,10 +71,15 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """`hybridflow checkpoint verify`; exit code 1 when a file is not what it should be."""
+    with memory_limit():
+        return _verify(args)
+
+
+def _verify(args: argparse.Namespace) -> int:
     from hybridflow.saving import tools
 
     reports: list[dict[str, Any]] = []
-    said = tools.damaged_beside(args.checkpoint)
+    said = tools.incomplete_checkpoints(args.checkpoint)
     for problem in said:
         say_error(problem)
     for folder in tools.roles(args.checkpoint):

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.command import add_command, add_recipe
+from hybridflow.cli.command import add_command, add_recipe, say
 from hybridflow.doctor.findings import Finding, exit_code, table
 from hybridflow.errors import ConfigError, ResourceError
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"node": name, "findings": [vars(finding) for finding in findings]}))
     elif findings:
-        print(f"{name}:\n{table(findings)}" if name else table(findings), flush=True)
+        say(f"{name}:\n{table(findings)}" if name else table(findings))
     return code
 
 

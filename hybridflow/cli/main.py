@@ -24,6 +24,7 @@ from hybridflow.cli.extras import missing_package
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError, StorageError
+from hybridflow.process.memory_limit import memory_limit
 from hybridflow.process.stopping import terminate_as_interrupt
 
 if TYPE_CHECKING:
@@ -210,7 +211,8 @@ def run_report(args: argparse.Namespace) -> int:
         )
     from hybridflow.observe.report import write_report
 
-    say(str(write_report(args.run_dir)))
+    with memory_limit():
+        say(str(write_report(args.run_dir)))
     return 0
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.command import add_command, run_job
+from hybridflow.cli.command import add_command, run_job, say
 from hybridflow.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ examples:
   hybridflow replay runs/tiny-moe-grpo 3                        step 3 again, from its dump and the checkpoint of step 2
   hybridflow replay runs/tiny-moe-grpo 3 cluster=in-process     in one process, where a breakpoint() works
   hybridflow replay runs/tiny-moe-grpo 3 actor.backend=fsdp     with another setting
+  hybridflow replay runs/mine 3 --run-code                      runs the files that its config.yaml names
 
 The run must have dumped the step (trainer.dump_rollouts_every_steps) and kept the checkpoint before it
 (trainer.save_every_steps, trainer.max_checkpoints_to_keep). Nothing of it is changed: the replay is a run of its own in
@@ -29,18 +33,18 @@ def add(commands: Any) -> None:
     parser = add_command(commands, "replay", "repeat a step of a run from its dump and compare", REPLAY, run_replay)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
     parser.add_argument("step", type=int, metavar="STEP", help="the step to repeat, from 1 on")
+    about = "run what config.yaml of RUN_DIR names: its reward, tools, programs and other files of Python"
+    parser.add_argument("--run-code", action="store_true", help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the run's")
 
 
 def run_replay(args: argparse.Namespace) -> int:
     """`hybridflow replay`."""
     run_dir: Path = args.run_dir
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} is not the folder of a run: it has no config.yaml")
     from hybridflow.config.check import check
-    from hybridflow.config.load import load_config
     from hybridflow.observe.rollouts import dump_path, list_dumps
 
+    _require_config(run_dir / "config.yaml")
     dump = dump_path(run_dir / "rollouts", args.step)
     if not dump.is_file():
         there = ", ".join(str(step) for step, _ in list_dumps(run_dir / "rollouts")) or "none"
@@ -55,8 +59,9 @@ def run_replay(args: argparse.Namespace) -> int:
         "trainer.report": "false",
     }
     try:
-        words = [*args.overrides, *(f"{key}={value}" for key, value in own.items())]
-        run = load_config("config", words, run_dir)
+        run = _load(run_dir / "config.yaml", [*args.overrides, *(f"{key}={value}" for key, value in own.items())])
+        if not args.run_code:
+            _refuse_code(run, run_dir, args.overrides)
         check(run, "train")
         _link_checkpoint(run, run_dir, folder, args.step - 1)
     except BaseException:
@@ -65,12 +70,49 @@ def run_replay(args: argparse.Namespace) -> int:
     return _replay(run, run_dir, folder, args.step)
 
 
+def _require_config(file: Path) -> None:
+    """ConfigError when it is not the configuration of a run: plain values, without a list of other recipes and without
+    references, by which it could read variables of the environment."""
+    from hybridflow.config.outside_yaml import read_outside_yaml
+
+    try:
+        text, values = read_outside_yaml(file)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file.parent} is not the folder of a run: it has no {file.name}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not what a run writes: {error}") from error
+    if "defaults" in values or "${" in text:
+        what = "a list of defaults" if "defaults" in values else "a reference ${...}"
+        raise ConfigError(f"{file} is not what a run writes: it has {what}")
+
+
+def _load(file: Path, words: Sequence[str]) -> RunConfig:
+    """The configuration with these settings; no other file of its folder counts as a recipe or a group."""
+    from hybridflow.config.load import load_config
+
+    with tempfile.TemporaryDirectory() as alone:
+        shutil.copyfile(file, Path(alone) / "config.yaml")
+        return load_config("config", words, Path(alone))
+
+
+def _refuse_code(run: RunConfig, run_dir: Path, overrides: Sequence[str]) -> None:
+    """ConfigError when the replay would execute what config.yaml names, not the command line."""
+    from hybridflow.config.own_entries import code_of
+
+    given = {word.lstrip("+").partition("=")[0] for word in overrides}
+    if found := [f"{key}={value}" for key, value in code_of(run) if key not in given]:
+        raise ConfigError(
+            f"the replay would run code that {run_dir / 'config.yaml'} names: {', '.join(found)}. Look at it, and give "
+            "--run-code if it may run"
+        )
+
+
 def _replay(run: RunConfig, run_dir: Path, folder: Path, step: int) -> int:
     from hybridflow.observe.compare import compare_step, describe
 
     run_job("train", run)
     differences = compare_step(run_dir, folder, step)
-    print(f"\nstep {step} of {run_dir} -> {folder}\n{describe(differences)}")
+    say(f"\nstep {step} of {run_dir} -> {folder}\n{describe(differences)}")
     return int(any(one.differing for one in differences))
 
 

@@ -3,6 +3,7 @@ terminal."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -15,17 +16,18 @@ def read_outside_bytes(path: Path, most_bytes: int) -> bytes:
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: no regular file (a pipe or a device would block or never end), or larger than `most_bytes`. The
-            message does not name the file.
+        ValueError: no regular file (a pipe or a device would block or never end), larger than `most_bytes`,
+            or growing. The message does not name the file.
     """
     if not path.exists():
         raise FileNotFoundError(2, "No such file or directory", str(path))
     if not path.is_file():
         raise ValueError("not a regular file")
     with path.open("rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"larger than {most_bytes} bytes")
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(size + 1) if size <= most_bytes else b""
+    if size > most_bytes or len(data) > size:
+        raise ValueError(f"larger than {most_bytes} bytes" if size > most_bytes else "being written while it is read")
     return data
 
 

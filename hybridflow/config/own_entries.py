@@ -34,6 +34,22 @@ def named(config: RunConfig) -> Iterator[tuple[str, Entry, str]]:
     yield from (("reward.combine", VERIFIER, name) for name in map(str, config.reward.combine) if is_user_entry(name))
 
 
+def code_of(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, value) of each setting by which a run executes what is not this package: files of Python, programs, and a
+    cluster that it joins."""
+    yield from ((key, value) for key, _, value in named(config))
+    single = {
+        "model.family": config.model.family if config.model.family and is_user_entry(config.model.family) else None,
+        "data.dataset_class.path": config.data.dataset_class.path,
+        "reward.path": config.reward.path,
+        "rollout.python": config.rollout.python,
+        "cluster.address": config.cluster.address,
+    }
+    yield from ((key, value) for key, value in single.items() if value is not None)
+    for name, server in config.rollout.agent.mcp_servers.items():
+        yield f"rollout.agent.mcp_servers.{name}", json.dumps(server, default=str)
+
+
 def problems(config: RunConfig) -> Iterator[str]:
     """Every problem as one line. Starts a process where there are such entries."""
     asked = []

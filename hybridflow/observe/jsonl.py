@@ -72,7 +72,7 @@ def read_jsonl(
 
     Args:
         skipped: gets the number, from 1 on, of each line that is not a whole JSON object.
-        most_bytes: reading ends with the last whole line before so many bytes.
+        most_bytes: reading ends with the line that has this byte.
 
     Raises:
         DataError: it is not a regular file.
@@ -83,9 +83,7 @@ def read_jsonl(
     if not path.is_file():  # a pipe would block, a device never end
         raise DataError(f"{path}: not a regular file")
     with path.open("rb") as file:
-        for number, line in enumerate(_lines(file), 1):
-            if file.tell() > most_bytes:
-                return
+        for number, line in enumerate(_lines(file, most_bytes), 1):
             record = None if line is None else _parse(line.decode("utf-8", errors="replace"))
             if record is not None:
                 yield record
@@ -106,14 +104,16 @@ def number_ranges(numbers: Iterable[int]) -> str:
     return ", ".join(shown) + (f" and {left} more" if left else "")
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """The lines of a file; None stands for one that is longer than any record."""
-    while line := file.readline(_MOST_LINE_BYTES):
+def _lines(file: BinaryIO, most_bytes: float) -> Iterator[bytes | None]:
+    """The lines of the first `most_bytes` of a file; None stands for one that is longer than any record."""
+    read = 0
+    while read < most_bytes and (line := file.readline(_MOST_LINE_BYTES)):
+        read += len(line)
         if len(line) < _MOST_LINE_BYTES or line.endswith(b"\n"):
             yield line
             continue
-        while (rest := file.readline(_MOST_LINE_BYTES)) and not rest.endswith(b"\n"):
-            pass
+        while read < most_bytes and (rest := file.readline(_MOST_LINE_BYTES)) and not rest.endswith(b"\n"):
+            read += len(rest)
         yield None
 
 

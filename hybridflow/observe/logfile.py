@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from hybridflow.config.outside_text import printable
+
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OURS = "hybridflow_handler"
 
@@ -28,7 +30,7 @@ def setup_logging(run_dir: str | Path, level: int | str = logging.INFO) -> Path:
     file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     terminal = _CurrentStderr()
     terminal.setLevel(logging.WARNING)
-    for handler, shape in ((file, formatter), (terminal, logging.Formatter("%(levelname)s %(name)s: %(message)s"))):
+    for handler, shape in ((file, formatter), (terminal, _Printable("%(levelname)s %(name)s: %(message)s"))):
         handler.setFormatter(shape)
         handler.set_name(_OURS)
         logging.getLogger().addHandler(handler)
@@ -44,6 +46,14 @@ def stop_logging() -> None:
         root.removeHandler(handler)
         handler.close()
     logging.captureWarnings(False)
+
+
+class _Printable(logging.Formatter):
+    """Records for a terminal, which text from a file must not steer."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, with escapes in place of control characters."""
+        return printable(super().format(record))
 
 
 class _LogFile(logging.FileHandler):

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from hybridflow.config.outside_text import printable
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -70,7 +72,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Print a line that stays, above the bar."""
-        self._display.line(text)
+        self._display.line(printable(text))
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:

@@ -11,11 +11,13 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.outside_text import printable
 from hybridflow.errors import naming
 from hybridflow.observe.charts import Drawn, draw
 from hybridflow.observe.plan_picture import pictures
@@ -25,7 +27,9 @@ from hybridflow.observe.run_folder import RunFolder, Sample, load_run
 
 REPORT_NAME = "report.html"
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
-_TEXT_LIMIT = 1500  # characters of a prompt or response that are shown
+_TEXT_LIMIT = 1500  # characters of a prompt, response or value that are shown
+_DEPTH, _ROWS = 8, 2_000  # of the tables of summary and environment
+_MOST_SECONDS = 1e10
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 Fact = tuple[str, str, str]  # label, value, small print
@@ -70,9 +74,9 @@ def render(run: RunFolder) -> str:
             for sample in run.samples
         ],
         has_tokens=any(row["tokens"] for sample in run.samples for row in sample.rows),
-        summary=[(key, value) for key, value in _flat(run.summary) if not key.startswith("planned.plan.")],
+        summary=list(islice((row for row in _flat(run.summary) if not row[0].startswith("planned.plan.")), _ROWS)),
         config_text=run.config_text,
-        environment=list(_flat(run.environment)),
+        environment=list(islice(_flat(run.environment), _ROWS)),
     )
 
 
@@ -92,7 +96,11 @@ def _page(**parts: Any) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_visible,
     )
     environment.filters["shown"] = shown
     names = (
@@ -150,10 +158,13 @@ def missing(run: RunFolder) -> list[str]:
 
 def shown(text: Any) -> str:
     """Text of a prompt or response, shortened if very long, with visible control characters."""
-    plain = "" if text is None else str(text)
-    more = len(plain) - _TEXT_LIMIT
-    cut = plain[:_TEXT_LIMIT] + (f"\n… {more:,} more characters" if more > 0 else "")
-    return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", cut)
+    plain = text if isinstance(text, str) else "" if text is None else _plain(text)
+    return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", _cut(plain))
+
+
+def _visible(value: Any) -> Any:
+    """The value without characters that would steer what shows the page; markup of ours stays markup."""
+    return type(value)(printable(value)) if isinstance(value, str) else value
 
 
 def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
@@ -178,13 +189,13 @@ def _plan_pictures(planned: Any) -> list[Drawn]:
     try:
         measured = {name: pair["measured"] for name, pair in planned["seconds"].items() if pair["measured"] is not None}
         return pictures(planned["plan"]["phases"], planned["plan"]["device_bytes"], measured)
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError):
         return []
 
 
 def _status(run: RunFolder) -> str:
-    if status := run.summary.get("status"):
-        return str(status)
+    if isinstance(status := run.summary.get("status"), str) and status:
+        return status[:_TEXT_LIMIT]
     return "finished" if run.summary else "not finished"
 
 
@@ -213,10 +224,10 @@ def _reward(run: RunFolder) -> Fact | None:
 
 def _steps(run: RunFolder) -> Fact:
     done = run.summary.get("steps")
-    if done is None:
+    if not isinstance(done, int | str):
         done = max((record["step"] for record in run.metrics if record.get("phase") == "train"), default=0)
     total, sft = run.setting("trainer.total_steps"), len(run.points("sft", "sft/loss"))
-    return "Training steps", f"{done} of {total}" if total else str(done), f"after {sft} SFT steps" if sft else ""
+    return "Training steps", _cut(f"{done} of {total}" if total else str(done)), f"after {sft} SFT steps" if sft else ""
 
 
 def _time(run: RunFolder) -> Fact | None:
@@ -227,7 +238,7 @@ def _time(run: RunFolder) -> Fact | None:
     ]
     if seconds is None and times:
         seconds = max(times) - min(times)
-    if not isinstance(seconds, int | float):
+    if not isinstance(seconds, int | float) or not 0 <= seconds < _MOST_SECONDS:
         return None
     each = run.values("train", "timing_s/step")
     return "Wall time", duration(seconds), f"{sum(each) / len(each):.1f} s a step" if each else ""
@@ -250,15 +261,14 @@ def _routes(run: RunFolder) -> Fact | None:
 
 
 def _layout(run: RunFolder) -> Fact | None:
-    parallel = run.setting("actor.parallel")
-    if not isinstance(parallel, Mapping):
+    if not isinstance(actor := run.config.get("actor"), Mapping) or "parallel" not in actor:
         return None
-    sizes = {name: parallel.get(name) or 1 for name in ("tensor", "pipeline", "context", "expert")}
-    world = (run.setting("cluster.nodes") or 1) * (run.setting("cluster.procs_per_node") or 1)
+    sizes = {name: run.size(f"actor.parallel.{name}") for name in ("tensor", "pipeline", "context", "expert")}
+    world = run.size("cluster.nodes") * run.size("cluster.procs_per_node")
     data = world // (sizes["tensor"] * sizes["pipeline"] * sizes["context"]) or 1
     short = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
     text = " ".join([*(f"{short[name]}{size}" for name, size in sizes.items() if size > 1), f"DP{data}"])
-    engines, cut = run.setting("rollout.num_engines") or 1, run.setting("rollout.tensor") or 1
+    engines, cut = run.size("rollout.num_engines"), run.size("rollout.tensor")
     return "Layout", text, f"{world} trainer ranks; {engines} engine{'s' if engines != 1 else ''} of TP{cut}"
 
 
@@ -302,18 +312,26 @@ def _sample_title(sample: Sample) -> str:
 
 
 def _percent(value: Any) -> str:
-    return f"{value * 100:.1f} %" if isinstance(value, int | float) else str(value)
+    return f"{value * 100:.1f} %" if isinstance(value, float) else _plain(value)
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        return _cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        return "nested too deeply to be shown"
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Any:
+def _cut(text: str) -> str:
+    more = len(text) - _TEXT_LIMIT
+    return f"{text[:_TEXT_LIMIT]}\n… {more:,} more characters" if more > 0 else text
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and depth < _DEPTH:
+            yield from _flat(value, f"{prefix}{key}.", depth + 1)
         else:
-            yield f"{prefix}{key}", _plain(value)
+            yield _cut(f"{prefix}{key}"), _plain(value)

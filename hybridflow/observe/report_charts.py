@@ -30,6 +30,7 @@ EXPECTED_METRICS: dict[str, tuple[str, ...]] = {
 _PHASES = ("gen", "update_actor", "old_log_prob", "update_weights", "ref", "save_checkpoint", "testing")
 _PHASE_COLORS = {name: color for color, name in enumerate(_PHASES)}
 _MAX_STACKED = 7
+_MOST_CHARTS = 64  # of what a reward returns
 
 
 def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
@@ -179,7 +180,7 @@ def is_accuracy(run: RunFolder, prefix: str) -> bool:
 def _reward_extras(run: RunFolder) -> list[Chart]:
     """A chart for each number that the reward returned beside the score."""
     prefix, end = "reward_extra/", "/mean"
-    names = sorted(name for name in run.names("train") if name.startswith(prefix) and name.endswith(end))
+    names = sorted(name for name in run.names("train") if name.startswith(prefix) and name.endswith(end))[:_MOST_CHARTS]
     return [
         _one(run, f"Reward: {name.removeprefix(prefix).removesuffix(end)}, mean of the batch", name, "mean")
         for name in names
@@ -198,8 +199,9 @@ def _gradient(run: RunFolder) -> Chart:
 def _difference(run: RunFolder) -> Chart:
     names = [("largest", "rollout/logprob_diff/max", 1), ("mean", "rollout/logprob_diff/mean", 0)]
     bound = run.setting("rollout.logprob_diff_bound")
-    if bound is not None and run.setting("model.dtype") == "bfloat16":
-        bound = max(bound, run.setting("rollout.logprob_diff_bound_bfloat16") or 0.0)
+    if run.setting("model.dtype") == "bfloat16":
+        bounds = (bound, run.setting("rollout.logprob_diff_bound_bfloat16"))
+        bound = None if bound is None else max((one for one in bounds if isinstance(one, int | float)), default=None)
     lines = [(float(bound), f"bound on the mean {bound:g}")] if isinstance(bound, int | float) and bound > 0 else []
     about = "rollout/logprob_diff/*: |engine - trainer| on the same tokens"
     return _several(run, "Log-probability difference", names, "nats", about, log=True, lines=lines)

@@ -66,7 +66,7 @@ TOKEN_COLUMNS: dict[str, str] = {
     "returns": "return of each response token",
 }
 MADE_WITH = "made_with"  # in the meta of a dump
-_STEP_FILE = re.compile(r"step_(\d+)\.parquet")
+_STEP_FILE = re.compile(r"step_([0-9]{1,15})\.parquet")
 
 
 def dump_path(folder: str | Path, step: int) -> Path:

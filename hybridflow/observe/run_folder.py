@@ -1,23 +1,45 @@
-"""Reading a run folder for the report. What is missing or damaged is noted and left out, as after a kill."""
+"""Reading a run folder for the report. What is missing or damaged is noted and left out, as after a kill.
+
+The folder may be somebody else's: no file outside it is read, what is read is bounded, and values that are not of the
+form that a run writes are left out.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hybridflow.batch import iter_parquet, parquet_rows, pick_parquet
+from hybridflow.config.outside_json import read_outside_json
+from hybridflow.config.outside_text import is_inside, read_outside_bytes
+from hybridflow.config.outside_yaml import MOST_BYTES, read_outside_yaml
 from hybridflow.errors import DataError
-from hybridflow.observe.jsonl import read_jsonl
-from hybridflow.observe.rollouts import list_dumps, read_rollouts
-from hybridflow.observe.timeline import read_timeline
+from hybridflow.observe.jsonl import number_ranges, read_jsonl, removed_lines
+from hybridflow.observe.rollouts import list_dumps
+from hybridflow.observe.timeline import WHOLE_STEP
 from hybridflow.observe.tokens import Decode, open_decoder, read_stretches
+from hybridflow.observe.trackers.base import PHASES
 
 CHANGES = "changes.jsonl"  # what differed at each start that went on from a checkpoint
 _ROWS_PER_DUMP = 4  # two of the best and two of the worst
+# a step has about 150 metrics in 7 KB
+_MOST_RECORD_BYTES, _MOST_RECORDS, _MOST_VALUES, _MOST_NAMES = 128 << 20, 250_000, 4_000_000, 2_000
+_MOST_JSON_BYTES = 8 << 20
+_MOST_FOLDERS, _MOST_ROWS, _MOST_GROUP_BYTES = 32, 500_000, 256 << 20
+_RANKED_BY = ("uid", "score")
+_NUMBERS = ("score", "response_length", "logprob_diff_mean", "advantage", "turns", "tool_calls")
+_TEXTS = ("prompt_text", "response_text", "ground_truth", "finish_reason", "reward_extra", "agent_failure")
+_SHOWN = (*_NUMBERS, *_TEXTS)
+_OUTSIDE = "a link out of the run folder, which is not followed"
+_MOST_STEP, _MOST_NUMBER = 1 << 53, 1e300
 
 
 @dataclass(frozen=True)
@@ -70,11 +92,18 @@ class RunFolder:
         return [value for _, value in self.points(phase, name) if value is not None]
 
     def setting(self, dotted: str) -> Any:
-        """A value of config.yaml by its dotted key; None where there is none."""
+        """A single value of config.yaml by its dotted key; None where there is none, or a number that is no size."""
         node: Any = self.config
         for part in dotted.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
-        return node
+        if isinstance(node, bool | str):
+            return node
+        return node if _is_number(node) and abs(node) < _MOST_STEP else None
+
+    def size(self, dotted: str) -> int:
+        """A setting that counts something; 1 where there is none."""
+        found = self.setting(dotted)
+        return found if _is_step(found) and found else 1
 
 
 def load_run(path: Path) -> RunFolder:
@@ -83,23 +112,118 @@ def load_run(path: Path) -> RunFolder:
     run.config_text, run.config = _config(path / "config.yaml", run.missing)
     run.summary = _json(path / "summary.json", "the run was killed, or is still running", run.missing)
     run.environment = _json(path / "environment.json", "", run.missing)
-    records = read_jsonl(path / "metrics.jsonl")
-    run.metrics = [
-        record for record in records if isinstance(record.get("step"), int) and isinstance(record.get("phase"), str)
+    run.metrics = list(_metrics(_records(path / "metrics.jsonl", run.missing), run.missing))
+    run.timeline = [
+        _of_numbers(record) for record in _records(path / "timeline.jsonl", run.missing) if _is_span(record)
     ]
-    run.timeline = read_timeline(path / "timeline.jsonl")
     run.changes = [
         record
-        for record in read_jsonl(path / CHANGES)
-        if isinstance(record.get("step"), int) and isinstance(record.get("changes"), list)
+        for record in _records(path / CHANGES, run.missing)
+        if _is_step(record.get("step")) and isinstance(record.get("changes"), list)
     ]
     for name, found, so in (("metrics.jsonl", run.metrics, ", so no charts"), ("timeline.jsonl", run.timeline, "")):
         if not found:
             run.missing.append(f"{name}: {'holds no record' if (path / name).exists() else 'not there'}{so}")
-    decode = open_decoder(path / "model")
-    for kind in ("rollouts", "validation", *sorted(folder.name for folder in path.glob("validation-*"))):
+    run.missing += _lost_steps(run)
+    decode = open_decoder(path / "model") if is_inside(path / "model" / "tokenizer.json", path) else None
+    validations = sorted(folder.name for folder in path.glob("validation-*"))
+    for kind in ("rollouts", "validation", *validations[:_MOST_FOLDERS]):
         run.samples += _samples(path / kind, kind, decode, run.missing)
     return run
+
+
+def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
+    """The records of a file, up to a bound; what of it is not read is noted."""
+    if path.exists() and not is_inside(path, path.parent):
+        missing.append(f"{path.name}: {_OUTSIDE}")
+        return
+    skipped: list[int] = []
+    try:
+        for number, record in enumerate(read_jsonl(path, skipped, _MOST_RECORD_BYTES)):
+            if number == _MOST_RECORDS:
+                missing.append(f"{path.name}: holds more than {_MOST_RECORDS:,} records; later ones are left out")
+                break
+            yield record
+    except (DataError, OSError) as error:
+        missing.append(f"{path.name}: cannot be read ({str(error).rsplit(': ', 1)[-1]})")
+        return
+    if skipped:
+        missing.append(f"{path.name}: {removed_lines(skipped)}")
+    if path.exists() and (size := path.stat().st_size) > _MOST_RECORD_BYTES:
+        missing.append(f"{path.name}: has {size >> 20} MiB, of which the first {_MOST_RECORD_BYTES >> 20} are shown")
+
+
+def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[dict[str, Any]]:
+    """Records of steps with finite numbers alone; the names of metrics are shared between them."""
+    values, names, strange = 0, dict[str, None](), 0
+    for record in records:
+        if not _is_step(record.get("step")) or record.get("phase") not in PHASES:
+            strange += 1
+            continue
+        values += len(record)
+        if values > _MOST_VALUES:
+            missing.append(f"metrics.jsonl: holds more than {_MOST_VALUES:,} values; later steps are left out")
+            break
+        if len(names) < _MOST_NAMES:
+            names |= dict.fromkeys(map(sys.intern, record))
+        yield _of_numbers({name: value for name, value in record.items() if name in names})
+    if strange:
+        missing.append(f"metrics.jsonl: {strange} records have no step or phase and are left out")
+    if len(names) >= _MOST_NAMES:
+        missing.append(f"metrics.jsonl: names more than {_MOST_NAMES:,} metrics; others are left out")
+
+
+def _of_numbers(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with None for numbers that no chart can show, and without values of other kinds but text."""
+    return {
+        sys.intern(name): value if isinstance(value, str) or name == "step" else _chartable(value)
+        for name, value in record.items()
+        if value is None or isinstance(value, str) or _is_number(value)
+    }
+
+
+def _chartable(value: Any) -> float | None:
+    if value is None or not abs(value) < _MOST_NUMBER:  # NaN is not less either
+        return None
+    return float(value) if abs(value) > 1 / _MOST_NUMBER else 0.0
+
+
+def _is_span(record: Mapping[str, Any]) -> bool:
+    """Whether a record of the timeline is a phase that has ended."""
+    step, times = record.get("step"), [record.get(name, 0.0) for name in ("seconds", "start", "end")]
+    return (
+        isinstance(record.get("name"), str)
+        and all(isinstance(one, int | float) and 0 <= one < _MOST_STEP for one in times)
+        and (step is None or _is_step(step))
+    )
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST_STEP
+
+
+def _lost_steps(run: RunFolder) -> Iterator[str]:
+    """A sentence for each kind of record that lacks steps between others. A run that began with the dumps of another
+    may begin with any step."""
+    first = None if run.setting("trainer.rollouts_from") else 1
+    for phase in ("train", "sft", "reward"):
+        yield from _gaps("metrics.jsonl", phase, (one["step"] for one in run.metrics if one["phase"] == phase), first)
+    whole = (one["step"] for one in run.timeline if one["name"] == WHOLE_STEP and one.get("step") is not None)
+    yield from _gaps("timeline.jsonl", "train", whole, first)
+
+
+def _gaps(name: str, phase: str, steps: Iterable[int], first: int | None) -> Iterator[str]:
+    there = sorted({step for step in steps if step > 0})
+    if not there:
+        return
+    ranges = [
+        (before + 1, after)
+        for before, after in zip([(first or there[0]) - 1, *there[:-1]], there, strict=True)
+        if before + 1 < after
+    ]
+    lost = number_ranges(step for begin, end in ranges for step in range(begin, min(end, begin + _MOST_NAMES)))
+    if lost:
+        yield f"{name}: has no record of {phase} step {lost}: records were lost"
 
 
 def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[dict[str, Any]]:
@@ -136,17 +260,38 @@ def _samples(folder: Path, kind: str, decode: Decode | None, missing: list[str])
     found = []
     for step, path in (dumps[index] for index in wanted):
         try:
-            rows = read_rollouts(path)
+            if not is_inside(path, folder.parent):
+                raise DataError(_OUTSIDE)
+            found.append(_sample(path, kind, step, decode))
         except DataError as error:
             missing.append(f"{kind}/{path.name}: cannot be read ({str(error).rsplit(': ', 1)[-1]})")
-            continue
-        scores = [row["score"] for row in rows if _is_number(row.get("score"))]
-        mean = sum(scores) / len(scores) if scores else None
-        numbers, picked = {id(row): number for number, row in enumerate(rows)}, pick_rows(rows)
-        tokens = read_stretches(path, [numbers[id(row)] for row in picked], decode)
-        shown = [_shown_fields(row) | {"tokens": one} for row, one in zip(picked, tokens, strict=True)]
-        found.append(Sample(kind, step, len(rows), mean, shown))
     return found
+
+
+def _sample(path: Path, kind: str, step: int, decode: Decode | None) -> Sample:
+    """Rows of a dump; of the others only the scores are read. DataError: it cannot be read."""
+    if (count := parquet_rows(path)) > _MOST_ROWS:
+        raise DataError(f"more than {_MOST_ROWS:,} rows")
+    rows: list[dict[str, Any]] = [{"row": number} for number in range(count)]
+    at = 0
+    for batch in iter_parquet(path, (), _RANKED_BY, most_bytes=_MOST_GROUP_BYTES):
+        for name in batch.columns:
+            for row, value in zip(rows[at : at + len(batch)], batch.dense(name).tolist(), strict=True):
+                row[name] = value
+        at += len(batch)
+    scores = [row["score"] for row in rows if _is_number(row.get("score"))]
+    mean = sum(scores) / len(scores) if scores else None
+    numbers = [row["row"] for row in pick_rows(rows)]
+    if not numbers:
+        return Sample(kind, step, 0, mean, [])
+    picked = pick_parquet(path, numbers, _SHOWN, _MOST_GROUP_BYTES)
+    tokens = read_stretches(path, numbers, decode, _MOST_GROUP_BYTES)
+    columns = {name: column.tolist() for name in picked.columns if isinstance(column := picked[name], np.ndarray)}
+    shown = [
+        _shown_fields({name: values[row] for name, values in columns.items()}) | {"tokens": one}
+        for row, one in enumerate(tokens)
+    ]
+    return Sample(kind, step, len(rows), mean, shown)
 
 
 def _score(row: Mapping[str, Any]) -> float:
@@ -156,14 +301,8 @@ def _score(row: Mapping[str, Any]) -> float:
 
 def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows of a row; None stands for a number that is missing or not a number."""
-    numbers = {
-        name: row[name] if _is_number(row.get(name)) else None
-        for name in ("score", "response_length", "logprob_diff_mean", "advantage", "turns", "tool_calls")
-    }
-    return numbers | {
-        name: row.get(name)
-        for name in ("prompt_text", "response_text", "ground_truth", "finish_reason", "reward_extra", "agent_failure")
-    }
+    numbers = {name: row[name] if _is_number(row.get(name)) else None for name in _NUMBERS}
+    return numbers | {name: row.get(name) for name in _TEXTS}
 
 
 def _is_number(value: object) -> bool:
@@ -171,29 +310,34 @@ def _is_number(value: object) -> bool:
 
 
 def _config(path: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
-    import yaml
-
-    text = _text(path, "", missing)
+    """Text and mapping of config.yaml; the text alone where it is no mapping of a run."""
     try:
-        parsed = yaml.safe_load(text)
-    except yaml.YAMLError:
-        missing.append("config.yaml: not valid YAML; shown as it is")
-        parsed = None
-    return text, parsed if isinstance(parsed, dict) else {}
+        _require_inside(path)
+        return read_outside_yaml(path)
+    except FileNotFoundError:
+        missing.append(f"{path.name}: not there")
+        return "", {}
+    except (OSError, ValueError) as error:
+        missing.append(f"{path.name}: cannot be read ({error}), so settings are not known")
+    with suppress(OSError, ValueError):
+        _require_inside(path)
+        return read_outside_bytes(path, MOST_BYTES).decode("utf-8"), {}
+    return "", {}
 
 
 def _json(path: Path, meaning: str, missing: list[str]) -> dict[str, Any]:
-    text = _text(path, meaning, missing)
     try:
-        parsed = json.loads(text or "{}")
-    except ValueError:
-        missing.append(f"{path.name}: not valid JSON")
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
-
-
-def _text(path: Path, meaning: str, missing: list[str]) -> str:
-    if not path.exists():
+        _require_inside(path)
+        return read_outside_json(path, _MOST_JSON_BYTES)
+    except FileNotFoundError:
         missing.append(f"{path.name}: not there" + (f" ({meaning})" if meaning else ""))
-        return ""
-    return path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError) as error:
+        wrong = "not valid JSON" if str(error).startswith("not JSON") else f"cannot be read ({error})"
+        missing.append(f"{path.name}: {wrong}")
+    return {}
+
+
+def _require_inside(path: Path) -> None:
+    """ValueError for a file of the run folder that is a link out of it."""
+    if not is_inside(path, path.parent):
+        raise ValueError(_OUTSIDE)

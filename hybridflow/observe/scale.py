@@ -42,7 +42,7 @@ def linear(values: Iterable[float], start: float, end: float, include: Iterable[
     """A scale whose ends are round numbers around `values` and `include`."""
     found = [*values, *include]
     low, high = min(found), max(found)
-    if low == high:
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
         pad = abs(low) * 0.1 or 1.0
         # A constant that is never negative keeps zero as its floor.
         low, high = (0.0, high + pad) if low >= 0 else (low - pad, high + pad)

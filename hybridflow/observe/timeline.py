@@ -120,7 +120,7 @@ class Timeline:
 def read_timeline(
     path: str | Path, skipped: list[int] | None = None, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
-    """The records of a timeline file in the order in which the phases ended; arguments and errors as of `read_jsonl`."""
+    """The records of a timeline file, by the end of their phases. Arguments and errors as of `read_jsonl`."""
     return [
         record
         for record in read_jsonl(path, skipped, most_bytes)

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged, read_parquet
+from hybridflow.batch import DataProto, Jagged, pick_parquet
+from hybridflow.config.outside_json import MOST_BYTES
 from hybridflow.errors import DataError
 
 MOST_TOKENS = 600  # of a response
 # |trainer - engine| log-probability from which a token is coloured more strongly
 LEVELS = (1e-3, 1e-2, 0.05, 0.2, 1.0)
 
+_NEEDED = ("response_ids", "rollout_log_probs", "response_mask", "response_versions")
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -41,7 +43,7 @@ class Stretch:
 def open_decoder(folder: Path) -> Decode | None:
     """Decodes token ids with the tokenizer of a run's `model/`; None where there is none that can be read."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not path.is_file() or path.stat().st_size > MOST_BYTES:
         return None
     try:
         import tokenizers
@@ -50,22 +52,37 @@ def open_decoder(folder: Path) -> Decode | None:
         return None
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception:  # the library raises a bare Exception for a damaged file
+    except BaseException as error:  # a bare Exception for a damaged file, and a panic is not even one
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         return None
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def decode(ids: Sequence[int]) -> str:
+        try:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise ValueError(f"the tokenizer does not decode these tokens: {error}") from error
+
+    return decode
 
 
-def read_stretches(path: Path, rows: Sequence[int], decode: Decode | None) -> list[list[Stretch]]:
-    """The tokens of each of these rows of a dump, from the first on; empty where the dump has none."""
+def read_stretches(
+    path: Path, rows: Sequence[int], decode: Decode | None, most_bytes: int = 1 << 30
+) -> list[list[Stretch]]:
+    """The tokens of each of these rows of a dump, from the first on; empty where the dump has none, or has more than
+    `most_bytes` of them in a row group."""
+    empty: list[list[Stretch]] = [[] for _ in rows]
+    if decode is None:
+        return empty
     try:
-        batch = read_parquet(path)
-        needed = ("response_ids", "rollout_log_probs", "response_mask", "response_versions")
-        if decode is None or any(name not in batch for name in needed):
-            return [[] for _ in rows]
-        picked = batch.rows(np.array(rows, np.int64))
+        picked = pick_parquet(path, rows, (*_NEEDED, "old_log_probs"), most_bytes)
+        if any(name not in picked for name in _NEEDED):
+            return empty
         return [_stretches(picked, row, decode) for row in range(len(rows))]
-    except (DataError, IndexError, ValueError, AttributeError):  # written by something else
-        return [[] for _ in rows]
+    except (DataError, IndexError, ValueError, TypeError, AttributeError, OverflowError):  # written by something else
+        return empty
 
 
 def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
@@ -87,7 +104,8 @@ def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
 def _stretches(batch: DataProto, row: int, decode: Decode) -> list[Stretch]:
     ids = [int(token) for token in _row(batch, "response_ids", row)[:MOST_TOKENS]]
     mask, versions = (
-        np.repeat(*_row(batch, name, row).reshape(-1, 2).T) for name in ("response_mask", "response_versions")
+        _of_runs(_row(batch, name, row), len(_row(batch, "response_ids", row)))
+        for name in ("response_mask", "response_versions")
     )
     engine = _row(batch, "rollout_log_probs", row)
     trainer = _row(batch, "old_log_probs", row) if "old_log_probs" in batch else None
@@ -102,6 +120,14 @@ def _stretches(batch: DataProto, row: int, decode: Decode) -> list[Stretch]:
         found[-1].tokens.append(_token(text or "\u00b7", sampled, float(engine[at]), trainer, at))
     left = len(_row(batch, "response_ids", row)) - len(ids)
     return [*found, Stretch(f"{left:,} more tokens", [])] if left else found
+
+
+def _of_runs(runs: np.ndarray, tokens: int) -> np.ndarray:
+    """A value for each token, from [value, tokens in a row]. ValueError: it is one for more or fewer tokens."""
+    values, counts = runs.reshape(-1, 2).T
+    if (counts < 0).any() or (counts > tokens).any() or counts.sum() != tokens:
+        raise ValueError("the runs do not add up to the tokens")
+    return np.repeat(values, counts)
 
 
 def _row(batch: DataProto, name: str, row: int) -> np.ndarray:

@@ -30,6 +30,7 @@ _NEEDED = (
     *("uid", "prompt_ids", "response_ids", "rollout_log_probs", RESPONSE_MASK, "response_versions", "score"),
     *("data_source", "ground_truth", "extra_info", "response_text", "finish_reason", "weight_version"),
 )
+_MOST_LOG_PROB = 0.1  # of a probability of one, rounded
 _CONVERSATION = ("messages", "turns", "tool_calls", "agent_failure")
 _MODEL_FACTS = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_experts", "vocab_size")
 
@@ -196,9 +197,30 @@ def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
                 f"{theirs.get(name)} there and {ours} in this run"
             )
     try:
+        _check_tokens(held, int(made_with.get("vocab_size", np.iinfo(np.int64).max)))
         return DataProto.from_columns(_trained_columns(held))
-    except (SchemaError, ValueError, TypeError, AttributeError, KeyError) as error:
+    except (SchemaError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise DataError(f"{path}: damaged, or no dump of rollouts: {error}") from error
+
+
+def _check_tokens(held: DataProto, vocab_size: int) -> None:
+    """ValueError for tokens that the model does not have, and for numbers that no engine gives. A file may be whole and
+    not hold what a run writes."""
+    for name in ("prompt_ids", "response_ids"):
+        ids = held.jagged(name).values
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"{name} are {ids.dtype}, not whole numbers")
+        wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if len(wrong):
+            raise ValueError(f"{name} has the token {ids[wrong[0]]}, which the model's vocabulary does not have")
+    log_probs, scores = held.jagged("rollout_log_probs").values, held.dense("score")
+    if not np.issubdtype(log_probs.dtype, np.floating) or not np.issubdtype(scores.dtype, np.floating):
+        raise ValueError(f"rollout_log_probs are {log_probs.dtype}, scores {scores.dtype}, not numbers")
+    if np.isnan(log_probs).any() or (log_probs > _MOST_LOG_PROB).any():
+        raise ValueError("rollout_log_probs has a value that is no logarithm of a probability")
+    mask = held.jagged(RESPONSE_MASK).values.reshape(-1, 2)[:, 0]
+    if not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"{RESPONSE_MASK} has a value that is neither 0 nor 1")
 
 
 def _trained_columns(held: DataProto) -> dict[str, Column]:
@@ -233,6 +255,8 @@ def _trained_columns(held: DataProto) -> dict[str, Column]:
 def _from_runs(runs: Jagged, lengths: np.ndarray, kind: type) -> Jagged:
     """A value for each token, from rows of [value, tokens in a row]."""
     pairs = runs.values.reshape(-1, 2)
+    if (pairs[:, 1] < 1).any() or (pairs[:, 1] > lengths.max(initial=0)).any():
+        raise ValueError("a run of tokens is longer than any response, or empty")
     counted = np.add.reduceat(np.append(pairs[:, 1], 0), runs.offsets[:-1]) * (runs.lengths > 0)
     if not np.array_equal(counted, lengths):
         raise ValueError("the runs of tokens do not add up to the lengths of the responses")

@@ -42,10 +42,26 @@ class CheckpointFolder:
                 raise CheckpointError(f"{folder}: the index looks for {chunk['key']} behind the end of {chunk['file']}")
             if chunk["length"] != prod(chunk["size"]) * _DTYPES[chunk["dtype"]].itemsize:
                 raise CheckpointError(f"{folder}: {chunk['length']} bytes for {chunk['size']} of {chunk['key']}")
-            self._chunks.setdefault(chunk["key"], {})[tuple(chunk["start"])] = chunk
+            same = self._chunks.setdefault(chunk["key"], {})
+            first = next(iter(same.values()), chunk)
+            if tuple(chunk["start"]) in same or (first["shape"], first["dtype"]) != (chunk["shape"], chunk["dtype"]):
+                raise CheckpointError(f"{folder}: its index describes {chunk['key']} in two ways")
+            same[tuple(chunk["start"])] = chunk
+        self._refuse_shared_bytes()
         self._slices: dict[str, list[tuple[Start, Start, str, Start]]] = {}
         for source, source_start, shape, key, start in index["hf"]:
             self._slices.setdefault(source, []).append((tuple(source_start), tuple(shape), key, tuple(start)))
+
+    def _refuse_shared_bytes(self) -> None:
+        """CheckpointError when two rectangles lie on the same bytes of a file."""
+        ends: dict[str, int] = {}
+        chunks = (chunk for same in self._chunks.values() for chunk in same.values() if chunk["length"])
+        for chunk in sorted(chunks, key=lambda one: (one["file"], one["offset"])):
+            if chunk["offset"] < ends.get(chunk["file"], 0):
+                raise CheckpointError(
+                    f"{self.folder}: its index puts {chunk['key']} where another tensor lies in {chunk['file']}"
+                )
+            ends[chunk["file"]] = chunk["offset"] + chunk["length"]
 
     def read(self, name: str, start: Start, shape: Start) -> torch.Tensor:
         """A region of a Hugging Face tensor, in the precision of the checkpoint. A weight that has an adapter comes
@@ -123,9 +139,13 @@ class CheckpointFolder:
         if same is not None and tuple(same["size"]) == size:
             return self._stored(same, start, size)
         found, filled = None, 0
+        parts: list[tuple[Start, Start]] = []
         for at, chunk in chunks.items():
             low, part = _overlap(start, size, at, tuple(chunk["size"]))
             if prod(part):
+                if any(prod(_overlap(low, part, *other)[1]) for other in parts):
+                    raise CheckpointError(f"{self.folder}: its index describes parts of {key} twice, around {low}")
+                parts.append((low, part))
                 stored = self._stored(chunk, low, part)
                 found = torch.empty(size, dtype=stored.dtype) if found is None else found
                 found[_inside(low, part, start)] = stored

@@ -8,7 +8,6 @@ then `latest.json` points to it. A crash at any moment leaves the previous one i
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridflow.batch import DataProto, read_parquet, write_parquet
+from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import CheckpointError
 from hybridflow.observe.jsonl import finite
 from hybridflow.saving.fingerprint import Fingerprint
@@ -43,6 +43,7 @@ _PREFIX = {"sft": "sft_step_", "rl": "global_step_", "reward": "reward_step_"}
 _DROPPED = ".dropped"
 _UNFINISHED = (".partial", _DROPPED)
 _POLL_S = 0.05
+_MOST_LATEST_BYTES = 1 << 16
 
 
 class Saves(Protocol):
@@ -339,7 +340,7 @@ def latest_name(folder: Path) -> str:
         OSError, ValueError, KeyError, TypeError: latest.json cannot be read, or names something outside of `folder`.
     """
     try:
-        return plain_name(str(json.loads((folder / LATEST).read_bytes())["folder"]))
+        return plain_name(str(read_outside_json(folder / LATEST, _MOST_LATEST_BYTES)["folder"]))
     except FileNotFoundError:  # killed before the first one was named, or removed by somebody
         whole = _whole(folder)
         return whole[-1].name if whole else ""
@@ -350,7 +351,10 @@ def left_out(folder: Path) -> list[str]:
     return [
         f"{one} is left out, no run resumes from it: {lacking} is missing"
         for one in sorted(folder.glob("*_step_*"))
-        if is_name_of_checkpoint(one.name) and one.suffix not in _UNFINISHED and one.is_dir() and (lacking := _lacks(one))
+        if is_name_of_checkpoint(one.name)
+        and one.suffix not in _UNFINISHED
+        and one.is_dir()
+        and (lacking := _lacks(one))
     ]
 
 
@@ -379,7 +383,7 @@ def problems_of_parts(folder: Path) -> list[str]:
             manifest = Manifest.read(folder / role)
             if (manifest.phase, manifest.step) != (driver["phase"], driver["step"]):
                 found.append(
-                    f"{file} is of step {driver['step']} ({driver['phase']}), and {folder / role / MANIFEST} of another: "
+                    f"{file} is of step {driver['step']} ({driver['phase']}), and {folder / role / MANIFEST} of step "
                     f"{manifest.step} ({manifest.phase})"
                 )
         files = {plain_name(name): FileRecord(**record) for name, record in driver.get("files", {}).items()}

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.config.outside_json import read_outside_json
+from hybridflow.config.outside_text import read_outside_bytes
+from hybridflow.config.outside_yaml import read_outside_yaml
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.saving.manifest import (
     MANIFEST,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     import torch
 
     from hybridflow.saving.reader import CheckpointFolder
+
+_MOST_LIST_BYTES = 16 << 20
 
 
 def locate(path: Path) -> Path:
@@ -71,7 +75,7 @@ def roles(path: Path) -> list[Path]:
     return [folder, *(file.parent for file in sorted(folder.parent.glob(f"*/{MANIFEST}")) if file.parent != folder)]
 
 
-def damaged_beside(path: Path) -> list[str]:
+def incomplete_checkpoints(path: Path) -> list[str]:
     """Where `path` is a run or its `checkpoints/`: a line for each folder there that should be a checkpoint and lacks
     what one needs."""
     return [line for folder in (path / "checkpoints", path) for line in left_out(folder)]
@@ -161,14 +165,23 @@ def _all_problems(folder: Path, manifest: Manifest) -> list[str]:
 def _wrong_checksums(folder: Path) -> list[str]:
     """Files that are not what checksums.sha256 of their folder says; empty where there is no such list."""
     listed, found = folder / "checksums.sha256", []
-    lines = listed.read_text(encoding="utf-8").splitlines() if listed.exists() else []
-    for digest, name in (line.split(maxsplit=1) for line in lines if line.strip()):
+    if not listed.exists():
+        return []
+    try:
+        lines = read_outside_bytes(listed, _MOST_LIST_BYTES).decode("utf-8").splitlines()
+    except ValueError as error:  # UnicodeDecodeError too
+        return [f"{listed} cannot be read: {error}"]
+    for line in filter(str.strip, lines):
         try:
-            with (folder / plain_name(name.lstrip("*"))).open("rb") as stream:
+            digest, name = line.split(maxsplit=1)
+            file = folder / plain_name(name.lstrip("*"))
+            if file.exists() and not file.is_file():
+                raise ValueError("not a regular file")
+            with file.open("rb") as stream:
                 if file_digest(stream, "sha256").hexdigest() != digest:
-                    found.append(f"{folder / name} does not have the content that {listed.name} describes")
+                    found.append(f"{file} does not have the content that {listed.name} describes")
         except (OSError, ValueError) as error:
-            found.append(f"{folder / name} cannot be read: {error}")
+            found.append(f"{listed}, {line[:200]!r}: cannot be compared: {error}")
     return found
 
 
@@ -216,12 +229,16 @@ def export(
 
 
 def _published_folder(folder: Path) -> Path | None:
-    """`model.path` of the run that a checkpoint lies in."""
-    import yaml
-
-    file = next((path for parent in folder.resolve().parents[:3] if (path := parent / "config.yaml").is_file()), None)
-    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file else None
-    found = (config.get("model") or {}).get("path") if isinstance(config, dict) else None
+    """`model.path` of the run that a checkpoint lies in. CheckpointError: its config.yaml cannot be read."""
+    file = next((path for parent in folder.resolve().parents[:3] if (path := parent / "config.yaml").exists()), None)
+    if file is None:
+        return None
+    try:
+        _, config = read_outside_yaml(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; give --published DIR") from error
+    model = config.get("model")
+    found = model.get("path") if isinstance(model, dict) else None
     return Path(found) if isinstance(found, str) else None
 
 

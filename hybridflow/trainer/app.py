@@ -117,8 +117,6 @@ class _Job:
         cores = Platform.detect().cores if config.cluster.address is None else 1
         self.threads = threads_by_role(config, cores, user_limit())
         self.checkpoint = session.store.latest() if goes_on or config.trainer.resume == "auto" else None
-        if self.checkpoint is not None:
-            self.checkpoint.check_parts()
         with progress.stage("prepare data"):
             message = assets.prepare_data(config)
         if message:
@@ -128,8 +126,7 @@ class _Job:
             changes = session.know(
                 Fingerprint.of(config, self.tokenizer.digests(), package_versions()), self.checkpoint
             )
-            left_out = session.store.left_out() if self.checkpoint is not None else []
-            for line in (*changes, *left_out, *session.lost_records(self.checkpoint)):
+            for line in (*changes, *session.store.left_out(), *session.lost_records(self.checkpoint)):
                 progress.message(line)
         (session.go_back if goes_on else session.resume)(self.checkpoint)
         if self.checkpoint is not None:

@@ -106,7 +106,10 @@ class Session:
 
         Raises:
             ConfigError: the checkpoint was trained on other data; nothing was changed.
+            CheckpointError: a part of the checkpoint is missing or of another one; nothing was changed.
         """
+        if checkpoint is not None:
+            checkpoint.check_parts()
         self.store.fingerprint = fingerprint
         changes = fingerprint.changes(checkpoint.fingerprint) if checkpoint is not None else []
         if (
@@ -135,8 +138,8 @@ class Session:
         return self.store.fingerprint.has_other_data(checkpoint.fingerprint, checkpoint.phase)
 
     def lost_records(self, checkpoint: Checkpoint | None) -> list[str]:
-        """A line for each file of records that lacks steps before the checkpoint, which are not run again. Nothing for a
-        checkpoint that is a link: the records of its steps are where it is."""
+        """A line for each file of records that lacks steps before the checkpoint, which are not run again. A checkpoint
+        that is a link has its records elsewhere."""
         if checkpoint is None or checkpoint.folder.is_symlink():
             return []
         phase = _TRACKER_PHASE[checkpoint.phase]

@@ -8,6 +8,7 @@ import getpass
 import json
 import logging
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import pytest
 
 from hybridflow.errors import ConfigError, DataError, SchemaError, StorageError
 from hybridflow.observe.environment import describe_environment, write_environment
-from hybridflow.observe.jsonl import JsonlWriter, read_jsonl
+from hybridflow.observe.jsonl import JsonlWriter, number_ranges, read_jsonl
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.rollouts import dump_path, dump_rollouts, list_dumps, read_rollouts, remove_dumps_after
 from hybridflow.observe.timeline import Timeline, read_timeline
@@ -85,6 +86,37 @@ def test_a_line_that_is_no_json_by_the_standard_is_dropped(tmp_path: Path) -> No
     path = tmp_path / "records.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "loss": NaN}\n{"step": 3}\n')
     assert [record["step"] for record in read_jsonl(path)] == [1, 3]
+
+
+def test_lines_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    path, skipped = tmp_path / "records.jsonl", list[int]()
+    deep, long = "[" * 100_000, '{"text": "' + "x" * (17 << 20) + '"}'
+    path.write_text("\n".join(['{"step": 1}', "cut", deep, '{"step": 2}', long, '{"step": 3}', '{"step": 4']))
+    assert [record["step"] for record in read_jsonl(path, skipped)] == [1, 2, 3]
+    assert skipped == [2, 3, 5, 7]
+    assert number_ranges(skipped) == "2-3, 5, 7" and number_ranges(range(1, 90, 2)) == "1, 3, 5, 7, 9, 11 and 39 more"
+    assert [record["step"] for record in read_jsonl(path, most_bytes=100)] == [1]
+
+
+def test_records_are_read_from_files_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "records.jsonl")
+    with pytest.raises(DataError, match=r"records\.jsonl: not a regular file"):
+        list(read_jsonl(tmp_path / "records.jsonl"))
+
+
+@pytest.mark.parametrize("how", ["appended to", "cut back"])
+def test_the_next_start_says_which_lines_it_removes(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    path = tmp_path / "timeline.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "na')
+    writer = JsonlWriter(path)
+    if how == "appended to":
+        writer.write({"step": 4})
+    else:
+        writer.keep(lambda record: record["step"] < 2)
+        writer.keep(lambda record: record["step"] < 2)
+    writer.close()
+    [said] = caplog.messages
+    assert "timeline.jsonl: line 3 is no whole record and is left out" in said
 
 
 def test_a_log_that_cannot_be_written_says_so_once(

@@ -142,3 +142,36 @@ def test_columns_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     dump_batch(tmp_path, 1, batch.with_columns(response_mask=shorter), TOKENIZER, MADE_WITH)
     with pytest.raises(DataError, match="damaged, or no dump of rollouts: the runs of tokens do not add up"):
         read_batch(dump_path(tmp_path, 1), MADE_WITH)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("prompt_ids", 99, "prompt_ids has the token 99, which the model's vocabulary does not have"),
+        ("response_ids", -1, "response_ids has the token -1"),
+        ("rollout_log_probs", np.nan, "no logarithm of a probability"),
+        ("rollout_log_probs", 7.0, "no logarithm of a probability"),
+    ],
+)
+def test_a_whole_file_with_tokens_that_no_run_has_is_refused(
+    tmp_path: Path, column: str, value: float, message: str
+) -> None:
+    batch = batch_of()
+    held = batch.jagged(column)
+    wrong = held.values.copy()
+    wrong[2] = value
+    dump_batch(tmp_path, 1, batch.with_columns(**{column: Jagged(wrong, held.offsets)}), TOKENIZER, MADE_WITH)
+    with pytest.raises(DataError, match=rf"step_000001\.parquet: damaged, or no dump of rollouts: .*{message}"):
+        read_batch(dump_path(tmp_path, 1), MADE_WITH)
+
+
+@pytest.mark.parametrize("runs", [[[1, 2**62], [1, 2**62], [1, 3 - 2**63]], [[1, 0], [1, 3]], [[7, 3]]])
+def test_runs_of_tokens_that_add_up_in_a_strange_way_are_refused(tmp_path: Path, runs: list[list[int]]) -> None:
+    """Counts that wrap around in 64 bits would ask for exabytes."""
+    rows = {"response_mask": [runs], "response_ids": Jagged.from_rows([np.arange(3)], np.int64), "score": [1.0]}
+    texts = {name: ["x"] for name in ("data_source", "ground_truth", "response_text", "finish_reason")}
+    rows |= {"prompt_ids": Jagged.from_rows([np.arange(3)], np.int64), "uid": [0], "extra_info": ["{}"]}
+    rows |= {"rollout_log_probs": Jagged.from_rows([np.zeros(3)], np.float32), "weight_version": ["1"]}
+    dump_rollouts(dump_path(tmp_path, 1), {**rows, **texts, "response_versions": [[[0, 3]]]}, MADE_WITH)
+    with pytest.raises(DataError, match="damaged, or no dump of rollouts"):
+        read_batch(dump_path(tmp_path, 1), MADE_WITH)

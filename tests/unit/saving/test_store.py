@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import threading
 import time
@@ -13,11 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hybridflow.batch import DataProto
+from hybridflow.cli.main import main
 from hybridflow.errors import CheckpointError
 from hybridflow.saving import store as checkpoints
-from hybridflow.saving.manifest import MANIFEST, read_sealed, say_saved, write_sealed
+from hybridflow.saving.manifest import MANIFEST, Manifest, read_sealed, say_saved, write_sealed
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 
 
@@ -344,3 +348,78 @@ def test_a_pointer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latest.json").mkdir()
     with pytest.raises(CheckpointError, match=r"latest\.json does not lead to a whole checkpoint"):
         store_in(tmp_path).latest()
+
+
+def policy_with_manifest(folder: Path, step: int) -> None:
+    folder.mkdir(parents=True)
+    layout, model = {"world": 1}, {"model_type": "qwen3"}
+    Manifest("rl", step, ("model",), layout, "float32", model, {}, "2026-01-01T00:00:00Z").write(folder)
+
+
+class Whole(Ranks):
+    """Ranks whose manifests are whole."""
+
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        policy_with_manifest(folder, step)
+
+
+def whole_checkpoint(folder: Path, **others: Any) -> Path:
+    return CheckpointStore(folder, Retention()).save("rl", 3, {"totals": {}}, Whole(), **others)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda at: (at / "driver.json").unlink(), r"driver\.json is missing: no run can resume"),
+        (lambda at: shutil.rmtree(at / "critic"), r"critic is not a whole checkpoint"),
+        (lambda at: (at / "rollouts.parquet").unlink(), r"rollouts\.parquet cannot be read: No such file"),
+        (lambda at: (at / "rollouts.parquet").write_bytes(b"PAR1"), r"rollouts\.parquet has 4 bytes"),
+        (
+            lambda at: write_sealed(at / "driver.json", {**read_sealed(at / "driver.json"), "step": 4}),
+            r"driver\.json is of step 4 \(rl\), and .*policy/manifest\.json of step 3 \(rl\)",
+        ),
+        (
+            lambda at: write_sealed(at / "driver.json", {**read_sealed(at / "driver.json"), "roles": ["../x"]}),
+            r"driver\.json does not say which parts belong to it",
+        ),
+        (
+            lambda at: write_sealed(at / "driver.json", {**read_sealed(at / "driver.json"), "phase": "other"}),
+            r"driver\.json has its right hash and does not describe a checkpoint",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["global_step_3", "the one that I keep"])
+def test_each_part_of_a_checkpoint_that_is_missing_is_named_by_verify_and_before_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], said: str, name: str
+) -> None:
+    rollouts = DataProto.from_columns({"x": np.arange(3)})
+    at = whole_checkpoint(tmp_path / "checkpoints", critic=Whole(), rollouts=rollouts).rename(tmp_path / name)
+    known = Checkpoint(at, "rl", 3, {})
+    known.check_parts()
+    assert main(["checkpoint", "verify", str(at)]) == 0
+    damage(at)
+    with pytest.raises(CheckpointError, match=said):
+        known.check_parts()
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", str(at)]) == 1
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_checkpoint_that_is_left_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without latest.json an older one is in force: silence would train its steps again."""
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        CheckpointStore(folder, Retention()).save("rl", step, {}, Whole())
+    store = CheckpointStore(folder, Retention())
+    assert store.left_out() == []
+    (folder / "latest.json").unlink()
+    (folder / "global_step_3" / "driver.json").unlink()
+    (folder / "global_step_2" / "policy" / "manifest.json").unlink()
+    (folder / "global_step_4.partial").mkdir()
+    latest = store.latest()
+    assert latest is not None and latest.step == 1
+    two, three = store.left_out()
+    assert "global_step_2 is left out, no run resumes from it: policy/manifest.json is missing" in two
+    assert "global_step_3 is left out, no run resumes from it: driver.json is missing" in three
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.count("is left out") == 2

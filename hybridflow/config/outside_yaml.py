@@ -1,0 +1,46 @@
+"""YAML from folders of others: a mapping of plain values, read in bounded time and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.outside_text import read_outside_bytes
+
+MOST_BYTES = 1 << 20  # config.yaml of a run has 10 KB
+_MOST_DEPTH = 32
+
+
+def read_outside_yaml(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a file and the mapping that it holds.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        ValueError: as from `read_outside_bytes`; or not UTF-8, no YAML, nested too deeply, no mapping, or with an
+            alias, of which a few lines can stand for more than fits into memory. The message does not name the file.
+    """
+    import yaml
+
+    try:
+        text = read_outside_bytes(path, MOST_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start})") from error
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    depth = 0
+    try:
+        for event in yaml.parse(text, loader):  # without building anything, and without recursion
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MOST_DEPTH:
+                raise ValueError("nested too deeply")
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("it has an alias, which no run writes")
+        value = loader(text).get_single_data()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise ValueError(f"not YAML{where}: {getattr(error, 'problem', None) or error}") from error
+    except (TypeError, OverflowError, AttributeError) as error:  # a date or a key that Python cannot hold
+        raise ValueError(f"not YAML: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} where a mapping belongs")
+    return text, value
