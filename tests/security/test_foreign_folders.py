@@ -6,12 +6,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hybridflow.cli.main import main
+from hybridflow.config.load import dump_yaml, load_config
+from hybridflow.config.outside_yaml import read_outside_yaml
+from hybridflow.observe.rollouts import dump_path
 from tests.security.foreign import HOSTILE, SECRET, run_folder
 
 FEW = ("pipes", "sparse", "links", "steering", "wrong_content")
@@ -70,3 +75,86 @@ def test_a_folder_of_somebody_else_is_read_within_bounds(tmp_path: Path, kind: s
     of_report, of_verify = SAID[kind]
     assert of_report.replace("'", "&#39;") in page
     assert of_verify in "".join(answers["verify"][1:])
+
+
+CODE = {
+    "reward.path": "theirs.py",
+    "rollout.agent.tools": "[theirs.py:calls]",
+    "trainer.loggers": "[jsonl,theirs.py:Logs]",
+    "data.dataset_class.path": "theirs.py",
+    "model.family": "theirs.py:llama",
+    "rollout.python": "theirs/python",
+    "rollout.agent.mcp_servers": "{files: {command: [theirs]}}",
+    "cluster.address": "theirs:6379",
+}
+
+
+def theirs(folder: Path, *words: str) -> Path:
+    """A run folder whose steps to 3 have dumps and whose configuration is whole."""
+    run = run_folder(folder)
+    config = load_config("tiny-moe-grpo", ["data.prepare.task=null", *words])
+    (run / "config.yaml").write_text(dump_yaml(config))
+    shutil.copy(dump_path(run / "rollouts", 2), dump_path(run / "rollouts", 3))
+    return run
+
+
+def test_a_replay_names_all_code_that_it_would_run_and_waits_for_consent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.py").write_text("open('trap', 'w').close()\ndef compute_score(**given): return 0.0\n")
+    run = theirs(tmp_path / "run", *(f"{key}={value}" for key, value in CODE.items()))
+    assert main(["replay", str(run), "3"]) == 2
+    said = capsys.readouterr().err
+    for key in CODE:
+        assert f"{key}=theirs" in said or f"{key}.files=" in said or f'{key}={{"command": ["theirs"]}}' in said, key
+    assert "give --run-code" in said and not Path("trap").exists() and not any((run / "replay").iterdir())
+
+
+def test_code_on_the_command_line_needs_no_consent_and_consent_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each replay then ends at the checkpoint that the folder does not have."""
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.py").write_text("def compute_score(**given): return 0.0\n")
+    run = theirs(tmp_path / "run", "reward.path=theirs.py")
+    for words in (["--run-code"], ["reward.path=theirs.py"]):
+        files = ["data.train_files=[theirs.py]", "data.val_files=[]", "model.tokenizer=."]
+        assert main(["replay", str(run), "3", *words, *files]) in (1, 2)
+        said = capsys.readouterr().err
+        assert "run code" not in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("defaults: [grpo]\n", "it has a list of defaults"),
+        ("name: ${oc.env:HOME}\n", "it has a reference"),
+        ("a: &a [1]\nb: *a\n", "it has an alias"),
+        ("- 1\n", "a list where a mapping belongs"),
+        ("name: [\n", r"not YAML \(line 2\)"),
+    ],
+)
+def test_a_configuration_that_no_run_writes_is_not_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    run = run_folder(tmp_path / "run")
+    (run / "config.yaml").write_text(text)
+    assert main(["replay", str(run), "2"]) == 2
+    assert re.search(rf"config\.yaml is not what a run writes: .*{message}", capsys.readouterr().err)
+
+
+def test_a_group_in_a_run_folder_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = theirs(tmp_path / "run")
+    (run / "cluster").mkdir()
+    (run / "cluster" / "in-process.yaml").write_text("address: theirs:6379\n")
+    main(["replay", str(run), "3", "cluster=in-process"])
+    assert "theirs" not in capsys.readouterr().err.replace(str(run), "")
+
+
+@pytest.mark.parametrize("name", ["tiny-moe-grpo", "tiny-moe-ppo", "gsm8k-smoke", "grpo-qwen3-8b-1x8"])
+def test_what_a_run_writes_can_be_replayed(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_yaml(load_config(name)))
+    text, values = read_outside_yaml(file)
+    assert "${" not in text and "defaults" not in values

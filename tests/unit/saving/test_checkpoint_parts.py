@@ -4,6 +4,7 @@ of wrong paths."""
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from math import prod
@@ -81,6 +82,64 @@ def test_each_lie_of_an_index_is_one_message(tmp_path: Path) -> None:
     assert told > 250
     (tmp_path / INDEX).write_text(json.dumps(right))
     assert torch.equal(CheckpointFolder(tmp_path).read("w", (1, 0), (2, 6)), weights[1:3])
+
+
+@pytest.mark.parametrize("lies", [40, pytest.param(265, marks=pytest.mark.full)])
+def test_lies_of_an_index_in_combination_are_messages_or_the_right_weights(tmp_path: Path, lies: int) -> None:
+    """Values, rectangles and slices are exchanged, repeated, shifted and left out: never a traceback, and never weights
+    that were not saved."""
+    weights = torch.arange(96, dtype=torch.float32).reshape(8, 12)
+    other = torch.arange(100, 148, dtype=torch.float32).reshape(4, 12)
+    quarters = [Rectangle("w", weights[2 * part :][:2], (8, 12), (2 * part, 0)) for part in range(4)]
+    chunks, _ = write_tensors(tmp_path, 0, [*quarters, Rectangle("v", other, (4, 12), (0, 0))])
+    hf = [["w", [0, 0], [4, 12], "w", [0, 0]], ["w", [4, 0], [4, 12], "w", [4, 0]], ["v", [0, 0], [4, 12], "v", [0, 0]]]
+    manifest_of(tmp_path).write(tmp_path)
+    drawn, told, kept = random.Random(265), 0, 0
+    for _ in range(lies):
+        value = json.loads(json.dumps({"chunks": chunks, "hf": hf}))
+        for _ in range(drawn.randint(1, 3)):
+            _lie(value, drawn)
+        (tmp_path / INDEX).write_text(json.dumps(value))
+        manifest_of(tmp_path).write(tmp_path)  # with the right hashes
+        try:
+            inspect(tmp_path)
+            found = CheckpointFolder(tmp_path)
+            saved = {row.numpy().tobytes() for row in (*weights, *other)}
+            for name, shape in (("w", (8, 12)), ("v", (4, 12))):
+                assert {row.numpy().tobytes() for row in found.read(name, (0, 0), shape)} <= saved
+            kept += 1
+        except CheckpointError as error:
+            told += 1
+            assert str(tmp_path) in str(error) and len(str(error)) < 1000
+    assert told > lies * 0.7 and kept > 0
+
+
+def _lie(value: Any, drawn: random.Random) -> None:
+    kind = drawn.choice(["value", "value", "exchange", "repeat", "leave out", "shift"])
+    rows = value[drawn.choice(["chunks", "hf"])]
+    if kind == "exchange":
+        one, two = drawn.sample(_places(value), 2)
+        if one != two[: len(one)] and two != one[: len(two)]:
+            first, second = _get(value, one), _get(value, two)
+            _put(value, one, second)
+            _put(value, two, first)
+    elif kind == "repeat" and rows:
+        rows.append(json.loads(json.dumps(drawn.choice(rows))))
+    elif kind == "leave out" and rows:
+        rows.pop(drawn.randrange(len(rows)))
+    elif kind == "shift":
+        chunk = drawn.choice(value["chunks"] or [{"start": 0, "offset": 0}])
+        if isinstance(chunk, dict) and isinstance(chunk.get("offset"), int):
+            chunk["offset"] += drawn.choice([-96, -4, 4, 96])
+    else:
+        lies: list[object] = [-1, 1 << 70, 1 << 61, float("nan"), 0.0, None, "", "\x1b[2J", [], [0, 0], {}, True]
+        _put(value, drawn.choice(_places(value)), drawn.choice(lies))
+
+
+def _get(value: Any, place: tuple[Any, ...]) -> Any:
+    for name in place:
+        value = value[name]
+    return value
 
 
 def _places(value: object) -> list[tuple[object, ...]]:
