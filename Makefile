@@ -23,7 +23,7 @@ setup-slurm: ## Debian's Slurm for tests/slurm, where root can install it; SLURM
 demo: setup ## train the tiny mixture of experts with GRPO; ARGS="key=value ..." overrides settings
 	@.venv/bin/hybridflow train --config-name tiny-moe-grpo $(ARGS)
 
-check: setup-dev setup-slurm ## lint, types and the tests of `make test`, with one summary at the end
+check: setup-dev setup-slurm ## lint, types, advisories and the tests of `make test`, with one summary at the end
 	@$(TESTS) --check -m "not full" $(ARGS)
 
 test: setup-dev setup-slurm ## all tests but those marked full; ARGS="..." goes to pytest

@@ -4,8 +4,8 @@
 tests/conftest.py), then tests/dist, tests/e2e, tests/faults, tests/security and tests/walks, which start several
 processes themselves, two files at a time, and tests/slurm, left out where no Slurm is installed: the closing line says
 so.
-`--check` runs lint and types before; a check that fails counts as an error of the summary. Arguments that name files or
-folders run alone, in one part.
+`--check` runs lint, types and the advisories on locked packages before; a check that fails counts as an error of the
+summary. Arguments that name files or folders run alone, in one part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WHOLE_RUNS = ("tests/e2e", "tests/dist", "tests/faults", "tests/security", "test
 AT_A_TIME = 2  # files of whole runs: each waits for half of its time, and takes up to 8 GiB
 BY_FILE = ("--dist", "loadfile", "--max-worker-restart", "2")
 SLURM, SLURMCTLD = "tests/slurm", "slurmctld"
-CHECKS = ("ruff check .", "ruff format --check .", "mypy hybridflow")
+CHECKS = ("ruff check .", "ruff format --check .", "mypy hybridflow", "requirements.advisories")
 NOTHING_SELECTED = 5  # pytest's exit status
 Outcome = tuple[int, Counter[str], list[str]]  # exit status, counts, what failed
 

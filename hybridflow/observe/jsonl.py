@@ -127,6 +127,8 @@ def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for record in filter(wanted, read_jsonl(path, skipped)):
                 file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # or a crash of the machine may leave an empty file under the good name
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

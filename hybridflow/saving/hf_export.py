@@ -21,6 +21,7 @@ from hybridflow.models.family import Family
 from hybridflow.models.weights import copy_companions
 from hybridflow.process.exchange import Exchange, shared_exchange
 from hybridflow.saving.carried import Carried, carried_from, exported_config
+from hybridflow.saving.manifest import sync_folder
 from hybridflow.saving.ownership import OwnedPiece
 from hybridflow.saving.safetensors_file import Entry, ShardWriter, entries_of, shards_of, write_surroundings
 
@@ -102,9 +103,11 @@ def _put_in_place(partial: Path, folder: Path) -> None:
     """Give an export its name. An earlier one of that name is dropped after, so that a crash never loses both."""
     earlier = folder.with_name(folder.name + ".earlier")
     shutil.rmtree(earlier, ignore_errors=True)
+    sync_folder(partial)
     if folder.exists():
         os.replace(folder, earlier)
     os.replace(partial, folder)
+    sync_folder(folder.parent)
     shutil.rmtree(earlier, ignore_errors=True)
 
 

@@ -120,7 +120,7 @@ def write_surroundings(
     checksums: Mapping[str, str],
     config: Mapping[str, object],
 ) -> None:
-    """Write the index, config.json and checksums into the folder of the shards."""
+    """Write the index, config.json and checksums into the folder of the shards; they are on the disk then."""
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
     total = sum(entry.size for entries in files.values() for entry in entries)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -130,5 +130,7 @@ def write_surroundings(
         CHECKSUMS: "".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items())),
     }
     for name, text in texts.items():
-        with naming(folder / name):
-            (folder / name).write_text(text)
+        with naming(folder / name), (folder / name).open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())

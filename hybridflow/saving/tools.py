@@ -24,6 +24,7 @@ from hybridflow.saving.manifest import (
     plain_name,
     problems_of,
     read_index,
+    sync_folder,
     write_json,
 )
 from hybridflow.saving.store import DRIVER, LATEST, is_name_of_checkpoint, latest_name, left_out, problems_of_parts
@@ -366,7 +367,9 @@ def _whole_or_nothing(out: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
+        sync_folder(partial)
         os.replace(partial, out)
+        sync_folder(out.parent)
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error}") from error
     finally:

@@ -119,12 +119,12 @@ class SlowRanks:
     ("runs", "saves", "longest_s"),
     [pytest.param(8, 3, 0.05, id="some"), pytest.param(64, 8, 2.0, id="whole", marks=pytest.mark.full)],
 )
-def test_renames_and_syncs_that_take_long_lose_no_save_and_end_none(
+def test_renames_syncs_and_listings_that_take_long_lose_no_save_and_end_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: int, saves: int, longest_s: float
 ) -> None:
     """As on NFS and Lustre. Runs go on at the same time, each is stopped now and then in the middle of a save, and
     goes on from what is in force: all of the last save that ended, or of a later one."""
-    for name in ("replace", "fsync"):
+    for name in ("replace", "fsync", "scandir"):
         monkeypatch.setattr(os, name, _delayed(getattr(os, name), random.Random(name), longest_s))
 
     def run(number: int) -> int:
