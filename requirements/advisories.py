@@ -1,7 +1,8 @@
 """Check all locks against the advisories that are known: `python -m requirements.advisories`.
 
-`advisories.json` lists vulnerabilities of packages that a lock names or named: `affected` is a version specifier, `date`
-that of the source, and `accepted` says why a lock may keep an affected version for which there is no fixed one; docs/security.md lists these.
+`advisories.json` lists vulnerabilities of packages that a lock names or named: `affected` is a version specifier, and
+`date` is that of the source. `accepted` says why a lock may keep an affected version for which there is no fixed one;
+docs/security.md lists these.
 """
 
 from __future__ import annotations
