@@ -113,7 +113,9 @@ def goes_on_with_other_rows(folder: Path, words: Sequence[str]) -> None:
 def replays_step_three(folder: Path) -> None:
     """From the dump of step 3 and the checkpoint of step 2 come the same metrics and weights, bit for bit."""
     command = (sys.executable, "-c", MAIN, "replay")
-    with Run(folder.parent / "output-replay", str(folder), "3", command=command) as run:
+    with Run(folder.parent / "refused-replay", str(folder), "3", command=command) as run:
+        assert run.end(120) == 2 and "reward.path=" in run.err and "give --run-code" in run.err
+    with Run(folder.parent / "output-replay", str(folder), "3", "--run-code", command=command) as run:
         assert run.end(120) == 0, run.out + run.err
     of_replay = folder / "replay" / "step_000003"
     table = run.out.partition("step 3 of")[2]

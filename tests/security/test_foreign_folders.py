@@ -39,7 +39,7 @@ SAID = {
     "steering": ("\\x1b]0;owned\\x07", "\\x1b]0;owned\\x07"),
     "bombs": ("config.yaml: cannot be read (it has an alias", "index.json has 60000016 bytes"),
     "many_records": ("metrics.jsonl: holds more than", "all as the manifest says"),
-    "wrong_content": ("rollouts/step_000002.parquet: cannot be read", "has its right hash and does not describe"),
+    "wrong_content": ("Rollouts of step 2 (1 of 1 rows)", "has its right hash and does not describe"),
 }
 
 
