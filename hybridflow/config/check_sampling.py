@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.config import derived
-from hybridflow.config.keys import differing
+from hybridflow.config.keys import ENGINE, differing
 from hybridflow.config.schema import AgentConfig, RunConfig, SamplingConfig
 from hybridflow.config.val_sets import val_sets
 
+_TELL_SUPPORT = ("hf", "sglang")  # engines that return what a token was sampled among
 _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
@@ -64,6 +65,12 @@ def _training(config: RunConfig) -> Iterator[str]:
         yield (
             f"{named}: engines tell the trainer what each token was sampled among, at most so many tokens as top_k; "
             f"set {key}.top_k too, for example to 256, or switch the others off"
+        )
+    engine = config.rollout.engine
+    if engine in ENGINE.names() and engine not in _TELL_SUPPORT:
+        yield (
+            f"{named} with rollout.engine={engine}, which does not tell what a token was sampled among, so that the "
+            f"trainer has no log-probs of it; switch them off, or choose one of {', '.join(_TELL_SUPPORT)}"
         )
     if config.actor.distillation.coef:
         yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config import derived
 from hybridflow.config.keys import VERIFIER, Entry, all_keys, value_at
 from hybridflow.config.registry import Registry, is_user_entry
 from hybridflow.config.schema import RunConfig
@@ -20,6 +22,7 @@ from hybridflow.process.secret import without_credentials
 
 _IMPORT_S = 120.0  # for all files together; one that imports torch takes seconds
 _CHECKED_HERE = ("algorithm.adv_estimator", "actor.policy_loss", "trainer.loggers")  # `check_entries` imports them
+_SUPPORT = "with_support"  # the argument of an engine's `generate` that asks for what tokens were sampled among
 _MARK = "\nown entries: "  # before the answer: a user's file may print
 
 
@@ -58,15 +61,16 @@ def problems(config: RunConfig) -> Iterator[str]:
         if not path.is_file():
             yield f"{key}={value}: {str(path)!r} is no file (looked in {Path.cwd()}); correct the path"
         elif key not in _CHECKED_HERE:
-            asked.append((key, entry.package, value))
+            needs = [_SUPPORT] if key == "rollout.engine" and derived.needs_support(config) else []
+            asked.append((key, entry.package, value, *needs))
     if asked:
         yield from _imported(asked)
 
 
-def _imported(asked: Sequence[tuple[str, str, str]]) -> list[str]:
-    """What a process says that imports these entries (key, package, value)."""
+def _imported(asked: Sequence[Sequence[str]]) -> list[str]:
+    """What a process says that imports these entries (key, package, value, and what an engine's `generate` takes)."""
     command = [sys.executable, "-P", "-m", "hybridflow.config.own_entries", json.dumps(asked)]
-    values = ", ".join(f"{key}={value}" for key, _, value in asked)
+    values = ", ".join(f"{key}={value}" for key, _, value, *_ in asked)
     try:
         done = subprocess.run(
             command,
@@ -88,12 +92,18 @@ def _imported(asked: Sequence[tuple[str, str, str]]) -> list[str]:
     return found
 
 
-def main(asked: Sequence[tuple[str, str, str]]) -> list[str]:
+def main(asked: Sequence[Sequence[str]]) -> list[str]:
     """Import each entry; returns why entries cannot be used, a line each."""
     found = []
-    for key, package, value in asked:
+    for key, package, value, *needs in asked:
         try:
-            _registry_of(package).get(value)
+            generate = getattr(_registry_of(package).get(value), "generate", None)
+            if needs and callable(generate) and not {*needs} <= inspect.signature(generate).parameters.keys():
+                found.append(
+                    f"{key}={value}: its `generate` takes no {needs[0]}, so that it cannot tell what a token was "
+                    "sampled among, and the trainer has no log-probs of it; set rollout.sampling.top_k=-1, top_p=1 and "
+                    "min_p=0"
+                )
         except ConfigError as error:
             if not _lacks_what_nodes_have(error.__cause__):
                 found.append(str(error) if str(error).startswith(key) else f"{key}={value}: {error}")

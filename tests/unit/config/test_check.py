@@ -245,6 +245,10 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("rollout.sampling.top_k=20", "actor.distillation.coef=1", "teacher.path=x"),
             ("rollout.sampling.top_k=20", "actor.distillation.coef=1"),
         ),
+        (
+            ("rollout.sampling.top_k=20", "rollout.engine=vllm"),
+            ("rollout.sampling.top_k=20", "rollout.engine=vllm", "hf, sglang"),
+        ),
         (("trainer.max_staleness=1",), ("trainer.max_staleness=1", "actor.rollout_correction.weight=token")),
         ((*STALE, "trainer.tail_batching=0.25"), ("trainer.tail_batching=0.25", "set one of them to 0")),
         ((*STALE, "trainer.steps_ahead=2"), ("trainer.steps_ahead=2", "trainer.max_staleness=1")),

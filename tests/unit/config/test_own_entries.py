@@ -83,3 +83,17 @@ def test_a_library_that_a_submitting_machine_lacks_is_no_fault_of_the_file(
     assert "No module named" in own_entries.main(asked)[0]
     monkeypatch.setattr(own_entries, "_lacks_what_nodes_have", lambda cause: isinstance(cause, ModuleNotFoundError))
     assert own_entries.main(asked) == []
+
+
+@pytest.mark.parametrize("takes", ["", ", with_support=False"])
+def test_an_engine_that_cannot_tell_supports_is_refused_where_they_are_needed(tmp_path: Path, takes: str) -> None:
+    (tmp_path / "own.py").write_text(
+        "from hybridflow.engines.base import ENGINES\n"
+        "class Mine:\n"
+        f"    def generate(self, prompts, sampling, most, stop_ids=(), *, with_routes=False{takes}): ...\n"
+        "ENGINES.register('mine', Mine)\n"
+    )
+    engine = f"rollout.engine={tmp_path}/own.py:mine"
+    assert list(own_entries.problems(load_config("e2e", [engine]))) == []
+    found = list(own_entries.problems(load_config("e2e", [engine, "rollout.sampling.top_k=20"])))
+    assert [engine in line and "takes no with_support" in line for line in found] == ([] if takes else [True])
