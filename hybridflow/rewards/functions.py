@@ -101,8 +101,10 @@ class Scoring:
             check_installed(self._verifier(source), f"the verifier of data_source {source!r}")
 
     def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
-        """The outcomes of one call: of one row, or of the rows of a group. No event loop runs meanwhile, so that the
-        function may run one."""
+        """The outcomes of one call: of one row, of the rows of a group, or of any rows without a response (None), whose
+        ground truths alone are looked at. No event loop runs meanwhile, so that the function may run one."""
+        if rows[0][1] is None:
+            return self.truths(rows)
         with leaving_no_alarm():
             try:
                 found = self._call(rows)
@@ -114,6 +116,8 @@ class Scoring:
 
     async def outcomes_while_others_wait(self, rows: Sequence[Row]) -> list[Outcome]:
         """The same within an event loop, for a function that is async."""
+        if rows[0][1] is None:
+            return self.truths(rows)
         try:
             found = self._call(rows)
             if inspect.isawaitable(found):
@@ -122,10 +126,17 @@ class Scoring:
             return self._failed(rows, error)
         return self._checked(rows, found)
 
-    def check_truth(self, source: str, ground_truth: Any) -> None:
-        """Raise ValueError for a ground truth that the verifier of this data source cannot use."""
+    def truths(self, rows: Sequence[Row]) -> list[Outcome]:
+        """For each of these rows without a response why its ground truth cannot be used, or nothing."""
+        return [self._truth(str(source), truth) for source, _, truth, _ in rows]
+
+    def _truth(self, source: str, ground_truth: Any) -> Outcome:
         if self._function is None:
-            self._verifier(source).check_truth(ground_truth)
+            try:
+                self._verifier(source).check_truth(ground_truth)
+            except ValueError as error:
+                return {"failure": str(error)}
+        return {}
 
     def _failed(self, rows: Sequence[Row], error: BaseException) -> list[Outcome]:
         file = self._config.path or inspect.getfile(self._verifier(rows[0][0]).function)

@@ -17,6 +17,8 @@ from hybridflow.rewards.pool import RewardPool
 from hybridflow.rewards.reading import DRIVER_CHARACTERS
 from hybridflow.rewards.verifiers.base import PROMPT, THINKING_OPEN, ScoreResult
 
+_TRUTHS = 4096  # ground truths that a process of the pool is asked about in one call
+
 
 @dataclass(frozen=True)
 class Submitted:
@@ -64,17 +66,22 @@ class RewardManager:
 
     def check_truths(self, data_source: Sequence[str], ground_truth: Sequence[Any], places: Sequence[str]) -> None:
         """Raise DataError for the first ground truth of these rows that its verifier cannot use, before anything
-        starts; `places` [B] name the rows' files. Verifiers in a file of yours are asked as they score."""
-        if self._scoring is None:
+        starts; `places` [B] name the rows' files. Verifiers in a file of yours are asked in the pool."""
+        rows: list[Row] = [(*row, {}) for row in zip(data_source, [None] * len(places), ground_truth, strict=True)]
+        if self._scoring is not None:
+            outcomes = self._scoring.truths(rows)
+        elif self.config.path is None:
+            pool = self._started_pool()
+            calls = [pool.submit(rows[begin : begin + _TRUTHS]) for begin in range(0, len(rows), _TRUTHS)]
+            outcomes = [outcome for call in pool.collect(calls) for outcome in call]
+        else:
             return
-        for source, truth, place in zip(data_source, ground_truth, places, strict=True):
-            try:
-                self._scoring.check_truth(source, truth)
-            except ValueError as error:
+        for source, place, outcome in zip(data_source, places, outcomes, strict=True):
+            if problem := outcome.get("failure"):
                 raise DataError(
-                    f"{place}, column 'reward_model': {error}; the verifier of data_source {source!r} cannot use it: "
+                    f"{place}, column 'reward_model': {problem}; the verifier of data_source {source!r} cannot use it: "
                     "correct the row, or name another verifier (reward.verifiers, reward.combine)"
-                ) from error
+                )
 
     def score(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -194,6 +194,26 @@ def test_a_ground_truth_that_cannot_be_used_is_refused_with_its_row(
         check_truths(manager, RunConfig(), dataset)
     row = 1 if truths[1] in ("many", "(") else 2
     assert wrong in str(error.value) and f"train.parquet, row {row}, column 'reward_model'" in str(error.value)
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_ground_truth_that_a_users_verifier_cannot_use_is_refused_with_its_row(
+    tmp_path: Path, combined: bool
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "from hybridflow.rewards.verifiers.base import verifier\n"
+        "def whole(truth):\n"
+        "    if not isinstance(truth, int): raise ValueError(f'{truth!r} is no whole number')\n"
+        "@verifier('mine', data_sources=['mine'], truth=whole)\n"
+        "def mine(response, ground_truth): return response == str(ground_truth)\n"
+    )
+    name = f"{tmp_path}/own.py:mine"
+    config = RewardConfig(combine={name: 1.0}) if combined else RewardConfig(verifiers=(name,))
+    with RewardManager(config) as manager:
+        check_truths(manager, RunConfig(), cast(Any, Rows("mine", list(range(5000)))))
+        wrong: Any = Rows("mine", [*range(4500), "4", *range(9)])
+        with pytest.raises(DataError, match=r"train.parquet, row 4500, column 'reward_model': '4' is no whole number"):
+            check_truths(manager, RunConfig(), wrong)
 
 
 class Rows:
