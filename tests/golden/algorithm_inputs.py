@@ -1,4 +1,4 @@
-"""Random jagged batches in float64 that the maker of `verl_algorithms.json` and its test draw alike."""
+"""Random jagged batches in float64 that the makers of the golden answers and their tests draw alike."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ REJECTIONS: dict[str, Any] = {
     "seq_max_k3": 0.1,
 }
 
+# the largest drift of a kept sequence, VESPO's exponents below 0, the share of tokens of high entropy
+TRL_OPTIONS: dict[str, Any] = {"most": 0.02, "k_neg": [3.0, 1.0], "share": 0.2}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -57,6 +60,10 @@ class Case:
     greedy: torch.Tensor
     sum_squared: torch.Tensor  # of the probabilities at each token
     parts: torch.Tensor  # [2, B] whole numbers: two rewards of each sample
+
+    def by_row(self) -> torch.Tensor:
+        """[B] the advantage of each sample."""
+        return self.advantages[self.lengths.cumsum(0) - 1]
 
     def padded(self, values_T: torch.Tensor) -> torch.Tensor:
         """[B, longest], 0 in the padding."""
