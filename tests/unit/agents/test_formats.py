@@ -11,7 +11,7 @@ from hybridflow.agents.formats.base import FORMATS, Call
 from tests.unit.agents.written_calls import DECLARED, TOOLS, WRITTEN
 from tests.unit.data.chat_tokenizers import TEMPLATES, tokenizer_with
 
-TAGGED = ("glm", "qwen3_coder", "minimax")
+TAGGED = ("glm", "qwen3_coder", "minimax", "step3")
 PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="<>", exclude_categories=["Cs"]), max_size=20)
 ARGUMENTS = st.fixed_dictionaries(
     {"a": st.integers(), "b": PLAIN | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()}
@@ -75,6 +75,12 @@ def test_several_calls_keep_their_order() -> None:
         ("harmony", " to=functions.add<|channel|>commentary json<|message|>{", "arguments of add are no JSON"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number of JSON"),
         ("hermes", '<tool_call>{"name": "add"} and</tool_call>', "text follows the value"),
+        ("deepseek_v32", '<｜DSML｜invoke name="add"><｜DSML｜parameter name="a">', "not closed"),
+        ("step3", "<｜tool_calls_begin｜>add(1)", "holds no call"),
+        ("pythonic", "[add(1, 2)]", "have no names"),
+        ("pythonic", "[add(a=1", "no list of Python calls"),
+        ("pythonic", "<|python_start|>[add(a=b)]<|python_end|>", "a of add is no literal"),
+        ("pythonic", "[add(a=1e999), 5]", "something else than calls"),
         ("tags", "<search>x", "<search> is not closed"),
         ("tags", "<add>1</add>", "takes 2 arguments"),
     ],

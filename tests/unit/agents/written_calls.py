@@ -54,6 +54,34 @@ WRITTEN |= {
         "I add.\n<minimax:tool_call>\n{}\n</minimax:tool_call>",
         lambda name, arguments: f'<invoke name="{name}">\n' + parameters(arguments, ' name="{}"') + "</invoke>",
     ),
+    "deepseek_v32": (
+        "I add.\n\n<｜DSML｜function_calls>\n{}\n</｜DSML｜function_calls>",
+        lambda name, arguments: (
+            f'<｜DSML｜invoke name="{name}">\n'
+            + "".join(
+                f'<｜DSML｜parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{written(value)}'
+                "</｜DSML｜parameter>\n"
+                for key, value in arguments.items()
+            )
+            + "</｜DSML｜invoke>"
+        ),
+    ),
+    "step3": (
+        "I add.<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>{}"
+        "<｜tool_call_end｜>\n<｜tool_calls_end｜>",
+        lambda name, arguments: (
+            f'<steptml:invoke name="{name}">\n'
+            + "".join(
+                f'<steptml:parameter name="{key}">{written(value)}</steptml:parameter>\n'
+                for key, value in arguments.items()
+            )
+            + "</steptml:invoke>"
+        ),
+    ),
+    "pythonic": (
+        "<|python_start|>[{}]<|python_end|>",
+        lambda name, arguments: f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})",
+    ),
     "kimi": (
         "I add.<|tool_calls_section_begin|>{}<|tool_calls_section_end|>",
         lambda name, arguments: (

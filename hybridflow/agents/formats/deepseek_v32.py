@@ -1,0 +1,37 @@
+"""Calls as DeepSeek-V3.2 and later write them: invoke tags of its markup, whose parameters say whether they are text or
+JSON."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hybridflow.agents.formats.base import FORMATS, json_at
+from hybridflow.agents.tagged_calls import TaggedCalls
+
+_MARK = "｜DSML｜"
+
+
+def _value(key: re.Match[str], text: str) -> Any:
+    """The text, or the value of its JSON where the tag says that it is none."""
+    if key["text"] == "true":
+        return text
+    try:
+        value, end = json_at(text.strip(), 0)
+    except ValueError:
+        return text
+    return value if end == len(text.strip()) else text
+
+
+FORMATS.register(
+    "deepseek_v32",
+    TaggedCalls(
+        begin=re.compile(rf"""<{_MARK}invoke name="(?P<name>[^"<>]*+)"\s*+>"""),
+        key=re.compile(rf"""\s*+<{_MARK}parameter name="(?P<key>[^"<>]*+)" string="(?P<text>true|false)"\s*+>"""),
+        value_end=re.compile(rf"</{_MARK}parameter>(?=\s*+(?:<{_MARK}parameter|</{_MARK}invoke>))"),
+        end=f"</{_MARK}invoke>",
+        example='<｜DSML｜parameter name="key" string="true"> blocks',
+        value=_value,
+        is_text=False,
+    ),
+)

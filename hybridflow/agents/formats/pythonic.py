@@ -1,0 +1,46 @@
+"""Calls as Llama 4 and LFM2 write them: a list of Python calls whose arguments are literals with names."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from hybridflow.agents.formats.base import Call, call_format
+
+_START, _END = (re.compile(rf"<\|(?:python|tool_call)_{word}\|>") for word in ("start", "end"))
+_LIST = re.compile(r"\s*+\[\s*+(?P<name>[A-Za-z_]\w*+)\(")
+_MOST = 100_000  # characters of a list that is read
+
+
+@call_format("pythonic")
+def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
+    """The calls of the list that an answer is, or that stands between <|python_start|> or <|tool_call_start|> and the
+    last end. A list without these markers whose first call names no tool is an answer."""
+    started = _START.search(text)
+    begin = started.end() if started else 0
+    first = _LIST.match(text, begin)
+    if first is None or (started is None and first["name"] not in tools):
+        return []
+    span = begin, max((one.start() for one in _END.finditer(text, begin)), default=len(text))
+    try:
+        listed = ast.parse(text[slice(*span)][:_MOST].strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return [Call(first["name"], problem=f"the calls are no list of Python calls ({error})", span=span)]
+    calls = listed.elts if isinstance(listed, ast.List) else [listed]
+    return [_call(one, span) for one in calls]
+
+
+def _call(node: ast.expr, span: tuple[int, int]) -> Call:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return Call("", problem="the list holds something else than calls", span=span)
+    name, arguments, problem = node.func.id, dict[str, object](), ""
+    for one in node.keywords:
+        try:
+            arguments[str(one.arg)] = json.loads(json.dumps(ast.literal_eval(one.value), allow_nan=False))
+        except (ValueError, TypeError, RecursionError, MemoryError):
+            problem = f"the argument {one.arg} of {name} is no literal"
+    if node.args:
+        problem = f"the arguments of {name} have no names"
+    return Call(name, arguments, problem, span=span)
