@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 from hybridflow.config import derived
@@ -9,7 +10,6 @@ from hybridflow.config.keys import ENGINE, differing
 from hybridflow.config.schema import AgentConfig, RunConfig, SamplingConfig
 from hybridflow.config.val_sets import val_sets
 
-_TELL_SUPPORT = ("hf", "sglang")  # engines that return what a token was sampled among
 _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
@@ -67,13 +67,19 @@ def _training(config: RunConfig) -> Iterator[str]:
             f"set {key}.top_k too, for example to 256, or switch the others off"
         )
     engine = config.rollout.engine
-    if engine in ENGINE.names() and engine not in _TELL_SUPPORT:
+    if engine in ENGINE.names() and not _tells_support(engine):
+        others = ", ".join(filter(_tells_support, ENGINE.names()))
         yield (
             f"{named} with rollout.engine={engine}, which does not tell what a token was sampled among, so that the "
-            f"trainer has no log-probs of it; switch them off, or choose one of {', '.join(_TELL_SUPPORT)}"
+            f"trainer has no log-probs of it; switch them off, or choose one of {others}"
         )
     if config.actor.distillation.coef:
         yield (
             f"{named} with actor.distillation.coef={config.actor.distillation.coef}: a teacher scores the whole "
             "vocabulary, and the policy what it was sampled among; switch one off"
         )
+
+
+def _tells_support(engine: str) -> bool:
+    """What the package of a built-in kind declares; importing it imports no library."""
+    return bool(getattr(importlib.import_module(f"{ENGINE.package}.{engine}"), "TELLS_SUPPORT", True))
