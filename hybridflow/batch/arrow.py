@@ -78,7 +78,9 @@ def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) ->
     try:
         for table in map(to_table, [batches] if isinstance(batches, DataProto) else batches):
             with _naming(f"{path}: cannot be written"):
-                writer = writer or pq.ParquetWriter(temporary, table.schema, compression="zstd")
+                writer = writer or pq.ParquetWriter(
+                    temporary, table.schema, compression="zstd", write_page_checksum=True
+                )
                 writer.write_table(table)
         if writer is None:
             raise DataError(f"{path}: there are no batches to write, so its columns are unknown")
@@ -175,7 +177,10 @@ def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
         )
     try:
         # not pq.read_table, which interprets a folder named `lr=1` as a partition
-        with _naming(f"{path}: not a readable parquet file"), pq.ParquetFile(path) as file:
+        with (
+            _naming(f"{path}: not a readable parquet file"),
+            pq.ParquetFile(path, page_checksum_verification=True) as file,
+        ):
             _refuse_bomb(path, file)
             yield file
     except SchemaError as error:

@@ -259,16 +259,21 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 
 def _epochs(run: RunConfig) -> str:
     """How many steps go through the data once; rows that are too long are dropped later."""
-    files, batch, steps = run.data.train_files, run.data.train_batch_size, run.trainer.total_steps
+    files, batch, epochs = run.data.train_files, run.data.train_batch_size, run.trainer.total_epochs
     if not files or not all(Path(file).is_file() for file in files):
         return "Epoch: not known before data.train_files are there"
+    from hybridflow.config import derived
     from hybridflow.data.files import count_rows
 
     rows = sum(map(count_rows, files))
+    steps = derived.total_steps(run, rows) or 1
+    given = f"trainer.total_steps {steps} = {steps * batch / max(rows, 1):,.2f} epochs"
+    if epochs is not None:
+        given = f"trainer.total_epochs {epochs} = {steps} steps"
+    fits = "" if rows >= batch else "; a batch has more rows than there are, which is refused"
     return (
-        f"Epoch: {rows} rows of data.train_files / data.train_batch_size {batch} = {rows / batch:,.1f} steps; "
-        f"trainer.total_steps {steps} = {steps * batch / max(rows, 1):,.2f} epochs (before rows that are too long are "
-        "dropped)"
+        f"Epoch: {rows} rows of data.train_files / data.train_batch_size {batch} = {rows / batch:,.1f} steps; {given} "
+        f"(before rows that are too long are dropped){fits}"
     )
 
 

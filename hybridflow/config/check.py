@@ -69,7 +69,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _model_source),
         *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
-        *(check_agent.problems, check_loop.staleness_problems, check_loop.dump_problems),
+        *(check_agent.problems, check_loop.length_problems, check_loop.staleness_problems, check_loop.dump_problems),
         check_sampling.problems,
     )
     found = [line for one in checks for line in one(config)]

@@ -39,6 +39,12 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
         wanted["sft.train_files"] = config.sft.train_files
         if not config.sft.train_files:
             yield f"sft.steps={config.sft.steps} needs sft.train_files, for example sft.train_files=[sft.parquet]"
+    for key in ("learned_key", "tools_key"):
+        if getattr(config.sft, key) is not None and config.sft.messages_key is None:
+            yield (
+                f"sft.{key}={getattr(config.sft, key)} belongs to whole conversations; name their column in "
+                "sft.messages_key, or leave it out"
+            )
     yield from _missing(config, wanted)
     for key, script in (
         ("reward.path", config.reward.path),

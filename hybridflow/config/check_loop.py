@@ -49,6 +49,16 @@ def staleness_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def length_problems(config: RunConfig) -> Iterator[str]:
+    """A run has one length."""
+    steps, epochs = config.trainer.total_steps, config.trainer.total_epochs
+    if steps is not None and epochs is not None:
+        yield (
+            f"trainer.total_steps={steps} and trainer.total_epochs={epochs} both say how long the run is; set "
+            "trainer.total_steps=null to count epochs, or trainer.total_epochs=null"
+        )
+
+
 def dump_problems(config: RunConfig) -> Iterator[str]:
     """Runs that only generate, and runs that train on dumps of rollouts."""
     trainer = config.trainer

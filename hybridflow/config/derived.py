@@ -172,9 +172,13 @@ def old_log_probs_column(config: RunConfig) -> str | None:
     return "old_log_probs" if scores_before_update(config) or updates_per_step(config) != 1 else None
 
 
-def total_updates(config: RunConfig) -> int:
-    """Optimizer updates of the whole PPO part of a run."""
-    return updates_per_step(config) * config.trainer.total_steps
+def total_steps(config: RunConfig, rows: int | None) -> int | None:
+    """Steps of a run on so many rows: `trainer.total_steps`, or the whole batches of `trainer.total_epochs`, one at
+    least. None where they follow from rows that are not known."""
+    trainer = config.trainer
+    if trainer.total_epochs is None:
+        return trainer.total_steps or 1
+    return None if rows is None else max(trainer.total_epochs * rows // config.data.train_batch_size, 1)
 
 
 def max_sequence_length(config: RunConfig) -> int:

@@ -32,6 +32,7 @@ _KEYS = (  # what the user is shown, in this order
     "actor.parallel.pipeline",
     "actor.parallel.context",
     "trainer.total_steps",
+    "trainer.total_epochs",
     "trainer.max_staleness",
     "sft.steps",
     "sft.batch_size",
@@ -198,8 +199,7 @@ def _actor(config: RunConfig) -> list[str]:
         f"{config.rollout.n} = {mini} samples an optimizer update",
         "  updates            = data.train_batch_size / actor.ppo_mini_batch_size x actor.ppo_epochs = "
         f"{config.data.train_batch_size} / {actor.ppo_mini_batch_size} x {actor.ppo_epochs} = "
-        f"{derived.updates_per_step(config)} a step, {derived.total_updates(config)} in all "
-        f"({config.trainer.total_steps} steps)",
+        f"{derived.updates_per_step(config)} a step{_in_all(config)}",
         f"  old log-probs      = {_old_log_probs(config)}",
         f"  a rank's share     = {mini} samples / {dp} copies = {share} samples an update",
         f"  micro-batches      = packed up to actor.max_tokens_per_micro_batch {actor.max_tokens_per_micro_batch} "
@@ -207,6 +207,13 @@ def _actor(config: RunConfig) -> list[str]:
         "number on every rank",
         "  accumulation       = gradients of all micro-batches of an update are added up before its one optimizer step",
     ]
+
+
+def _in_all(config: RunConfig) -> str:
+    steps = derived.total_steps(config, None)
+    if steps is None:
+        return f", for trainer.total_epochs {config.trainer.total_epochs} (steps: see Epoch)"
+    return f", {derived.updates_per_step(config) * steps} in all ({steps} steps)"
 
 
 def _reference(config: RunConfig) -> list[str]:

@@ -50,9 +50,10 @@ def _steering(config: RunConfig) -> Iterator[str]:
             f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef, which is 0; give it a value, or set "
             "kl_target=null"
         )
-    if trainer.critic_warmup >= trainer.total_steps and derived.has_critic(config):
+    steps = derived.total_steps(config, None)
+    if steps is not None and trainer.critic_warmup >= steps and derived.has_critic(config):
         yield (
-            f"trainer.critic_warmup={trainer.critic_warmup} leaves none of trainer.total_steps={trainer.total_steps} "
+            f"trainer.critic_warmup={trainer.critic_warmup} leaves none of trainer.total_steps={steps} "
             "to the policy; lower it"
         )
 

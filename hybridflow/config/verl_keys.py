@@ -129,6 +129,11 @@ RENAMED = {
     "data.custom_cls.name": "data.dataset_class.name",
     "data.sampler.*": "data.difficulty_key (or data.weight_key)",
     "data.response_key": "sft.response_key",
+    "data.messages_key": "sft.messages_key",
+    "data.tools_key": "sft.tools_key",
+    "data.multiturn.messages_key": "sft.messages_key",
+    "data.multiturn.tools_key": "sft.tools_key",
+    "data.multiturn.enable": "sft.messages_key (with a column it is on)",
     "data.gen_batch_size": "algorithm.dynamic_sampling (batches of data.train_batch_size at most)",
     "data.tool_config_path": "rollout.agent.tools (names, or path/to/file.py:name)",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.norm_adv_by_std",
@@ -162,7 +167,6 @@ RENAMED = {
     "reward_model.nnodes": "reward_model.procs (in all)",
     "trainer.experiment_name": "name",
     "trainer.total_training_steps": "trainer.total_steps",
-    "trainer.total_epochs": "trainer.total_steps (an epoch is the rows of data.train_files / data.train_batch_size)",
     "trainer.logger": "trainer.loggers",
     "trainer.test_freq": "trainer.test_every_steps (0 where verl has -1)",
     "trainer.save_freq": "trainer.save_every_steps (0 where verl has -1)",
@@ -180,7 +184,7 @@ RENAMED = {
     "trainer.val_only": "trainer.rollout_only",
     # of other trainers
     "trainer.max_steps": "trainer.total_steps",
-    "trainer.epochs": "trainer.total_steps",
+    "trainer.epochs": "trainer.total_epochs",
     "ROLE.learning_rate": "ROLE.optim.lr",
     "ray_kwargs.ray_init.address": "cluster.address",
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hybridflow.data.added_tokens import AddedTokens
+from hybridflow.data.added_tokens import AddedTokens, Found
 from hybridflow.errors import DataError
 from hybridflow.rewards.reading import opens_thinking
 
@@ -205,6 +205,10 @@ class ChatTemplate:
                 "rollout.agent.observation_role, or a template that leaves earlier messages as they are"
             )
 
+    def stops_in(self, text: str, begin: int = 0) -> Iterator[Found]:
+        """The tokens of a text, from `begin` on, at which generation stops."""
+        return (found for found in self._added.find(text, begin) if found.token in self._stops)
+
     @cached_property
     def closes_answer(self) -> str:
         """What the template writes after an answer that is the last message; empty where it refuses one."""
@@ -244,7 +248,7 @@ class ChatTemplate:
             begin = next((one.begin for one in self._added.find(shown) if one.begin < alike < one.end), alike)
             said = shown[begin:]
             place = said.rfind("value")
-            ends = (found.begin for found in self._added.find(said, max(place, 0)) if found.token in self._stops)
+            ends = (found.begin for found in self.stops_in(said, max(place, 0)))
             return said[: next(ends, len(said))] if place >= 0 else ""
         return ""
 
@@ -315,7 +319,7 @@ class ChatTemplate:
         seen = min(found.end() for found in said + called)
         if not called:
             return seen, max(ends)
-        stop = next((found.begin for found in self._added.find(text, max(ends)) if found.token in self._stops), None)
+        stop = next((found.begin for found in self.stops_in(text, max(ends))), None)
         if stop is None or stop >= first:
             raise _NoEndError(
                 f"{self._name}: the chat template puts no token at which generation stops after an answer that calls "

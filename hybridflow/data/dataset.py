@@ -5,24 +5,28 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged, objects
-from hybridflow.config.schema import DataConfig
+from hybridflow.batch import DataProto, objects
+from hybridflow.config.schema import DataConfig, SftConfig
+from hybridflow.data.encoding import AnswerEncoder, ConversationEncoder, Encoder
 from hybridflow.data.files import Row, read_rows
+from hybridflow.data.token_cache import TokenCache
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizing import CUT, Piece, known_pieces, pieces
 from hybridflow.errors import DataError
 
 log = logging.getLogger(__name__)
+_PAIRS = SftConfig()
 
 
 class _Dataset:
-    """Rows of parquet files as token ids: a prompt, and the answers of `answers` {column: key of the row}, which end
-    as the chat template ends them, once.
+    """Rows of data files as token ids: a prompt, and answers, which end as the chat template ends them, once.
 
     A prompt whose last message is the assistant's is refused: the answer would stand in the question. With
     `data.continue_final_message` it is the beginning of the answer, and its turn stays open.
@@ -30,7 +34,17 @@ class _Dataset:
     A row with a prompt of more than `data.max_prompt_length` tokens (chat template included) or an answer of more than
     `data.max_response_length` (eos included) is dropped with `filter_overlong_prompts`, else refused or cut as
     `data.truncation` says: `left`, `middle` and `right` name the part of the prompt that is cut off. An answer is cut
-    on the right, so that it does not end with eos.
+    on the right, so that it does not end with eos. A conversation may have as many tokens as both together, and is cut
+    at its end.
+
+    Many rows are encoded by several processes, and the tokens of large files kept for later runs (`TokenCache`).
+
+    Args:
+        files: read in order.
+        encoder: makes the tokens.
+        config: the `data` section.
+        others, optional: further columns that the files must, and may, have.
+        max_rows: rows kept from the top, after filtering; None keeps all.
 
     Attributes:
         num_filtered, num_truncated: overlong rows that were dropped, cut.
@@ -43,37 +57,50 @@ class _Dataset:
     def __init__(
         self,
         files: Sequence[str | Path],
-        tokenizer: Tokenizer,
+        encoder: Encoder,
         config: DataConfig,
-        answers: Mapping[str, str],
         others: Sequence[str] = (),
         optional: Sequence[str] = (),
         max_rows: int | None = None,
     ) -> None:
         self.num_filtered = self.num_truncated = 0
         self.places: list[str] = []
-        columns: dict[str, list[Any]] = defaultdict(list)
-        for row in _rows(files, (config.prompt_key, *answers.values(), *others), optional):
-            if max_rows is not None and len(columns["prompt_ids"]) >= max_rows:
-                break
-            prompt = _prompt_ids(row, tokenizer, config)
-            ids = {name: _answer_ids(row, key, tokenizer) for name, key in answers.items()}
-            if len(prompt) > config.max_prompt_length or any(
-                len(answer) > config.max_response_length for answer in ids.values()
-            ):
-                if config.filter_overlong_prompts:
-                    self.num_filtered += 1
-                    continue
-                prompt = _shorten(prompt, row, config)
-                ids = {name: _shorten_response(answer, row, config) for name, answer in ids.items()}
-                self.num_truncated += 1
-            for name, value in {"prompt_ids": prompt, **ids, **self._further(row, ids)}.items():
-                columns[name].append(value)
-            self.places.append(f"{row.path}, row {row.number}")
-        _report(files, len(columns["prompt_ids"]), self.num_filtered, self.num_truncated)
-        self._rows = _batch(columns, ragged=("prompt_ids", *answers))
+        self._columns: dict[str, list[Any]] = defaultdict(list)
+        cache = TokenCache.of(files, encoder, max_rows) if config.cache_tokens else TokenCache(None)
+        kept, rows = cache.read(), _rows(files, (*encoder.reads, *others), optional)
+        taken: list[DataProto] = []
+        with closing(pieces(rows, encoder) if kept is None else known_pieces(rows, kept)) as found:
+            for piece in found:
+                taken.append(self._take(piece, max_rows))
+                if max_rows is not None and len(self.places) >= max_rows:
+                    break
+                if piece.problem is not None:
+                    raise DataError(piece.problem)
+        _report(files, len(self.places), self.num_filtered, self.num_truncated, len(set(self.places)))
+        tokens = DataProto.concat(taken)
+        if kept is None:
+            cache.write(tokens)
+        built = {name: tokens[name] for name in encoder.columns}
+        built |= {name: objects(values) for name, values in self._columns.items()}
+        self._rows = DataProto.from_columns({**built, "index": np.arange(len(self.places), dtype=np.int64)})
 
-    def _further(self, row: Row, answers: Mapping[str, list[int]]) -> dict[str, Any]:
+    def _take(self, piece: Piece, max_rows: int | None) -> DataProto:
+        """Keep rows of a piece until there are `max_rows`; returns their tokens."""
+        counts = piece.counts()
+        taken = 0
+        for row, count in zip(piece.rows, counts.tolist(), strict=True):
+            if max_rows is not None and len(self.places) >= max_rows:
+                break
+            self.num_filtered += not count
+            for name, value in self._further(row).items() if count else ():
+                self._columns[name] += [value] * count
+            self.places += [f"{row.path}, row {row.number}"] * count
+            taken += count
+        tokens = piece.tokens.rows(slice(0, taken))
+        self.num_truncated += int(tokens.dense(CUT).sum())
+        return tokens
+
+    def _further(self, row: Row) -> dict[str, Any]:
         """Further columns of a row. DataError: it must not be used."""
         return {}
 
@@ -113,9 +140,9 @@ class PromptDataset(_Dataset):
         self._config = config
         sources = () if config.data_source is not None else (config.data_source_key,)
         columns = (*sources, config.ground_truth_key.partition(".")[0])
-        super().__init__(files, tokenizer, config, {}, columns, ("extra_info",), max_rows)
+        super().__init__(files, AnswerEncoder(tokenizer, config, {}), config, columns, ("extra_info",), max_rows)
 
-    def _further(self, row: Row, answers: Mapping[str, list[int]]) -> dict[str, Any]:
+    def _further(self, row: Row) -> dict[str, Any]:
         column, *path = self._config.ground_truth_key.split(".")
         truth = row.values[column]
         for name in path:
@@ -137,19 +164,23 @@ class PromptDataset(_Dataset):
 
 
 class SftDataset(_Dataset):
-    """Demonstrations, rows {prompt: chat messages, response: string}: prompt_ids and response_ids (jagged int64).
+    """Demonstrations: prompt_ids and response_ids (jagged int64). Rows are {prompt: chat messages, response: string};
+    with `sft.messages_key` they are conversations, whose `response_mask` (jagged bool) says which tokens are learned.
 
     Args:
-        files: parquet files, read in order.
-        tokenizer: its chat template renders the prompts; the response is encoded as plain text.
+        files: data files, read in order.
+        tokenizer: its chat template renders the prompts; a response is encoded as plain text.
         config: the `data` section.
-        response_key: column of the response (`sft.response_key`).
+        sft: the section that names the columns.
     """
 
     def __init__(
-        self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, response_key: str = "response"
+        self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, sft: SftConfig = _PAIRS
     ) -> None:
-        super().__init__(files, tokenizer, config, {"response_ids": response_key})
+        encoder: Encoder = AnswerEncoder(tokenizer, config, {"response_ids": sft.response_key})
+        if sft.messages_key is not None:
+            encoder = ConversationEncoder(tokenizer, config, sft)
+        super().__init__(files, encoder, config)
 
 
 class PreferenceDataset(_Dataset):
@@ -171,18 +202,8 @@ class PreferenceDataset(_Dataset):
         chosen_key: str = "chosen",
         rejected_key: str = "rejected",
     ) -> None:
-        self._keys = (chosen_key, rejected_key)
-        super().__init__(files, tokenizer, config, {"chosen_ids": chosen_key, "rejected_ids": rejected_key})
-
-    def _further(self, row: Row, answers: Mapping[str, list[int]]) -> dict[str, Any]:
-        if answers["chosen_ids"] == answers["rejected_ids"]:
-            chosen, rejected = self._keys
-            raise DataError(
-                f"{row.path}, row {row.number}: columns {chosen!r} and {rejected!r} hold the same answer "
-                f"{row.text(chosen)[:60]!r}{' (after cutting it)' if self.num_truncated else ''}; a pair must differ: "
-                "remove the row"
-            )
-        return {}
+        answers = {"chosen_ids": chosen_key, "rejected_ids": rejected_key}
+        super().__init__(files, AnswerEncoder(tokenizer, config, answers, must_differ=True), config)
 
     @property
     def data_sources(self) -> list[str]:
@@ -203,83 +224,21 @@ def _rows(files: Sequence[str | Path], required: Sequence[str], optional: Sequen
                 raise
             raise DataError(
                 f"{error}. Name the columns of these files in data.prompt_key, data.ground_truth_key and "
-                "data.data_source_key (or data.data_source=NAME for all rows), or make files of a published set with "
-                "`hybridflow prepare`"
+                "data.data_source_key (or data.data_source=NAME for all rows), those of demonstrations in "
+                "sft.response_key or sft.messages_key, or make files of a published set with `hybridflow prepare`"
             ) from error
 
 
-def _answer_ids(row: Row, key: str, tokenizer: Tokenizer) -> list[int]:
-    """The answer and the token that ends it. DataError: it says nothing."""
-    ids = tokenizer.encode(row.text(key).rstrip())
-    if not ids or ids[-1] not in tokenizer.stop_ids:
-        ids = [*tokenizer.encode(row.text(key)), tokenizer.end_id]
-    while len(ids) > 1 and ids[-2] in tokenizer.stop_ids:
-        ids.pop()
-    if len(ids) < 2:
-        raise row.malformed(key, "an answer (an empty one would teach to end at once)")
-    return ids
-
-
-def _prompt_ids(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
-    text = row.values[config.prompt_key]
-    messages = [{"role": "user", "content": text}] if isinstance(text, str) else row.messages(config.prompt_key)
-    if messages[-1]["role"] == "assistant" and not config.continue_final_message:
-        raise DataError(
-            f"{row.path}, row {row.number}, column {config.prompt_key!r}: the last message is the assistant's, "
-            f"{messages[-1]['content'][:60]!r}; leave it out, or set data.continue_final_message: true where it is the "
-            "beginning of the answer"
-        )
-    try:
-        ids = tokenizer.encode_chat(messages)
-    except DataError as error:
-        raise DataError(f"{row.path}, row {row.number}, column {config.prompt_key!r}: {error}") from error
-    if not ids:
-        raise row.malformed(config.prompt_key, "messages that render to at least one token")
-    return ids
-
-
-def _shorten(ids: list[int], row: Row, config: DataConfig) -> list[int]:
-    """At most `max_prompt_length` ids, cut where `data.truncation` says."""
-    limit = config.max_prompt_length
-    if len(ids) <= limit:
-        return ids
-    if config.truncation == "left":
-        return ids[len(ids) - limit :]
-    if config.truncation == "right":
-        return ids[:limit]
-    if config.truncation == "middle":
-        head = limit // 2
-        return ids[:head] + ids[len(ids) - (limit - head) :]
-    raise _too_long(row, "the prompt", len(ids), "data.max_prompt_length", limit)
-
-
-def _shorten_response(ids: list[int], row: Row, config: DataConfig) -> list[int]:
-    limit = config.max_response_length
-    if len(ids) > limit and config.truncation == "error":
-        raise _too_long(row, "the response with its end token", len(ids), "data.max_response_length", limit)
-    return ids[:limit]
-
-
-def _too_long(row: Row, what: str, length: int, key: str, limit: int) -> DataError:
-    return DataError(
-        f"{row.path}, row {row.number}: {what} has {length} tokens, {key} is {limit}: raise it, set "
-        "data.filter_overlong_prompts: true to drop such rows, or data.truncation to left, right or middle to cut them"
-    )
-
-
-def _report(files: Sequence[str | Path], kept: int, filtered: int, truncated: int) -> None:
-    """Says how many rows are in use; raises DataError when none is."""
+def _report(files: Sequence[str | Path], kept: int, filtered: int, truncated: int, sources: int) -> None:
+    """Says how many rows are in use, and of how many rows of the files; raises DataError when none is."""
     named = ", ".join(map(str, files))
     if not kept:
         raise DataError(f"{named}: no rows left ({filtered} dropped as longer than the limits in the data section)")
     log.info("%s: %d rows, %d dropped as too long, %d cut", named, kept, filtered, truncated)
-
-
-def _batch(columns: dict[str, list[Any]], ragged: Sequence[str]) -> DataProto:
-    built: dict[str, Any] = {}
-    for name, values in columns.items():
-        if name in ragged:
-            built[name] = Jagged.from_rows(values, np.int64)
-            continue
-        built[name] = objects(values)
-    return DataProto.from_columns({**built, "index": np.arange(len(next(iter(columns.values()))), dtype=np.int64)})
+    if kept > sources:
+        log.info(
+            "%s: %d conversations became %d rows: the chat template writes an answer otherwise once messages follow it",
+            named,
+            sources,
+            kept,
+        )

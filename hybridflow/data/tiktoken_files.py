@@ -97,6 +97,8 @@ def _fast_class() -> type[PreTrainedTokenizerFast]:
     class TiktokenTokenizer(PreTrainedTokenizerFast):
         """Encodes long texts in the parts in which the published code does."""
 
+        parts_of = staticmethod(parts_of)
+
         def encode(self, text: str, *args: Any, **options: Any) -> list[int]:
             """Token ids of the text, without special tokens around it."""
             return [

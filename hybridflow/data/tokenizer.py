@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
@@ -60,6 +61,17 @@ class Tokenizer:
         template = repr(self._hf.chat_template).encode("utf-8", "surrogatepass")
         return {"vocabulary": self.digest(), "chat template": sha256(template).hexdigest()[:16]}
 
+    def identity(self) -> str | None:
+        """All that token ids follow from, besides text and messages; None where the tokenizer does not tell it."""
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        template = repr(self._hf.chat_template)
+        today = [str(date.today())] if "strftime_now" in template else []
+        given = [self.template_kwargs, list(self.tools), self.stop_ids, self.eos_id, self._hf.special_tokens_map]
+        whole = repr([backend.to_str(), type(self._hf).__name__, template, given, today])
+        return sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
+
     def with_template(self, kwargs: Mapping[str, Any]) -> Tokenizer:
         """The tokenizer whose chat template is given these.
 
@@ -81,6 +93,29 @@ class Tokenizer:
         """Token ids of the text, with no special token added. A special token written out in the text ("<|end|>")
         becomes that token, and half a surrogate pair U+FFFD."""
         return self._encode(whole_text(text))
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        """What `encode` returns, and for each token the character of the text that it begins at.
+
+        Raises:
+            DataError: the tokenizer does not say where its tokens begin.
+        """
+        text, ids, places = whole_text(text), list[int](), list[int]()
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            raise DataError(f"{self.path}: whole conversations need a tokenizer with a tokenizer.json")
+        for begin, part in self._parts(text):
+            found = backend.encode(part, add_special_tokens=False)
+            ids += found.ids
+            places += [begin + place for place, _ in found.offsets]
+        return ids, places
+
+    def _parts(self, text: str) -> Iterator[tuple[int, str]]:
+        """The parts that are encoded one by one, and where they begin."""
+        begin = 0
+        for part in getattr(self._hf, "parts_of", lambda text: (text,))(text):
+            yield begin, part
+            begin += len(part)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -116,8 +151,15 @@ class Tokenizer:
                 f"{self.path}: the chat template refused the messages {str(messages)[:200]}: {error}"
             ) from error
 
-    def _render_for_template(self, messages: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:
-        return self._render(messages, None, add_generation_prompt=opens_answer)
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        opens_answer: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text of chat messages, and with `opens_answer` the prompt for the next answer behind it. Errors as for
+        `render_chat`."""
+        return self._render(messages, tools, add_generation_prompt=opens_answer)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -130,7 +172,7 @@ class Tokenizer:
     def template(self) -> ChatTemplate:
         """What the chat template writes between an answer and the next one."""
         stops = [self.token_text(token) for token in self.stop_ids]
-        return ChatTemplate(str(self.path), self._render_for_template, self._plain.added, stops)
+        return ChatTemplate(str(self.path), self.render, self._plain.added, stops)
 
     def continuation(self, exchanges: Sequence[Exchange], last: int | None = None) -> list[int]:
         """Token ids between the last answer of a conversation and the next one, as the chat template writes them. What

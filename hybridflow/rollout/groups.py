@@ -217,7 +217,7 @@ class Groups:
     def _hand_out(self, version: int) -> None:
         """Submit prompts until as many are handed out as the version allows."""
         size, n, trainer = self.config.data.train_batch_size, self.config.rollout.n, self.config.trainer
-        steps = trainer.total_steps - version
+        steps = (derived.total_steps(self.config, len(self.dataset)) or 1) - version
         if trainer.tail_batching:
             rows = self._round(steps * size)
         else:

@@ -77,7 +77,7 @@ def train(config: RunConfig, preload: Preload | None = None) -> None:
     """The main job: warm start when configured, reinforcement learning, checkpoint, export, report."""
     if config.cluster.address is None:  # the devices of a cluster to be joined are asked once it is there
         check_devices(config, Platform.detect().kind)
-    _run_job(config, preload, _train, config.trainer.total_steps)
+    _run_job(config, preload, _train, derived.total_steps(config, None))
 
 
 def sft(config: RunConfig, preload: Preload | None = None) -> None:
@@ -243,7 +243,7 @@ class _Job:
         config, checkpoint = self.config, self.checkpoint
         if config.sft.steps < 1 or (checkpoint is not None and checkpoint.phase != "sft"):
             return None
-        dataset = SftDataset(config.sft.train_files, self.tokenizer, config.data, config.sft.response_key)
+        dataset = SftDataset(config.sft.train_files, self.tokenizer, config.data, config.sft)
         trainer = SftTrainer(config.sft, self.session, policy, dataset, config.seed)
         if checkpoint is not None:
             trainer.resume(checkpoint)
@@ -386,7 +386,7 @@ def _finish(job: _Job, trained: ModelGroup) -> str | None:
 
 
 def _run_job(
-    config: RunConfig, preload: Preload | None, job: Callable[[_Job], dict[str, Any]], total_steps: int
+    config: RunConfig, preload: Preload | None, job: Callable[[_Job], dict[str, Any]], total_steps: int | None
 ) -> None:
     """Open the run folder, run the job, write summary and report; on an interrupt, say how to resume."""
     os.environ.update(without_proxy(os.environ))  # rewards, tools and episodes ask this machine's addresses as well

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import platform
 import shutil
@@ -12,19 +13,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import yaml
+
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError, naming
 from hybridflow.observe.progress import Progress
 from hybridflow.saving.store import CheckpointStore, Retention
 
 
-def make_room(config: RunConfig, folder: Path, total_steps: int, progress: Progress) -> None:
-    """Move a finished run of this name aside, or with resume=disable any run; nothing is deleted or changed."""
+def make_room(config: RunConfig, folder: Path, total_steps: int | None, progress: Progress) -> None:
+    """Move a finished run of this name aside, or with resume=disable any run; nothing is deleted or changed. A finished
+    run of fewer steps goes on, or of fewer epochs where `total_steps` is None."""
     if not folder.exists():
         return
     finished = (folder / "summary.json").exists()
     latest = CheckpointStore(folder / "checkpoints", Retention()).latest() if config.trainer.resume == "auto" else None
-    goes_on = latest is not None and (not finished or latest.step < total_steps)
+    is_longer = total_steps is None and _epochs(folder) < (config.trainer.total_epochs or 0)
+    is_longer = is_longer or (total_steps is not None and latest is not None and latest.step < total_steps)
+    goes_on = latest is not None and (not finished or is_longer)
     if config.trainer.resume == "auto" and (goes_on or not finished):
         return
     number = 1
@@ -32,6 +38,15 @@ def make_room(config: RunConfig, folder: Path, total_steps: int, progress: Progr
         number += 1
     shutil.move(folder, target)
     progress.message(f"the earlier run of this name is now in {target}")
+
+
+def _epochs(folder: Path) -> float:
+    """The epochs of the run in a folder, as its config.yaml says; infinite where it does not."""
+    try:
+        trainer = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["trainer"]
+        return float(trainer["total_epochs"] or math.inf)
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return math.inf
 
 
 def keep_config(folder: Path, text: str) -> None:

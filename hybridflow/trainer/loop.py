@@ -117,7 +117,7 @@ class RLTrainer:
         )
         scored = dumps is not None or isinstance(self.groups, RecordedPairs)
         self.passes = Passes(config, self.calls, policy, self.others, scores=not scored)
-        self.step = 0
+        self.step, self.last = 0, derived.total_steps(config, len(dataset)) or 1
         self.unrecorded: Trained | None = None
         self.left_out: set[str] = set()
         self.sampling_metrics: dict[str, float] = {}
@@ -127,13 +127,13 @@ class RLTrainer:
     def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""
         trainer, phase = self.config.trainer, self.session.timeline.phase
-        with self.session.progress(trainer.total_steps, "PPO" if self.critic else "GRPO", self.step) as progress:
+        with self.session.progress(self.last, "PPO" if self.critic else "GRPO", self.step) as progress:
             if self.step == 0 and self.config.sft.steps:
                 self.session.store.wait()  # ranks that are lost from here on come back with the warm start
             self.sync_weights(progress)
             if self.step == 0 and trainer.val_before_train:
                 self.validate(progress)
-            last = trainer.total_steps
+            last = self.last
             if self.dumps is not None:
                 last = min(last, self.dumps.last_after(self.step))
             while self.step < last:
@@ -165,7 +165,7 @@ class RLTrainer:
             if self.scores_first:
                 self.check_log_probs(batch)
             trained = self.update(batch, later)
-        validates = self.step == trainer.total_steps or self.session.is_due(trainer.test_every_steps, self.step)
+        validates = self.step == self.last or self.session.is_due(trainer.test_every_steps, self.step)
         if self.config.data.answers == "sampled" or validates:  # nobody asks the engines otherwise
             with phase("update_weights"):
                 trained.synced = self.sync_weights(progress)

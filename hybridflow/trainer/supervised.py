@@ -14,7 +14,7 @@ from hybridflow.batch import DataProto
 from hybridflow.config.schema import RewardTrainingConfig, SftConfig
 from hybridflow.data.dataset import PreferenceDataset, SftDataset
 from hybridflow.data.sampler import ResumableSampler
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.observe.trackers.base import Phase
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.protocols import Role
@@ -45,6 +45,11 @@ class SupervisedTrainer:
         seed: int,
     ) -> None:
         self.config, self.session, self.model, self.dataset = config, session, model, dataset
+        if config.batch_size > len(dataset):
+            raise ConfigError(
+                f"{self.section}.batch_size={config.batch_size} is more than the {len(dataset)} rows of "
+                f"{self.section}.train_files: a step would hold rows several times; lower it, or give more data"
+            )
         self.sampler = ResumableSampler(len(dataset), config.batch_size, True, seed)
         self.step = 0
 

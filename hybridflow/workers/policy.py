@@ -13,6 +13,7 @@ import numpy as np
 from hybridflow.batch import ROUTES, SUPPORT, DataProto, Jagged
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig
+from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.device.platform import Kind, Platform
 from hybridflow.device.residency import PARTS
 from hybridflow.dispatch import Dispatch, WorkerContext, register
@@ -58,14 +59,14 @@ class PolicyWorker(RoleWorker):
 
     # ---- training
 
-    @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids"))
+    @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids"), may_read=(RESPONSE_MASK,))
     @needs("weights", "gradients", "optimizer")
     def sft_step(self, batch: DataProto) -> list[Report]:
-        """One supervised update."""
+        """One supervised update on the response tokens, or on those of them that `response_mask` names."""
         sums, info = self.model.train_mini_batch(
             own_rows(batch),
             sft_loss,
-            columns=(),
+            columns=(RESPONSE_MASK,),
             max_tokens=self.config.max_tokens_per_micro_batch,
             temperature=1.0,
             with_entropy=False,

@@ -80,3 +80,16 @@ def test_it_needs_no_torch() -> None:
     code = "import sys, hybridflow.config.explain; print('torch' in sys.modules, 'ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_epochs_are_steps_of_the_rows_that_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n" * 1000)
+    words = ["train", "--config-name", "tiny-moe-grpo", "--explain", f"data.train_files=[{tmp_path}/rows.jsonl]"]
+    epochs = ["trainer.total_epochs=3", "data.train_batch_size=64"]
+    assert main([*words, *epochs, "trainer.total_steps=null"]) == 0
+    out = capsys.readouterr().out
+    assert "= 15.6 steps; trainer.total_epochs 3 = 46 steps" in lines(out, "Epoch:")
+    assert main([*words, *epochs]) == 2
+    assert "trainer.total_steps=150 and trainer.total_epochs=3 both say" in capsys.readouterr().err
+    assert main([*words, "data.train_batch_size=1024", "actor.ppo_mini_batch_size=64"]) == 0
+    assert "more rows than there are, which is refused" in lines(capsys.readouterr().out, "Epoch:")

@@ -18,7 +18,6 @@ from hybridflow.errors import ConfigError
 OF_SCRIPTS = {
     "trainer.logger": "trainer.loggers",
     "trainer.experiment_name": "name",
-    "trainer.total_epochs": "trainer.total_steps",
     "trainer.nnodes": "cluster.nodes",
     "trainer.n_gpus_per_node": "cluster.procs_per_node",
     "actor_rollout_ref.rollout.name": "rollout.engine",

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridflow.config.schema import DataConfig, DatasetClassConfig
+from hybridflow.config.schema_data import DataConfig, DatasetClassConfig, SftConfig
 from hybridflow.data.custom import open_prompts, open_sampler, open_training
 from hybridflow.data.dataset import PreferenceDataset, PromptDataset, SftDataset
 from hybridflow.data.files import read_rows
@@ -266,7 +266,9 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused_or_continued(tmp_path,
 
 def test_a_demonstration_without_response_is_named(tmp_path, tokenizer):
     with pytest.raises(DataError, match="column 'answer' is missing"):
-        SftDataset([_file(tmp_path, [_demonstration("1", "2")])], tokenizer, DataConfig(), "answer")
+        SftDataset(
+            [_file(tmp_path, [_demonstration("1", "2")])], tokenizer, DataConfig(), SftConfig(response_key="answer")
+        )
     with pytest.raises(DataError, match="row 1, column 'response': expected a string"):
         SftDataset([_file(tmp_path, [_demonstration("1", "2"), _demonstration("1", None)])], tokenizer, DataConfig())
 

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.config.schema import RunConfig, TrainerConfig
 from hybridflow.errors import ConfigError
+from hybridflow.observe.progress import Progress
+from hybridflow.saving.store import Checkpoint, CheckpointStore
 from hybridflow.trainer import folder as folders
-from hybridflow.trainer.folder import exclusive
+from hybridflow.trainer.folder import exclusive, make_room
 
 
 @pytest.fixture
@@ -122,3 +125,15 @@ def test_the_file_of_another_user_is_refused_by_number(folder: Path) -> None:
     os.chown(lock_of(folder), 65534, 65534)
     with pytest.raises(ConfigError, match="belongs to the user with the number 65534"), exclusive(folder):
         raise AssertionError("it was taken")
+
+
+@pytest.mark.parametrize(("now", "goes_on"), [(2, False), (3, True)])
+def test_a_finished_run_of_fewer_epochs_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, now: int, goes_on: bool
+) -> None:
+    folder.mkdir()
+    monkeypatch.setattr(CheckpointStore, "latest", lambda _: Checkpoint(folder, "rl", 5, {}))
+    (folder / "summary.json").write_text("{}")
+    (folder / "config.yaml").write_text("trainer: {total_epochs: 2, total_steps: null}\n")
+    make_room(RunConfig(trainer=TrainerConfig(total_epochs=now)), folder, None, Progress(0, "", enabled=False))
+    assert folder.exists() == goes_on and folder.with_name("run.1").exists() != goes_on

@@ -390,3 +390,13 @@ def test_a_step_off_the_policy_trains_what_older_weights_made_and_bounds_the_new
     trainer = trainer_of(config_of(tmp_path / "off", max_staleness=1, total_steps=3, val_before_train=False), world)
     with pytest.raises(LogprobMismatchError, match="step 1"):
         trainer.fit()
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 2), (2, 5), (3, 7)])
+def test_a_run_of_epochs_ends_after_their_last_whole_batch(tmp_path: Path, epochs: int, steps: int) -> None:
+    config = config_of(tmp_path, total_steps=None, total_epochs=epochs, test_every_steps=0)
+    assert config.data.train_batch_size == 4 and ROWS == 10
+    trainer = trainer_of(config, World())
+    trainer.fit()
+    assert [record["step"] for record in records(trainer, "train")] == list(range(1, steps + 1))
+    assert [record["step"] for record in records(trainer, "val")] == [0, steps]

@@ -11,7 +11,7 @@ import pytest
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, OptimConfig, RewardTrainingConfig, RunConfig, TrainerConfig
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.saving.manifest import say_saved
 from hybridflow.single_controller import Pending
@@ -131,3 +131,11 @@ def test_accuracy_counts_pairs_whose_chosen_answer_scores_higher() -> None:
     model: Any = Model()
     pairs: Any = Pairs()
     assert pair_accuracy(model, pairs) == pytest.approx({"accuracy": 0.9, "margin": (9 * 1.0 - 1.0) / 10})
+
+
+def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reward_training\.batch_size=4 is more than the 3 rows"):
+        session = trainer_of(tmp_path, Model(), 1).session
+        few: Any = Pairs()
+        few.__class__ = type("Few", (Pairs,), {"__len__": lambda self: 3})
+        RewardTrainer(RewardTrainingConfig(steps=1, batch_size=4), session, Model(), few, seed=1)

@@ -1,0 +1,216 @@
+"""Rows of data files as token ids. An encoder says which columns it reads of a row and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from hybridflow.config.schema import DataConfig, SftConfig
+from hybridflow.data.conversations import LearnedRow, learned_rows, read_learned, read_messages, read_tools
+from hybridflow.data.files import Row
+from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
+
+Ids = Mapping[str, list[int]]
+_LIMITS = ("max_prompt_length", "max_response_length", "filter_overlong_prompts", "truncation")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A row of a file as rows of tokens.
+
+    Attributes:
+        rows: by column; none where the row is dropped as too long.
+        is_cut: whether something was cut off because it was too long.
+    """
+
+    rows: Sequence[Ids]
+    is_cut: bool = False
+
+
+class Encoder(Protocol):
+    """How the rows of a dataset become tokens."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What encodes them."""
+        ...
+
+    @property
+    def reads(self) -> Sequence[str]:
+        """The columns that files must have."""
+        ...
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The columns of tokens."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """All that the tokens follow from, besides the tokenizer and the row."""
+        ...
+
+    def encode(self, row: Row) -> Encoded:
+        """The tokens of a row. DataError: it is malformed, or too long where that is refused."""
+        ...
+
+
+@dataclass(frozen=True)
+class AnswerEncoder:
+    """A prompt, and the answers of `answers` {column of tokens: column of the row}, which end as the chat template ends
+    them, once. Answers that must differ are those of a preference pair."""
+
+    tokenizer: Tokenizer
+    config: DataConfig
+    answers: Mapping[str, str]
+    must_differ: bool = False
+
+    @property
+    def reads(self) -> Sequence[str]:
+        """The columns that files must have."""
+        return self.config.prompt_key, *self.answers.values()
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The columns of tokens."""
+        return "prompt_ids", *self.answers
+
+    def settings(self) -> dict[str, Any]:
+        """All that the tokens follow from, besides the tokenizer and the row."""
+        keys = ("prompt_key", "continue_final_message", *_LIMITS)
+        return {"answers": dict(self.answers), **{key: getattr(self.config, key) for key in keys}}
+
+    def encode(self, row: Row) -> Encoded:
+        """The tokens of a row. DataError: it is malformed, or too long where that is refused."""
+        config = self.config
+        prompt = _prompt_ids(row, self.tokenizer, config)
+        answers = {name: _answer_ids(row, key, self.tokenizer) for name, key in self.answers.items()}
+        is_long = len(prompt) > config.max_prompt_length or any(
+            len(answer) > config.max_response_length for answer in answers.values()
+        )
+        if is_long and config.filter_overlong_prompts:
+            return Encoded([])
+        if is_long:
+            prompt = _shorten(prompt, row, config)
+            answers = {name: _shorten_response(answer, row, config) for name, answer in answers.items()}
+        if self.must_differ and len({tuple(answer) for answer in answers.values()}) < len(answers):
+            one, other = self.answers.values()
+            raise DataError(
+                f"{row.path}, row {row.number}: columns {one!r} and {other!r} hold the same answer "
+                f"{row.text(one)[:60]!r}{' (after cutting it)' if is_long else ''}; a pair must differ: remove the row"
+            )
+        return Encoded([{"prompt_ids": prompt, **answers}], is_long)
+
+
+@dataclass(frozen=True)
+class ConversationEncoder:
+    """Whole conversations, of which turns of the assistant are learned: `response_ids` begin with the first token of
+    the first such turn, and `response_mask` says which of them such turns wrote."""
+
+    tokenizer: Tokenizer
+    config: DataConfig
+    sft: SftConfig
+    columns: Sequence[str] = ("prompt_ids", "response_ids", RESPONSE_MASK)
+
+    @property
+    def reads(self) -> Sequence[str]:
+        """The columns that files must have."""
+        keys = (self.sft.messages_key, self.sft.learned_key, self.sft.tools_key)
+        return [key for key in keys if key is not None]
+
+    def settings(self) -> dict[str, Any]:
+        """All that the tokens follow from, besides the tokenizer and the row."""
+        keys = ("messages_key", "learned_key", "tools_key")
+        return {key: asdict(self.sft)[key] for key in keys} | {key: getattr(self.config, key) for key in _LIMITS}
+
+    def encode(self, row: Row) -> Encoded:
+        """The tokens of a row. DataError: it is malformed, or too long where that is refused."""
+        key, learned, tools = self.sft.messages_key, self.sft.learned_key, self.sft.tools_key
+        assert key is not None
+        value = row.values[key]
+        try:
+            found = learned_rows(
+                self.tokenizer,
+                read_messages(value),
+                read_learned(row.values[learned]) if learned is not None else None,
+                read_tools(row.values[tools]) if tools is not None else None,
+            )
+        except DataError as error:
+            where = f"{row.path}, row {row.number}, column {key!r}"
+            raise DataError(f"{where}: {error}; found {str(value)[:120]}") from error
+        limit = self.config.max_prompt_length + self.config.max_response_length
+        longest = max(len(one.ids) for one in found)
+        if longest > limit and not self.config.filter_overlong_prompts and self.config.truncation == "error":
+            keys = "data.max_prompt_length + data.max_response_length"
+            raise _too_long(row, "the conversation", longest, keys, limit)
+        kept = [one for one in found if len(one.ids) <= limit or not self.config.filter_overlong_prompts]
+        # cut at the end: what is learned follows what it followed
+        rows = [_columns(one, limit) for one in kept if any(one.learned[:limit])]
+        return Encoded(rows, longest > limit and bool(rows))
+
+
+def _columns(row: LearnedRow, limit: int) -> Ids:
+    begin = max(row.learned.index(True), 1)
+    response, mask = row.ids[begin:limit], row.learned[begin:limit]
+    return {"prompt_ids": row.ids[:begin], "response_ids": response, RESPONSE_MASK: [int(one) for one in mask]}
+
+
+def _answer_ids(row: Row, key: str, tokenizer: Tokenizer) -> list[int]:
+    """The answer and the token that ends it. DataError: it says nothing."""
+    ids = tokenizer.encode(row.text(key).rstrip())
+    if not ids or ids[-1] not in tokenizer.stop_ids:
+        ids = [*tokenizer.encode(row.text(key)), tokenizer.end_id]
+    while len(ids) > 1 and ids[-2] in tokenizer.stop_ids:
+        ids.pop()
+    if len(ids) < 2:
+        raise row.malformed(key, "an answer (an empty one would teach to end at once)")
+    return ids
+
+
+def _prompt_ids(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
+    text = row.values[config.prompt_key]
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else row.messages(config.prompt_key)
+    if messages[-1]["role"] == "assistant" and not config.continue_final_message:
+        raise DataError(
+            f"{row.path}, row {row.number}, column {config.prompt_key!r}: the last message is the assistant's, "
+            f"{messages[-1]['content'][:60]!r}; leave it out, or set data.continue_final_message: true where it is the "
+            "beginning of the answer"
+        )
+    try:
+        ids = tokenizer.encode_chat(messages)
+    except DataError as error:
+        raise DataError(f"{row.path}, row {row.number}, column {config.prompt_key!r}: {error}") from error
+    if not ids:
+        raise row.malformed(config.prompt_key, "messages that render to at least one token")
+    return ids
+
+
+def _shorten(ids: list[int], row: Row, config: DataConfig) -> list[int]:
+    """At most `max_prompt_length` ids, cut where `data.truncation` says."""
+    limit = config.max_prompt_length
+    if len(ids) <= limit:
+        return ids
+    if config.truncation == "left":
+        return ids[len(ids) - limit :]
+    if config.truncation == "right":
+        return ids[:limit]
+    if config.truncation == "middle":
+        head = limit // 2
+        return ids[:head] + ids[len(ids) - (limit - head) :]
+    raise _too_long(row, "the prompt", len(ids), "data.max_prompt_length", limit)
+
+
+def _shorten_response(ids: list[int], row: Row, config: DataConfig) -> list[int]:
+    limit = config.max_response_length
+    if len(ids) > limit and config.truncation == "error":
+        raise _too_long(row, "the response with its end token", len(ids), "data.max_response_length", limit)
+    return ids[:limit]
+
+
+def _too_long(row: Row, what: str, length: int, key: str, limit: int) -> DataError:
+    return DataError(
+        f"{row.path}, row {row.number}: {what} has {length} tokens, {key} is {limit}: raise it, set "
+        "data.filter_overlong_prompts: true to drop such rows, or data.truncation to left, right or middle to cut them"
+    )

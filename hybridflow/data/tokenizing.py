@@ -1,0 +1,162 @@
+"""Tokens of the rows of data files, made by several processes where there are many rows."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import chain, islice
+from multiprocessing import get_context
+
+import numpy as np
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.data.encoding import Encoder
+from hybridflow.data.files import Row
+from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.errors import DataError
+from hybridflow.process.children import die_with_parent
+
+ROW = "row"  # column: the row of the files, counted over all of them, that a row of tokens came from
+CUT = "cut"  # column: whether something of it was cut off
+_ROWS_HERE = 2048  # are encoded before processes would have paid for their start
+_ROWS_AT_ONCE = 256
+_MOST_PROCESSES = 16
+_LIMIT_S = 300  # for the rows of one order
+_encoder: Encoder | None = None  # in a process that encodes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows with their tokens.
+
+    Attributes:
+        rows: those that were encoded.
+        first: the number of the first.
+        tokens: columns `ROW`, `CUT` and the encoder's; a row may have none, or several.
+        problem: why the row behind the last one has no tokens; nothing follows then.
+    """
+
+    rows: Sequence[Row]
+    tokens: DataProto
+    first: int
+    problem: str | None = None
+
+    def counts(self) -> np.ndarray:
+        """[rows] how many rows of tokens each has."""
+        numbers = self.tokens.dense(ROW)
+        return np.bincount(numbers - self.first, minlength=len(self.rows))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A piece without its rows, of which `done` were encoded."""
+
+    tokens: DataProto
+    first: int
+    done: int
+    problem: str | None
+
+    def of(self, rows: Sequence[Row]) -> Piece:
+        """The piece of these rows."""
+        return Piece(rows[: self.done], self.tokens, self.first, self.problem)
+
+
+def pieces(rows: Iterable[Row], encoder: Encoder) -> Generator[Piece, None, None]:
+    """The tokens of all rows, in order. The first rows are encoded here; further ones by a process for each core.
+
+    Raises:
+        DataError: a process has ended: it had no memory left, or took too long over a row.
+    """
+    orders, first = _orders(rows), 0
+    processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    for order in orders if processes == 1 else islice(orders, _ROWS_HERE // _ROWS_AT_ONCE):
+        yield _encode(order, first, encoder).of(order)
+        first += len(order)
+    if (following := next(orders, None)) is not None:
+        yield from _by_processes(chain([following], orders), first, encoder, processes)
+
+
+def known_pieces(rows: Iterable[Row], tokens: DataProto) -> Generator[Piece, None, None]:
+    """The pieces of all rows, whose tokens were made before."""
+    first, numbers = 0, tokens.dense(ROW)
+    for order in _orders(rows):
+        begin, end = np.searchsorted(numbers, (first, first + len(order)))
+        yield Piece(order, tokens.rows(slice(begin, end)), first)
+        first += len(order)
+
+
+def _orders(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    remaining = iter(rows)
+    while order := list(islice(remaining, _ROWS_AT_ONCE)):
+        yield order
+
+
+def _by_processes(orders: Iterator[list[Row]], first: int, encoder: Encoder, processes: int) -> Iterator[Piece]:
+    begun: deque[tuple[list[Row], Future[_Made]]] = deque()
+    fork = get_context("fork")  # the tokenizer is there already, and is not sent
+    pool = ProcessPoolExecutor(processes, fork, _begin, (encoder, os.getpid()))
+    try:
+        for order in orders:
+            begun.append((order, pool.submit(_encode_in_time, order, first)))
+            first += len(order)
+            if len(begun) > 2 * processes:
+                yield _result(*begun.popleft())
+        while begun:
+            yield _result(*begun.popleft())
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _result(order: list[Row], future: Future[_Made]) -> Piece:
+    try:
+        return future.result(2 * _LIMIT_S).of(order)
+    except (BrokenProcessPool, TimeoutError) as error:
+        raise DataError(
+            f"{order[0].path}: the process that encoded rows from {order[0].number} on has ended: there was no memory "
+            f"left, or {len(order)} rows took it more than {_LIMIT_S} s; are they that long, or is a pattern of the "
+            "tokenizer that slow?"
+        ) from error
+
+
+def _begin(encoder: Encoder, parent: int) -> None:
+    """Make this process one that encodes, and that the signals to the run do not reach."""
+    global _encoder
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    _encoder = encoder
+
+
+def _encode_in_time(rows: list[Row], first: int) -> _Made:
+    assert _encoder is not None
+    signal.alarm(_LIMIT_S)  # ends this process, whatever it is at
+    try:
+        return _encode(rows, first, _encoder)
+    finally:
+        signal.alarm(0)
+
+
+def _encode(rows: Sequence[Row], first: int, encoder: Encoder) -> _Made:
+    numbers, cuts, done, problem = list[int](), list[bool](), 0, None
+    columns: dict[str, list[list[int]]] = {name: [] for name in encoder.columns}
+    for number, row in enumerate(rows):
+        try:
+            encoded = encoder.encode(row)
+        except DataError as error:
+            problem = str(error)
+            break
+        done += 1
+        for ids in encoded.rows:
+            numbers.append(first + number)
+            cuts.append(encoded.is_cut)
+            for name in encoder.columns:
+                columns[name].append(ids[name])
+    made = {name: Jagged.from_rows(ids, bool if name == RESPONSE_MASK else np.int64) for name, ids in columns.items()}
+    tokens = DataProto.from_columns({ROW: np.array(numbers, np.int64), CUT: np.array(cuts, bool), **made})
+    return _Made(tokens, first, done, problem)
