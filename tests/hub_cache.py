@@ -32,3 +32,18 @@ def download(cache: Path, repository: str, files: dict[str, str], kind: str = "m
     (folder / "refs").mkdir(exist_ok=True)
     (folder / "refs/main").write_text(COMMIT)
     return snapshot
+
+
+def adopt(cache: Path, repository: str, folder: Path, kind: str = "models") -> Path:
+    """Move the files of a folder into a cache, where they lie as `hf download` would have left them."""
+    target = cache / f"{kind}--{repository.replace('/', '--')}"
+    snapshot = target / "snapshots" / COMMIT
+    for number, file in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
+        blob, link = target / "blobs" / f"{number:064x}", snapshot / file.relative_to(folder)
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(blob)
+        link.symlink_to(blob)
+    (target / "refs").mkdir(exist_ok=True)
+    (target / "refs/main").write_text(COMMIT)
+    return snapshot

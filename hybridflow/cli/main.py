@@ -245,14 +245,17 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
         from hybridflow.models.check import check as check_models
 
         check_models(run, job)
+        from hybridflow.config.derived import hf_config
         from hybridflow.config.explain import Origins, explain
         from hybridflow.config.locate import config_dirs
+        from hybridflow.planning.deadlines import StartAllowance
 
         recipe = args.config_name.removesuffix(".yaml")
         print(explain(run, Origins.find(recipe, args.overrides, config_dirs(args.config_dir))))
         print(f"\n{_epochs(run)}")
         print(f"\n{_placement(run, job)}")
         print(f"\n{_threads(run, job)}")
+        print(f"\n{StartAllowance.of(run, hf_config(run.model)).describe(run)}")
         return None
     return run
 

@@ -310,6 +310,7 @@ class RolloutConfig:
     max_running_requests: PositiveInt = 64
     max_total_tokens: PositiveInt = 16384  # KV cache of one engine
     mem_fraction_static: Annotated[float, Above(0), Below(1)] = 0.1
+    # of an engine's start, of one rank; ranks and weights add to it (`--explain` says how much)
     start_timeout_s: Positive = 300.0
     request_timeout_s: Positive = 300.0  # an engine that was asked and sends no token for so long hangs
     max_restarts: NonNegativeInt = 3  # of one engine within an hour; then it is given up, and the others go on
@@ -341,6 +342,8 @@ class ClusterConfig:
     devices_per_node: PositiveInt | None = None
     # kind of device that `hybridflow plan` counts with, as in docs/planning.md; a run asks the machines
     device: str = "H100"
+    # of the start of Ray and of ranks; more than eight ranks, and weights to be read, add to it (`--explain` says how
+    # much)
     start_timeout_s: Positive = 120.0
     call_timeout_s: Positive = 600.0  # deadline on any single worker call
     # nobody else can send to the machines of `address`. Without it a Ray without a token and engines over

@@ -35,6 +35,7 @@ from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
 from hybridflow.placement import pools_of
 from hybridflow.placement.threads import threads_by_role, user_limit
+from hybridflow.planning.deadlines import StartAllowance
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.process.surroundings import without_proxy
@@ -132,6 +133,7 @@ class _Job:
         if self.checkpoint is not None:
             progress.message(f"resuming from {self.checkpoint.folder}")
         self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
+        self.config = StartAllowance.of(config, self.hf_config).applied(config)
 
     def start_cluster(self, job: str = "train") -> Cluster | None:
         """Start Ray, or join the configured cluster, and reserve the devices of the whole job; None where it has one

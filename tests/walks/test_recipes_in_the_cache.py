@@ -1,0 +1,112 @@
+"""Recipes of several families and sizes, from an empty folder: model and data lie in the Hugging Face cache as they are
+published, and a run goes to its end on this machine with nothing but `+scale=laptop ~model.hf_config`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybridflow.config.load import load_config
+from hybridflow.observe.jsonl import read_jsonl
+from tests.e2e.runs import Run
+from tests.hub_cache import adopt
+from tests.published.folders import code_ran, published_folder
+
+pytestmark = pytest.mark.slow
+MAIN = "import sys; from hybridflow.cli.main import main; sys.exit(main(sys.argv[1:]))"
+# the models' families, as tests/published knows them
+FAMILIES = {
+    "grpo-qwen3-8b-1x8": "qwen3",
+    "grpo-qwen2.5-0.5b-1x8": "qwen2.5",
+    "grpo-llama-3.1-405b-28x8": "llama-3.1",
+    "grpo-mixtral-8x7b-2x8": "mixtral",
+    "ppo-qwen3-30b-a3b-4x8": "qwen3-moe",
+    "grpo-moonlight-16b-a3b-1x8": "moonlight",
+    "grpo-glm-4.5-air-8x8": "glm-4.5",
+    "grpo-deepseek-v3-32x8": "deepseek-v3",
+}
+ALWAYS = "grpo-moonlight-16b-a3b-1x8"
+
+
+def _solved(number: int) -> dict[str, str]:
+    return {"problem": f"What is {number} + 1?", "level": "Level 1", "type": "Algebra",
+            "solution": rf"It is $\boxed{{{number + 1}}}$."}  # fmt: skip
+
+
+def _dapo(number: int) -> dict[str, Any]:
+    question = f"Solve the problem. The last line is Answer: $Answer.\n\nWhat is {number} + 1?"
+    return {
+        **{"data_source": "math_dapo", "prompt": [{"role": "user", "content": question}], "ability": "MATH"},
+        "reward_model": {"ground_truth": str(number + 1), "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": str(number)},
+    }
+
+
+# {hub id: {file: its rows}} in the published form
+SETS: dict[str, dict[str, Callable[[int], dict[str, Any]]]] = {
+    "BytedTsinghua-SIA/DAPO-Math-17k": {"data/dapo-math-17k.parquet": _dapo},
+    "math-ai/aime24": {"data/test-00000-of-00001.parquet": lambda n: {"id": n, **_solved(n), "url": "u"}},
+    "math-ai/aime25": {"test.jsonl": lambda n: {"problem": f"Is it {n}?", "answer": str(n), "id": str(n)}},
+    "DigitalLearningGmbH/MATH-lighteval": {
+        "data/train-00000-of-00001.parquet": _solved,
+        "data/test-00000-of-00001.parquet": lambda n: _solved(n + 100),
+    },
+    "HuggingFaceH4/MATH-500": {
+        "test.jsonl": lambda n: {**_solved(n + 200), "answer": str(n + 201), "subject": "Algebra", "unique_id": str(n)}
+    },
+    "openai/gsm8k": {
+        f"main/{split}-00000-of-00001.parquet": lambda n: {"question": f"{n} + 1?", "answer": f"So.\n#### {n + 1}"}
+        for split in ("train", "test")
+    },
+}
+
+
+def laid(folder: Path, recipe: str) -> Path:
+    """A Hugging Face cache with the recipe's model, tiny, and with all data sets."""
+    cache = folder / "hf" / "hub"
+    model = load_config(recipe).model.path
+    assert model is not None
+    adopt(cache, model, published_folder(FAMILIES[recipe], folder / "model"))
+    for repository, files in SETS.items():
+        raw = folder / "raw" / repository
+        for name, row in files.items():
+            rows, file = [row(number) for number in range(12)], raw / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.suffix == ".parquet":
+                pq.write_table(pa.Table.from_pylist(rows * (3 if row is _dapo else 1)), file)
+            else:
+                file.write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+        adopt(cache, repository, raw, "datasets")
+    return folder / "hf"
+
+
+def goes_to_its_end(folder: Path, recipe: str) -> None:
+    cache, work = laid(folder, recipe), folder / "work"
+    work.mkdir()
+    command = (sys.executable, "-c", MAIN, "train")
+    words = ("--config-name", recipe, "+scale=laptop", "~model.hf_config")
+    with Run(folder / "output", *words, command=command, site={"HF_HOME": str(cache)}, cwd=work) as run:
+        assert run.end(400) == 0, run.out + run.err
+    assert "GRPO 2/2" in run.out or "PPO 2/2" in run.out
+    made = work / "runs" / recipe
+    steps = [one["step"] for one in read_jsonl(made / "metrics.jsonl") if one["phase"] == "train"]
+    assert steps == [1, 2]
+    assert json.loads((made / "export" / "config.json").read_text())["num_hidden_layers"] == 2
+    assert not code_ran(cache)
+
+
+def test_a_recipe_goes_to_its_end(tmp_path: Path) -> None:
+    goes_to_its_end(tmp_path, ALWAYS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", [name for name in FAMILIES if name != ALWAYS])
+def test_every_family(recipe: str, tmp_path: Path) -> None:
+    goes_to_its_end(tmp_path, recipe)
