@@ -1,2 +1,2 @@
-"""The SPMD roles: thin classes whose methods are `@register`-ed for a worker group, and run as well under plain
+"""SPMD roles: thin worker classes whose `@register`-ed methods are called by a worker group or directly from plain
 processes."""

@@ -1,4 +1,4 @@
-"""The interface between workers and training backends; `mcore` and `fsdp` implement `Backend`, and mypy checks both."""
+"""The interface between workers and training backends. `mcore` and `fsdp` implement `Backend`; mypy checks both."""
 
 from __future__ import annotations
 
@@ -23,44 +23,45 @@ from hybridflow.saving.saver import Holder, Saver
 
 
 class Replay(Protocol):
-    """Router replay; backends that train dense models alone refuse it."""
+    """Router replay. Backends that only train dense models raise an error."""
 
     def during(self, action: Literal["replay", "record", "compare"]) -> AbstractContextManager[None]:
-        """Forward passes inside replay, record or compare routes."""
+        """Context manager: replay, record or compare routes in the forward passes inside."""
 
     def recorded(self) -> Jagged:
-        """The recorded experts of every token."""
+        """Return the recorded experts of every token."""
 
     def take_counts(self) -> Mapping[str, int]:
-        """Token-layers counted since the last call."""
+        """Return the token-layer counts since the last call."""
 
 
 class Model(Holder, Protocol):
-    """The model of one rank of a role, with an optimizer where it trains. Every method is a collective: all ranks call
-    it in the same order."""
+    """The model of one rank of a role, with an optimizer if the role trains. Every method is a collective: all ranks
+    call them in the same order."""
 
     def mesh_position(self) -> tuple[int, int, bool]:
-        """(data-parallel rank, size, whether this rank returns its group's results)."""
+        """Return (data-parallel rank, data-parallel size, whether this rank returns its group's results)."""
 
     def set_optimizer(self, config: Any) -> None:
-        """A fresh optimizer over the present weights; `config` is an `OptimConfig`."""
+        """Create a fresh optimizer over the current weights. `config` is an `OptimConfig`."""
 
     def settle(self) -> None:
         """Wait for communication that still writes to the weights."""
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """For each part a function that lists its present tensors: an optimizer may be replaced, a reference appear."""
+        """Return a function for each part that lists its current tensors. The list changes when the optimizer is
+        replaced or a reference is added."""
 
     def saver(self, timeout_s: float) -> Saver:
-        """Writes checkpoints."""
+        """Return the object that writes this rank's checkpoints."""
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint in place. CheckpointError: it is missing, torn or of another model."""
+        """Restore a checkpoint in place. Raises CheckpointError if it is missing, torn or from another model."""
 
     def export(
         self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None, *, source: Path | None = None
     ) -> list[str]:
-        """Write a Hugging Face folder; the lines about `source` that `export_held` returns."""
+        """Write a Hugging Face folder. Returns the lines about `source` that `export_held` returns."""
 
 
 class Backend(Model, Protocol):
@@ -68,15 +69,16 @@ class Backend(Model, Protocol):
 
     @property
     def replay(self) -> Replay:
-        """Routes of a mixture of experts."""
+        """Router replay for a mixture of experts."""
 
     def describe(self) -> dict[str, str]:
-        """Backend and versions, for the run's record."""
+        """Return the backend and its versions for the run's record."""
 
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
     ) -> tuple[Jagged, Jagged] | None:
-        """(log-probs, entropies) of every response token of this rank's rows; None on ranks that return no results."""
+        """Return (log-probs, entropies) of every response token of this rank's rows; None on ranks that return no
+        results."""
 
     def train_mini_batch(
         self,
@@ -88,40 +90,42 @@ class Backend(Model, Protocol):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """One optimizer update on this rank's rows; metric (sum, count) pairs and {grad_norm, lr, applied}.
+        """Run one optimizer update on this rank's rows. Returns metrics as (sum, count) pairs, and {grad_norm, lr,
+        applied}.
 
         Raises:
-            NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight
-            was changed.
+            NonFiniteError: a loss or gradient is NaN or infinite and the policy is configured to stop. Raised on all
+                ranks; no weight was changed.
         """
 
     def freeze_reference(self) -> None:
-        """The present weights become the reference."""
+        """Make the current weights the reference."""
 
     def as_reference(self) -> AbstractContextManager[Any]:
-        """Forward passes inside use the reference's weights."""
+        """Context manager: forward passes inside use the reference weights."""
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """This rank's tensors by the names of its layout, over live memory; with adapters merged copies, which
-        `release_copies` frees."""
+        """Return this rank's tensors by their layout names. They are views of live memory, except that adapters are
+        merged into copies; `release_copies` frees those."""
 
     def release_copies(self) -> None:
-        """Give back the memory of copies that `parameters` has made; its tensors are empty until it is called again."""
+        """Free the copies made by `parameters`. The tensors it returned stay empty until it is called again."""
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the copies that `parameters` makes on this rank; 0 where it makes none."""
+        """Bytes of the copies that `parameters` makes on this rank; 0 if it makes none."""
 
     @property
     def trainable_parameters(self) -> int:
-        """Number of trained parameters of the whole model."""
+        """Number of trainable parameters in the whole model."""
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
-        """Asks all ranks where they stand; the returned function, which one rank needs, builds the layout from that."""
+        """Gather the mesh positions of all ranks. Returns a function that builds the layout from them; only one rank
+        needs to call it."""
 
 
 def open_backend(config: RunConfig, hf_config: Mapping[str, Any], platform: Platform, local_rank: int) -> Backend:
-    """Join the world and build the policy that `actor.backend` names. Collective."""
+    """Join the world and build the policy with the backend set by `actor.backend`. Collective."""
     use_family(config.model.family)
     family = family_of(hf_config)
     source: WeightSource = RandomWeights(family.tensors(), config.seed, float(hf_config.get("initializer_range", 0.02)))

@@ -1,4 +1,4 @@
-"""The loss functions that the roles hand to the backend: packed response tokens in, (sum, count, metrics) out."""
+"""Loss functions that the roles pass to the backend. They map packed response tokens to (sum, count, metrics)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ def sft_loss(
 
 
 class PolicyLoss:
-    """The configured policy loss, minus an entropy bonus, plus a KL penalty to the reference and a distance to the
-    teacher."""
+    """The configured policy loss, with optional entropy bonus, KL penalty to the reference and distillation loss."""
 
     def __init__(self, config: ActorConfig, old: str | None = "old_log_probs") -> None:
-        """`old`: the column that the loss gets as old_log_probs; None: its own log-probs, without their gradient."""
+        """`old` is the column passed to the loss as old_log_probs. None: the loss gets its own log-probs, detached."""
         self.config, self.options, self.old = config, policy_loss_options(config), old
         self.function = POLICY_LOSSES.get(config.policy_loss).function
         self.columns = policy_loss_columns(config, old)
@@ -50,7 +49,7 @@ class PolicyLoss:
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens
     ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """Loss sum, count and metrics of a micro-batch; `algorithms.losses.LossFunction`."""
+        """Return the loss sum, count and metrics of a micro-batch, as defined by `algorithms.losses.LossFunction`."""
         config = self.config
         old = log_probs.detach() if self.old is None else micro.columns.get(self.old)
         columns = micro.columns if old is None else {**micro.columns, "old_log_probs": old}
@@ -84,7 +83,7 @@ class PolicyLoss:
         return *self._aggregate(loss, tokens), metrics
 
     def kl_loss(self, tokens: Tokens) -> torch.Tensor:
-        """[T] estimate of the divergence from the reference."""
+        """Estimate the KL divergence from the reference for each token [T]."""
         given, kind = (tokens.log_probs, tokens.columns["ref_log_probs"]), self.config.kl_loss_type
         if self.config.kl_loss_unbiased:
             return unbiased_kl(*given, tokens.columns["old_log_probs"], kind)
@@ -94,12 +93,12 @@ class PolicyLoss:
         return aggregate(values, tokens.lengths, self.config.loss_agg_mode, self.config.loss_norm_tokens)
 
     def count(self, lengths: torch.Tensor) -> torch.Tensor:
-        """What samples of these lengths [s] count, where no token is rejected."""
+        """Return the loss count for samples of these lengths [s], assuming no token is rejected."""
         zeros = torch.zeros(int(lengths.sum()), device=lengths.device)
         return aggregate(zeros, lengths, self.config.loss_agg_mode, self.config.loss_norm_tokens)[1]
 
     def _distilled(self, tokens: Tokens) -> torch.Tensor:
-        """[T] how far the policy is from the teacher."""
+        """Return the divergence from the teacher for each token [T]."""
         kind, columns = self.config.distillation.loss, tokens.columns
         if kind == "forward_kl_topk":
             return forward_kl_topk(columns[TEACHER_LOG_PROBS], columns[OF_TEACHER])
@@ -108,10 +107,12 @@ class PolicyLoss:
     def _corrected(
         self, tokens: Tokens, entropy: torch.Tensor | None
     ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, Metrics]:
-        """The tokens that are not rejected with their entropies and importance weights, and metrics of the correction.
+        """Apply rollout correction. Returns the tokens that were not rejected, their entropies and importance weights,
+        and metrics.
 
-        The policy that engines are compared with is the one before the step's updates; where updates compare with the
-        engine itself (actor.old_log_probs=engine), it is the present one.
+        The engine's log-probs are compared with those of the policy before this step's updates. If updates use the
+        engine's log-probs as the old ones (actor.old_log_probs=engine), they are compared with those of the current
+        policy instead.
         """
         correction, count = self.config.rollout_correction, tokens.lengths.sum()
         engine, trainer = tokens.columns["rollout_log_probs"], tokens.columns["old_log_probs"]
@@ -135,7 +136,7 @@ class PolicyLoss:
 
 
 def policy_loss_columns(config: ActorConfig, old: str | None = "old_log_probs") -> tuple[str, ...]:
-    """Columns over response tokens that an update of the policy reads; `old` as for `PolicyLoss`."""
+    """Return the per-token columns that a policy update reads. `old` is the same as for `PolicyLoss`."""
     reads = [old if name == "old_log_probs" else name for name in POLICY_LOSSES.get(config.policy_loss).reads]
     engine = ("rollout_log_probs", old) if corrects(config) else ()
     drift = ("rollout_log_probs", "advantages") if config.rollout_correction.off_policy is not None else ()
@@ -162,12 +163,12 @@ def _teacher_columns(config: DistillationConfig) -> tuple[str, ...]:
 
 
 def corrects(config: ActorConfig) -> bool:
-    """Whether tokens are weighted or rejected by what the engine's log-probs say of them."""
+    """Return whether rollout correction weights or rejects tokens."""
     return config.rollout_correction.weight != "none" or bool(config.rollout_correction.reject)
 
 
 class Noted:
-    """A loss that notes the log-probs and entropies of each micro-batch as it is given them."""
+    """A loss wrapper that records the log-probs and entropies of each micro-batch."""
 
     with_entropy = True
 
@@ -178,19 +179,19 @@ class Noted:
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens
     ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """What `loss` returns."""
+        """Record the log-probs and entropies, then return the wrapped loss."""
         assert entropy is not None
         self._seen.append((cast(Packed, micro), log_probs.detach(), entropy.detach()))
         return self.loss(log_probs, entropy, micro)
 
     def count(self, lengths: torch.Tensor) -> torch.Tensor:
-        """What `loss` counts."""
+        """Return the wrapped loss's count; the number of tokens if it does not define one."""
         count = getattr(self.loss, "count", None)
         return count(lengths) if count else lengths.sum()
 
     def take(self, batch: DataProto) -> DataProto | None:
-        """old_log_probs and entropys of the rows of `batch`, which the loss has seen: 0 at tokens that the policy did
-        not sample. None on a rank without the output layer."""
+        """Return old_log_probs and entropys for the rows of `batch`, as seen by the loss; 0 at tokens that the policy
+        did not sample. None on a rank without the output layer."""
         if not self._seen:
             return None
         micros, log_probs, entropies = zip(*self._seen, strict=True)
@@ -205,7 +206,7 @@ class Noted:
 
 
 class ValueLoss:
-    """The critic's clipped regression towards the returns; a `mcore.value_model.ScalarLoss`."""
+    """The critic's clipped regression onto the returns. Implements `mcore.value_model.ScalarLoss`."""
 
     columns = (RESPONSE_MASK, "values", "returns")
 
@@ -213,7 +214,7 @@ class ValueLoss:
         self.config = config
 
     def __call__(self, values: torch.Tensor, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """Values of response tokens [n]."""
+        """Return the loss sum, count and metrics for the values [n] of the response tokens."""
         loss, metrics = value_token_loss(
             values, micro.columns["values"], micro.columns["returns"], clip=self.config.cliprange_value
         )
@@ -221,9 +222,9 @@ class ValueLoss:
 
 
 class PairLoss:
-    """The reward model's comparison of chosen and rejected answers; a `mcore.value_model.ScalarLoss`."""
+    """The reward model's pairwise preference loss. Implements `mcore.value_model.ScalarLoss`."""
 
     def __call__(self, scores: torch.Tensor, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """Scores of pairs one after another [2 n]."""
+        """Return the loss sum, count and metrics for the scores [2 n] of consecutive (chosen, rejected) pairs."""
         loss, metrics = preference_loss(scores)
         return loss.sum(), torch.tensor(len(loss), device=loss.device), metrics

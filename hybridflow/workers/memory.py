@@ -1,4 +1,4 @@
-"""Which parts of a role a worker method needs on the device, its peak memory, and the error when memory runs out."""
+"""Per-role memory management: which parts a worker method needs on the device, peak usage, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def needs(*parts: Part) -> Callable[[F], F]:
-    """Mark a method of a worker that has `memory: RoleMemory`: these parts are on the device while it runs.
+    """Decorator for methods of a worker that has `memory: RoleMemory`: keep these parts on the device for the duration
+    of the method.
 
-    Below `@register`. Running out of memory inside becomes MemoryExhaustedError with the method's name.
+    Place it below `@register`. An out-of-memory error inside the method becomes a MemoryExhaustedError with the
+    method's name.
     """
 
     def mark(function: F) -> F:
@@ -33,12 +35,10 @@ def needs(*parts: Part) -> Callable[[F], F]:
 
 
 class RoleMemory:
-    """The memory of one role (`residency.role`) in one process."""
+    """Memory of one role (`residency.role`) in one process."""
 
     def __init__(self, residency: Residency, platform: Platform, offload: OffloadConfig, layout: str = "actor") -> None:
-        """Args:
-        layout: the section of the configuration whose `parallel` cuts this role; for messages.
-        """
+        """`layout` is the configuration section whose `parallel` shards this role; used in messages."""
         self.residency, self.platform, self.layout = residency, platform, layout
         self._offloads = {"weights": offload.weights, "gradients": offload.gradients, "optimizer": offload.optimizer}
         self._offloads["reference"] = offload.weights
@@ -47,15 +47,15 @@ class RoleMemory:
 
     @contextmanager
     def phase(self, name: str, parts: tuple[Part, ...]) -> Iterator[None]:
-        """`parts` are resident inside, and the peak is noted under `name`.
+        """Context manager: keep `parts` resident and record the peak memory under `name`.
 
         Raises:
-            MemoryExhaustedError: the device, or on CPU the machine, had no more.
+            MemoryExhaustedError: the device (on CPU, the machine) ran out of memory.
         """
         self.platform.reset_peak_memory()
         try:
-            # translated twice: inside, so that the message counts what the method needs as resident; outside, for
-            # errors of moving it to the device
+            # Translate errors twice. Inside, the parts are still resident, so the message lists what the method needs.
+            # Outside, errors from moving the parts to the device are caught as well.
             with self._translated(name), self.residency.resident(**dict.fromkeys(parts, True)), self._translated(name):
                 yield
         finally:
@@ -63,14 +63,17 @@ class RoleMemory:
             self._reserved = max(self._reserved, self.platform.reserved_memory_bytes())
 
     def sleep(self, parts: tuple[Part, ...]) -> int:
-        """Take the `parts` that the configuration offloads off the device. Returns the bytes freed."""
+        """Offload those of `parts` that the configuration allows to be offloaded. Returns the bytes freed."""
         freed = self.residency.sleep(*(part for part in parts if self._offloads[part]))
         self._offloaded = max(self._offloaded, self.residency.asleep_bytes())
         return freed
 
     def take(self) -> dict[str, Any]:
-        """Since the last call: {memory: peak bytes by method, reserved: peak bytes of the allocator, offloaded: most
-        bytes off the device at once}; and parts: the present bytes of each part, wherever they are."""
+        """Return memory statistics and reset the peaks.
+
+        {memory: peak bytes per method, reserved: peak bytes reserved by the allocator, offloaded: peak bytes off the
+        device}, all since the last call; and parts: current bytes of each part, on the device or not.
+        """
         taken: dict[str, Any] = {"memory": self._peaks, "reserved": self._reserved, "offloaded": self._offloaded}
         taken["parts"] = self.residency.part_bytes()
         self._peaks, self._reserved, self._offloaded = {}, 0, self.residency.asleep_bytes()
@@ -101,7 +104,8 @@ class RoleMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or Python says so. On CPU torch has no type of its own for it (c10/core/impl/alloc_cpu.cpp)."""
+    """Return whether `error` reports that memory ran out. On CPU torch raises a plain RuntimeError for it
+    (c10/core/impl/alloc_cpu.cpp)."""
     import torch
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

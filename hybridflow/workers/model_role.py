@@ -1,4 +1,4 @@
-"""The worker of critic, reference, reward model and teacher, in processes of their own or in the policy's."""
+"""The worker for critic, reference, reward model and teacher, in separate processes or colocated in the policy's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridflow.workers.losses import PairLoss, ValueLoss
 from hybridflow.workers.memory import needs
 from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
-# roles whose model has a scalar head, for each token or for a sequence; the others have the vocabulary's
+# roles with a scalar head, applied to each token or once per sequence; all other roles have a language-model head
 HEADS = {"critic": TOKENS, "reward_model": SEQUENCE}
 
 
@@ -33,7 +33,7 @@ class ModelWorker(RoleWorker):
         config, platform = spec.config, Platform.detect()
         layout = derived.role_layout(config, spec.role)
         platform.set_device(context.local_rank)
-        if not parallel.is_initialized():  # by a role of the same process
+        if not parallel.is_initialized():  # another role in this process may have done it
             parallel.initialize(layout, config.seed, platform.collective_backend, config.cluster.call_timeout_s)
         head = HEADS.get(spec.role)
         use_family(config.model.family)
@@ -52,41 +52,44 @@ class ModelWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "gradients", "optimizer")
     def fill(self, folder: Path) -> None:
-        """Take the weights of a Hugging Face folder, with a fresh head if the role needs one and the folder has none;
-        an optimizer must be set anew afterwards."""
+        """Load the weights of a Hugging Face folder. If the role needs a head that the folder does not have, a fresh
+        one is created. Call `set_optimizer` again afterwards."""
         self.model.load_from(_source(self.model.family, str(folder), self.spec.config.seed))
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("values",))
     @needs("weights")
     def compute_values(self, batch: DataProto) -> DataProto | None:
-        """Critic: the value of the state each response token was sampled in."""
+        """Critic: return the value of the state in which each response token was sampled."""
         found = self.model.values(batch, max_tokens=self.config.max_tokens_per_micro_batch)
         return None if found is None else DataProto.from_columns({"values": found})
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("rm_scores",))
     @needs("weights")
     def compute_scores(self, batch: DataProto) -> DataProto | None:
-        """Reward model: [B] the score of prompt and response together, read at the last token."""
+        """Reward model: return the score [B] of prompt and response, read at the last token."""
         found = self.model.scores(batch, max_tokens=self.config.max_tokens_per_micro_batch)
         return None if found is None else DataProto.from_columns({"rm_scores": found})
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",), may_read=SUPPORT)
     @needs("weights")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Reference: log-probs of the response tokens."""
+        """Reference: return the log-probs of the response tokens."""
         return self._log_probs(batch, "ref_log_probs")
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("teacher_log_probs",))
     @needs("weights")
     def compute_teacher_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Teacher: log-probs of the response tokens at the policy's sampling temperature."""
+        """Teacher: return the log-probs of the response tokens at the policy's sampling temperature."""
         return self._log_probs(batch, "teacher_log_probs")
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("teacher_top_log_probs", "teacher_top_ids"))
     @needs("weights")
     def compute_teacher_top(self, batch: DataProto) -> DataProto | None:
-        """Teacher: the `teacher.top_k` most likely tokens at every response token, jagged [t, k], likeliest first:
-        log-probs over the whole vocabulary at the policy's sampling temperature, and token ids."""
+        """Teacher: return the log-probs and ids of the `teacher.top_k` most likely tokens at every response token.
+
+        Both are jagged [t, k], sorted by decreasing probability. Log-probs are normalised over the whole vocabulary at
+        the policy's sampling temperature.
+        """
         found = self.model.top_log_probs(
             batch,
             k=self.config.top_k,
@@ -100,8 +103,8 @@ class ModelWorker(RoleWorker):
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids", *ValueLoss.columns))
     @needs("weights", "gradients", "optimizer")
     def update_critic(self, batch: DataProto, rows_per_update: int) -> list[Report]:
-        """Critic: regression over this rank's share in its order, `rows_per_update` of its rows an optimizer update.
-        One report an update."""
+        """Critic: run regression updates over this rank's share in order, `rows_per_update` rows each. Returns one
+        report per update."""
         config, reports = self.config, []
         loss = ValueLoss(config)
         for mini_batch in batch.split(rows_per_update):
@@ -114,22 +117,22 @@ class ModelWorker(RoleWorker):
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "chosen_ids", "rejected_ids"))
     @needs("weights", "gradients", "optimizer")
     def pair_step(self, batch: DataProto) -> list[Report]:
-        """Reward model: one update on pairs [B] of answers to one prompt each."""
+        """Reward model: run one update on [B] preference pairs."""
         rows = interleave_pairs(own_rows(batch))
         sums, info = self.model.train_pairs(rows, PairLoss(), max_tokens=self.config.max_tokens_per_micro_batch)
         return [{"sums": sums, "info": info}]
 
 
 def teacher_method(config: DistillationConfig) -> Callable[..., DataProto | None]:
-    """What a teacher computes: its most likely tokens, or its log-probs of the sampled ones where the loss reads
-    these."""
+    """Return the teacher's forward method: log-probs of the sampled tokens if the loss reads them, otherwise the top-k
+    tokens."""
     sampled = config.coef and config.loss != "forward_kl_topk"
     return ModelWorker.compute_teacher_log_probs if sampled else ModelWorker.compute_teacher_top
 
 
 def interleave_pairs(batch: DataProto) -> DataProto:
-    """Pairs [B] as rows [2 B]: chosen, rejected, chosen, ..., each behind its prompt, as `ValueModel.train_pairs` takes
-    them."""
+    """Convert pairs [B] to rows [2 B] in the order chosen, rejected, chosen, ..., each with its prompt, as
+    `ValueModel.train_pairs` expects."""
     prompts = batch.select(["prompt_ids"])
     chosen, rejected = (
         prompts.with_columns(response_ids=batch.jagged(name)) for name in ("chosen_ids", "rejected_ids")
@@ -140,7 +143,8 @@ def interleave_pairs(batch: DataProto) -> DataProto:
 
 
 def role_family(hf_config: Mapping[str, Any], head: str | None) -> Family:
-    """The map of a role's model, from its own config.json or, under a scalar head, that of a causal model."""
+    """Return the parameter map of a role's model, built from its config.json. With a scalar head, it wraps the map of
+    the causal model."""
     if head is None:
         return family_of(hf_config)
     architecture = str((hf_config.get("architectures") or [""])[0])
@@ -149,8 +153,8 @@ def role_family(hf_config: Mapping[str, Any], head: str | None) -> Family:
 
 
 def _source(family: Family, path: str | None, seed: int) -> WeightSource:
-    """The weights of a folder, else random ones; with a fresh head where the model has a scalar head and they have
-    none."""
+    """Return the weights of a folder, or random weights if `path` is None. A scalar head is freshly initialised if the
+    weights do not include one."""
     scalar = family if isinstance(family, ScalarHead) else None
     if path is not None:
         folder = SafetensorsFolder(path)

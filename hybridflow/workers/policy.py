@@ -1,5 +1,5 @@
-"""The policy's worker: trains the actor, scores with actor and swapped-in reference, and sends weights to the
-engines, over any training backend."""
+"""The policy worker. It trains the actor, computes log-probs under actor and reference weights, and sends weights to
+the engines, with any training backend."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PolicyWorker(RoleWorker):
         self.model: Backend = open_backend(config, spec.hf_config, platform, context.local_rank)
         super().__init__(spec, self.model, spec.hf_config, platform)
         self.platform, self.host, self.sync = platform, context.master_addr, config.rollout.sync
-        # what the engines compute with
+        # quantisation of the engines' weights
         self._quantisation = BlockQuantisation.of(spec.hf_config) if config.rollout.quantization == "fp8" else None
         self._noted: DataProto | None = None
         self._store: MasterStore | None = None
@@ -54,7 +54,7 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.RANK_ZERO)
     def describe(self) -> dict[str, str]:
-        """Backend and versions, for the run's record."""
+        """Return the backend and its versions for the run's record."""
         return self.model.describe()
 
     # ---- training
@@ -62,7 +62,7 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids"), may_read=(RESPONSE_MASK,))
     @needs("weights", "gradients", "optimizer")
     def sft_step(self, batch: DataProto) -> list[Report]:
-        """One supervised update on the response tokens, or on those of them that `response_mask` names."""
+        """Run one supervised update on the response tokens, or on those that `response_mask` selects."""
         sums, info = self.model.train_mini_batch(
             own_rows(batch),
             sft_loss,
@@ -76,11 +76,12 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.DP_METRIC)
     @needs("weights", "gradients", "optimizer")
     def update_policy(self, batch: DataProto, rows_per_update: int, notes: bool = False) -> list[Report]:
-        """Updates over this rank's share in its order, `rows_per_update` of its rows each. One report an update.
+        """Run policy updates over this rank's share in order, `rows_per_update` rows each. Returns one report per
+        update.
 
-        Reads prompt_ids, response_ids and what the policy loss declares, and replays routed_experts if it is there.
-        With `notes` the first update keeps what it computes for `take_update_log_probs`. A batch without old_log_probs
-        is that update alone, which compares with its own values.
+        Reads prompt_ids, response_ids and the columns declared by the policy loss. Replays routed_experts if the batch
+        has it. With `notes`, the first update keeps its log-probs for `take_update_log_probs`. A batch without
+        old_log_probs must be a single update, which uses its own log-probs as the old ones.
         """
         with self.model.replay.during("replay") if ROUTES in batch else nullcontext():
             return self._update(batch, rows_per_update, notes)
@@ -106,8 +107,8 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.DP, reads=("uid",), writes=("old_log_probs", "entropys"))
     def take_update_log_probs(self, batch: DataProto) -> DataProto | None:
-        """What the step's first update computed of its rows, which `batch` holds in the same order: log-probs and
-        entropies under the weights before the update. Once an update."""
+        """Return the log-probs and entropies from the step's first update, computed before the weights changed. `batch`
+        must have the same rows in the same order. Can be called once per update."""
         noted, self._noted = self._noted, None
         return noted
 
@@ -116,7 +117,7 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys"), may_read=SUPPORT)
     @needs("weights")
     def compute_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Log-probs and entropies of the response tokens under the present weights."""
+        """Compute log-probs and entropies of the response tokens under the current weights."""
         return self._log_probs(batch, "old_log_probs", "entropys")
 
     @register(
@@ -127,7 +128,7 @@ class PolicyWorker(RoleWorker):
     )
     @needs("weights")
     def compute_log_probs_and_routes(self, batch: DataProto) -> DataProto | None:
-        """Log-probs and entropies under the present weights, and the experts that each token went through (R2)."""
+        """Compute log-probs and entropies under the current weights, and record the experts of each token (R2)."""
         with self.model.replay.during("record"):
             found = self._log_probs(batch, "old_log_probs", "entropys")
             routes = self.model.replay.recorded()
@@ -141,8 +142,8 @@ class PolicyWorker(RoleWorker):
     )
     @needs("weights")
     def compute_log_probs_along_routes(self, batch: DataProto) -> DataProto | None:
-        """Log-probs and entropies with the engine's experts replayed (R3) or, with `actor.router_replay=compare`,
-        compared with the router's own choice."""
+        """Compute log-probs and entropies while replaying the engine's experts (R3). With
+        `actor.router_replay=compare`, the engine's experts are only compared with the router's own choice."""
         with self.model.replay.during("compare" if self.config.router_replay == "compare" else "replay"):
             return self._log_probs(batch, "old_log_probs", "entropys")
 
@@ -151,8 +152,10 @@ class PolicyWorker(RoleWorker):
     )
     @needs("weights")
     def compute_sum_pi_squared(self, batch: DataProto) -> DataProto | None:
-        """At each response token the sum of squared probabilities over the vocabulary, by a pass at half the
-        temperature: there the log-probability of the token is twice its old one less the log of that sum."""
+        """Compute the sum of squared probabilities over the vocabulary at each response token.
+
+        Uses one forward pass at half the temperature T: log pi_{T/2}(token) = 2 log pi_T(token) - log sum pi_T^2.
+        """
         found = self._log_probs(batch, "halved", None, 0.5 * self.spec.config.rollout.sampling.temperature)
         if found is None:
             return None
@@ -163,20 +166,23 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",), may_read=SUPPORT)
     @needs("weights", "reference")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Log-probs of the response tokens under the reference weights; the router chooses the experts."""
+        """Compute log-probs of the response tokens under the reference weights. Routes are not replayed."""
         with self.model.as_reference():
             return self._log_probs(batch, "ref_log_probs")
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "reference")
     def freeze_reference(self) -> None:
-        """The present weights become the reference."""
+        """Make the current weights the reference."""
         self.model.freeze_reference()
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
-        """Since the last call: what `RoleMemory.take` returns, and routes: `RouterReplay.take_counts`. About the model:
-        trainable, the number of trained parameters, and copied, the bytes of the copies that a sync makes on this rank.
+        """Return statistics since the last call: the fields of `RoleMemory.take`, and routes from
+        `RouterReplay.take_counts`.
+
+        Also: trainable, the number of trainable parameters; and copied, the bytes that a weight sync copies on this
+        rank.
         """
         model = {"trainable": self.model.trainable_parameters, "copied": self.model.copied_bytes}
         return {**super().take_observations(), "routes": self.model.replay.take_counts(), **model}
@@ -185,20 +191,21 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.RANK_ZERO)
     def open_sync_store(self) -> tuple[str, int]:
-        """Open the store at which trainer and engines agree on syncs, with the catalog of tensors in it; returns host
-        and port."""
+        """Open the store used by trainer and engines to coordinate syncs, and post the tensor catalog to it. Returns
+        (host, port)."""
         self._store = master_store(self.host, 0, self.sync.timeout_s)
         post_catalog(self._store, self.model.family.tensors(), self.spec.config.model.dtype, self._quantisation)
         return self.host, self._store.port
 
     @register(Dispatch.RANK_ZERO)
     def device_kind(self) -> Kind:
-        """The kind of device that the weights lie on."""
+        """Return the kind of device that holds the weights."""
         return self.platform.kind
 
     @register(Dispatch.ONE_TO_ALL)
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> PlanFacts | None:
-        """Plan and prove the weight transfer, once; every rank reads its part. Rank 0 returns the plan's facts."""
+        """Plan and verify the weight transfer. Runs once; every rank reads its part of the plan. Rank 0 returns a
+        summary of the plan."""
         layout, facts, wait_s = self.model.weight_layout(), None, self.sync.timeout_s
         if self._store is not None:
             source = layout(Catalog.of(self.model.family.tensors(), self._quantisation))
@@ -214,7 +221,8 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
-        """Send this rank's slices for all orders at once. Returns the outcome of each order it takes part in."""
+        """Send this rank's slices for all orders concurrently. Returns the outcome of each order in which the rank
+        takes part."""
         try:
             return self._sender.send(orders, go_timeout_s)
         finally:
@@ -223,8 +231,8 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.RANK_ZERO)
     @needs("weights")
     def copy_weights(self, target: Mapping[str, torch.Tensor]) -> int:
-        """Write the weights into the tensors of an engine in this process, by Hugging Face name; returns the bytes. The
-        policy has one rank then."""
+        """Copy the weights into the tensors of an engine in this process, keyed by Hugging Face name. Returns the bytes
+        copied. Requires a policy with a single rank."""
         catalog = Catalog.of(self.model.family.tensors())
         try:
             [layout] = self.model.weight_layout()(catalog).classes
@@ -235,7 +243,8 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     @needs(*PARTS)
     def load(self, folder: Path, optim: OptimConfig, with_reference: bool = False) -> None:
-        """Restore what `save` wrote in the same phase (`optim` and `with_reference` as they were then)."""
+        """Restore a checkpoint that `save` wrote in the same phase. `optim` and `with_reference` must match that
+        phase."""
         self.model.set_optimizer(optim)
         if with_reference:
             self.model.freeze_reference()

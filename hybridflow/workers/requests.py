@@ -1,4 +1,4 @@
-"""The requests of one engine's worker: which are under way, and what has come of those that are not."""
+"""Bookkeeping of one engine's requests: those in flight, and the results of those that have finished."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from hybridflow.engines.asking import Asking, TokenRequests, ask
 from hybridflow.engines.base import Completion, Engine, Extras
 
-CUT_SHORT = "cut short"  # finish reason of an answer that the engine, which is lost, has not ended
+CUT_SHORT = "cut short"  # finish reason of a response left incomplete because its engine was lost
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A request that the engine has ended, or that was cut short."""
+    """A request that finished in the engine or was cut short."""
 
     ticket: int
     prompt_tokens: int
@@ -24,8 +24,11 @@ class Ended:
 
 @dataclass(eq=False)
 class _Part:
-    """Requests that were sent together. `aborted` ones were ended by the engine: whether that was its end is known when
-    all of the part have ended."""
+    """Requests sent to the engine in one call.
+
+    `aborted` holds responses that the engine aborted without being told to. Whether they were aborted because the
+    engine shut down is known only when the whole part is done, so they are held back until then.
+    """
 
     tickets: Sequence[int]
     requests: TokenRequests
@@ -33,12 +36,12 @@ class _Part:
     start: int = -1
     given_up: bool = False
     aborted: dict[int, Completion] = field(default_factory=dict)
-    unwanted: set[int] = field(default_factory=set)  # `EngineRequests.abort` has been called for these
+    unwanted: set[int] = field(default_factory=set)  # `EngineRequests.abort` was called for these
     asking: Asking | None = None
 
 
 class EngineRequests:
-    """Safe to use from the worker's thread and the engine's."""
+    """All requests of one engine. Safe to use from the worker's thread and the engine's thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -46,8 +49,8 @@ class EngineRequests:
         self._ended: list[Ended] = []
 
     def ask(self, engine: Engine, start: int, tickets: Sequence[int], requests: TokenRequests) -> None:
-        """Send the requests to the engine, which was started so many times before. EngineError: it takes none like
-        these."""
+        """Send requests to the engine. `start` is the number of times the engine was restarted. Raises EngineError if
+        the engine rejects the requests."""
         part = _Part(tickets, requests, set(range(len(tickets))), start)
         with self._changed:
             self._parts.append(part)
@@ -59,19 +62,19 @@ class EngineRequests:
         part.asking.done.add_done_callback(lambda _: self._wake())
 
     def refuse(self, tickets: Sequence[int], requests: TokenRequests) -> None:
-        """Cut requests short that no engine was asked."""
+        """Finish requests as `CUT_SHORT` without sending them to an engine."""
         part = _Part(tickets, requests, set(range(len(tickets))))
         with self._changed:
             for number in range(len(tickets)):
                 self._end(part, number, Completion([], [], CUT_SHORT, ()))
 
     def wait(self, seconds: float) -> None:
-        """Return when nothing is under way, when requests have failed, or after so long."""
+        """Wait until nothing is in flight, a request has failed, or `seconds` have passed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._parts or any(map(_is_done, self._parts)), seconds)
 
     def failed(self) -> tuple[BaseException, int] | None:
-        """An error because of which requests will not be answered, and the start of their engine; None where there is
+        """Return an error that left requests unanswered, with the start number of their engine; None if there is
         none."""
         with self._changed:
             for part in [part for part in self._parts if _is_done(part)]:
@@ -87,14 +90,14 @@ class EngineRequests:
         return None
 
     def cut_short(self, start: int) -> None:
-        """End all failed requests to this start of the engine with what had come of them."""
+        """Finish all failed requests of this engine start with the tokens received so far."""
         with self._changed:
             for part in [part for part in self._parts if _is_done(part) and part.start == start]:
                 self._cut_short(part)
 
     def abort(self, tickets: Collection[int]) -> None:
-        """Have the engine end these requests, and return when it has been told. They end with what has come of them,
-        `abort` unless they end by themselves first."""
+        """Abort these requests in the engine. Returns once the engine has been notified. Each request finishes with the
+        tokens generated so far and the finish reason `abort`, unless it finishes on its own first."""
         wanted: list[tuple[Asking, list[int]]] = []
         with self._changed:
             for part in self._parts:
@@ -104,11 +107,11 @@ class EngineRequests:
                     self._end(part, number, part.aborted.pop(number))
                 if part.asking is not None and part.open & part.unwanted:
                     wanted.append((part.asking, [number for number in numbers if number in part.open]))
-        for asking, numbers in wanted:  # without the lock, which `_told` takes
+        for asking, numbers in wanted:  # not under the lock: `_told` acquires it
             asking.abort(numbers)
 
     def give_up(self) -> None:
-        """Have the engine end everything under way; what has not ended is cut short."""
+        """Abort everything in flight in the engine. Unfinished requests are cut short."""
         with self._changed:
             parts = list(self._parts)
         for part in parts:
@@ -117,21 +120,21 @@ class EngineRequests:
                 part.asking.give_up()
 
     def forget(self) -> None:
-        """Give everything up, and what has ended too: nobody asks for it any longer."""
+        """Abort everything in flight and discard all results, including finished ones."""
         self.give_up()
         with self._changed:
             self._parts, self._ended = [], []
 
     def take(self, extras: Extras) -> list[Ended]:
-        """What has ended since the last call, of the requests for these extras."""
+        """Return the requests with these extras that have finished since the last call."""
         with self._changed:
             taken = [one for one in self._ended if one.extras == extras]
             self._ended = [one for one in self._ended if one.extras != extras]
         return taken
 
     def so_far(self, extras: Extras) -> list[Ended]:
-        """What has come of the requests for these extras that have not been taken; `CUT_SHORT` while one goes
-        on. They go on."""
+        """Return the partial results of requests with these extras that have not been taken, without stopping them.
+        Unfinished ones have the finish reason `CUT_SHORT`."""
         with self._changed:
             found = [one for one in self._ended if one.extras == extras]
             parts = [part for part in self._parts if part.requests.extras == extras]
@@ -142,16 +145,16 @@ class EngineRequests:
                     if answer.finish_reason == "abort":
                         answer = replace(answer, finish_reason=CUT_SHORT)
                     elif extras.routes:
-                        continue  # it ends at this moment, and its experts are not known yet
+                        continue  # finishing right now; its experts are not available yet
                     found.append(Ended(part.tickets[number], len(part.requests.prompts[number]), extras, answer))
         return [one for one in found if len(one.completion.token_ids) or one.completion.finish_reason != CUT_SHORT]
 
-    # ---- with the lock, or in the engine's thread
+    # ---- called with the lock held, or from the engine's thread
 
     def _told(self, part: _Part, number: int, completion: Completion) -> None:
         with self._changed:
             if part not in self._parts:
-                return  # forgotten
+                return  # discarded by `forget`
             if completion.finish_reason == "abort" and number not in part.unwanted:
                 part.aborted[number] = completion
             else:

@@ -1,7 +1,7 @@
-"""The worker base class of every role with a model: memory, optimizer, checkpoints and export.
+"""Base class of all workers with a model: memory, optimizer, checkpoints and export.
 
-Worker modules load `hybridflow.mcore` where a rank needs it, not when they are imported: the driver imports them to
-name their methods, and would spend 3 s on a Megatron that it never uses.
+Worker modules import `hybridflow.mcore` lazily, inside the functions that run on a rank. The driver imports these
+modules only to refer to their methods, and importing Megatron would cost it 3 s.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, register
 from hybridflow.workers.backend import Model
 from hybridflow.workers.memory import RoleMemory, needs
 
-Report = dict[str, Any]  # of one optimizer update: {sums: {metric: (sum, count)}, info: {grad_norm, lr, applied}}
+Report = dict[str, Any]  # one optimizer update: {sums: {metric: (sum, count)}, info: {grad_norm, lr, applied}}
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """The arguments of every rank of a role.
+    """Arguments shared by all ranks of a role.
 
     Args:
-        config: of the run.
-        role: its section there: actor, critic, reference, reward_model or teacher.
+        config: the run's configuration.
+        role: the role's section in it: actor, critic, reference, reward_model or teacher.
         hf_config: the Hugging Face config of the role's model.
-        path: the Hugging Face folder that its weights come from; None: random weights.
-        tokenizer: the folder that an export takes the tokenizer from.
-        trains: whether the role ever updates its weights. Without, it has neither gradients nor checkpoints.
+        path: the Hugging Face folder to load weights from; None: random weights.
+        tokenizer: the folder from which an export copies the tokenizer.
+        trains: whether the role ever updates its weights. If False, it has neither gradients nor checkpoints.
     """
 
     config: RunConfig
@@ -48,7 +48,7 @@ class RoleWorker:
     """One rank of a role. Public methods are collectives: the controller calls them on all ranks."""
 
     def __init__(self, spec: RoleSpec, model: Model, hf_config: Mapping[str, Any], platform: Platform) -> None:
-        """`hf_config` goes into an export."""
+        """`hf_config` is written into exports."""
         self.spec, self.model, self._hf_config = spec, model, hf_config
         self.config = getattr(spec.config, spec.role)
         residency = Residency(model.memory_parts(), platform, model.settle, spec.role)
@@ -57,14 +57,20 @@ class RoleWorker:
         self._saver = model.saver(spec.config.trainer.checkpoint_timeout_s) if spec.trains else None
 
     def mesh_position(self) -> MeshPosition:
-        """The position of this rank in data-parallel calls."""
+        """Return this rank's position for data-parallel calls."""
         return MeshPosition(*self.model.mesh_position())
 
     def _log_probs(
         self, batch: DataProto, name: str, entropy_name: str | None = None, temperature: float | None = None
     ) -> DataProto | None:
-        """Log-probs of the response tokens, of a model with the vocabulary's head, and with a name for them entropies.
-        `temperature`: None: the sampler's."""
+        """Compute log-probs of the response tokens with a language-model head, stored under `name`.
+
+        Args:
+            batch: the rows, with prompt_ids and response_ids.
+            name: the column for the log-probs.
+            entropy_name: the column for entropies; None: entropies are not computed.
+            temperature: None: the sampling temperature of the rollout.
+        """
         model: Any = self.model
         found = model.log_probs(
             batch,
@@ -80,52 +86,56 @@ class RoleWorker:
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "gradients", "optimizer")
     def set_optimizer(self, config: OptimConfig) -> None:
-        """Start a phase with a fresh optimizer over the present weights."""
+        """Start a training phase with a fresh optimizer over the current weights."""
         self.model.set_optimizer(config)
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
-        """Take the `parts` that the role's `offload` names off the device, until a method needs them or `wake`.
-        Returns the bytes freed."""
+        """Offload those of `parts` that are enabled in the role's `offload`, until a method needs them or `wake` is
+        called. Returns the bytes freed."""
         return self.memory.sleep(parts)
 
     @register(Dispatch.ONE_TO_ALL)
     def wake(self, parts: tuple[Part, ...]) -> None:
-        """Move these parts back to the device to stay there over several methods."""
+        """Move these parts back to the device and keep them there across method calls."""
         self.memory.residency.wake(*parts)
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
-        """Peaks of memory since the last call, as `RoleMemory.take` returns them."""
+        """Return memory statistics since the last call, as from `RoleMemory.take`."""
         return self.memory.take()
 
     @register(Dispatch.ONE_TO_ALL)
     @needs(*PARTS)
     def save(self, folder: Path, phase: str, step: int, background: bool) -> None:
-        """Write model, reference, optimizer and random state; in the background, return when they have been copied."""
+        """Write model, reference, optimizer and random state. With `background`, return as soon as they have been
+        copied."""
         assert self._saver is not None, f"{self.spec.role} does not train"
         (self._saver.start if background else self._saver.save)(folder, phase=phase, step=step)
 
     @register(Dispatch.ONE_TO_ALL)
     def is_saved(self) -> bool:
-        """Whether this rank has nothing left to write. CheckpointError when the last background save failed."""
+        """Return whether this rank has no save in progress. Raises CheckpointError if the last background save
+        failed."""
         return self._saver is None or self._saver.done()
 
     @register(Dispatch.ONE_TO_ALL)
     @needs(*PARTS)
     def load(self, folder: Path, optim: OptimConfig) -> None:
-        """Restore what `save` wrote in the same phase, with the optimizer of that phase."""
+        """Restore a checkpoint that `save` wrote in the same phase, using that phase's optimizer."""
         self.model.set_optimizer(optim)
         self.model.load(folder)
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def export(self, folder: Path) -> list[str]:
-        """Write a Hugging Face folder; lines to show about what else it has of the folder that the model came from."""
+        """Write a Hugging Face folder. Returns log lines about the other files copied from the model's source
+        folder."""
         source = None if self.spec.path is None else Path(self.spec.path)
         return self.model.export(folder, self._hf_config, self.spec.tokenizer, source=source)
 
 
 def own_rows(batch: DataProto) -> DataProto:
-    """Without the rows that the controller added to make the batch divisible: training on them twice would be wrong."""
+    """Drop the padding rows that the controller added to make the batch divisible; training on them would count them
+    twice."""
     return batch.unpad(int(batch.meta.get(PADDING_META, 0)))

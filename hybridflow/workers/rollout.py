@@ -1,4 +1,4 @@
-"""The rollout worker: one process for each engine, which it starts, watches, and asks for tokens."""
+"""The rollout worker: one process per engine that starts, supervises and queries it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import Order, Outcome, refuse
 from hybridflow.workers.requests import Ended, EngineRequests
 
-_SETTLE_S, _SETTLE_POLL_S = 10.0, 0.2  # an engine that does not answer is found to have ended within this, or it hangs
+_SETTLE_S, _SETTLE_POLL_S = 10.0, 0.2  # a silent engine not seen to exit within this time counts as hung
 _ROUTES, _SUPPORT, _BOTH = Extras(routes=True), Extras(support=True), Extras(routes=True, support=True)
-_MAX_SUPPORT = 4096  # SGLang's own
+_MAX_SUPPORT = 4096  # SGLang's limit
 FP8_CAPABILITY = (8, 9)
 WRITES = (
     "response_ids",
@@ -60,7 +60,8 @@ def engine_spec(
     fork_server: str = "",
     tokenizes: bool = False,
 ) -> EngineSpec:
-    """What engine `number` of a run serves; for several nodes, the spec of the first one, without an address yet."""
+    """Return the spec of engine `number` of a run. For a multi-node engine it is the first node's, with no address
+    yet."""
     return EngineSpec(
         name=f"engine-{number}",
         model_path=str(model_folder),
@@ -73,7 +74,8 @@ def engine_spec(
         max_running_requests=config.max_running_requests,
         max_total_tokens=config.max_total_tokens,
         mem_fraction_static=config.mem_fraction_static,
-        # requests paused in place keep the cache from being emptied, and prefixes of old weights would go on being used
+        # Requests paused in place prevent the cache from being flushed, so prefixes computed with old weights would be
+        # reused.
         cache_prefixes=config.sync.pause != "in_place",
         extra_args=dict(config.extra_args),
         python=config.python or "",
@@ -82,7 +84,7 @@ def engine_spec(
         seed=seed + number,
         device=Platform.detect().kind,
         return_routed_experts=with_routes,
-        # twice of what is sampled among: several tokens may be as likely as the last one
+        # twice top_k, since several tokens may tie with the last one
         max_support=max(_MAX_SUPPORT, 2 * config.sampling.top_k),
         tokenizes=tokenizes,
         memory_saver=config.sleep_while_training,
@@ -92,13 +94,13 @@ def engine_spec(
 
 
 def placed(spec: EngineSpec, config: RolloutConfig, context: WorkerContext) -> EngineSpec:
-    """The spec at the address and with the ports of its worker. ConfigError where the node cannot run it."""
+    """Set the spec's address and ports to those of its worker. Raises ConfigError if the node cannot run it."""
     check_node(config, Platform.detect(), context.node)
     return replace(spec, host=context.node, ports=context.ports)
 
 
 def check_node(config: RolloutConfig, platform: Platform, node: str) -> None:
-    """Raise ConfigError where the devices of `node`, which this process sees, cannot run an engine."""
+    """Raise ConfigError if the devices of `node`, as seen by this process, cannot run an engine."""
     if platform.kind == "cpu":
         return
     ranks, found = config.tensor * config.pipeline // config.nodes_per_engine, platform.device_count()
@@ -121,8 +123,8 @@ class RolloutWorker:
     """Owns one engine. Rank r of the group owns engine r."""
 
     def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
-        """Start the server process; `wait_ready` waits for it, so engines come up while other things happen. The
-        arguments `engine` are those of `engine_spec` from `model_folder` on."""
+        """Start the server process without waiting for it, so that engines start up in parallel with other work;
+        `wait_ready` waits. `engine` are the arguments of `engine_spec` from `model_folder` on."""
         self.rank, self.world_size, self.config = context.rank, context.world_size, config
         spec = placed(engine_spec(config, context.rank, *engine), config, context)
         nodes = None
@@ -130,41 +132,42 @@ class RolloutWorker:
             spec = replace(spec, dist_init_addr=f"{context.node}:0")
             nodes = FirstNode(spec, context.node)
         self._hf_config = json.loads(Path(spec.model_path, "config.json").read_text(encoding="utf-8"))
-        # the number of the engine's start, and what of its memory has been given away since
+        # (engine start number, memory tags released since)
         self._asleep: tuple[int, tuple[str, ...]] = (-1, ())
         self.requests = EngineRequests()
         self._sync_store, self._plan = ("", 0), ""
         self._described: EngineLayout | None = None
-        self._served_start = -1  # the number of the engine's start that holds whole weights; -1: none does
+        self._served_start = -1  # start number of the engine that holds complete weights; -1: none
         log_path = context.log_path.with_name(f"{spec.name}.log")
         self.supervisor = EngineSupervisor(
             config.engine, spec, log_path, self._check_layout, config.max_restarts, nodes
         )
 
     def mesh_position(self) -> MeshPosition:
-        """Engines are data-parallel: each answers prompts of its own."""
+        """Return this engine's data-parallel position: each engine handles different prompts."""
         return MeshPosition(self.rank, self.world_size, True)
 
     @register(Dispatch.ONE_TO_ALL)
     def node_store(self) -> tuple[str, int]:
-        """Where the other nodes of this engine learn when to start (`RolloutNodeWorker.follow`). Only with several
-        nodes an engine."""
+        """Return the address of the store through which the engine's other nodes are told to start
+        (`RolloutNodeWorker.follow`). Only valid for multi-node engines."""
         assert self.supervisor.nodes is not None
         return self.supervisor.nodes.address
 
     @register(Dispatch.ONE_TO_ALL)
     def wait_ready(self) -> None:
-        """Wait until the engine answers."""
+        """Wait until the engine is ready for requests."""
         self.supervisor.engine.wait_ready()
 
     # ---- requests
 
     @register(Dispatch.ALL_TO_ALL)
     def ask(self, batch: DataProto, sampling: SamplingConfig, stop_token_ids: Sequence[int], extras: Extras) -> None:
-        """Send prompt_ids of the batch to the engine and return; the stop token is part of a response.
+        """Send the batch's prompt_ids to the engine without waiting for responses. A stop token is included in the
+        response.
 
-        Each row has the ticket by which `collect` tells its answer, and max_new_tokens. Where the engine is lost, or
-        holds no whole weights since its last start, nothing is sent and the answers are cut short.
+        Each row has a ticket, which identifies its response in `collect`, and max_new_tokens. If the engine is lost, or
+        has not received complete weights since its last start, nothing is sent and the rows are cut short.
         """
         prompts = batch.jagged("prompt_ids")
         requests = TokenRequests(
@@ -182,60 +185,62 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES))
     def collect(self, wait_s: float) -> DataProto:
-        """What has ended since the last call, after `wait_s`, or earlier when nothing is under way. Where the engine is
-        lost, rows have the finish reason `CUT_SHORT` and the tokens that had come.
+        """Return the responses finished since the last call. Waits `wait_s`, or less if nothing is in flight.
+
+        If the engine is lost, rows have the finish reason `CUT_SHORT` and the tokens received so far.
 
         Raises:
-            EngineError: the engine refused, and still runs.
+            EngineError: the engine rejected a request but is still running.
         """
         return self._answers(self._ended(wait_s, NO_EXTRAS))
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES))
     def collect_with_routes(self, wait_s: float) -> DataProto:
-        """As `collect`, of requests with the experts that each token of prompt and response went through
+        """Same as `collect`, for requests that record the experts of each prompt and response token
         (`batch.routes`)."""
         return self._answers(self._ended(wait_s, _ROUTES), _ROUTES)
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, *SUPPORT))
     def collect_with_support(self, wait_s: float) -> DataProto:
-        """As `collect`, of requests with what each token was sampled among (`batch.support`)."""
+        """Same as `collect`, for requests that record the sampling support of each token (`batch.support`)."""
         return self._answers(self._ended(wait_s, _SUPPORT), _SUPPORT)
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES, *SUPPORT))
     def collect_with_routes_and_support(self, wait_s: float) -> DataProto:
-        """As `collect`, of requests with both."""
+        """Same as `collect`, for requests that record experts and sampling support."""
         return self._answers(self._ended(wait_s, _BOTH), _BOTH)
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES))
     def so_far(self) -> DataProto:
-        """What has come of the requests that have not been collected, which go on: with the finish reason `CUT_SHORT`
-        where one has not ended. Those without a token are left out."""
+        """Return partial responses of all uncollected requests without stopping them. Unfinished ones have the finish
+        reason `CUT_SHORT`; those without any token are omitted."""
         return self._answers(self.requests.so_far(NO_EXTRAS))
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES))
     def so_far_with_routes(self) -> DataProto:
-        """As `so_far`, of requests with experts; those of an answer that has not ended are not known yet."""
+        """Same as `so_far`, for requests that record experts. The experts of an unfinished response are not known
+        yet."""
         return self._answers(self.requests.so_far(_ROUTES), _ROUTES)
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, *SUPPORT))
     def so_far_with_support(self) -> DataProto:
-        """As `so_far`, of requests with what each token was sampled among."""
+        """Same as `so_far`, for requests that record the sampling support of each token."""
         return self._answers(self.requests.so_far(_SUPPORT), _SUPPORT)
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES, *SUPPORT))
     def so_far_with_routes_and_support(self) -> DataProto:
-        """As `so_far_with_routes`, of requests with both."""
+        """Same as `so_far_with_routes`, for requests that record experts and sampling support."""
         return self._answers(self.requests.so_far(_BOTH), _BOTH)
 
     @register(Dispatch.ALL_TO_ALL)
     def abort_requests(self, tickets: Sequence[int]) -> None:
-        """Have the engine end these requests. `collect` brings what has come of them, with the finish reason
+        """Abort these requests in the engine. `collect` returns the tokens generated so far, with the finish reason
         `abort`."""
         self.requests.abort(frozenset(tickets))
 
     @register(Dispatch.ONE_TO_ALL)
     def forget_requests(self) -> None:
-        """Give up all requests, of which no answer will be collected."""
+        """Abort all requests and discard their responses."""
         self.requests.forget()
 
     def _ended(self, wait_s: float, extras: Extras) -> list[Ended]:
@@ -249,13 +254,13 @@ class RolloutWorker:
         return self.requests.take(extras)
 
     def _lost(self, start: int) -> bool:
-        """Whether this start of the engine has ended, or holds no whole weights."""
+        """Return whether this start of the engine has exited or lacks complete weights."""
         state = self.supervisor.state()
         return state.state != UP or state.restarts != start or start != self._served_start
 
     def _settle(self, error: EngineError, start: int) -> bool:
-        """Whether this start of the engine is lost, after an error of it; one that hangs is given up and the engine
-        started again."""
+        """Decide whether this start of the engine is lost after `error`. A hung engine is restarted and counts as
+        lost."""
         settled = time.monotonic() + _SETTLE_S
         while not self._lost(start):
             if not isinstance(error, EngineSilent):
@@ -275,7 +280,7 @@ class RolloutWorker:
 
     def _routes(self, completion: Completion, tokens: int) -> np.ndarray:
         layers = int(self._hf_config["num_hidden_layers"])
-        if completion.routes is None or not len(completion.token_ids):  # empty, or cut short
+        if completion.routes is None or not len(completion.token_ids):  # empty or cut short
             return unknown_routes(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
         return with_free_end(completion.routes, tokens, layers, f"engine {self.supervisor.spec.name}")
 
@@ -283,7 +288,7 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache back to the device. An engine that has ended holds none."""
+        """Release the memory of weights and KV cache. Does nothing if the engine has exited."""
         state = self.supervisor.state()
         if state.state == UP:
             self.supervisor.engine.sleep()
@@ -291,8 +296,8 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def wake(self, tags: Sequence[str]) -> None:
-        """Take the memory of these parts again; weights stay empty until the next sync. An engine that was started
-        since has its memory."""
+        """Reallocate the memory of these parts. Weights stay empty until the next sync. Does nothing if the engine was
+        restarted since, because a restarted engine already has its memory."""
         state, (start, asleep) = self.supervisor.state(), self._asleep
         again = [tag for tag in tags if tag in asleep]
         if state.state == UP and state.restarts == start and again:
@@ -303,19 +308,19 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def describe_weights(self, host: str, port: int) -> EngineLayout:
-        """Have the engine's ranks say where their weights lie. For an engine without requests."""
+        """Return the weight layout reported by the engine's ranks. The engine must be idle."""
         self._sync_store = (host, port)
         self._described = self._describe(self.supervisor.engine)
         return self._described
 
     @register(Dispatch.ONE_TO_ALL)
     def adopt_plan(self, plan: str) -> None:
-        """Take orders of this plan only."""
+        """Accept only orders of this plan from now on."""
         self._plan = plan
 
     @register(Dispatch.ALL_TO_ALL)
     def receive_weights(self, order: Order) -> Outcome:
-        """One attempt of a sync. An engine that is lost meanwhile is started again in the background."""
+        """Run one attempt of a weight sync. If the engine is lost during it, it is restarted in the background."""
         state = self.supervisor.state()
         self._served_start = -1
         if state.state != UP:
@@ -324,15 +329,15 @@ class RolloutWorker:
         if outcome.status == "served":
             self._served_start = state.restarts
         else:
-            self.requests.give_up()  # paused until the next order: other engines go on with them
+            self.requests.give_up()  # the engine stays paused until the next order; other engines resume these
         if outcome.status == "lost":
             self.supervisor.restart(outcome.error)
         return outcome
 
     @register(Dispatch.ONE_TO_ALL)
     def engine_state(self, wait_s: float = 0.0) -> EngineState:
-        """The engine's state, after waiting up to `wait_s` for a restart in progress. An engine that has ended is
-        started again."""
+        """Return the engine's state, waiting up to `wait_s` for a restart in progress. An engine that has exited is
+        restarted."""
         self.supervisor.state()
         state = self.supervisor.wait_restarted(wait_s)
         return replace(state, has_weights=state.state == UP and state.restarts == self._served_start)
@@ -346,7 +351,8 @@ class RolloutWorker:
         return engine.describe(*self._sync_store, self.config.sync.timeout_s)
 
     def _check_layout(self, engine: Engine) -> None:
-        """Refuse an engine that was started again and holds its weights elsewhere than the plan says."""
+        """Raise WeightSyncError if a restarted engine has a different weight layout than the one the plan was made
+        for."""
         if self._described is not None and self._describe(engine) != self._described:
             raise WeightSyncError(
                 f"{engine.spec.name} holds its weights otherwise than before its restart; start the run again"
@@ -354,15 +360,15 @@ class RolloutWorker:
 
 
 def response_columns(completions: list[Completion], extras: Extras = NO_EXTRAS) -> DataProto:
-    """The columns `WRITES` of the answers of an engine, a row each, and `SUPPORT` where that was asked for."""
+    """Build the columns `WRITES` from an engine's completions, one row each, plus `SUPPORT` if it was requested."""
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([c.token_ids for c in completions], np.int64),
-        # which tokens the policy sampled: an engine alone answers without tools, and all of them are
+        # tokens sampled by the policy: all of them, since the engine alone uses no tools
         "response_mask": Jagged.from_rows([np.ones(len(c.token_ids)) for c in completions], np.bool_),
         "rollout_log_probs": Jagged.from_rows([c.log_probs for c in completions], np.float32),
         "finish_reason": objects([c.finish_reason for c in completions]),
         "response_versions": Jagged.from_rows([_versions(c) for c in completions], np.int64),
-        # the version that made the last token; a response may span several once rollouts are partial
+        # version that sampled the last token; a partial rollout spans several versions
         "weight_version": objects([c.weight_versions[-1].version if c.weight_versions else "" for c in completions]),
     }
     if extras.support:
@@ -371,8 +377,8 @@ def response_columns(completions: list[Completion], extras: Extras = NO_EXTRAS) 
 
 
 def _versions(completion: Completion) -> np.ndarray:
-    """The version of the weights that made each token `[t]`; -1 for a name that is no number (before the first
-    sync)."""
+    """Return the weight version that sampled each token [t]; -1 for a version name that is not a number (before the
+    first sync)."""
     versions = np.full(len(completion.token_ids), -1, dtype=np.int64)
     for span in completion.weight_versions:
         versions[span.start : span.end] = int(span.version) if span.version.isdecimal() else -1

@@ -1,4 +1,4 @@
-"""The worker on every node but the first of an engine that has several; `RolloutWorker` is on the first."""
+"""The worker on all nodes of a multi-node engine except the first, which has the `RolloutWorker`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hybridflow.workers.rollout import engine_spec, placed
 
 
 class RolloutNodeWorker:
-    """Owns one node's server of one engine. Rank r belongs to engine r // (nodes - 1), and is its node r % (nodes - 1)
-    + 1."""
+    """Owns the server of one node of one engine. Rank r belongs to engine r // (nodes - 1) and is its node r % (nodes -
+    1) + 1."""
 
     def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
-        """Nothing starts before `follow`. The arguments are `RolloutWorker`'s."""
+        """Takes the same arguments as `RolloutWorker`. Nothing is started before `follow`."""
         self._kind = config.engine
         self.engine, node = divmod(context.rank, config.nodes_per_engine - 1)
         spec = engine_spec(config, self.engine, *engine)
@@ -27,14 +27,14 @@ class RolloutNodeWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def follow(self, first_nodes: Sequence[tuple[str, int]]) -> None:
-        """Start and stop this node's server as the engine's first node says. `first_nodes` has the addresses of all
-        engines' stores (`node_store`)."""
+        """Start and stop this node's server when the engine's first node requests it. `first_nodes` has the store
+        address of every engine (`node_store`)."""
         self.stop()
         self._node = OtherNode(self._kind, self._spec, self._log_path, *first_nodes[self.engine])
 
     @register(Dispatch.ONE_TO_ALL)
     def is_following(self) -> bool:
-        """Whether `follow` was called. Asked to find out whether this worker still runs."""
+        """Return whether `follow` was called. Also used as a liveness check of this worker."""
         return self._node is not None
 
     @register(Dispatch.ONE_TO_ALL)
