@@ -1,1 +1,2 @@
-"""The device at hand: the only room that names `torch.cuda`, and what of a model lies on the device."""
+"""Device abstraction: the only package that uses `torch.cuda`, and the one that moves model parts on and off the
+device."""

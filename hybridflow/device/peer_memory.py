@@ -1,12 +1,12 @@
-"""Memory and events of a GPU that two processes of one node share.
+"""GPU memory and events shared between two processes of one node.
 
-Memory comes from torch's own allocator and is shared by what `torch.multiprocessing` uses: the storage's handle, which
-counts its users, so that the block is not used for anything else before the other process has let go of it. (A process
-that is killed lets go of nothing: its block stays allocated in the exporter.) The handle is opened on the importer's
-own device, whatever number the exporter's device has there: CUDA maps memory of a peer, visible or not.
+Memory comes from torch's allocator and is shared in the same way as in `torch.multiprocessing`: through a
+reference-counted storage handle. The block is not reused before the other process has released it. (A killed process
+never releases it, so its block stays allocated in the exporter.) The handle is opened on the importer's own device,
+whatever index the exporter's device has there: CUDA maps peer memory whether or not that device is visible.
 
-Events are kept for as long as the process: an imported event must not be used after the exporter has destroyed it, and
-the exporter does not know when the other side has looked for the last time.
+Events are kept until the process exits. An imported event must not be used after the exporter has destroyed it, and the
+exporter cannot tell when the importer has queried it for the last time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _imported: dict[str, torch.cuda.Event] = {}
 
 
 def export(nbytes: int, device: torch.device) -> tuple[torch.Tensor, str]:
-    """Memory of this process, uint8 `[nbytes]`, and the text by which one other process opens it."""
-    torch.cuda.ipc_collect()  # blocks that the other side of an earlier session has let go of
+    """Allocate a shareable uint8 buffer `[nbytes]`. Returns it with a string handle that one other process can open."""
+    torch.cuda.ipc_collect()  # free blocks of earlier sessions that the other side has released
     with _plain_segments():
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
     shared = tensor.untyped_storage()._share_cuda_()
@@ -37,7 +37,7 @@ def export(nbytes: int, device: torch.device) -> tuple[torch.Tensor, str]:
 
 
 def import_memory(text: str, device: torch.device) -> torch.Tensor:
-    """The memory of another process's `export`, seen from this process's `device`."""
+    """Open a buffer that another process allocated with `export`, mapped on this process's `device`."""
     handle, nbytes, offset, counter, counter_offset, event, must_wait = json.loads(text)
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index, _bytes(handle), nbytes, offset, _bytes(counter), counter_offset, _bytes(event), must_wait
@@ -46,7 +46,7 @@ def import_memory(text: str, device: torch.device) -> torch.Tensor:
 
 
 class Events:
-    """Events that this process records, and others look at."""
+    """CUDA events recorded by this process and queried by others."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._device = device
@@ -59,20 +59,20 @@ class Events:
             self.handles = [_text(event.ipc_handle()) for event in self._events]
 
     def record(self, number: int) -> None:
-        """Record what this thread has started on the device."""
+        """Record event `number` after the work queued so far on the current stream."""
         with torch.cuda.device(self._device):
             self._events[number].record()
 
     def release(self) -> None:
-        """Keep them for the next session. Another process may still look at them: what it asked for is done before
-        anything that is recorded later."""
+        """Return the events to the pool for the next session. Another process may still query them. That is safe: the
+        work it waits for completes before anything recorded later."""
         with _lock:
             _free.setdefault(self._device, []).extend(self._events)
         self._events = []
 
 
 class PeerEvents:
-    """Events that another process records."""
+    """CUDA events recorded by another process."""
 
     def __init__(self, handles: Sequence[str], device: torch.device) -> None:
         with _lock:
@@ -82,8 +82,8 @@ class PeerEvents:
             self._events = [_imported[handle] for handle in handles]
 
     def is_done(self, number: int) -> bool:
-        """Whether what was recorded last is done. False where the driver refuses to say, as it may for an event of a
-        process that was killed: whoever waits watches the process too, and names its end."""
+        """Return whether the last recorded work has completed. Returns False if the driver cannot tell, which happens
+        for events of a killed process; callers must watch that process as well."""
         try:
             return bool(self._events[number].query())
         except RuntimeError:
@@ -92,7 +92,7 @@ class PeerEvents:
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Memory of expandable segments cannot be exported by a handle; the allocator leaves them alone meanwhile."""
+    """Disable expandable segments inside the context: their memory cannot be exported through a handle."""
     settings = next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "")
     if _EXPANDABLE not in settings:
         yield

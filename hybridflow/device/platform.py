@@ -1,4 +1,4 @@
-"""The kind of device, cpu or cuda, and what is asked of it. torch is imported at first use."""
+"""The device type, cpu or cuda, and the operations that depend on it. torch is imported lazily."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Kind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Platform:
-    """One kind of device. `Platform.detect()` picks it; `Platform("cpu")` forces it."""
+    """One device type. `Platform.detect()` selects it; `Platform("cpu")` forces it."""
 
     kind: Kind
 
     @classmethod
     def detect(cls) -> Platform:
-        """cuda when torch sees a device, else cpu; `HYBRIDFLOW_PLATFORM=cpu|cuda` overrides it.
+        """Return cuda if torch sees a device, else cpu. `HYBRIDFLOW_PLATFORM=cpu|cuda` overrides the choice.
 
         Raises:
-            ResourceError: the override has another value, or asks for cuda where there is none that torch can use;
-                with the node and torch's reason (no device is visible, or the driver is too old).
+            ResourceError: the override has another value, or requests cuda where torch cannot use it. The message has
+                the node and torch's reason (no visible device, or a driver that is too old).
         """
         wish = os.environ.get("HYBRIDFLOW_PLATFORM", "")
         if wish not in ("", "cpu", "cuda"):
@@ -55,74 +55,73 @@ class Platform:
 
     @property
     def weight_transport(self) -> str:
-        """The fastest of `sync.transports` between ranks of any two hosts."""
+        """The fastest transport of `sync.transports` that works between any two hosts."""
         return "p2p" if self.kind == "cuda" else "tcp"
 
     @property
     def colocated_transport(self) -> str:
-        """The one of `sync.transports` between processes that share devices."""
+        """The transport of `sync.transports` for processes that share devices."""
         return "cuda_ipc" if self.kind == "cuda" else self.weight_transport
 
     @property
     def cache_bytes(self) -> int:
-        """Size of pieces that stay in a core's cache while they are read several times; 0 where pieces do not help."""
+        """Chunk size that stays in a core's cache across several reads; 0 if chunking does not help."""
         return 0 if self.kind == "cuda" else 1 << 20
 
     @property
     def cores(self) -> int:
-        """Cores of this machine that compute; 1 on cuda, where the device computes."""
+        """Number of CPU cores used for compute; 1 on cuda, where the GPU computes."""
         return 1 if self.kind == "cuda" else len(os.sched_getaffinity(0))
 
     def device(self, local_rank: int = 0) -> torch.device:
-        """Device of the `local_rank`-th process of a node."""
+        """Return the device of the node's process with this local rank."""
         import torch
 
         return torch.device("cuda", local_rank) if self.kind == "cuda" else torch.device("cpu")
 
     def set_device(self, local_rank: int = 0) -> None:
-        """Make the `local_rank`-th device current for this process."""
+        """Make the device with index `local_rank` current for this process."""
         if self.kind == "cuda":
             _cuda().set_device(local_rank)
 
     def current_device(self) -> torch.device:
-        """The device that `set_device` chose for this process."""
+        """Return the device selected by `set_device`."""
         import torch
 
         return torch.device("cuda", torch.cuda.current_device()) if self.kind == "cuda" else torch.device("cpu")
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor on the current device. The host does not wait for what is queued there, as it would in a copy
-        of memory that is not pinned."""
+        """Copy a CPU tensor to the current device without blocking the host. The tensor is pinned first; a copy from
+        pageable memory would wait for the work queued on the device."""
         if self.kind == "cpu":
             return tensor
         return tensor.pin_memory().to(self.current_device(), non_blocking=True)
 
     def device_count(self) -> int:
-        """Devices that this process sees; 0 on cpu."""
+        """Return the number of devices visible to this process; 0 on cpu."""
         return _cuda().device_count() if self.kind == "cuda" else 0
 
     def capability(self) -> tuple[int, int]:
-        """Compute capability of the first device, (9, 0) for example; (0, 0) on cpu."""
+        """Return the compute capability of the first device, for example (9, 0); (0, 0) on cpu."""
         return _cuda().get_device_capability(0) if self.kind == "cuda" else (0, 0)
 
     def memory_bytes(self) -> int:
-        """Bytes this process holds now: allocated by torch on cuda, resident on cpu."""
+        """Return the bytes in use by this process: allocated by torch on cuda, resident set size on cpu."""
         if self.kind == "cuda":
             return _cuda().memory_allocated()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def peak_memory_bytes(self) -> int:
-        """The most bytes this process has held since the start or `reset_peak_memory` (same meaning as
-        `memory_bytes`)."""
+        """Return the peak of `memory_bytes` since the process started or since `reset_peak_memory`."""
         if self.kind == "cuda":
             return _cuda().max_memory_allocated()
         status = Path("/proc/self/status").read_text()
-        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024  # Linux counts in KiB, and a little behind
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024  # Linux reports KiB and may lag slightly
         return max(peak, self.memory_bytes())
 
     def reset_peak_memory(self) -> None:
-        """Restart `peak_memory_bytes`. Where the kernel refuses (read-only /proc), the peak stays the process's."""
+        """Reset `peak_memory_bytes`. If the kernel refuses (read-only /proc), the peak since process start is kept."""
         if self.kind == "cuda":
             _cuda().reset_peak_memory_stats()
             return
@@ -130,44 +129,45 @@ class Platform:
             Path("/proc/self/clear_refs").write_text("5")
 
     def reserved_memory_bytes(self) -> int:
-        """The most bytes that torch's allocator has reserved on cuda; on cpu the same as the peak."""
+        """Return the peak bytes reserved by torch's allocator on cuda; the same as the peak on cpu."""
         return _cuda().max_memory_reserved() if self.kind == "cuda" else self.peak_memory_bytes()
 
     def total_memory_bytes(self) -> int:
-        """Memory of the device (cuda) or of the machine (cpu)."""
+        """Return the total memory of the device (cuda) or the machine (cpu)."""
         if self.kind == "cuda":
             return int(_cuda().get_device_properties(_cuda().current_device()).total_memory)
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def empty_cache(self) -> None:
-        """Give unused cached memory back: to the CUDA driver, or on cpu from the C library's heap to the system."""
+        """Release unused cached memory to the CUDA driver, or on cpu from the C heap to the system."""
         if self.kind == "cuda":
             _cuda().empty_cache()
             return
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it; others keep no large free blocks
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only; others cache no large free blocks
         if trim is not None:
             trim(0)
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was queued (nothing is queued on cpu)."""
+        """Wait for all work queued on the device. No-op on cpu."""
         if self.kind == "cuda":
             _cuda().synchronize()
 
 
 def _cuda() -> Any:
-    """The module `torch.cuda`."""
+    """Return the module `torch.cuda`, imported lazily."""
     import torch
 
     return torch.cuda
 
 
 def _why_no_cuda() -> str:
-    """Why torch cannot use a GPU here. `torch.cuda.is_available` says no without the reason, `init` raises with it."""
+    """Return why torch cannot use a GPU here. `torch.cuda.is_available` returns False without a reason;
+    `torch.cuda.init` raises with one."""
     import torch
 
     try:
         torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:  # built without CUDA; no device, or the driver is too old
+    except (AssertionError, RuntimeError) as error:  # no CUDA build, no device, or an outdated driver
         reason = str(error).splitlines()[0]
         if "driver" in reason:
             return f"{reason} (torch's CUDA is {torch.version.cuda}; update this node's driver or leave the node out)"

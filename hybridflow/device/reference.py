@@ -1,4 +1,4 @@
-"""The reference that a policy keeps as a second copy of its weights, whichever backend trains it."""
+"""The policy's frozen reference: a second copy of its weights, independent of the training backend."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ import torch
 
 
 class HoldsReference(ABC):
-    """A model that may have an optimizer and a frozen copy of its weights, both of them given to it later."""
+    """Base class of models that may later get an optimizer and a frozen copy of their weights."""
 
     optimizer: Any = None
     _reference: dict[str, torch.Tensor] | None = None
 
     @abstractmethod
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """What a reference is a copy of: this rank's live tensors by name."""
+        """Return this rank's live tensors by name: the tensors that a reference copies."""
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether `set_optimizer` has been called."""
+        """Whether `set_optimizer` was called."""
         return self.optimizer is not None
 
     @property
     def has_reference(self) -> bool:
-        """Whether `freeze_reference` has been called (or a reference was loaded)."""
+        """Whether `freeze_reference` was called or a reference was loaded."""
         return self._reference is not None
 
     @torch.no_grad()
     def freeze_reference(self) -> None:
-        """Keep the present weights as the reference policy."""
+        """Keep a copy of the current weights as the reference policy."""
         self._reference = {name: tensor.detach().clone() for name, tensor in self.weights().items()}
 
     def reference_state(self) -> dict[str, torch.Tensor]:
-        """The reference's local tensors by the names of `weights`."""
+        """Return the reference's local tensors, with the same names as `weights`. Raises RuntimeError if there is no
+        reference."""
         if self._reference is None:
             raise RuntimeError("no reference weights: freeze_reference was not called")
         return self._reference
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """`with policy.as_reference():` computes with the reference's weights (exchanged in place, so no second model
-        is held)."""
+        """Context manager: compute with the reference weights. They are swapped in place, so no second model is
+        needed."""
         live, held = self.weights(), self.reference_state()
         _exchange(live, held)
         try:
@@ -55,7 +56,7 @@ class HoldsReference(ABC):
 
 @torch.no_grad()
 def _exchange(live: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> None:
-    # values are exchanged, not storages: optimizers and gradient buffers hold views of the weights
+    # swap values, not storages: optimizers and gradient buffers hold views of the weights
     for name, tensor in live.items():
         before = tensor.detach().clone()
         tensor.copy_(held[name])

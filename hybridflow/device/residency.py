@@ -1,13 +1,13 @@
-"""Which parts of a model are on the device: weights, gradients, optimizer state and reference weights can be offloaded
-and come back byte for byte.
+"""Offloading of model parts: weights, gradients, optimizer state and reference weights move off the device and back
+without changing a byte.
 
-A tensor keeps its identity: its storage is resized to nothing and later to its old size, so that all views stay valid:
-Megatron's flat buffers and the parameters in them, the distributed optimizer's shards, `main_grad`. Only the address
-changes, and nothing in Megatron-Core 0.16.1 keeps an address between steps (NCCL-registered buffers, `nccl_ub`, would,
-and are not used).
+Tensor objects keep their identity. A storage is resized to zero and later back to its old size, so all views stay
+valid: Megatron's flat buffers and the parameters in them, the distributed optimizer's shards, and `main_grad`. Only the
+address changes. Megatron-Core 0.16.1 keeps no addresses between steps (NCCL-registered buffers, `nccl_ub`, would, but
+are not used).
 
-On CUDA the bytes are kept in pinned host memory, which is allocated once. On CPU, where "device memory" is that of the
-process, they are kept in an unlinked temporary file in TMPDIR, which disappears with the process.
+On CUDA the bytes go to pinned host memory, which is allocated once. On CPU, where device memory is the memory of the
+process, they go to an unlinked temporary file in TMPDIR, which disappears with the process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _view.restype, _view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssi
 
 
 class Residency:
-    """Which parts of one role are on the device."""
+    """Tracks which parts of one role are on the device, and moves them."""
 
     def __init__(
         self,
@@ -41,12 +41,14 @@ class Residency:
         settle: Callable[[], None] = lambda: None,
         role: str = "actor",
     ) -> None:
-        """Args:
-        tensors: for each part a function that lists its tensors. A storage that two parts share belongs to the first
-            of them in `PARTS`.
-        platform: the device they are on.
-        settle: called before weights are offloaded, to wait for communication that still writes to them.
-        role: the role that has these parts; messages name the keys in its section of the configuration.
+        """Register the parts of a role. All of them start on the device.
+
+        Args:
+            tensors: for each part, a function that lists its tensors. A storage shared by two parts belongs to the one
+                that comes first in `PARTS`.
+            platform: the device that holds them.
+            settle: called before weights are offloaded, to wait for communication that still writes to them.
+            role: the role that owns these parts; messages refer to the keys of its configuration section.
         """
         self._tensors, self._platform, self._settle, self.role = tensors, platform, settle, role
         self._asleep: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
@@ -54,27 +56,27 @@ class Residency:
 
     @property
     def asleep(self) -> frozenset[Part]:
-        """Parts that are not on the device."""
+        """The parts that are offloaded."""
         return frozenset(self._asleep)
 
     def resident_bytes(self) -> dict[Part, int]:
-        """Bytes of each part on the device now."""
+        """Return the bytes of each part that are on the device."""
         return {part: sum(storage.nbytes() for storage in storages) for part, storages in self._storages().items()}
 
     def asleep_bytes(self) -> int:
-        """Bytes that are off the device now."""
+        """Return the total bytes offloaded."""
         return sum(size for storages in self._asleep.values() for _, size in storages)
 
     def part_bytes(self) -> dict[Part, int]:
-        """Bytes of each part, wherever they are."""
+        """Return the total bytes of each part, on the device or not."""
         asleep = {part: sum(size for _, size in storages) for part, storages in self._asleep.items()}
         return {part: size + asleep.get(part, 0) for part, size in self.resident_bytes().items()}
 
     def sleep(self, *parts: Part) -> int:
-        """Offload these parts, unless they are offloaded already; returns the bytes freed.
+        """Offload these parts; parts already offloaded are skipped. Returns the bytes freed.
 
         Raises:
-            ResourceError: there is no room for a part elsewhere. That part and those after it stay on the device.
+            ResourceError: there is no room to store a part. That part and the ones after it stay on the device.
         """
         freed = 0
         for part in parts:
@@ -94,7 +96,7 @@ class Residency:
         return freed
 
     def wake(self, *parts: Part) -> None:
-        """Bring these parts back to the device, unless they are there already."""
+        """Bring these parts back to the device; parts already there are skipped."""
         for part in parts:
             for storage, size in self._asleep.get(part, ()):
                 storage.resize_(size)
@@ -105,8 +107,8 @@ class Residency:
     def resident(
         self, *, weights: bool = False, gradients: bool = False, optimizer: bool = False, reference: bool = False
     ) -> Iterator[None]:
-        """Keep these parts on the device inside the `with`; those that it brought back are offloaded again at its end.
-        May be nested."""
+        """Context manager: keep these parts on the device. Parts that it had to bring back are offloaded again on exit.
+        Can be nested."""
         wanted = zip(PARTS, (weights, gradients, optimizer, reference), strict=True)
         brought: tuple[Part, ...] = tuple(part for part, wish in wanted if wish and part in self._asleep)
         self.wake(*brought)
@@ -116,11 +118,11 @@ class Residency:
             self.sleep(*brought)
 
     def _key(self, part: Part) -> str:
-        """The configuration key that offloads the part; the reference goes with the weights."""
+        """Return the configuration key that offloads the part; the reference follows the weights."""
         return f"{self.role}.offload.{'weights' if part == 'reference' else part}"
 
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
-        """The storages of each part, each storage once."""
+        """Return the storages of each part without duplicates."""
         seen: set[int] = set()
         found: dict[Part, list[torch.UntypedStorage]] = {part: [] for part in PARTS}
         for part in PARTS:
@@ -139,8 +141,8 @@ class Residency:
 
 
 class _FileStore:
-    """An unlinked temporary file, rewritten by each offload. `key` is the configuration key that offloads the part, for
-    messages."""
+    """An unlinked temporary file, overwritten by each offload. `key` is the configuration key that offloads the part,
+    used in messages."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -170,8 +172,8 @@ class _FileStore:
 
 
 class _PinnedStore:
-    """Pinned host memory, one block per storage, which is kept: pinning again costs more than the copy. `key` as in
-    `_FileStore`."""
+    """Pinned host memory, one block per storage. Blocks are reused, since pinning costs more than the copy. `key` is
+    the same as in `_FileStore`."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
@@ -200,14 +202,14 @@ class _PinnedStore:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, writable, as long as the tensor lives.
+    """Return a writable view of the bytes of a contiguous tensor in host memory, valid as long as the tensor.
 
-    Not by way of `Tensor.numpy()`: torch never resizes a storage again that numpy has seen. Nor by a ctypes array:
-    there is a type for each length, and they are made again and again.
+    `Tensor.numpy()` does not work here: torch refuses to resize a storage that was exposed to numpy. A ctypes array is
+    slow: each length needs a separate type, created over and over.
     """
     return _view(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The whole storage as a flat uint8 tensor."""
+    """Return the whole storage as a flat uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
