@@ -1,4 +1,4 @@
-"""The controller: a Ray cluster, pools of process slots, and groups of worker processes. Only this room imports ray."""
+"""The controller: a Ray cluster, resource pools and groups of worker processes. The only package that imports ray."""
 
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import colocated

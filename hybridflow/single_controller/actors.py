@@ -1,4 +1,4 @@
-"""The actor processes of a group: starting them, finding those of a detached group, and making sure that they end."""
+"""Start the actor processes of a worker group, or look up those of a detached group."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from hybridflow.single_controller.future import Rank
 from hybridflow.single_controller.host import Host, HostInfo, Identity
 from hybridflow.single_controller.resource_pool import ResourcePool, Slot
 
-NAMESPACE = "hybridflow"  # detached groups share it; otherwise every driver has a namespace of its own
-_PINNED = "pinned_max_round_threshold_mb"  # of PYTORCH_ALLOC_CONF
+NAMESPACE = "hybridflow"  # shared by detached groups; any other driver has a private namespace
+_PINNED = "pinned_max_round_threshold_mb"  # an option of PYTORCH_ALLOC_CONF
 
 
 def start_actors(
     cluster: Cluster, pool: ResourcePool, role: str, log_dir: Path, name: str | None, fork_server: str = ""
 ) -> list[Rank]:
-    """One actor in each slot; with `name` they outlive the driver. ResourceError when the name is taken.
+    """Start one actor in each slot of the pool. Returns the ranks in slot order.
 
-    With `fork_server` their processes are forks of that server's (`process.fork_server`).
+    With `name` the actors are detached and outlive the driver; raises ResourceError if the name is taken. With
+    `fork_server` their processes are forked from that server (`process.fork_server`).
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     share = round(1.0 / pool.max_colocate, 4)
     host = ray.remote(Host)
-    # how a process of Ray's is started is a supported setting of its runtime environments
+    # py_executable is Ray's supported setting for how a worker process is launched
     python = shlex.join([sys.executable, "-I", "-S", fork_client.__file__, fork_server])
     environment = {"runtime_env": {"py_executable": python}} if fork_server else {}
     nodes = {node: cluster.processes_of(node) for node in {slot.node for slot in pool.slots}}
@@ -43,7 +44,7 @@ def start_actors(
         options = host.options(
             **known,
             **environment,
-            num_cpus=share,  # and no GPU: the bundle has them, and each process gets a list of its own
+            num_cpus=share,  # no num_gpus: the bundle holds the GPUs, and each process gets an explicit list
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 slot.placement_group, placement_group_bundle_index=slot.bundle_index
@@ -51,7 +52,7 @@ def start_actors(
         )
         try:
             actor = options.remote()
-        except ValueError as error:  # what Ray raises when a name is taken
+        except ValueError as error:  # raised by Ray if the name is taken
             raise ResourceError(
                 f"a detached group named {name!r} exists already: join it, or choose another name"
             ) from error
@@ -61,7 +62,7 @@ def start_actors(
 
 
 def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
-    """The ranks of the detached group `name`, and its role. ResourceError when there is none."""
+    """Return the ranks of the detached group `name`, and its role. Raises ResourceError if there is no such group."""
     import ray
 
     try:
@@ -83,8 +84,8 @@ def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
 
 
 def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]:
-    """The variables by which a process keeps to its slot: the kind of device, the devices that it sees, and the
-    interface of its node's address, without which gloo would listen at the address of the host's name."""
+    """Return the environment variables that bind a process to its slot: the device type, its visible devices, and the
+    network interface of the node's address. Without the last, gloo would listen on the address of the host name."""
     env = {"HYBRIDFLOW_PLATFORM": "cuda" if gpus else "cpu"}
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)
@@ -93,8 +94,9 @@ def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]
 
 
 def _pinned_as_asked(user: Mapping[str, str]) -> str:
-    """The user's allocator settings, and that pinned blocks over 128 MB are as large as asked: torch rounds others up
-    to a power of two (CachingHostAllocator.h:303), and offloaded weights and checkpoints are such blocks."""
+    """Return the user's allocator settings, plus exact sizes for pinned blocks over 128 MB. By default torch rounds
+    pinned blocks up to a power of two (CachingHostAllocator.h:303), which is wasteful for offloaded weights and
+    checkpoints."""
     settings = user.get("PYTORCH_ALLOC_CONF") or user.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if _PINNED in settings:
         return settings
@@ -102,7 +104,7 @@ def _pinned_as_asked(user: Mapping[str, str]) -> str:
 
 
 def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torch.distributed reads, one thread per process, and `extra`, which takes precedence."""
+    """Return the variables read by torch.distributed, one thread per process, and `extra`, which takes precedence."""
     env = {
         "RANK": str(context.rank),
         "WORLD_SIZE": str(context.world_size),
@@ -114,5 +116,5 @@ def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, s
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled_code(),
     }
     if context.master_addr in ("127.0.0.1", "::1"):
-        env["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen on the interface of the host name
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens on the interface of the host name
     return {**env, **extra}

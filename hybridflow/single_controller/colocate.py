@@ -1,4 +1,4 @@
-"""Several roles in one process: worker classes that share a rank, its device and its process groups."""
+"""Colocated roles: several worker classes in one process that share a rank, its device and its process groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridflow.dispatch import MethodSpec, WorkerContext, method_spec
 
 
 class Colocated:
-    """One worker of each of `roles`, in their order. Make a class of it with `colocated`."""
+    """Holds one worker per role, in the order of `roles`. Use `colocated` to create a subclass."""
 
     roles: ClassVar[Mapping[str, type]] = {}
 
@@ -20,7 +20,7 @@ class Colocated:
         self._workers = {name: role(context, *args) for (name, role), args in pairs}
 
     def __getattr__(self, address: str) -> Any:
-        """`role.method`, as `address_of` writes it."""
+        """Resolve `role.method`, the format returned by `address_of`."""
         role, _, method = address.partition(".")
         try:
             return getattr(self.__dict__["_workers"][role], method)
@@ -29,24 +29,25 @@ class Colocated:
 
 
 def colocated(**roles: type) -> type:
-    """A worker class for a `WorkerGroup` whose processes have one worker of each role; `args` has a tuple of arguments
-    for each.
+    """Create a worker class whose processes hold one worker of each role. The group's `args` has a tuple of arguments
+    for each role.
 
-    Methods are called in the usual way, `group.run(Actor.update, ...)`. Where several roles have the method,
-    `group.run(Model.save, ..., role="critic")` says which. `mesh_position` is that of the first role that has one.
+    Methods are called as usual: `group.run(Actor.update, ...)`. If several roles have the method, select one with
+    `role`: `group.run(Model.save, ..., role="critic")`. `mesh_position` is taken from the first role that defines it.
     """
     made: dict[str, Any] = {"roles": roles}
     placed = [name for name, role in roles.items() if hasattr(role, "mesh_position")]
-    if placed:  # the group asks the class before it asks the workers
+    if placed:  # the group checks the class for this method before calling the workers
         made["mesh_position"] = lambda self: getattr(self, f"{placed[0]}.mesh_position")()
     return type("And".join(role.__name__ for role in roles.values()), (Colocated,), made)
 
 
 def address_of(worker_class: type, method: Callable[..., Any], role: str | None) -> str:
-    """The name by which a process of `worker_class` calls `method`, of `role` where several roles have it.
+    """Return the name under which a process of `worker_class` calls `method`, including the role if the class is
+    colocated.
 
     Raises:
-        TypeError: the class, or the role, has no such method, or several roles have it and none is named.
+        TypeError: the class or role has no such method, or several roles have it and `role` is None.
     """
     spec: MethodSpec = method_spec(method)
     called = f"{getattr(method, '__qualname__', method)}"

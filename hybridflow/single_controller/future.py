@@ -1,4 +1,4 @@
-"""Waiting for a call on all its ranks, and turning what goes wrong into one clear error as early as possible."""
+"""Wait for a call on all its ranks, and turn failures into one clear error as early as possible."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hybridflow.single_controller.pieces import Header
 from hybridflow.single_controller.remote_node import RemoteNode
 from hybridflow.single_controller.stored import stored_results
 
-_GRACE_S = 2.0  # a dead rank makes its peers raise; how long to look for it before blaming one of them
-_NEWS_S = 30.0  # by then Ray has told of a process that has ended, however busy the machine is
+_GRACE_S = 2.0  # a dead rank makes its peers raise; how long to look for it before blaming a peer
+_NEWS_S = 30.0  # Ray reports an exited process within this time, even on a busy machine
 _POLL_S = 1.0
-_AT_ONCE_S = 0.2  # how long all ranks are waited for together, when the failure of one may go unnoticed
-_STOPPED_LOOKS = 10  # of `_POLL_S` each; a driver that was suspended together with a rank looks less often
+_AT_ONCE_S = 0.2  # how long to wait for all ranks in one request, during which a single failure goes unnoticed
+_STOPPED_LOOKS = 10  # in units of `_POLL_S`; fewer if the driver was suspended together with the rank
 _TAIL_LINES = 40
 _TAIL_BYTES = 16384
 _STACK_DUMP_S = 0.5
@@ -30,14 +30,14 @@ _waited_s = 0.0
 
 
 def waited_seconds() -> float:
-    """Seconds that this process has spent waiting for calls since it started: the time in which workers and engines
-    worked."""
+    """Return the seconds this process has spent waiting for calls since it started, that is, the time in which workers
+    and engines were working."""
     return _waited_s
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Count the time inside, in which a worker or an engine works, among `waited_seconds`. Not nested."""
+    """Context manager: add the time inside to `waited_seconds`. Must not be nested."""
     global _waited_s
     start = time.monotonic()
     try:
@@ -48,23 +48,23 @@ def waiting() -> Iterator[None]:
 
 @dataclass
 class Rank:
-    """What the driver knows about one worker process."""
+    """The driver's view of one worker process."""
 
     actor: Any
     node: str
     log_path: Path
-    remote: RemoteNode | None  # where its process is looked at; None: on this machine
+    remote: RemoteNode | None  # observer on the process's node; None: the process is on this machine
     pid: int = 0
-    log_from: int = 0  # where its part of the log begins: those of earlier processes in its place come before
+    log_from: int = 0  # offset of this process's part of the log; earlier processes of the rank wrote before it
 
     def is_in(self, *states: str) -> bool:
-        """Whether its process is known to be in one of these states of `process.children.state_of`."""
+        """Return whether the process is known to be in one of these states of `process.children.state_of`."""
         if not self.pid:
             return False
         return (self.remote.state(self.pid) if self.remote else state_of(self.pid)) in states
 
     def log_tail(self) -> str:
-        """The last lines of its log, empty where the file cannot be seen from here."""
+        """Return the last lines of the rank's log; empty if the file cannot be read from this machine."""
         try:
             with open(self.log_path, "rb") as log:
                 log.seek(0, os.SEEK_END)
@@ -75,7 +75,7 @@ class Rank:
 
 
 class Future:
-    """The result of a call that `WorkerGroup.submit` started. The call runs whether or not anybody waits for it."""
+    """The result of a call started by `WorkerGroup.submit`. The call runs whether or not the result is awaited."""
 
     def __init__(
         self,
@@ -90,22 +90,24 @@ class Future:
         stored: Mapping[int, Mapping[str, Any]] | None = None,
         check: Callable[[], object] = lambda: None,
     ) -> None:
-        """Args:
-        role, method, ranks: what was called, for errors.
-        refs: reference to the answer of each rank that was called.
-        collect: makes one value of the answers.
-        default_timeout_s: seconds that `result` waits.
-        on_lost: called when a rank died or hangs: its group cannot go on.
-        stored: for each rank whose columns stay in the object store, the object that holds each column.
-        check: called about every second while `result` waits; raises when no answer can come any more.
+        """Track a call that has been submitted.
+
+        Args:
+            role, method, ranks: the callee, for error messages.
+            refs: reference to the reply of each called rank.
+            collect: combines the replies into one value.
+            default_timeout_s: default timeout of `result` in seconds.
+            on_lost: called when a rank died or hangs, after which its group is unusable.
+            stored: for each rank whose columns stay in the object store, the object that holds each column.
+            check: called about every second while `result` waits; raises if a reply can no longer arrive.
         """
         self._role, self._method, self._ranks, self._collect = role, method, ranks, collect
         self._pending = {ref: rank for rank, ref in refs.items()}
         self._results: dict[int, Any] = {}
         self._default_timeout_s, self._check = default_timeout_s, check
         self._submitted = self._looked = time.monotonic()
-        self._deadline: float | None = None  # of `done`
-        self._looks: dict[int, int] = {}  # how often each rank was seen stopped
+        self._deadline: float | None = None  # deadline used by `done`
+        self._looks: dict[int, int] = {}  # consecutive polls in which each rank was found stopped
         self._called, self._ends = len(refs), list[float]()
         self._on_lost = on_lost
         self._lost = False
@@ -115,8 +117,8 @@ class Future:
         self._finished = False
 
     def done(self) -> bool:
-        """Whether `result` has a value or an error by now. Looks for everything that `result` looks for while it waits;
-        the deadline counts from the first look."""
+        """Return whether `result` would return or raise immediately. Runs the same checks as `result` does while
+        waiting. The timeout starts with the first call."""
         if not self._finished:
             self._deadline = self._deadline or time.monotonic() + self._default_timeout_s
             try:
@@ -130,27 +132,27 @@ class Future:
 
     @property
     def open_refs(self) -> list[Any]:
-        """Ray's references to the answers that have not been looked at."""
+        """Ray references of the replies that have not been received."""
         return list(self._pending)
 
     @property
     def ended_at(self) -> float | None:
-        """`time.perf_counter` at the last answer, where `note_end` was called before it; else None."""
+        """`time.perf_counter` at the last reply, if `note_end` was called before it arrived; else None."""
         return max(self._ends) if self._ends and len(self._ends) == self._called else None
 
     def note_end(self) -> None:
-        """Have the time of the last answer noted while nobody waits for it."""
+        """Record the time of the last reply even if nothing waits for it."""
         for ref in self._pending:
             ref.future().add_done_callback(lambda _: self._ends.append(time.perf_counter()))
 
     def result(self, timeout: float | None = None) -> Any:
-        """The collected value.
+        """Wait for the call and return the collected value.
 
         Args:
             timeout: seconds to wait from now; None: the group's `call_timeout_s`.
 
         Raises:
-            WorkerError: a rank died, raised, or did not answer in time; carries the tail of its log.
+            WorkerError: a rank died, raised, or did not answer in time; includes the tail of its log.
             HybridFlowError: a rank raised one of our errors: the same type, with the rank added to the message.
         """
         if not self._finished:
@@ -167,7 +169,7 @@ class Future:
         return self._value
 
     def _fail(self, error: HybridFlowError) -> None:
-        """The call has ended with an error."""
+        """Finish the call with an error."""
         self._error, self._finished = error, True
         if self._lost and self._on_lost is not None:
             self._on_lost(error)
@@ -182,8 +184,7 @@ class Future:
                 raise self._hung()
 
     def _look(self, within_s: float) -> bool:
-        """Take what arrives within so long; whether anything did. Raises the error of a call that has failed, or of a
-        rank that stands still."""
+        """Receive replies for up to `within_s`. Returns whether any arrived. Raises if a rank failed or is stopped."""
         import ray
 
         ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=within_s)
@@ -200,8 +201,9 @@ class Future:
         return bool(ready)
 
     def _stopped(self, looks: dict[int, int]) -> int | None:
-        """A rank that still owes an answer and has been stopped for some time; `looks` counts how often
-        each was seen so. A call may take long: what tells is the state of the process, not its silence."""
+        """Return a pending rank that has been in the stopped state for some time; `looks` counts the consecutive polls
+        of each. Only the process state is used: a call may legitimately take long, so the lack of a reply means
+        nothing."""
         for rank in self._pending.values():
             looks[rank] = looks.get(rank, 0) + 1 if self._ranks[rank].is_in(STOPPED) else 0
         return next((rank for rank, count in looks.items() if count >= _STOPPED_LOOKS), None)
@@ -211,21 +213,21 @@ class Future:
         return self._worker_error("the worker process was stopped (SIGSTOP) and stands still", rank)
 
     def _take_at_once(self, timeout: float) -> None:
-        """Take all answers with one request to Ray, as most calls are short and succeed. Finding out which have come
-        takes two requests for each."""
+        """Fetch all replies with a single request to Ray. Most calls are short and succeed; checking the ranks one by
+        one costs two requests each."""
         import ray
 
         refs = list(self._pending)
         try:
             values = ray.get(refs, timeout=timeout)
         except ray.exceptions.RayError:
-            return  # some are late, or a rank died: what each has to say is found out one by one
+            return  # some are late or a rank died: check them one by one
         failed = self._receive({self._pending.pop(ref): value for ref, value in zip(refs, values, strict=True)})
         if failed:
             raise self._first_cause(failed)
 
     def _take(self, ready: Sequence[Any]) -> dict[int, Failure | Exception]:
-        """Move finished ranks to the results; returns those that failed."""
+        """Move finished ranks to the results. Returns the failed ones."""
         import ray
 
         lost: dict[int, Failure | Exception] = {}
@@ -239,14 +241,14 @@ class Future:
         return lost | self._receive(values)
 
     def _receive(self, values: Mapping[int, Any]) -> dict[int, Failure | Exception]:
-        """Move the answers to the results; returns those that are failures."""
+        """Move the replies to the results. Returns the failures among them."""
         failed = {rank: value for rank, value in values.items() if isinstance(value, Failure)}
         self._results |= {rank: value for rank, value in values.items() if rank not in failed}
         return dict(failed)
 
     def _first_cause(self, failed: dict[int, Failure | Exception]) -> HybridFlowError:
-        """One error for the call. A rank that died, or was stopped, is looked for first: it explains what the others
-        raise about a lost connection."""
+        """Build one error for the whole call. A dead or stopped rank takes precedence, since it explains the lost
+        connections that its peers report."""
         import ray
 
         began = time.monotonic()
@@ -265,7 +267,7 @@ class Future:
         return self._error_of(rank, failed[rank], also)
 
     def _has_ended(self) -> bool:
-        """Whether the process of a rank that still owes an answer is gone."""
+        """Return whether the process of a pending rank has exited."""
         return any(self._ranks[rank].is_in("", ENDED) for rank in self._pending.values())
 
     def _error_of(self, rank: int, cause: Failure | Exception, also: str) -> HybridFlowError:
@@ -323,14 +325,14 @@ def _is_ours(cause: Failure | Exception) -> bool:
 
 
 def _how_it_died(error: Exception) -> str:
-    """The lines of Ray's text that say how the process ended."""
+    """Extract the lines of Ray's message that describe how the process exited."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "exit" in line.lower() or "kill" in line.lower()]
     return " ".join((telling or lines[-1:])[:2])
 
 
 def _dump_stack(rank: Rank) -> None:
-    """Ask the rank's faulthandler for the stacks of all threads; they go to its log."""
+    """Have the rank's faulthandler dump the stacks of all threads to its log."""
     if not rank.pid:
         return
     if rank.remote is not None:
@@ -339,4 +341,4 @@ def _dump_stack(rank: Rank) -> None:
     try:
         os.kill(rank.pid, signal.SIGUSR1)
     except ProcessLookupError:
-        rank.pid = 0  # it died meanwhile: nothing to ask
+        rank.pid = 0  # it has exited in the meantime

@@ -1,9 +1,9 @@
-"""A small process that clears up a local cluster when its driver was killed. It runs as a script and imports the
-standard library alone.
+"""A small watchdog process that cleans up a local cluster after its driver was killed. It runs as a script and imports
+only the standard library.
 
-Ray's gcs and raylet die with the driver, but its agents linger for a minute, waiting for the dead gcs to take their
-last report (ray/_private/process_watcher.py, report_raylet_error_logs). They are recognised by the file that every
-process of the cluster has open in the cluster's own temporary folder.
+Ray's gcs and raylet exit with the driver, but its agents linger for a minute, trying to send a last report to the dead
+gcs (ray/_private/process_watcher.py, report_raylet_error_logs). They are identified by an open file in the cluster's
+private temporary folder, which every process of the cluster has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PATIENCE_S = 15.0
 
 
 def driver_is_done(driver: int) -> bool:
-    """Wait for the end of the driver: True when it wrote to our stdin, False when it died without."""
+    """Wait until the driver exits. Returns True if it wrote to our stdin first, False if it died without doing so."""
     while os.getppid() == driver:
         readable, _, _ = select.select([0], [], [], _POLL_S)
         if readable:
@@ -30,8 +30,8 @@ def driver_is_done(driver: int) -> bool:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """This user's processes with an open file under `folder`, except this one and its parent."""
-    found, spared = [], (os.getpid(), os.getppid())  # a guard never ends the driver that it guards
+    """Return this user's processes with an open file under `folder`, excluding this process and its parent."""
+    found, spared = [], (os.getpid(), os.getppid())  # never kill the driver being guarded
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in spared:
             continue
@@ -39,7 +39,7 @@ def processes_in(folder: Path) -> list[int]:
             if entry.stat().st_uid == os.getuid() and any(_is_under(link, folder) for link in (entry / "fd").iterdir()):
                 found.append(int(entry.name))
         except OSError:
-            continue  # it has ended, or may not be read
+            continue  # it has exited or access is denied
     return found
 
 
@@ -47,18 +47,18 @@ def _is_under(link: Path, folder: Path) -> bool:
     try:
         return os.readlink(link).startswith(f"{folder}/")
     except OSError:
-        return False  # it has been closed
+        return False  # closed in the meantime
 
 
 def clear_up(folder: Path) -> None:
-    """Kill what is left of the cluster and remove its folder."""
+    """Kill the remaining processes of the cluster and remove its folder."""
     deadline = time.monotonic() + _PATIENCE_S
     while (left := processes_in(folder)) and time.monotonic() < deadline:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                continue  # it has ended
+                continue  # already exited
         time.sleep(0.2)
     shutil.rmtree(folder, ignore_errors=True)
 

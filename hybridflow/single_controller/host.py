@@ -1,4 +1,5 @@
-"""What runs inside an actor: it sets the process up as one rank, holds the worker and calls its methods."""
+"""The actor that runs in each worker process: it sets the process up as one rank, holds the worker and calls its
+methods."""
 
 from __future__ import annotations
 
@@ -30,17 +31,18 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a worker, as a value: it reaches the driver even where the exception itself cannot be pickled."""
+    """A worker's exception as a plain value, so that it reaches the driver even if the exception itself cannot be
+    pickled."""
 
     kind: str
     message: str
-    ours: str | None  # one of our own errors as `errors.to_json` describes it
+    ours: str | None  # `errors.to_json` of a HybridFlowError; None for other exceptions
 
 
 @dataclass(frozen=True)
 class HostInfo:
-    """Which process a rank is, a port that was free on its node, and the interface of the node's address (empty: not
-    found, or set by the user)."""
+    """The rank's process id, a port that was free on its node, and the network interface of the node's address (empty:
+    not found, or set by the user)."""
 
     pid: int
     free_port: int
@@ -49,7 +51,7 @@ class HostInfo:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a driver that joins a detached group needs to know of a rank."""
+    """Information about a rank for drivers that join a detached group."""
 
     role: str
     world_size: int
@@ -68,23 +70,23 @@ class Host:
         self._identity: Identity | None = None
 
     def describe(self, address: str, ports: range) -> HostInfo:
-        """Process id, a free TCP port at `address`, and its interface."""
+        """Return the process id, a free TCP port at `address`, and the interface of that address."""
         interface = "" if os.environ.get("GLOO_SOCKET_IFNAME") else interface_of(address)
         return HostInfo(os.getpid(), free_port(address, ports), interface)
 
     def identity(self) -> Identity | None:
-        """What `set_up` was given; None before it."""
+        """Return the rank's identity; None before `set_up`."""
         return self._identity
 
     def set_up(self, role: str, context: WorkerContext, env: Mapping[str, str], path: Sequence[str]) -> None:
-        """Set environment, import path, log file and crash reports. It comes before the worker class is unpickled,
+        """Set environment, import path, log file and crash reports. Must run before the worker class is unpickled,
         which may import torch."""
-        die_with_parent()  # the parent is the raylet, which a worker stuck in a collective would outlive
+        die_with_parent()  # the parent is the raylet; a worker stuck in a collective would outlive it
         log_path = context.log_path
         self._identity = Identity(role, context.world_size, context.node, log_path, os.getpid())
         os.environ.update(env)
         use_threads_of_environment()
-        # Ray itself passes nothing on (`plain_job_config`)
+        # Ray itself propagates no import path (`plain_job_config`)
         sys.path += [entry for entry in path if entry not in sys.path]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115  stays open as long as the process
@@ -92,10 +94,10 @@ class Host:
         os.dup2(self._log.fileno(), 2)
         print_whole_lines()
         faulthandler.enable(self._log, all_threads=True)
-        faulthandler.register(signal.SIGUSR1, self._log, all_threads=True)  # how the driver asks where a rank hangs
+        faulthandler.register(signal.SIGUSR1, self._log, all_threads=True)  # used to find where a rank hangs
 
     def construct(self, worker_class: type, context: WorkerContext, args: Sequence[Any]) -> Failure | None:
-        """Build the worker."""
+        """Construct the worker. Returns a `Failure` if the constructor raised."""
         try:
             self._worker = worker_class(context, *args)
         except Exception as error:
@@ -103,7 +105,7 @@ class Host:
         return None
 
     def call(self, request: Request, *objects: Any) -> Any:
-        """Run a method; a coroutine is awaited. An error comes back as a `Failure`."""
+        """Call a method and return its result; coroutines are awaited. An exception is returned as a `Failure`."""
         try:
             args, kwargs = request.arguments(objects)
             result = getattr(self._worker, request.method)(*args, **kwargs)
@@ -112,12 +114,12 @@ class Host:
             return failure(error)
 
     def call_stored(self, together: Sequence[Sequence[str]], inline_bytes: int, request: Request, *objects: Any) -> Any:
-        """`call` for a method that returns a batch: a `Header` and then a batch, and so an object, for each group of
-        columns.
+        """Same as `call`, for a method that returns a batch. Returns a `Header`, followed by one batch per group of
+        columns, so that each group becomes an object in the store.
 
         Args:
-            together: the groups. Without any (a rank whose result is not collected) the result is dropped.
-            inline_bytes: size up to which the header contains a column.
+            together: the groups of columns. If empty (a rank whose result is not collected), the result is dropped.
+            inline_bytes: columns up to this size are included in the header.
             request, objects: as for `call`.
         """
         result = self.call(request, *objects)
@@ -126,8 +128,8 @@ class Host:
         if not isinstance(result, DataProto):
             return (result, *(None for _ in together))
         if sorted(result.columns) != sorted(name for names in together for name in names):
-            return (result, *(None for _ in together))  # the driver says what is wrong with it
-        columns = DataProto(dict(result.items()), {}, result.bfloat16)  # the header has the meta
+            return (result, *(None for _ in together))  # the driver raises the error
+        columns = DataProto(dict(result.items()), {}, result.bfloat16)  # meta is in the header
         return (Header.of(result, inline_bytes), *(columns.select(names) for names in together))
 
 
@@ -136,8 +138,8 @@ async def _awaited(value: Any) -> Any:
 
 
 def failure(error: Exception) -> Failure:
-    """The error as a value; its traceback goes to the rank's log."""
-    with suppress(OSError):  # the log's own disk may be full
+    """Convert an exception to a `Failure` and print its traceback to the rank's log."""
+    with suppress(OSError):  # the disk of the log may be full
         traceback.print_exception(error)
         sys.stderr.flush()
     storage = StorageError.of(error) if isinstance(error, OSError) else None
@@ -146,19 +148,19 @@ def failure(error: Exception) -> Failure:
 
 
 def free_port(address: str, ports: range) -> int:
-    """One of the TCP `ports` that is free at `address` now."""
+    """Return one of the TCP `ports` that is currently free at `address`."""
     for port in random.SystemRandom().sample(ports, min(len(ports), 200)):
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             try:
                 probe.bind((address, port))
             except OSError:
-                continue  # taken: try another
+                continue  # already in use
             return port
     raise OSError(f"no free port between {ports.start} and {ports.stop} on {address}")
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address; empty where none has."""
+    """Return the network interface with this IPv4 address; empty if there is none."""
     if address.startswith("127."):
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -166,7 +168,7 @@ def interface_of(address: str) -> str:
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:
-                continue  # it has no IPv4 address
+                continue  # no IPv4 address
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""

@@ -1,4 +1,4 @@
-"""A group of one worker in the driver's own process: no Ray, no messages, no other thread. A breakpoint works in every
+"""A group of one worker in the driver's process, without Ray, messages or other threads. Breakpoints work in every
 method of the worker."""
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from hybridflow.single_controller.pending import Ended
 
 
 class InProcessGroup:
-    """`worker_class(context, *args)`, called as a `WorkerGroup` of one rank is, through the same dispatch.
+    """Calls `worker_class(context, *args)` through the same dispatch as a `WorkerGroup` with one rank.
 
-    What a method raises arrives as it was raised. A method that hangs, or kills the process, takes the driver along.
+    Exceptions of a method are propagated unchanged. A method that hangs or kills the process does the same to the
+    driver.
     """
 
     def __init__(self, worker_class: type, *, role: str, args: Sequence[Any] = (), log_dir: str | Path) -> None:
-        """Construct the worker; a process has one group at a time; its worker may have several roles (`colocated`)."""
+        """Construct the worker. A process can have one such group at a time; its worker may be `colocated` from several
+        roles."""
         self.worker_class = worker_class
         log_path = Path(log_dir).resolve() / f"{role}-rank0.log"
         context = WorkerContext(0, 1, 0, LOOPBACK, free_port(LOOPBACK, PORTS), LOOPBACK, log_path)
-        # its threads are those that the process has already
+        # the thread settings of this process are kept
         os.environ.update({name: value for name, value in environment(context, {}).items() if "THREADS" not in name})
         try:
             self._worker = worker_class(context, *args)
@@ -40,10 +42,11 @@ class InProcessGroup:
         self._mesh = Mesh((self._worker.mesh_position(),)) if hasattr(worker_class, "mesh_position") else None
 
     def run(self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any) -> Any:
-        """Call a method of the worker class; `method` and `role` as for `WorkerGroup.run`, and so is what returns.
+        """Call a method of the worker class. `method`, `role` and the return value are the same as for
+        `WorkerGroup.run`.
 
         Raises:
-            SchemaError: arguments or results do not fit the declaration of the method.
+            SchemaError: arguments or results do not match the declaration of the method.
         """
         spec, address = method_spec(method), address_of(self.worker_class, method, role)
         plan = plan_call(spec, 1, self._mesh, args, kwargs)
@@ -53,9 +56,9 @@ class InProcessGroup:
         return plan.collect({0: result})
 
     def close(self) -> None:
-        """Leave the world that the worker has joined, so that this process can have another group."""
+        """Leave the process groups that the worker joined, so that this process can create another group."""
         leave_world()
 
     def submit(self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any) -> Ended:
-        """As `run`, which it does at once: the call that is returned has ended."""
+        """Call the method immediately, like `run`, and return a finished call."""
         return Ended(self.run(method, *args, role=role, **kwargs))

@@ -1,7 +1,7 @@
-"""What crosses between processes when columns stay in the object store: plain data and numpy, without Ray.
+"""Messages between processes for columns that stay in the object store: plain data and numpy, without Ray.
 
-A rank that returns a batch returns a `Header`, and its columns in one or several objects. A rank that is given such
-columns is given a `Recipe`: which objects, which column of each, and which rows of them in which order.
+A rank that returns a batch sends a `Header`, and its columns in one or more objects. A rank that receives such columns
+gets a `Recipe`: which objects, which column of each, and which rows in which order.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Header:
     """One rank's result without its columns.
 
     Args:
-        rows, meta: of the batch.
+        rows, meta: number of rows and meta of the batch.
         nbytes: size of each column.
         lengths: row lengths of the jagged columns.
-        small: the columns that the driver gets at once. They are in the store as well, for other groups.
+        small: columns sent to the driver immediately. They are in the store as well, for other groups.
     """
 
     rows: int
@@ -34,7 +34,7 @@ class Header:
 
     @classmethod
     def of(cls, batch: DataProto, inline_bytes: int = 0) -> Header:
-        """The header of `batch`, with the columns of up to `inline_bytes`."""
+        """Build the header of `batch`, including the columns of up to `inline_bytes`."""
         sizes = {name: column.nbytes for name, column in batch.items()}
         lengths = {name: column.lengths for name, column in batch.items() if isinstance(column, Jagged)}
         small = batch.select(name for name, nbytes in sizes.items() if nbytes <= inline_bytes)
@@ -43,21 +43,21 @@ class Header:
 
 @dataclass(frozen=True)
 class At:
-    """Stands for an argument that is sent along: its position among those objects."""
+    """Placeholder for an argument that is passed as a separate object: its position among those objects."""
 
     position: int
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call on its way to one rank. It is one value because Ray serializes each argument of a call by itself."""
+    """One call to one rank. It is a single value because Ray serializes each argument of a call separately."""
 
     method: str
-    values: tuple[Any, ...]  # arguments; At and Recipe stand for those made of objects sent along
+    values: tuple[Any, ...]  # arguments; At and Recipe refer to objects sent along
     keywords: tuple[str, ...]  # names of the last arguments
 
     def arguments(self, objects: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments."""
+        """Return the positional and keyword arguments."""
         built = [_built(value, objects) for value in self.values]
         positional = len(built) - len(self.keywords)
         return built[:positional], dict(zip(self.keywords, built[positional:], strict=True))
@@ -65,12 +65,12 @@ class Request:
 
 @dataclass(frozen=True)
 class ColumnRecipe:
-    """A column as rows of stored parts.
+    """A column assembled from rows of stored parts.
 
     Args:
-        name: of the column in the batch.
-        sources: position among the objects sent along, and name of the column in that object, for each part.
-        index: `[B]` rows of all parts laid end to end.
+        name: name of the column in the batch.
+        sources: for each part, the object's position among those sent along, and the column's name in that object.
+        index: `[B]` row indices into the concatenation of all parts.
     """
 
     name: str
@@ -80,14 +80,15 @@ class ColumnRecipe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A batch argument: `local` columns as they are, the others from stored parts, in the order of `names`."""
+    """A batch argument: `local` columns are included, the others are assembled from stored parts, in the order of
+    `names`."""
 
     local: DataProto | int  # an int is a position among the objects sent along
     columns: tuple[ColumnRecipe, ...]
     names: tuple[str, ...]
 
     def build(self, objects: Sequence[Any]) -> DataProto:
-        """The batch, from the objects sent along."""
+        """Build the batch from the objects sent along."""
         batch = objects[self.local] if isinstance(self.local, int) else self.local
         for column in self.columns:
             parts = [objects[at].select([name]).rename({name: column.name}) for at, name in column.sources]
@@ -102,11 +103,11 @@ def _built(value: Any, objects: Sequence[Any]) -> Any:
 
 
 def gather(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
-    """The rows at `index` `[K]` of all parts laid end to end; consecutive rows of one part are views.
+    """Return the rows at `index` `[K]` of the concatenation of all parts. Consecutive rows of one part are views.
 
     Raises:
-        IndexError: the parts hold fewer rows than was agreed.
-        SchemaError: the parts are not of one type.
+        IndexError: an index exceeds the number of rows in the parts.
+        SchemaError: the parts have different column types.
     """
     starts = np.cumsum([0, *map(len, parts)])
     if len(index) and int(index.max()) >= starts[-1]:

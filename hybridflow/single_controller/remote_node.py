@@ -1,7 +1,8 @@
-"""The processes of another node: an actor there reads their states, asks for their stacks and ends them.
+"""Observe and control processes on another node: an actor there reads process states, requests stack dumps and ends
+processes.
 
-A process that was stopped answers nothing, but neither does one that computes for minutes. Its state tells them apart,
-and only its own machine knows that.
+A stopped process does not reply, but neither does one that computes for minutes. Only the process state distinguishes
+them, and it can only be read on the process's own machine.
 """
 
 from __future__ import annotations
@@ -15,42 +16,42 @@ from typing import Any
 
 from hybridflow.process.children import end_processes, state_of
 
-_ASK_S = 5.0  # between two questions
-_FRESH_S = 8.0  # an answer to an older question says nothing about now
-_ANSWER_S = 10.0  # how long an answer is waited for where something depends on it
+_ASK_S = 5.0  # interval between queries
+_FRESH_S = 8.0  # older replies are considered stale
+_ANSWER_S = 10.0  # timeout of a query whose reply is needed
 
 
 class _Observer:
-    """What runs on the other node."""
+    """The actor that runs on the other node."""
 
     def states(self, pids: Sequence[int]) -> dict[int, str]:
-        """The state of each process (`process.children.state_of`)."""
+        """Return the state of each process (`process.children.state_of`)."""
         return {pid: state_of(pid) for pid in pids}
 
     def dump_stacks(self, pids: Sequence[int]) -> None:
-        """Ask each process' faulthandler for the stacks of all threads; they go to its log."""
+        """Have each process's faulthandler dump the stacks of all threads to its log."""
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
 
     def end(self, pids: Sequence[int]) -> None:
-        """Wait until the processes have ended, and kill those that do not."""
+        """Wait until the processes have exited, and kill those that do not."""
         end_processes(pids)
 
 
 class RemoteNode:
-    """One other node, as the driver sees it. The actor there is started when a call has lasted for some seconds."""
+    """The driver's handle of another node. The actor there is started once a call has taken several seconds."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
         self._observer: Any = None
-        self._pids: set[int] = set()  # those that were looked at since the last question
+        self._pids: set[int] = set()  # processes queried since the last request
         self._asked: Any = None
         self._asked_at, self._as_of = time.monotonic(), float("-inf")
         self._states: Mapping[int, str] = {}
 
     def state(self, pid: int) -> str | None:
-        """The state of a process some seconds ago; None while the node has not said it. It never waits."""
+        """Return the state of a process as of a few seconds ago; None while no reply has arrived. Never blocks."""
         self._take_answer()
         now = time.monotonic()
         if self._asked is None and self._pids and now - self._asked_at >= _ASK_S:
@@ -60,12 +61,11 @@ class RemoteNode:
         return self._states.get(pid) if now - self._as_of < _FRESH_S else None
 
     def dump_stacks(self, pids: Sequence[int]) -> None:
-        """Have the stacks of these processes written to their logs, if the node answers within some seconds."""
+        """Have the stacks of these processes written to their logs, if the node replies within a few seconds."""
         self._done(self._actor().dump_stacks.remote(list(pids)))
 
     def end(self, pids: Sequence[int]) -> None:
-        """Wait until these processes have ended; those that are left get SIGKILL. Ray alone leaves one that was
-        stopped."""
+        """Wait until these processes have exited; the rest get SIGKILL. Ray alone does not kill a stopped process."""
         if self._observer is not None:
             self._done(self._observer.end.remote(list(pids)))
 
@@ -77,7 +77,7 @@ class RemoteNode:
         try:
             self._states, self._as_of = ray.get(self._asked), self._asked_at
         except ray.exceptions.RayError:
-            self._states = {}  # the node, or the actor there, is lost: Ray says so to the call itself
+            self._states = {}  # the node or its actor is lost: Ray reports that to the call itself
         self._asked = None
 
     def _done(self, answer: Any) -> None:

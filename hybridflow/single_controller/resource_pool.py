@@ -1,7 +1,7 @@
 """Slots for worker processes: the nodes and devices of a placement, reserved in a Ray placement group.
 
-Ray reserves the devices of all pools at once, a bundle a node. Which numbers they have there is asked afterwards; the
-processes take no share of them from Ray, but get explicit lists.
+Ray reserves the devices of all pools at once, with one bundle per node. The device indices are queried afterwards. The
+processes do not request GPUs from Ray but get explicit device lists.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 _POLL_S = 0.3
-_PATIENCE_S = 10.0  # for Ray to grant what was free a moment ago
+_PATIENCE_S = 10.0  # time for Ray to grant resources that were free a moment ago
 _NODE_ID = "ray.io/node-id"
-# Ray settings under which processes would see other devices than their lists say
+# Ray settings that would make processes see other devices than those on their lists
 _REFUSED = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A slot for one process, and the names of the devices that it sees; without GPUs there are none."""
+    """A slot for one process, with the names of its visible devices; empty without GPUs."""
 
     node: str
     local_rank: int  # position among the slots of its node
@@ -61,7 +61,7 @@ class ResourcePool:
         timeout_s: float | None = None,
         detached: bool = False,
     ) -> ResourcePool:
-        """Reserve `nodes` x `procs_per_node` slots, all slots of a node together.
+        """Reserve `nodes` x `procs_per_node` slots; the slots of a node are consecutive.
 
         Args:
             cluster: the cluster that has the nodes.
@@ -72,7 +72,8 @@ class ResourcePool:
             detached: whether the reservation outlives this driver, for detached groups. `release` ends it.
 
         Raises:
-            ResourceError: the slots are not free in time, or can never be (at once). Says what is free on which node.
+            ResourceError: the slots do not become free in time, or the request can never be met (raised immediately).
+                Lists the free resources of each node.
         """
         if nodes < 1 or procs_per_node < 1 or max_colocate < 1:
             raise ResourceError(
@@ -94,7 +95,7 @@ class ResourcePool:
         return tuple(slot.node for slot in self.slots)
 
     def split(self, sizes: Sequence[int]) -> list[ResourcePool]:
-        """Consecutive sub-pools of these sizes, which must add up to all slots."""
+        """Split into consecutive sub-pools of these sizes, which must add up to all slots."""
         if sum(sizes) != len(self) or min(sizes, default=0) < 1:
             raise ResourceError(f"sub-pools of {list(sizes)} slots do not make up a pool of {len(self)}")
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -105,7 +106,7 @@ class ResourcePool:
 
     @staticmethod
     def merge(pools: Sequence[ResourcePool]) -> ResourcePool:
-        """One pool with the slots of all, in order. ResourceError when pools overlap or are of different kinds."""
+        """Concatenate the slots of several pools. Raises ResourceError if the pools overlap or differ in kind."""
         slots = [slot for pool in pools for slot in pool.slots]
         keys = {(slot.placement_group.id, slot.bundle_index, slot.local_rank) for slot in slots}
         if len(keys) != len(slots):
@@ -115,8 +116,8 @@ class ResourcePool:
         return ResourcePool(tuple(slots), pools[0].gpus, pools[0].max_colocate)
 
     def release(self) -> None:
-        """Give the reservation back, also for the pools that were reserved, split or merged with this one. Kill the
-        groups first."""
+        """Release the reservation, including that of all pools reserved, split or merged with this one. Kill the groups
+        first."""
         from ray.util.placement_group import remove_placement_group
 
         for group in {slot.placement_group.id: slot.placement_group for slot in self.slots}.values():
@@ -132,20 +133,22 @@ def reserve(
     timeout_s: float | None = None,
     detached: bool = False,
 ) -> tuple[Placement, dict[str, ResourcePool]]:
-    """Place `pools` on what is free and reserve it, all or nothing. Returns the map, and the slots of each role.
+    """Place `pools` on the free resources and reserve them, all or nothing. Returns the placement and the slots of each
+    role.
 
-    The arguments are those of `ResourcePool.allocate`; `max_colocate` is raised to the number of roles on a pool.
+    The arguments are the same as for `ResourcePool.allocate`; `max_colocate` is raised to the number of roles on a
+    pool.
 
     Raises:
-        ResourceError: they do not fit in time, or never can (at once); a node has fewer GPUs than
-            `cluster.devices_per_node`; a node's Ray has a setting that puts several processes on one device.
+        ResourceError: the pools do not fit in time, or can never fit (raised immediately); a node has fewer GPUs than
+            `cluster.devices_per_node`; or a node's Ray has a setting that puts several processes on one device.
     """
     wait = cluster.config.start_timeout_s if timeout_s is None else timeout_s
     deadline = time.monotonic() + wait
     while True:
         states = _usable(cluster, kind)
         try:
-            if cluster.is_local:  # it has all its nodes; those of a joined cluster may still be starting
+            if cluster.is_local:  # a local cluster is complete; nodes of a joined one may still be starting
                 place(_shape(cluster, states, kind, everything=True), pools)
         except ResourceError as error:
             raise ResourceError(f"{error}{_processors(states, kind)}") from None
@@ -163,10 +166,10 @@ def reserve(
 
 
 def _usable(cluster: Cluster, kind: str) -> list[NodeState]:
-    """The nodes that processes can run on, in rank order: with `kind` cuda those with GPUs.
+    """Return the nodes that processes can run on, in rank order; for cuda, those with GPUs.
 
     Raises:
-        ResourceError: one of them has fewer GPUs than `cluster.devices_per_node`.
+        ResourceError: a node has fewer GPUs than `cluster.devices_per_node`.
     """
     states = cluster.nodes()
     if kind == "cpu":
@@ -182,7 +185,8 @@ def _usable(cluster: Cluster, kind: str) -> list[NodeState]:
 
 
 def _shape(cluster: Cluster, states: Sequence[NodeState], kind: Kind, everything: bool = False) -> ClusterShape:
-    """What is free on each node, or all that it has. A process on a GPU also needs a CPU."""
+    """Return the free (or, with `everything`, the total) resources of each node. A process on a GPU also needs a
+    CPU."""
     names = ("CPU", "GPU") if kind == "cuda" else ("CPU",)
     total = [int(min(state.total.get(name, 0) for name in names)) for state in states]
     free = total if everything else [int(min(state.free.get(name, 0) for name in names)) for state in states]
@@ -193,7 +197,8 @@ def _shape(cluster: Cluster, states: Sequence[NodeState], kind: Kind, everything
 def _reserve(
     placement: Placement, states: Sequence[NodeState], deadline: float, detached: bool
 ) -> PlacementGroup | None:
-    """A bundle for each node that is used; None when somebody else took some of it, and then nothing stays reserved."""
+    """Reserve a bundle on each node in use. Returns None, with nothing reserved, if another driver took some of the
+    resources first."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     gpus = placement.cluster.kind == "cuda"
@@ -212,7 +217,7 @@ def _reserve(
 
 
 def _used(placement: Placement) -> dict[int, list[int]]:
-    """The devices that some process uses, by node."""
+    """Return the devices in use by any process, keyed by node."""
     found: dict[int, set[int]] = {}
     for process in placement.processes:
         found.setdefault(process.node, set()).update(process.devices)
@@ -220,7 +225,7 @@ def _used(placement: Placement) -> dict[int, list[int]]:
 
 
 def _slots(placement: Placement, group: PlacementGroup, max_colocate: int) -> dict[str, ResourcePool]:
-    """The slots of each role, with the names of their devices."""
+    """Return the slots of each role, with the names of their devices."""
     gpus, used = placement.cluster.kind == "cuda", _used(placement)
     bundle_of = {node: index for index, node in enumerate(used)}
     names = _device_names(placement, group, used) if gpus else {}
@@ -235,11 +240,11 @@ def _slots(placement: Placement, group: PlacementGroup, max_colocate: int) -> di
 
 
 def _device_names(placement: Placement, group: PlacementGroup, used: dict[int, list[int]]) -> dict[int, dict[int, str]]:
-    """{node: {device of the map: its name there}}: the numbers that Ray has reserved, as CUDA_VISIBLE_DEVICES takes
-    them.
+    """Map the devices of the placement to the indices reserved by Ray, as used in CUDA_VISIBLE_DEVICES: {node: {device:
+    name}}.
 
     Raises:
-        ResourceError: a node has a setting of Ray under which lists of devices do not hold, or does not answer.
+        ResourceError: a node has a Ray setting that overrides device lists, or does not reply.
     """
     import ray
     from ray.util.placement_group import remove_placement_group
@@ -273,7 +278,7 @@ def _device_names(placement: Placement, group: PlacementGroup, used: dict[int, l
 
 
 def _reserved_devices() -> tuple[list[str], list[str]]:
-    """On a node: the devices that Ray gives this task, and which of `_REFUSED` are set."""
+    """Runs on a node: return the devices that Ray assigned to this task, and which of `_REFUSED` are set."""
     import os
 
     import ray
@@ -284,7 +289,7 @@ def _reserved_devices() -> tuple[list[str], list[str]]:
 
 
 def _processors(states: Sequence[NodeState], kind: str) -> str:
-    """The CPUs of nodes with GPUs, as a process needs both."""
+    """Describe the CPU counts of the GPU nodes, for errors caused by too few CPUs: a process needs both."""
     if kind == "cpu" or all(state.total.get("CPU", 0) >= state.total.get("GPU", 0) for state in states):
         return ""
     each = ", ".join(f"{state.address}: {state.total.get('CPU', 0):g} CPUs" for state in states)

@@ -1,4 +1,4 @@
-"""Columns that stay in Ray's object store: the driver holds references to them and passes those on."""
+"""Columns that stay in Ray's object store. The driver holds references to them and passes those on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hybridflow.batch import Column, DataProto, Deferred, Jagged
 from hybridflow.errors import DataError, HybridFlowError
 from hybridflow.single_controller.pieces import ColumnRecipe, Header, Recipe, gather
 
-INLINE_BYTES = 64 << 10  # a column of a result up to this size is brought to the driver at once
+INLINE_BYTES = 64 << 10  # result columns up to this size are sent to the driver immediately
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One rank's rows of a column: the object `ref` holds a batch with a column `name`, which `header` describes."""
+    """One rank's rows of a column. The object `ref` holds a batch with a column `name`, described by `header`."""
 
     ref: Any
     name: str
@@ -28,32 +28,32 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class StoredColumn(Deferred):
-    """Rows `index` `[B]` of `parts` laid end to end."""
+    """A column in the object store: the rows `index` `[B]` of the concatenation of `parts`."""
 
     parts: tuple[Part, ...]
     index: np.ndarray
 
     @classmethod
     def whole(cls, part: Part) -> StoredColumn:
-        """All rows of one part."""
+        """Return a column with all rows of one part."""
         return cls((part,), np.arange(part.header.rows))
 
     def __len__(self) -> int:
         return len(self.index)
 
     def take(self, index: np.ndarray) -> StoredColumn:
-        """Rows at `index` `[K]`; only the references are copied."""
+        """Select the rows at `index` `[K]`; only references are copied."""
         return StoredColumn(self.parts, self.index[index])
 
     def concat(self, others: Sequence[Deferred]) -> StoredColumn:
-        """The rows of this column and then of the others."""
+        """Append the rows of the other columns to those of this one."""
         columns = [self, *(other for other in others if isinstance(other, StoredColumn))]
         starts = np.cumsum([0, *(sum(part.header.rows for part in column.parts) for column in columns)])
         index = np.concatenate([column.index + start for column, start in zip(columns, starts, strict=False)])
         return StoredColumn(tuple(part for column in columns for part in column.parts), index)
 
     def needed(self) -> StoredColumn:
-        """The same rows without the parts that hold none of them."""
+        """Return the same rows without the parts that contribute none."""
         starts = np.cumsum([0, *(part.header.rows for part in self.parts)])
         part_of = np.searchsorted(starts, self.index, side="right") - 1
         used = np.unique(part_of) if len(self.index) else np.zeros(1, np.int64)
@@ -62,7 +62,7 @@ class StoredColumn(Deferred):
         return StoredColumn(tuple(self.parts[at] for at in used), self.index + moved[part_of])
 
     def fetch(self) -> tuple[Column, bool]:
-        """Fetch the rows; DataError when an object is lost with the node that held it."""
+        """Fetch the rows. Raises DataError if an object was lost together with its node."""
         import ray
 
         column = self.needed()
@@ -81,14 +81,14 @@ class StoredColumn(Deferred):
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """Row lengths `[B]` of a jagged column, as the headers tell them; None for a dense one."""
+        """Row lengths `[B]` of a jagged column, read from the headers; None for a dense column."""
         found = [part.header.lengths.get(part.name) for part in self.parts]
         known = [lengths for lengths in found if lengths is not None]
         return np.concatenate(known)[self.index] if len(known) == len(found) else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these rows; an estimate where they are not all rows of their parts."""
+        """Bytes of these rows; an estimate if they are only some of the rows of their parts."""
         rows = sum(part.header.rows for part in self.parts)
         total = sum(part.header.nbytes[part.name] for part in self.parts)
         return total * len(self.index) // max(rows, 1)
@@ -102,7 +102,8 @@ class Outgoing:
     _at: dict[Any, int] = field(default_factory=dict)
 
     def recipe(self, batch: DataProto, store: Callable[[Any], Any]) -> Recipe:
-        """How the receiver builds `batch`; `store` puts its local columns into the object store."""
+        """Return the recipe from which the receiver builds `batch`. `store` puts its local columns into the object
+        store."""
         columns = []
         for name, held in batch.items():
             if isinstance(held, StoredColumn):
@@ -116,7 +117,7 @@ class Outgoing:
         return Recipe(local if at is None else at, tuple(columns), batch.columns)
 
     def add(self, ref: Any) -> int:
-        """The position of this object among those sent along."""
+        """Return the position of this object among those sent along, appending it if necessary."""
         if ref not in self._at:
             self._at[ref] = len(self.objects)
             self.objects.append(ref)
@@ -124,8 +125,8 @@ class Outgoing:
 
 
 def keep_in_store(batch: DataProto) -> DataProto:
-    """The batch with its jagged columns above 64 KiB in the object store, so that they are sent once however many calls
-    read them. Needs a running cluster."""
+    """Move the batch's jagged columns above 64 KiB to the object store, so that they are sent once even if several
+    calls read them. Requires a running cluster."""
     import ray
 
     large = {
@@ -139,11 +140,11 @@ def keep_in_store(batch: DataProto) -> DataProto:
 
 
 def stored_results(refs: Mapping[int, Mapping[str, Any]], headers: Mapping[int, Header]) -> dict[int, DataProto]:
-    """The result of each rank: columns that all ranks sent with their headers, and references to the others.
+    """Build the result of each rank: columns that every rank sent inline, and references to the others.
 
     Args:
-        refs: the object that holds each column, by rank.
-        headers: what each rank said of its result.
+        refs: for each rank, the object that holds each column.
+        headers: the header of each rank's result.
     """
     small = [set(header.small.columns) for header in headers.values()]
     near = set.intersection(*small) if small else set()
@@ -158,14 +159,15 @@ def stored_results(refs: Mapping[int, Mapping[str, Any]], headers: Mapping[int, 
 
 
 def is_small(value: Any) -> bool:
-    """Whether a value travels inside each call instead of once through the store, which costs a millisecond."""
+    """Return whether to send a value inside each call. Larger values go through the object store once, which costs a
+    millisecond."""
     if isinstance(value, (DataProto, np.ndarray)):
         return value.nbytes <= INLINE_BYTES
     return _weight(value, INLINE_BYTES) <= INLINE_BYTES
 
 
 def _weight(value: Any, limit: int) -> int:
-    """Approximate bytes of a plain value; more than `limit` for a value of unknown size."""
+    """Return the approximate bytes of a plain value; more than `limit` for a value of unknown size."""
     if isinstance(value, (str, bytes)):
         return len(value) + 1
     if value is None or isinstance(value, (bool, int, float, Path)):

@@ -1,9 +1,9 @@
-"""Noticing that Ray itself is lost: its processes on this machine, or the cluster that was joined, are looked at every
-second, and as soon as one of the processes ends.
+"""Detect that Ray itself is lost. The local Ray processes, or the address of a joined cluster, are checked every second
+and whenever one of the processes exits.
 
-Ray's own client waits for a dead gcs for a minute and then aborts the driver, and for a stopped one for ever. Here the
-main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster` says why when it is left. Only inside of Ray's
-C++ code, which hears no signal, it cannot be interrupted; such a driver is ended.
+Ray's own client waits a minute for a dead gcs and then aborts the driver; for a stopped gcs it waits forever. Here the
+main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster` raises the reason on exit. The main thread
+cannot be interrupted inside Ray's C++ code, which handles no signals; in that case the driver process is terminated.
 """
 
 from __future__ import annotations
@@ -22,40 +22,41 @@ from typing import Protocol
 from hybridflow.process.children import STOPPED, is_running, state_of
 
 _POLL_S = 1.0
-_STOPPED_LOOKS = 10  # a process that stands still for so many looks is lost; a driver that was suspended too looks less
+_STOPPED_LOOKS = 10  # a process stopped for this many polls is lost; fewer polls happen if the driver was suspended too
 _FAILED_LOOKS = 3
 _CONNECT_S = 2.0
-_DEAF_S = 15.0  # a main thread that has not heard a signal by then is in a call that does not return
+_DEAF_S = 15.0  # a main thread that handles no signal within this time is in a call that never returns
 
 
 class Watch:
-    """Looks in a thread until `stop`, or until something is lost.
+    """Watchdog thread that runs until `stop` is called or something is lost.
 
     Args:
-        watched: what can be lost.
-        keep: called at each look, to replace what can be replaced; returns the processes that `keep` would replace.
+        watched: what to monitor.
+        keep: called on each poll to restart helper processes if needed; returns the pids of those processes, whose exit
+            also triggers a poll.
     """
 
     def __init__(self, watched: Watched, keep: Callable[[], Sequence[int]] = tuple) -> None:
         self._watched, self._keep, self._lost, self._over = watched, keep, "", threading.Event()
-        self._noticed: set[int] = set()  # processes that have ended
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)  # readable once the thread is to end
-        # a signal that nobody else uses: its handler raises in the main thread, also while that waits for Ray
+        self._noticed: set[int] = set()  # processes known to have exited
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)  # becomes readable when the thread should stop
+        # SIGUSR2 is otherwise unused. Its handler raises in the main thread, even while that waits for Ray.
         self._heard = threading.Event()
         self._before = signal.signal(signal.SIGUSR2, self._interrupt) if _in_main_thread() else None
         self._thread = threading.Thread(target=self._watch, name="watch-ray", daemon=True)
         self._thread.start()
 
     def lost(self) -> str:
-        """What is lost, in words; empty when all is well."""
+        """Describe what is lost; empty if nothing is."""
         return self._lost or self._watched.ended()
 
     def interrupted_over(self) -> str:
-        """What the main thread was interrupted over; empty when it was not."""
+        """Return the reason why the main thread was interrupted; empty if it was not."""
         return self._lost if self._heard.is_set() else ""
 
     def stop(self) -> None:
-        """Look no more, and interrupt nobody."""
+        """Stop the thread; the main thread is no longer interrupted."""
         self._lost = self.lost()
         self._over.set()
         os.eventfd_write(self._stop, 1)
@@ -67,12 +68,12 @@ class Watch:
     def _watch(self) -> None:
         kept: Sequence[int] = ()
         while not self._over.is_set():
-            with suppress(OSError):  # no process or file can be made now: the next look tries again
+            with suppress(OSError):  # no process or file can be created right now; the next poll tries again
                 kept = self._keep()
             self._lost = self._watched.ended() or self._watched.silent()
             if self._lost:
                 ours = self._before is not None and signal.getsignal(signal.SIGUSR2) == self._interrupt
-                if ours and not self._over.is_set():  # without the handler the signal would end this process
+                if ours and not self._over.is_set():  # without our handler the signal would kill this process
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
                     if not self._heard.wait(_DEAF_S):
                         self._end()
@@ -84,15 +85,15 @@ class Watch:
         raise KeyboardInterrupt
 
     def _end(self) -> None:
-        """End the process; a local cluster's guard clears up behind it, as after a SIGKILL."""
+        """Terminate this process. A local cluster's guard cleans up afterwards, as after a SIGKILL."""
         text = f"hybridflow: {self._lost}; the driver waited for it in a call that cannot be interrupted and was ended"
         print(f"{text}; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _wait(self, kept: Sequence[int]) -> None:
-        """Wait until the next look is due, a process ends (which is noticed once), or `stop` is called."""
+        """Wait until the next poll is due, a process exits (reported once), or `stop` is called."""
         fresh = [pid for pid in (*self._watched.pids(), *kept) if pid not in self._noticed]
-        if all(map(is_running, fresh)):  # else one has ended since the look
+        if all(map(is_running, fresh)):  # otherwise one exited since the last poll
             with _ends_of(fresh) as ends:
                 poll = select.poll()
                 for descriptor in (self._stop, *ends):
@@ -103,11 +104,11 @@ class Watch:
 
 @contextmanager
 def _ends_of(pids: Sequence[int]) -> Iterator[list[int]]:
-    """Descriptors that are readable once the processes have ended."""
+    """Context manager: yield file descriptors that become readable when the processes exit."""
     descriptors: list[int] = []
     try:
         for pid in pids:
-            with suppress(OSError):  # it has ended meanwhile, or no descriptor is left: the next look is not far
+            with suppress(OSError):  # already exited, or out of descriptors: the next poll is soon
                 descriptors.append(os.pidfd_open(pid))
         yield descriptors
     finally:
@@ -116,37 +117,37 @@ def _ends_of(pids: Sequence[int]) -> Iterator[list[int]]:
 
 
 class Watched(Protocol):
-    """What can be lost."""
+    """A component whose loss is detected by `Watch`."""
 
     def pids(self) -> Sequence[int]:
-        """The processes whose end is to be noticed at once."""
+        """Return the processes whose exit triggers a poll immediately."""
 
     def ended(self) -> str:
-        """What has ended, in words."""
+        """Describe a component that has exited; empty if there is none."""
 
     def silent(self) -> str:
-        """What has not answered for some time, in words; called once in each look."""
+        """Describe a component that has not responded for some time; empty if there is none. Called once per poll."""
 
 
 class Processes:
-    """Processes of this machine, by name."""
+    """Named processes on this machine."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids, self._stopped = pids, dict.fromkeys(pids, 0)
 
     def pids(self) -> Sequence[int]:
-        """All of them."""
+        """Return all process ids."""
         return list(self._pids.values())
 
     def ended(self) -> str:
-        """The first that has ended."""
+        """Describe the first process that has exited."""
         for name, pid in self._pids.items():
             if state_of(pid) in ("", "Z"):
                 return f"Ray's {name} (process {pid}) has ended"
         return ""
 
     def silent(self) -> str:
-        """The first that was stopped some time ago."""
+        """Describe the first process that has been stopped for some time."""
         for name, pid in self._pids.items():
             self._stopped[name] = self._stopped[name] + 1 if state_of(pid) == STOPPED else 0
             if self._stopped[name] >= _STOPPED_LOOKS:
@@ -155,11 +156,12 @@ class Processes:
 
 
 class Starting:
-    """Processes that are being started: one that ran once should not have ended.
+    """Processes during start-up: one that was seen running must not exit.
 
     Args:
-        running: those that there are now, by name. What there was before, of an earlier cluster, is not looked at.
-        timeout_s: how long the start may take, from now on.
+        running: returns the processes that exist now, by name. Processes that existed before, from an earlier cluster,
+            are ignored.
+        timeout_s: how long start-up may take, counted from now.
     """
 
     def __init__(self, running: Callable[[], Mapping[str, int]], timeout_s: float) -> None:
@@ -168,37 +170,37 @@ class Starting:
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
 
     def pids(self) -> Sequence[int]:
-        """The processes that were seen."""
+        """Return the processes seen so far."""
         return list(self._seen.values())
 
     def ended(self) -> str:
-        """The first that has ended."""
+        """Describe the first process that has exited."""
         self._seen |= {name: pid for name, pid in self._running().items() if pid not in self._before}
         return Processes(self._seen).ended()
 
     def silent(self) -> str:
-        """That the start takes longer than it may."""
+        """Report that start-up has exceeded its timeout."""
         if time.monotonic() < self._deadline:
             return ""
         return f"Ray has not answered within cluster.start_timeout_s={self._timeout_s:g}"
 
 
 class Address:
-    """The gcs of a cluster that was joined, at HOST:PORT."""
+    """The gcs of a joined cluster, at HOST:PORT."""
 
     def __init__(self, address: str) -> None:
         self._address, self._failures = address, 0
 
     def pids(self) -> Sequence[int]:
-        """None: the gcs is elsewhere."""
+        """Return nothing: the gcs is on another machine."""
         return ()
 
     def ended(self) -> str:
-        """Nothing: one failed connection says little."""
+        """Return nothing: a single failed connection is not conclusive."""
         return ""
 
     def silent(self) -> str:
-        """Whether it has taken no connection for some time."""
+        """Report a gcs that has refused several connections in a row."""
         host, _, port = self._address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()

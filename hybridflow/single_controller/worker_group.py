@@ -1,4 +1,4 @@
-"""`WorkerGroup`: one actor process per rank, called as a whole through the methods of the worker class."""
+"""`WorkerGroup`: one actor process per rank, called as a unit through the methods of the worker class."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ from hybridflow.single_controller.pieces import At, Request
 from hybridflow.single_controller.resource_pool import ResourcePool
 from hybridflow.single_controller.stored import INLINE_BYTES, Outgoing, is_small
 
-_ALIVE_S = 5.0  # how long a rank on another node is given to answer; silence counts as being busy
+_ALIVE_S = 5.0  # timeout for a rank on another node to reply; no reply means busy, not dead
 _MESH_SPEC = MethodSpec("mesh_position", Dispatch.ONE_TO_ALL, Execute.ALL, True, (), ())
 
 
 class WorkerGroup:
     """Worker processes, one in each slot of a pool, in rank order.
 
-    Calls on one rank are executed in the order they were submitted. Several groups can live in one cluster and one
-    pool.
+    Calls on one rank are executed in the order in which they were submitted. A cluster or pool can have several groups.
     """
 
     def __init__(
@@ -72,11 +71,12 @@ class WorkerGroup:
             log_dir: folder where `{role}-rank{r}.log` receives stdout and stderr of rank r.
             name: makes the group detached: it outlives this driver, and another driver can `join` it. Its pool must be
                 detached as well.
-            fork_server: name of a fork server on this machine, whose forks the processes are; "": new interpreters.
+            fork_server: name of a fork server on this machine from which the processes are forked; "": start new
+                interpreters.
 
         Raises:
             ResourceError: a group of this name exists.
-            WorkerError: a rank did not come up within `cluster.config.start_timeout_s`, or its constructor raised.
+            WorkerError: a rank did not start within `cluster.config.start_timeout_s`, or its constructor raised.
             HybridFlowError: a constructor raised one of our errors (same type).
         """
         cluster.require_open()
@@ -93,7 +93,7 @@ class WorkerGroup:
 
     @classmethod
     def join(cls, cluster: Cluster, worker_class: type, name: str) -> WorkerGroup:
-        """The detached group `name`, which another driver started, for calls from this one.
+        """Connect to the detached group `name`, which another driver started.
 
         Raises:
             ResourceError: there is no group of that name.
@@ -108,12 +108,13 @@ class WorkerGroup:
         return group
 
     def on_restart(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after each `restart`, in the order of registration: for example to load a checkpoint or to send
-        the weights again."""
+        """Call `hook` after each `restart`, in registration order, for example to load a checkpoint or to resend the
+        weights."""
         self._restart_hooks.append(hook)
 
     def restart(self) -> None:
-        """End what is left of a group that lost a rank or hangs, start it again in its slots, and run the hooks.
+        """Restart a group that lost a rank or hangs: kill the remaining processes, start new ones in the same slots,
+        and run the hooks.
 
         Raises:
             ResourceError: the group was joined; only the driver that started it can restart it.
@@ -129,7 +130,8 @@ class WorkerGroup:
             hook()
 
     def is_alive(self) -> bool:
-        """Whether every rank's process runs and no call has found the group broken. A rank that is busy is alive."""
+        """Return whether every rank's process is running and no call has marked the group as broken. A busy rank counts
+        as alive."""
         import ray
 
         here = [rank for rank in self._ranks if rank.remote is None]
@@ -152,19 +154,19 @@ class WorkerGroup:
         role: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call a method of the worker class on the group and wait; a method registered `blocking=False` gives a
-        `Future` at once.
+        """Call a method of the worker class on the group and wait for the result. A method registered with
+        `blocking=False` returns a `Future` immediately.
 
         Args:
             method: the function on the class, e.g. `PolicyWorker.compute_log_probs`.
-            args, kwargs: as its `@register` says they are spread.
+            args, kwargs: distributed to the ranks as declared by `@register`.
             timeout: seconds; None: `cluster.config.call_timeout_s`.
             only: the ranks that take part, as if the group had no others; None: all.
-            role: of `colocated` roles, the one that is meant; None: the only one that has the method.
+            role: the role to call in a `colocated` group; None: the only role that has the method.
 
         Raises:
             WorkerError: a rank died, raised or did not answer in time.
-            SchemaError: arguments or results do not fit the declaration of the method.
+            SchemaError: arguments or results do not match the declaration of the method.
             HybridFlowError: a rank raised one of our errors (same type).
         """
         future = self.submit(method, *args, timeout=timeout, only=only, role=role, **kwargs)
@@ -179,7 +181,7 @@ class WorkerGroup:
         role: str | None = None,
         **kwargs: Any,
     ) -> Future:
-        """Start a call and return its `Future`; `timeout` is what its `result()` waits by default."""
+        """Start a call and return its `Future`. `timeout` is the default timeout of its `result()`."""
         spec, address = method_spec(method), self._address(method, role)
         if self._broken is not None:
             raise self._broken
@@ -190,7 +192,7 @@ class WorkerGroup:
         plan = plan_call(spec, len(ranks), mesh, args, kwargs)
         if only is not None:
             plan = plan.on(ranks)
-        collectors: list[int] = []  # the ranks whose batches stay in the store
+        collectors: list[int] = []  # ranks whose batches stay in the store
         if spec.writes and spec.dispatch is Dispatch.ONE_TO_ALL:
             collectors = list(ranks)
         elif spec.writes and spec.dispatch is Dispatch.DP and mesh is not None:
@@ -199,22 +201,22 @@ class WorkerGroup:
 
     @property
     def mesh(self) -> Mesh | None:
-        """Data-parallel positions of the ranks, asked once; None for a class without `mesh_position`."""
+        """Data-parallel positions of the ranks, queried once; None for a class without `mesh_position`."""
         if self._mesh is None and hasattr(self.worker_class, "mesh_position") and self._broken is None:
             plan = plan_call(_MESH_SPEC, self.world_size, None, (), {})
             self._mesh = Mesh(tuple(self._launch("mesh_position", plan, None).result()))
         return self._mesh
 
     def pids(self) -> list[int]:
-        """Process ids in rank order (on their nodes)."""
+        """Return the process ids in rank order, each valid on its own node."""
         return [rank.pid for rank in self._ranks]
 
     def log_paths(self) -> list[Path]:
-        """Log file of each rank."""
+        """Return the log file of each rank."""
         return [rank.log_path for rank in self._ranks]
 
     def kill(self) -> None:
-        """End all processes of the group at once; their children go with them. A second call does nothing."""
+        """Kill all processes of the group immediately, including their children. A second call does nothing."""
         import ray
 
         ranks, self._ranks = self._ranks, []
@@ -228,10 +230,10 @@ class WorkerGroup:
             for node in {rank.remote for rank in ranks if rank.remote is not None}:
                 node.end([rank.pid for rank in ranks if rank.remote is node and rank.pid])
 
-    # --- inside ---------------------------------------------------------------------------------------------
+    # --- private ---------------------------------------------------------------------------------------------
 
     def _start(self, pool: ResourcePool) -> None:
-        """Start the actors and bring them up; all or none."""
+        """Start the actors and initialise the ranks. If one fails, all are killed."""
         self._ranks = start_actors(self._cluster, pool, self.role, self._log_dir, self._name, self._fork_server)
         try:
             self._bring_up(pool)
@@ -268,7 +270,7 @@ class WorkerGroup:
         )
 
     def _everywhere(self, step: str, arguments: Sequence[tuple[Any, ...]], deadline: float) -> list[Any]:
-        """Run a step of `Host` on all ranks by the deadline."""
+        """Run one step of `Host` on all ranks before the deadline."""
         refs = {r: getattr(rank.actor, step).remote(*arguments[r]) for r, rank in enumerate(self._ranks)}
         name = "start-up" if step != "construct" else f"{self.worker_class.__name__}.__init__"
         left = max(0.0, deadline - time.monotonic())
@@ -282,11 +284,11 @@ class WorkerGroup:
         writes: Sequence[str] = (),
         collectors: Sequence[int] = (),
     ) -> Future:
-        """Send the calls. With `writes`, these columns of a collecting rank stay in the object store."""
-        # An object costs about a millisecond, so on one node all columns of a rank share one. On several nodes each
-        # column is an object, so that only the columns that a call reads travel to another node.
+        """Send the calls. With `writes`, these columns stay in the object store on each collecting rank."""
+        # An object costs about a millisecond, so on a single node all columns of a rank share one. On several nodes
+        # each column is a separate object, so that only columns that a call reads are sent to another node.
         together = (tuple(writes),) if self._cluster.is_local else tuple((name,) for name in writes)
-        sent: dict[int, Any] = {}  # the ranks of a data-parallel group get the same chunk, which is stored once
+        sent: dict[int, Any] = {}  # ranks of a data-parallel group get the same chunk, stored once
         made: dict[int, tuple[Any, ...]] = {}  # ranks with the same arguments get the same message
         refs: dict[int, Any] = {}
         stored: dict[int, dict[str, Any]] = {}
@@ -318,12 +320,13 @@ class WorkerGroup:
             raise TypeError(f"{error}, which {self.role} runs") from None
 
     def _note_loss(self, error: HybridFlowError) -> None:
-        """After a death or a hang the ranks no longer stand at the same point: every later call would hang too."""
+        """Mark the group as broken: after a death or hang the ranks are out of step, so every later call would hang
+        too."""
         self._broken = error
 
 
 def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:
-    """Reference to the value in the object store, one for each `key`."""
+    """Put the value into the object store, once per `key`, and return its reference."""
     import ray
 
     if key not in sent:
@@ -332,15 +335,15 @@ def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:
 
 
 def _message(name: str, call: RankCall, sent: dict[int, Any]) -> tuple[Any, ...]:
-    """The request of a rank and the objects sent along."""
+    """Build a rank's request and the objects sent along with it."""
     outgoing = Outgoing()
     values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))
     return (Request(name, values, tuple(call.kwargs)), *outgoing.objects)
 
 
 def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:
-    """What travels for one argument: a small value itself, a recipe for a batch with columns in the store, or the
-    position of an object that is sent along."""
+    """Encode one argument: a small value is sent inline, a batch with stored columns becomes a recipe, and anything
+    else becomes the position of an object sent along."""
     if isinstance(value, DataProto) and value.deferred:
         return outgoing.recipe(value, lambda local: _stored(local, sent, id(value)))
     return value if is_small(value) else At(outgoing.add(_stored(value, sent, id(value))))
