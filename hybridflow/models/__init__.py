@@ -1,4 +1,4 @@
-"""Model families: one file each, read by import, export and weight sync alike: one truth about names and cuts."""
+"""Model families, one file each. Import, export and weight sync all use the family's map of names and shards."""
 
 from hybridflow.models.family import FAMILIES, Family, family_of, use_family
 

@@ -1,10 +1,10 @@
-"""Building blocks of decoder layers: what tensors a block has in a Hugging Face checkpoint and how Megatron's ranks cut
-them.
+"""Building blocks of decoder layers: a block's tensors in a Hugging Face checkpoint and their sharding over Megatron
+ranks.
 
-Every block has three methods. `tensors(source)` names the HF tensors below the layer's prefix with their shapes,
-`local(source, target, at)` the parameters of a rank, `divisions(at)` what must divide. Megatron names are those of the
-Transformer Engine layer specification (`models/gpt/gpt_layer_specs.py` of Megatron-Core 0.16): the norm before a dense
-linear is a parameter of that linear.
+Every block has three methods. `tensors(source)` returns the HF tensors below the layer's prefix with their shapes,
+`local(source, target, at)` the parameters of a rank, and `divisions(at)` the divisibility requirements. Megatron names
+are those of the Transformer Engine layer specification (`models/gpt/gpt_layer_specs.py` of Megatron-Core 0.16): the
+norm before a dense linear is a parameter of that linear.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class Block(Protocol):
     """A part of a layer."""
 
     def tensors(self, source: str) -> Shapes:
-        """HF names and shapes below the layer's prefix `source` ("model.layers.3.")."""
+        """Return HF names and shapes below the layer's prefix `source` ("model.layers.3.")."""
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """What the rank at `at` holds; `target` is Megatron's prefix ("decoder.layers.0.")."""
+        """Return the tensors of the rank at `at`. `target` is Megatron's prefix ("decoder.layers.0.")."""
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """What must divide for this cut."""
+        """Return the divisibility requirements of this sharding."""
 
     def __hash__(self) -> int:
-        """Blocks are values: equal ones are counted once."""
+        """Blocks are value objects: equal blocks hash alike and are counted once."""
 
 
 @dataclass(frozen=True)
 class GroupedAttention:
-    """Grouped-query attention behind `input_layernorm`.
+    """Grouped-query attention, including the preceding `input_layernorm`.
 
     `linear_qkv` interleaves by KV group: [query heads of the group, key, value] for each group, and ranks take equal
-    shares of these rows. With fewer groups than ranks the cut goes through a group, as Megatron cuts it
+    shares of these rows. With fewer groups than ranks the split goes through a group, as in Megatron
     (`get_query_key_value_tensors`).
     """
 
@@ -54,7 +54,7 @@ class GroupedAttention:
     qk_norm: bool = False
 
     def tensors(self, source: str) -> Shapes:
-        """The norm, the four projections, and biases and head norms where the family has them."""
+        """Return the norm and the four projections, plus biases and head norms if the family has them."""
         q, kv, attention = self.heads * self.head_dim, self.groups * self.head_dim, f"{source}self_attn."
         shapes: Shapes = {f"{source}input_layernorm.weight": (self.hidden,)}
         for name, rows in (("q", q), ("k", kv), ("v", kv)):
@@ -67,7 +67,8 @@ class GroupedAttention:
         return shapes
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Queries, keys and values fused and cut by rows; the output projection cut by columns."""
+        """Return the fused query, key and value projection, split by rows, and the output projection, split by
+        columns."""
         hf, mine, out = f"{source}self_attn.", f"{target}self_attention.", self.heads * self.head_dim
         tensors = [
             whole(f"{mine}linear_qkv.layer_norm_weight", f"{source}input_layernorm.weight", (self.hidden,)),
@@ -88,7 +89,8 @@ class GroupedAttention:
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Heads over tensor parallelism; the KV groups too, or the other way round."""
+        """Heads and KV groups must divide by the tensor parallel size; with fewer groups than ranks, the size must
+        divide by the groups."""
         divisions: list[Division] = [("num_attention_heads", self.heads, TENSOR, at.tp_size)]
         if self.groups >= at.tp_size:
             divisions.append(("num_key_value_heads", self.groups, TENSOR, at.tp_size))
@@ -109,7 +111,7 @@ class GroupedAttention:
 
 @dataclass(frozen=True)
 class MlpNames:
-    """What a checkpoint calls the three matrices of a gated MLP."""
+    """Names of the three matrices of a gated MLP in a checkpoint."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -117,7 +119,7 @@ class MlpNames:
 
 
 def gated_tensors(source: str, hidden: int, ffn: int, names: MlpNames) -> Shapes:
-    """HF tensors of a gated MLP below `source`."""
+    """Return the HF tensors of a gated MLP below `source`."""
     return {
         f"{source}{names.gate}.weight": (ffn, hidden),
         f"{source}{names.up}.weight": (ffn, hidden),
@@ -128,7 +130,8 @@ def gated_tensors(source: str, hidden: int, ffn: int, names: MlpNames) -> Shapes
 def gated_local(
     fc1: str, fc2: str, source: str, hidden: int, ffn: int, names: MlpNames, rank: int, size: int
 ) -> list[LocalTensor]:
-    """`fc1` stacks the rank's rows of gate over its rows of up; `fc2` has the rank's columns of down."""
+    """Return a rank's `fc1`, which stacks its rows of gate on its rows of up, and `fc2`, which has its columns of
+    down."""
     rows = ffn // size
     parts = [(f"{source}{name}.weight", rank * rows, rows) for name in (names.gate, names.up)]
     return [stacked(fc1, parts, (hidden,)), split(fc2, f"{source}{names.down}.weight", (hidden, ffn), 1, rank, size)]
@@ -136,7 +139,7 @@ def gated_local(
 
 @dataclass(frozen=True)
 class DenseMlp:
-    """A gated MLP behind `post_attention_layernorm`."""
+    """A gated MLP, including the preceding `post_attention_layernorm`."""
 
     hidden: int
     ffn: int
@@ -144,32 +147,32 @@ class DenseMlp:
     names: MlpNames = MlpNames()
 
     def tensors(self, source: str) -> Shapes:
-        """The norm and three matrices."""
+        """Return the norm and the three matrices."""
         norm = {f"{source}post_attention_layernorm.weight": (self.hidden,)}
         return norm | gated_tensors(f"{source}{self.prefix}", self.hidden, self.ffn, self.names)
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Gate over up cut by rows, down by columns."""
+        """Return gate stacked on up, split by rows, and down, split by columns."""
         fc1, fc2, hf = f"{target}mlp.linear_fc1.", f"{target}mlp.linear_fc2.weight", f"{source}{self.prefix}"
         norm = whole(f"{fc1}layer_norm_weight", f"{source}post_attention_layernorm.weight", (self.hidden,))
         return [norm, *gated_local(f"{fc1}weight", fc2, hf, self.hidden, self.ffn, self.names, at.tp_rank, at.tp_size)]
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """The intermediate size over tensor parallelism."""
+        """The intermediate size must divide by the tensor parallel size."""
         return [("intermediate_size", self.ffn, TENSOR, at.tp_size)]
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts behind `post_attention_layernorm`: router, routed experts, and where there are some, shared
-    experts.
+    """A mixture of experts, including the preceding `post_attention_layernorm`: router, routed experts and optional
+    shared experts.
 
-    Routed experts are cut by expert parallelism and the experts' own tensor parallelism, shared experts by plain tensor
-    parallelism (`moe/shared_experts.py`). `expert_bias` is the correction that loss-free balancing adds to the scores:
-    a fp32 buffer in Megatron. `grouped` chooses Megatron's names: grouped GEMM (`experts.linear_fc1.weight3`) or one
-    module an expert (`experts.local_experts.3`). `shared` is what the checkpoint calls the shared experts; with
-    `shared_gate` their output is scaled by the sigmoid of a projection of the hidden state. `keys` are the family's
-    keys of `ffn` and `num_experts`, for messages.
+    Routed experts are sharded by expert parallelism and expert tensor parallelism, shared experts by regular tensor
+    parallelism (`moe/shared_experts.py`). `expert_bias` is the score correction of loss-free balancing, a fp32 buffer
+    in Megatron. `grouped` selects Megatron's names: grouped GEMM (`experts.linear_fc1.weight3`) or one module per
+    expert (`experts.local_experts.3`). `shared` is the checkpoint's name of the shared experts; with `shared_gate`
+    their output is scaled by the sigmoid of a projection of the hidden state. `keys` are the family's config keys for
+    `ffn` and `num_experts`, used in messages.
     """
 
     hidden: int
@@ -185,7 +188,7 @@ class Experts:
     keys: tuple[str, str] = ("moe_intermediate_size", "num_experts")
 
     def tensors(self, source: str) -> Shapes:
-        """The norm, the router with its bias, routed and shared experts."""
+        """Return the norm, the router with its bias, and the routed and shared experts."""
         hf = f"{source}{self.prefix}"
         shapes: Shapes = {
             f"{source}post_attention_layernorm.weight": (self.hidden,),
@@ -202,7 +205,7 @@ class Experts:
         return shapes
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """The whole router, and this rank's share of the experts."""
+        """Return the whole router and this rank's share of the experts."""
         hf, mlp = f"{source}{self.prefix}", f"{target}mlp."
         tensors = [
             whole(f"{target}pre_mlp_layernorm.weight", f"{source}post_attention_layernorm.weight", (self.hidden,)),
@@ -226,7 +229,8 @@ class Experts:
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Experts and their intermediate sizes over the three kinds of parallelism."""
+        """Experts must divide by the expert parallel size, and their intermediate sizes by the respective tensor
+        parallel size."""
         ffn, experts = self.keys
         divisions: list[Division] = [
             (ffn, self.ffn, "the expert tensor parallel size", at.etp_size),

@@ -1,5 +1,4 @@
-"""transformers' own model of a family, for who runs that in place of Megatron's: the FSDP backend and the engine
-`hf`."""
+"""The transformers implementation of a family, used by the FSDP backend and the `hf` engine instead of Megatron's."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from hybridflow.models.family import Family
 
 
 def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
-    """The causal language model without memory for its weights.
+    """Build the causal language model on the meta device, without allocating its weights.
 
     Raises:
         ModelError: transformers has no model of this `model_type`.
@@ -29,9 +28,9 @@ def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def allocate(causal: Any, device: torch.device) -> None:
-    """Give it memory, its weights without values."""
+    """Allocate the model on `device` with uninitialised weights."""
     causal.to_empty(device=device)
-    # the rotary frequencies are no part of a checkpoint, and were never computed on the meta device
+    # rotary frequencies are not part of a checkpoint and were not computed on the meta device
     causal.model.rotary_emb = type(causal.model.rotary_emb)(causal.config).to(device)
-    if causal.config.tie_word_embeddings:  # to_empty makes two tensors of one
+    if causal.config.tie_word_embeddings:  # to_empty unties the weights
         causal.lm_head.weight = causal.model.embed_tokens.weight

@@ -1,5 +1,4 @@
-"""Whether the models of a run can be cut over their ranks as the configuration asks: the families' own rules, asked
-before anything starts."""
+"""Check before start-up that the models of a run can be sharded as configured, using the families' own rules."""
 
 from __future__ import annotations
 
@@ -17,20 +16,23 @@ from hybridflow.models.recompute import check_recompute
 
 
 def check(config: RunConfig, job: str = "train") -> None:
-    """Raise ConfigError where a model of `hybridflow train`, `sft` or `train-reward` cannot be cut, or its folder of
-    weights is not whole; one line each."""
+    """Check all models of `hybridflow train`, `sft` or `train-reward`.
+
+    Raises:
+        ConfigError: a model cannot be sharded as configured, or its weights folder is incomplete; one line per problem.
+    """
     use_family(config.model.family)
     if found := list(dict.fromkeys(problems(config, job))) or list(dict.fromkeys(_folder_problems(config, job))):
         raise ConfigError("\n".join(found))
 
 
 def _folder_problems(config: RunConfig, job: str) -> Iterator[str]:
-    """What is missing in the folders of weights, as one line each."""
+    """Yield one line for each incomplete weights folder."""
     for role, model in [("model", config.model), *_models(config, job)]:
         if model.path is None:
             continue
         try:
-            has_head = role not in ("critic", "reward_model")  # a scalar head may be a fresh one
+            has_head = role not in ("critic", "reward_model")  # a scalar head may be newly initialised
             family = family_of({"vocab_size": 1, **derived.hf_config(model)}) if has_head else None
             check_weights(Path(model.path), family.tensors() if family else ())
         except ModelError as error:
@@ -38,7 +40,7 @@ def _folder_problems(config: RunConfig, job: str) -> Iterator[str]:
 
 
 def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
-    """Why a role's model cannot be cut, as one line each."""
+    """Yield one line for each role whose model cannot be sharded as configured."""
     for role, model in _models(config, job):
         parallel = config.actor.parallel if role == "actor" else derived.role_layout(config, role)
         try:
@@ -52,7 +54,8 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
 
 
 def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
-    """Raise ModelError where a model of this config cannot be cut so. The vocabulary is padded, so it is free."""
+    """Raise ModelError if a model of this config cannot be sharded this way. The vocabulary is padded, so any size
+    works."""
     family = family_of({"vocab_size": 1, **hf_config})
     family.check(
         Coordinates(

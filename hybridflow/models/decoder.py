@@ -1,4 +1,4 @@
-"""A decoder-only model put together from blocks: embedding, layers of (attention, MLP), final norm, output head, MTP
+"""A decoder-only model assembled from blocks: embedding, layers of (attention, MLP), final norm, output head and MTP
 heads."""
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ PIPELINE = "actor.parallel.pipeline"
 
 
 class Decoder:
-    """Base of the families: subclasses declare their fields, and say where a layer has other blocks than grouped-query
-    attention and a gated MLP.
+    """Base class of the families. Subclasses declare their fields and override the blocks of layers that are not
+    grouped-query attention with a gated MLP.
 
     Args:
         hf: the contents of config.json.
-        mtp: whether the multi-token-prediction heads that the config announces are part of the checkpoint. transformers
-            leaves them out of what it saves, published checkpoints have them.
+        mtp: whether the multi-token-prediction heads declared in the config are in the checkpoint. Published
+            checkpoints contain them, but transformers drops them on save.
 
     Raises:
         ModelError: config.json lacks a field, or has a value that the family does not support.
 
     Attributes:
-        fields: what becomes of each field of config.json; `values` are the used ones.
+        fields: how each field of config.json is handled; `values` are the used ones.
         positions, theta, partial: transformers' defaults of max_position_embeddings, rope_theta and
-            partial_rotary_factor; None: the family always rotates heads whole.
-        latent_norm_eps: eps of the norms of latent attention, where it is not rms_norm_eps.
-        qkv_bias, qk_norm: whether queries, keys and values have biases, and heads of queries and keys norms.
-        router: keyword arguments of Megatron's TransformerConfig for the experts; empty where there are none.
+        partial_rotary_factor; None: the family always rotates whole heads.
+        latent_norm_eps: eps of the norms of latent attention, if it differs from rms_norm_eps.
+        qkv_bias, qk_norm: whether queries, keys and values have biases, and whether query and key heads have norms.
+        router: keyword arguments of Megatron's TransformerConfig for the experts; empty if there are none.
     """
 
     fields: Fields
@@ -69,24 +69,24 @@ class Decoder:
             )
         self.rotary = Rotary.of(hf, self.rotary_width, theta=self.theta, positions=self.positions, partial=self.partial)
 
-    # ---- what a family says
+    # ---- overridden by families
 
     @property
     def rotary_width(self) -> int:
-        """Elements of a head that have a rotary embedding, before `partial_rotary_factor`."""
+        """Number of elements of a head with rotary embedding, before `partial_rotary_factor`."""
         return self.head_dim
 
     def attention(self, layer: int) -> Block:
-        """The attention of a layer, with the norm in front of it."""
+        """Return the attention block of a layer, including the norm before it."""
         return GroupedAttention(self.hidden, self.heads, self.groups, self.head_dim, self.qkv_bias, self.qk_norm)
 
     def mlp(self, layer: int) -> Block:
-        """The MLP or the experts of a layer, with the norm in front."""
+        """Return the MLP or experts block of a layer, including the norm before it."""
         return DenseMlp(self.hidden, int(self.values["intermediate_size"]))
 
     def megatron_config(self) -> dict[str, Any]:
-        """Keyword arguments of Megatron's TransformerConfig (MLATransformerConfig where `multi_latent_attention` is
-        among them)."""
+        """Return the keyword arguments of Megatron's TransformerConfig (MLATransformerConfig if they include
+        `multi_latent_attention`)."""
         ffn = self.values.get("intermediate_size")
         return {
             "num_layers": self.num_layers,
@@ -106,7 +106,7 @@ class Decoder:
         }
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of GPTModel."""
+        """Return the keyword arguments of GPTModel."""
         return {
             "position_embedding_type": "rope",
             "rotary_base": self.rotary.theta,
@@ -117,7 +117,7 @@ class Decoder:
     # ---- the checkpoint
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every HF tensor with its shape, in checkpoint order; `aliases` are not among them."""
+        """Return every HF tensor with its shape in checkpoint order, without `aliases`."""
         shapes: Shapes = {"model.embed_tokens.weight": (self.vocab_size, self.hidden)}
         for layer in range(self.num_layers):
             shapes |= self._layer_tensors(layer)
@@ -132,8 +132,8 @@ class Decoder:
         return shapes
 
     def aliases(self) -> dict[str, str]:
-        """HF tensors that are copies of others: {name: the tensor that it equals}. MTP heads repeat the embedding and
-        the output head."""
+        """Return the HF tensors that duplicate others, as {name: name of the original}. MTP heads repeat the embedding
+        and the output head."""
         aliases = {}
         for head in range(self.num_mtp):
             prefix = f"model.layers.{self.num_layers + head}."
@@ -145,10 +145,10 @@ class Decoder:
         prefix = f"model.layers.{layer}."
         return {**self.attention(layer).tensors(prefix), **self.mlp(layer).tensors(prefix)}
 
-    # ---- the cut
+    # ---- sharding
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """The parameters of the (virtual) stage at `at`.
+        """Return the parameters of the (virtual) stage at `at`.
 
         Raises:
             ModelError: a size does not divide; names the field and the configuration key.
@@ -160,14 +160,14 @@ class Decoder:
         return tensors + self.last_tensors(at)
 
     def first_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """What the (virtual) stage at `at` holds in front of its layers."""
+        """Return the tensors of the (virtual) stage at `at` that come before its layers."""
         if not (at.is_first_stage or (self.num_mtp and at.is_last_stage)):
             return []
-        # an MTP head looks tokens up again: Megatron keeps a copy of the embedding on its stage
+        # an MTP head embeds tokens too, so Megatron keeps a copy of the embedding on its stage
         return [self._vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight", at)]
 
     def last_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """What the (virtual) stage at `at` holds behind its layers."""
+        """Return the tensors of the (virtual) stage at `at` that come after its layers."""
         if not at.is_last_stage:
             return []
         tensors = [whole("decoder.final_layernorm.weight", "model.norm.weight", (self.hidden,))]
@@ -180,7 +180,7 @@ class Decoder:
         return tensors
 
     def check(self, at: Coordinates) -> None:
-        """Raise ModelError where a size does not divide."""
+        """Raise ModelError if a size does not divide."""
         rules: list[Division] = [
             rule
             for layer in (0, self.num_layers - 1)
@@ -220,7 +220,7 @@ class Decoder:
         ]
 
     def _listed_stages(self, at: Coordinates) -> list[Division]:
-        """Refuse a list of layers that is not this model's cut; what it says needs no division."""
+        """Check that the listed layers per stage fit this model. A valid list needs no divisibility rules."""
         listed, stages = at.layers_per_stage, at.pp_size * at.vpp_size
         key = f"actor.parallel.layers_per_stage {list(listed)}"
         if at.first_stage_layers or at.last_stage_layers:

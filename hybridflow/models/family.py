@@ -1,4 +1,4 @@
-"""What a model family must say about itself, and how one is found from a Hugging Face config."""
+"""The interface of a model family, and the lookup of a family by Hugging Face config."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Family(Protocol):
 
     @property
     def latent_norm_eps(self) -> float | None:
-        """Eps of the norms of latent attention, where it is not that of the other norms."""
+        """Eps of the norms of latent attention, if it differs from the other norms."""
 
     def megatron_config(self) -> dict[str, Any]:
-        """Keyword arguments of Megatron's TransformerConfig that follow from the HF config."""
+        """Return the keyword arguments of Megatron's TransformerConfig that follow from the HF config."""
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of Megatron's GPTModel: rotary base, tied embeddings, vocabulary."""
+        """Return the keyword arguments of Megatron's GPTModel: rotary base, tied embeddings, vocabulary."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the HF checkpoint with its shape, in checkpoint order."""
+        """Return every tensor of the HF checkpoint with its shape, in checkpoint order."""
 
     def check(self, at: Coordinates) -> None:
-        """Raise ModelError where a size does not divide."""
+        """Raise ModelError if a size does not divide."""
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """The parameters that the rank at these coordinates holds."""
+        """Return the parameters of the rank at these coordinates."""
 
 
 FAMILIES: Registry[Callable[[Mapping[str, Any], bool], Family]] = Registry(
@@ -50,15 +50,14 @@ FAMILIES: Registry[Callable[[Mapping[str, Any], bool], Family]] = Registry(
 
 
 def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
-    """The family for a HF config (the contents of config.json).
+    """Return the family for a HF config (the contents of config.json).
 
     Args:
-        mtp: whether the multi-token-prediction heads that the config announces belong to the model. Off, they are
-            neither imported nor exported, as transformers does it.
+        mtp: whether the multi-token-prediction heads declared in the config belong to the model. If False, they are
+            neither imported nor exported, as in transformers.
 
     Raises:
-        ModelError: `model_type` is missing or not supported, the config lacks something, or has a value that is not
-            supported.
+        ModelError: `model_type` is missing or unsupported, or the config lacks a field or has an unsupported value.
     """
     model_type = str(hf_config.get("model_type"))
     if model_type not in FAMILIES.names():
@@ -71,7 +70,7 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
 
 
 def use_family(name: str | None) -> None:
-    """Let `family_of` find the family of a user's file in this process.
+    """Register the family from a user's file, so that `family_of` finds it in this process.
 
     Args:
         name: `model.family`, "path/to/file.py:MODEL_TYPE"; the file calls `FAMILIES.register(MODEL_TYPE, ...)`.
@@ -84,7 +83,7 @@ def use_family(name: str | None) -> None:
 
 
 def num_parameters(family: Family) -> int:
-    """Numbers in the model's weights; buffers (expert biases) apart."""
+    """Return the number of parameters of the model, excluding buffers (expert biases)."""
     buffers = {
         piece.source for local in family.local_tensors(Coordinates()) if local.is_buffer for piece in local.pieces
     }
@@ -92,7 +91,8 @@ def num_parameters(family: Family) -> int:
 
 
 def kept_dtypes(family: Family) -> dict[str, torch.dtype]:
-    """{HF tensor: dtype} of those that keep a precision of their own whatever the model runs in (expert biases)."""
+    """Return {HF tensor: dtype} of tensors with a fixed precision that does not depend on the model's dtype (expert
+    biases)."""
     import torch
 
     local = family.local_tensors(Coordinates())

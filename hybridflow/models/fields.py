@@ -1,8 +1,8 @@
-"""What becomes of every field of a Hugging Face config: used, supported in some values only, or without influence.
+"""How each field of a Hugging Face config is handled: used, supported only with certain values, or without effect.
 
-A family declares one `Fields`; `Fields.read` is the only place where a config's values are taken and refused. A field
-of the config class in transformers that a family declares nowhere fails `tests/dist/test_config_fields.py`, which also
-changes every field and compares log-probs with transformers'.
+A family declares one `Fields`; `Fields.read` is the only place where values of a config are read and validated.
+`tests/dist/test_config_fields.py` fails if a family does not declare some field of the config class in transformers. It
+also changes every field and compares log-probs with those of transformers.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 from hybridflow.errors import ModelError
 
-REQUIRED = object()  # in the place of a default: config.json must give the field
+REQUIRED = object()  # used instead of a default: config.json must have the field
 
-# sizes of every decoder; families add their own and override defaults
+# sizes common to all decoders; families add their own and override defaults
 SIZES: Mapping[str, Any] = {
     "vocab_size": REQUIRED,
     "hidden_size": REQUIRED,
     "num_hidden_layers": REQUIRED,
     "num_attention_heads": REQUIRED,
-    "num_key_value_heads": None,  # as many as attention heads
+    "num_key_value_heads": None,  # same as attention heads
     "tie_word_embeddings": False,
     "rms_norm_eps": 1e-6,
 }
-# fields of `PreTrainedConfig` and of all families that do not change log-probs; `models.rotary` reads the rope_* fields
+# fields of `PreTrainedConfig` and all families without effect on log-probs; `models.rotary` reads the rope_* fields
 _WITHOUT_INFLUENCE = frozenset(
     {
         *("architectures", "dtype", "torch_dtype", "transformers_version", "initializer_range", "use_cache"),
@@ -39,15 +39,15 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "atten
 
 @dataclass(frozen=True)
 class Fields:
-    """A family's declaration. Names are those of transformers' config class, values of absent fields its defaults.
+    """A family's declaration. Field names, and the values of absent fields, are those of transformers' config class.
 
     Attributes:
         used: fields that the family follows, each with transformers' default, or REQUIRED.
-        fixed: fields with the values that are supported, transformers' default among them; of a list, every element
-            must be one of them.
+        fixed: fields with their supported values, including transformers' default; in a list-valued field every element
+            must be a supported value.
         unused: fields that do not change log-probs.
-        nullable: used fields whose null means something else than their absence.
-        aliases: other names by which config.json may give a used field.
+        nullable: used fields for which null has a different meaning than absence.
+        aliases: alternative names of used fields in config.json.
     """
 
     used: Mapping[str, Any]
@@ -57,15 +57,15 @@ class Fields:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def declared(self) -> set[str]:
-        """Every field that is decided on."""
+        """Return all declared fields."""
         own = {*self.used, *self.fixed, *self.unused, *self.aliases}
         return own | {*SIZES, *_FIXED} | _WITHOUT_INFLUENCE | _ROTARY
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """{used field: its value} for the contents of a config.json.
+        """Return {used field: value} for the contents of a config.json.
 
         Raises:
-            ModelError: a required field is missing, or a field has a value that is not supported; names it.
+            ModelError: a required field is missing, or a field has an unsupported value; names the field.
         """
         model = f"the config of model_type {hf.get('model_type')}"
         for name, supported in {**_FIXED, **self.fixed}.items():

@@ -1,10 +1,9 @@
-"""Block-wise fp8, the form that DeepSeek-V3 was published in: which tensors of a checkpoint have it, and their
-scales.
+"""Block-wise fp8, the format in which DeepSeek-V3 was published: which tensors are quantised, and their scales.
 
-`X.weight` is float8_e4m3fn `[o, i]`, `X.weight_scale_inv` float32 `[ceil(o / rows), ceil(i / columns)]`; a weight is
+`X.weight` is float8_e4m3fn `[o, i]` and `X.weight_scale_inv` float32 `[ceil(o / rows), ceil(i / columns)]`. A weight is
 its fp8 value times the scale of its block. The linears of attention, MLP and experts are quantised; embeddings, norms,
-biases, the routers, MTP's `eh_proj` and the output head are not (transformers:
-`quantizers/quantizer_finegrained_fp8.py`; SGLang: `layers/quantization/fp8.py`).
+biases, routers, MTP's `eh_proj` and the output head are not (transformers: `quantizers/quantizer_finegrained_fp8.py`;
+SGLang: `layers/quantization/fp8.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ _BLOCK_WISE: Mapping[str, str] = {"quant_method": "fp8", "fmt": "e4m3", "activat
 
 @dataclass(frozen=True)
 class BlockQuantisation:
-    """Size of a block as (rows, columns), and modules that stay as they are, as HF's `modules_to_not_convert` names
-    them."""
+    """Block size (rows, columns), and the modules that are not quantised, named as in HF's `modules_to_not_convert`."""
 
     block: tuple[int, int] = (128, 128)
     skipped: tuple[str, ...] = ()
@@ -42,7 +40,7 @@ class BlockQuantisation:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> BlockQuantisation:
-        """The form that engines keep weights in: what a config.json says; blocks of 128 x 128 where it says nothing.
+        """Return the weight format of the engines, read from config.json. Defaults to blocks of 128 x 128.
 
         Raises:
             ModelError: another quantisation, static activation scales, or scales that are rounded to powers of two.
@@ -53,10 +51,10 @@ class BlockQuantisation:
 
     @classmethod
     def of_checkpoint(cls, hf_config: Mapping[str, Any]) -> BlockQuantisation | None:
-        """The form that a Hugging Face folder's weights are in; None: they are not quantised.
+        """Return the weight format of a Hugging Face folder; None if it is not quantised.
 
         Raises:
-            ModelError: the folder has another quantisation than block-wise fp8.
+            ModelError: the folder uses a quantisation other than block-wise fp8.
         """
         said: Mapping[str, Any] = hf_config.get("quantization_config") or {}
         if not said:
@@ -70,11 +68,12 @@ class BlockQuantisation:
         return cls(tuple(said["weight_block_size"]))
 
     def dequantise(self, values: torch.Tensor, scales: torch.Tensor, start: Sequence[int]) -> torch.Tensor:
-        """[o, i] fp32 weights of a region.
+        """Dequantise a region of a weight to fp32 [o, i].
 
         Args:
-            values: [o, i] fp8 of the region that begins at row and column `start` of the tensor.
-            scales: of the blocks that the region touches (`blocks_of`).
+            values: [o, i] fp8 values of the region.
+            scales: scales of the blocks that overlap the region (`blocks_of`).
+            start: row and column of the tensor at which the region starts.
         """
         import torch
 
@@ -84,13 +83,13 @@ class BlockQuantisation:
         return values.float() * scales
 
     def blocks_of(self, start: Sequence[int], shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(start, shape) of the scales that belong to a region of a weight."""
+        """Return (start, shape) of the scales that belong to a region of a weight."""
         first = tuple(low // size for low, size in zip(start, self.block, strict=True))
         ends = (-(-(low + n) // size) for low, n, size in zip(start, shape, self.block, strict=True))
         return first, tuple(end - low for end, low in zip(ends, first, strict=True))
 
     def covers(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether the HF tensor is quantised."""
+        """Return whether the HF tensor is quantised."""
         if (
             len(shape) != 2
             or not name.endswith(".weight")
@@ -104,12 +103,12 @@ class BlockQuantisation:
         )
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the scales of a weight `[..., rows, columns]`."""
+        """Return the shape of the scales of a weight `[..., rows, columns]`."""
         return (*shape[:-2], -(-shape[-2] // self.block[0]), -(-shape[-1] // self.block[1]))
 
     def checkpoint(self, tensors: Mapping[str, Sequence[int]]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-        """({HF name: shape} with the scales behind their tensors, {HF name: dtype} of quantised tensors and of
-        scales)."""
+        """Return ({HF name: shape}, each scale directly after its tensor, and {HF name: dtype} for quantised tensors
+        and scales)."""
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}
         for name, shape in tensors.items():
@@ -120,7 +119,7 @@ class BlockQuantisation:
         return shapes, dtypes
 
     def config(self) -> dict[str, Any]:
-        """The `quantization_config` of a config.json by which an engine makes such buffers."""
+        """Return the `quantization_config` for config.json with which an engine allocates such buffers."""
         skipped = {"modules_to_not_convert": list(self.skipped)} if self.skipped else {}
         return {**_BLOCK_WISE, "weight_block_size": list(self.block), **skipped}
 

@@ -1,9 +1,9 @@
-"""How a tensor in Hugging Face form is cut over Megatron ranks, as data.
+"""Sharding of Hugging Face tensors over Megatron ranks, as data.
 
 A rank's local tensor is described by rectangular `Piece`s: (HF tensor, HF region) <-> (local tensor, local region),
-both regions of the same shape. Elements of a local tensor that no piece covers are padding (vocabulary rows added so
-that tensor parallelism divides) and are zero. Import reads the pieces, export and weight sync send them; nobody knows
-the cuts any other way.
+both regions of the same shape. Elements of a local tensor that no piece covers are padding (vocabulary rows added for
+tensor parallelism) and are zero. Import, export and weight sync all use these pieces; there is no second description of
+the sharding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Piece:
-    """One rectangle: `source[source_start : +shape]` in HF form is `local[local_start : +shape]` on the rank."""
+    """One rectangle: `source[source_start : +shape]` of the HF tensor is `local[local_start : +shape]` on the rank."""
 
     source: str
     source_start: tuple[int, ...]
@@ -25,7 +25,7 @@ class Piece:
 
     @property
     def region(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """The HF side alone; two ranks with equal regions hold replicas."""
+        """The HF region. Two ranks with equal regions hold replicas."""
         return self.source, self.source_start, self.shape
 
     @property
@@ -34,7 +34,7 @@ class Piece:
         return prod(self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """Index of the local region."""
+        """Return the index of the local region."""
         return tuple(slice(start, start + size) for start, size in zip(self.local_start, self.shape, strict=True))
 
 
@@ -42,9 +42,9 @@ class Piece:
 class LocalTensor:
     """A rank's parameter: its Megatron name, local shape and the pieces that fill it.
 
-    `dtype` is set where the tensor keeps a precision of its own whatever the model runs in ("float32" for expert
-    biases); `is_buffer` says that it is a registered buffer of the module and no parameter; the last `padding_rows`
-    rows have no source.
+    `dtype` is set if the tensor has a fixed precision that does not depend on the model's dtype ("float32" for expert
+    biases). `is_buffer` marks a registered buffer of the module rather than a parameter. The last `padding_rows` rows
+    have no source.
     """
 
     name: str
@@ -57,12 +57,12 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank, or one virtual stage (`vpp_rank`) of it, stands in the Megatron layout.
+    """Position of a rank, or of one of its virtual stages (`vpp_rank`), in the Megatron layout.
 
     `etp` is the tensor parallelism of experts. `first_stage_layers` and `last_stage_layers` are Megatron's
-    `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 leaves the stage an even share. `layers_per_stage` says
-    the layers of every (virtual) stage in the order of the model, `pp_size * vpp_size` numbers; empty: not listed. All
-    numbers are integers, so that a `row` of them can travel as one tensor.
+    `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 gives the stage an even share. `layers_per_stage` lists
+    the layers of every (virtual) stage in model order, `pp_size * vpp_size` numbers; empty: not listed. All values are
+    integers, so that a `row` of them can be sent as one tensor.
     """
 
     tp_rank: int = 0
@@ -81,12 +81,12 @@ class Coordinates:
     layers_per_stage: tuple[int, ...] = ()
 
     def row(self) -> list[int]:
-        """All numbers in the order of the fields, the listed layers last."""
+        """Return all values in field order, followed by the listed layers."""
         return [*(getattr(self, one.name) for one in fields(self)[:-1]), *self.layers_per_stage]
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> Coordinates:
-        """The inverse of `row`."""
+        """Inverse of `row`."""
         names = [one.name for one in fields(cls)[:-1]]
         numbers: dict[str, Any] = dict(zip(names, row, strict=False))
         return cls(**numbers, layers_per_stage=tuple(row[len(names) :]))
@@ -97,14 +97,14 @@ class Coordinates:
         return not (self.first_stage_layers or self.last_stage_layers or self.layers_per_stage)
 
     def chunk_layers(self, num_layers: int) -> list[int]:
-        """Number of layers of each virtual stage in the order of the model: the first of every pipeline stage, then the
-        second of every one, and so on. Everything that asks which layers a rank holds asks this."""
+        """Return the number of layers of each virtual stage in model order: the first virtual stage of every pipeline
+        stage, then the second of every one, and so on. This is the single source for which layers a rank holds."""
         if self.layers_per_stage:
             return list(self.layers_per_stage)
         return [count // self.vpp_size for count in self.stage_layers(num_layers)] * self.vpp_size
 
     def stage_layers(self, num_layers: int) -> list[int]:
-        """Number of layers of each pipeline stage, all virtual stages of it together."""
+        """Return the number of layers of each pipeline stage, summed over its virtual stages."""
         if self.layers_per_stage:
             return [sum(self.layers_per_stage[stage :: self.pp_size]) for stage in range(self.pp_size)]
         first, last = self.first_stage_layers, self.last_stage_layers
@@ -114,35 +114,35 @@ class Coordinates:
         return counts
 
     def layers(self, num_layers: int) -> range:
-        """Global indices of this (virtual) stage's layers, as `get_transformer_layer_offset` of Megatron-Core 0.16
-        gives them."""
+        """Return the global indices of this (virtual) stage's layers, consistent with `get_transformer_layer_offset` of
+        Megatron-Core 0.16."""
         counts, chunk = self.chunk_layers(num_layers), self.vpp_rank * self.pp_size + self.pp_rank
         start = sum(counts[:chunk])
         return range(start, start + counts[chunk])
 
     @property
     def is_first_stage(self) -> bool:
-        """Holds the embedding."""
+        """Whether this stage has the embedding."""
         return self.pp_rank == 0 and self.vpp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Holds the final norm and the output layer."""
+        """Whether this stage has the final norm and the output layer."""
         return self.pp_rank == self.pp_size - 1 and self.vpp_rank == self.vpp_size - 1
 
     def virtual_stages(self) -> list[Coordinates]:
-        """The coordinates of each virtual stage (model chunk) of this rank."""
+        """Return the coordinates of each virtual stage (model chunk) of this rank."""
         return [replace(self, vpp_rank=chunk) for chunk in range(self.vpp_size)]
 
 
 def whole(name: str, source: str, shape: Sequence[int]) -> LocalTensor:
-    """A tensor that every rank of the stage holds whole."""
+    """Return a tensor that is replicated on every rank of the stage."""
     zeros = (0,) * len(shape)
     return LocalTensor(name, tuple(shape), (Piece(source, zeros, zeros, tuple(shape)),))
 
 
 def split(name: str, source: str, shape: Sequence[int], dim: int, rank: int, size: int) -> LocalTensor:
-    """An even split of one HF tensor along `dim`."""
+    """Return an even split of one HF tensor along `dim`."""
     local = list(shape)
     local[dim] //= size
     start = [0] * len(shape)
@@ -153,8 +153,8 @@ def split(name: str, source: str, shape: Sequence[int], dim: int, rank: int, siz
 def vocabulary(
     name: str, source: str, vocab: int, hidden: int, rank: int, size: int, padded: int | None = None
 ) -> LocalTensor:
-    """A split of `[vocab, hidden]` over ranks, the vocabulary `padded` (None: to a multiple of `size`); padding rows
-    have no source."""
+    """Split `[vocab, hidden]` over ranks, with the vocabulary padded to `padded` rows (None: to a multiple of `size`).
+    Padding rows have no source."""
     rows = (padded or padded_vocab_size(vocab, size)) // size
     start = min(rank * rows, vocab)
     real = min(rows, vocab - start)
@@ -163,13 +163,13 @@ def vocabulary(
 
 
 def padded_vocab_size(vocab: int, tp_size: int) -> int:
-    """The smallest multiple of `tp_size` that holds the vocabulary."""
+    """Return the smallest multiple of `tp_size` that is at least `vocab`."""
     return -(-vocab // tp_size) * tp_size
 
 
 def stacked(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int]) -> LocalTensor:
-    """Rows of several HF tensors one under another: parts are (HF name, first row, number of rows); `tail` are the
-    other dimensions."""
+    """Stack rows of several HF tensors. `parts` are (HF name, first row, number of rows); `tail` are the other
+    dimensions."""
     pieces, row, zeros = [], 0, (0,) * len(tail)
     for source, first, rows in parts:
         pieces.append(Piece(source, (first, *zeros), (row, *zeros), (rows, *tail)))
@@ -180,7 +180,7 @@ def stacked(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int
 def stacked_rows(
     name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int], rank: int, size: int
 ) -> LocalTensor:
-    """This rank's even share of the rows of `stacked(name, parts, tail)`; the cut may go through a part."""
+    """Return this rank's even share of the rows of `stacked(name, parts, tail)`. The split may go through a part."""
     total = sum(rows for _, _, rows in parts)
     low, high = total // size * rank, total // size * (rank + 1)
     mine, row = [], 0
@@ -193,8 +193,8 @@ def stacked_rows(
 
 
 def boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The elements [low, high) of a row-major array as (start, size) rectangles, in order; each is contiguous in the
-    flat array."""
+    """Decompose the elements [low, high) of a row-major array into (start, size) rectangles, in order. Each is
+    contiguous in the flat array."""
     if low >= high:
         return
     if len(shape) <= 1:
@@ -202,7 +202,7 @@ def boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[i
         return
     inner = prod(shape[1:])
     first, last = -(-low // inner), high // inner
-    if first > last:  # within one row
+    if first > last:  # all within one row
         yield from _within(shape, last, low, high)
         return
     yield from _within(shape, first - 1, low, first * inner)

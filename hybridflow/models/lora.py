@@ -1,13 +1,13 @@
-"""Low-rank adapters as data: which linears have one, and how ranks cut the two factors.
+"""Low-rank adapters as data: the adapted linears, and the sharding of their two factors.
 
 An adapted linear computes with W + scale * B A, scale = alpha / rank, A [rank, in], B [out, rank] (arXiv 2106.09685).
-The factors of a Megatron linear are cut as the linear is: B's rows as the weight's rows, A's columns as its columns. So
-both follow from the family's map of the weight, and no index arithmetic of their own exists: a rank's rows of a fused
-projection (queries, keys and values interleaved by group, gate over up) name the Hugging Face tensor that each belongs
-to.
+The factors of a Megatron linear are sharded like the linear: B's rows like the weight's rows, A's columns like its
+columns. Both therefore follow from the family's map of the weight, without separate index arithmetic: each of a rank's
+rows of a fused projection (queries, keys and values interleaved by group, gate stacked on up) maps to the Hugging Face
+tensor that it belongs to.
 
 Names are PEFT's: `model.layers.0.self_attn.q_proj.lora_A.weight`. HF linears that Megatron fuses share one A. It is
-kept under the name of the first; the others' are `aliases`.
+stored under the name of the first linear; the names of the others are `aliases`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hybridflow.models.family import Family
 from hybridflow.models.layout import Coordinates, LocalTensor, Piece
 from hybridflow.models.weights import RandomWeights
 
-_STRIP = 4 << 20  # elements of a weight that are merged at a time, in fp32
+_STRIP = 4 << 20  # number of weight elements merged at a time, in fp32
 
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """A rank's weight with its factors `a` [rank, in] and `b` [out, rank]; `cut`: what of the weight tensor parallelism
-    splits."""
+    """A rank's weight with its factors `a` [rank, in] and `b` [out, rank]. `cut` is the dimension of the weight that
+    tensor parallelism splits."""
 
     weight: LocalTensor
     a: LocalTensor
@@ -48,9 +48,9 @@ class AdapterMap:
     """The adapters of a model.
 
     Args:
-        family: of the model.
-        config: `rank` at least 1.
-        seed: of A's initial values.
+        family: the model's family.
+        config: the adapter settings, with `rank` at least 1.
+        seed: seed of A's initial values.
 
     Raises:
         ModelError: the model lacks a target.
@@ -65,14 +65,14 @@ class AdapterMap:
                 f"actor.lora.targets: the model has no {', '.join(missing)} to adapt (routed experts have no "
                 f"adapters); choose from {', '.join(has)}"
             )
-        # HF tensor -> the uncut Megatron weight that it is part of
+        # HF tensor -> the unsharded Megatron weight that contains it
         self._uncut = {piece.source: local for local in linears if self._is_wanted(local) for piece in local.pieces}
         self._rows = {name: shape[0] for name, shape in family.tensors().items()}
-        # the layers' inputs have unit variance per element: as PEFT's kaiming_uniform(a=sqrt(5)), variance 1 / (3 in)
+        # variance 1 / (3 in), like PEFT's kaiming_uniform(a=sqrt(5)); the layers' inputs have unit variance per element
         self._noise = RandomWeights({name: shape for name, shape in self.tensors().items() if is_a(name)}, seed, 1.0)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every factor with its shape; `aliases` are not among them."""
+        """Return every factor with its shape, without `aliases`."""
         rank = self.config.rank
         shapes: dict[str, tuple[int, ...]] = {}
         for source, uncut in self._uncut.items():
@@ -81,27 +81,27 @@ class AdapterMap:
         return shapes
 
     def aliases(self) -> dict[str, str]:
-        """{A of an HF linear: the A that it shares}."""
+        """Return {A of an HF linear: the A that it shares}."""
         pairs = {names_of(source)[0]: self._a_of(source) for source in self._uncut}
         return {name: kept for name, kept in pairs.items() if name != kept}
 
     def local(self, tensors: Iterable[LocalTensor]) -> list[AdaptedWeight]:
-        """The weights among a rank's `tensors` that have adapters."""
+        """Return those of a rank's weights that have adapters."""
         return [self._adapted(local) for local in tensors if any(piece.source in self._uncut for piece in local.pieces)]
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """A region of a factor's initial value, whatever the layout: B is zero, so that training begins at the base
-        model exactly."""
+        """Return a region of a factor's initial value, independent of the layout. B is zero, so that training starts
+        exactly at the base model."""
         if not is_a(name):
             return torch.zeros(shape)
         return self._noise.read(name, start, shape) / math.sqrt(3 * self._noise.tensors[name][1])
 
     def num_parameters(self) -> int:
-        """Numbers that are trained."""
+        """Return the number of trainable parameters."""
         return sum(math.prod(shape) for shape in self.tensors().values())
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says about them."""
+        """Return the adapter settings for a checkpoint's manifest."""
         targets = dict.fromkeys(_target(local) for local in self._uncut.values())
         return {"rank": self.config.rank, "alpha": self.config.alpha, "targets": list(targets)}
 
@@ -130,39 +130,39 @@ class AdapterMap:
 
 
 def names_of(source: str) -> tuple[str, str]:
-    """PEFT's names of A and B beside the HF tensor `X.weight`."""
+    """Return PEFT's names of A and B for the HF tensor `X.weight`."""
     module = source.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def module_of(name: str) -> str:
-    """The HF linear that a factor, by PEFT's name, belongs to."""
+    """Return the HF linear that a factor belongs to, from its PEFT name."""
     return name.removesuffix(".weight").rpartition(".")[0]
 
 
 def is_a(name: str) -> bool:
-    """Whether a factor is an A, by PEFT's name."""
+    """Return whether a factor is an A, from its PEFT name."""
     return name.endswith(".lora_A.weight")
 
 
 def is_factor(name: str) -> bool:
-    """Whether a tensor is an A or a B, by PEFT's name."""
+    """Return whether a tensor is an A or a B, from its PEFT name."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 def is_adapter(parameter: str) -> bool:
-    """Whether a Megatron parameter is a factor, by name."""
+    """Return whether a Megatron parameter is an adapter factor, from its name."""
     return ".lora." in parameter
 
 
 def merge(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """weight [o, i] + scale * b [o, r] @ a [r, i], summed in fp32 and rounded once, into `out` or a new tensor of the
+    """Compute weight [o, i] + scale * b [o, r] @ a [r, i] in fp32, rounded once, into `out` or a new tensor of the
     weight's dtype.
 
-    In strips, so that little is in fp32 at a time. The same region merged in another cut may differ in the last bit of
-    fp32.
+    Works in strips to limit the fp32 temporary. Merging the same region under another sharding may differ in the last
+    bit of fp32.
     """
     out = torch.empty_like(weight) if out is None else out
     wide, rows = a.float(), max(1, _STRIP // max(1, weight.shape[1]))
@@ -173,13 +173,13 @@ def merge(
 
 
 def peft_config(facts: Mapping[str, Any], modules: Iterable[str], tensors: Iterable[str]) -> dict[str, Any]:
-    """The contents of adapter_config.json.
+    """Return the contents of adapter_config.json.
 
     Args:
         facts: `AdapterMap.facts`.
         modules: HF names of the adapted linears.
-        tensors: all tensors of the model: where others than the adapted ones have the same last name, modules are named
-            in full.
+        tensors: all tensors of the model. If a tensor that is not adapted has the same last name as an adapted one, the
+            adapted module is listed by its full name.
     """
     adapted = set(modules)
     others = {_last(name.removesuffix(".weight")) for name in tensors if name.removesuffix(".weight") not in adapted}

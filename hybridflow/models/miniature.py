@@ -1,4 +1,5 @@
-"""A model of the same architecture with small sizes: what a checkpoint's config does can be computed on a laptop."""
+"""Scaled-down copies of a model's architecture, so that the effect of a checkpoint's config can be computed on a
+laptop."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ _WIDTHS: Mapping[str, int] = {
     "head_dim": _HEAD,
 }
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# of other sizes, of code, or of a part that the copy does not have
+# these refer to other sizes, to code, or to parts that the copy does not have
 _DROPPED = ("auto_map", "quantization_config", "num_nextn_predict_layers", "num_mtp_layers")
 
 
 def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with widths, layers, heads, experts and vocabulary made small. Everything else stays as it is: rotary
-    settings, norms, biases, the router, which layers are dense.
+    """Return the config with widths, layers, heads, experts and vocabulary reduced. Everything else is unchanged:
+    rotary settings, norms, biases, the router, and which layers are dense.
 
     Args:
         hf: the contents of a config.json.
@@ -37,7 +38,7 @@ def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Two layers after the dense ones, of which one stays."""
+    """Keep at most one of the dense layers, followed by two others."""
     dense = min(1, int(hf.get("first_k_dense_replace") or 0))
     count = dense + 2
     found: dict[str, Any] = {"num_hidden_layers": count}
@@ -52,12 +53,12 @@ def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _heads(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Queries keep the number of heads that share a key, up to eight; latent attention has a key for each."""
+    """Keep the number of query heads per key head, up to eight. Latent attention has one key per head."""
     heads = int(hf.get("num_attention_heads") or 1)
     groups = int(hf.get("num_key_value_heads") or heads)
     few = 4 if groups == heads else min(2, groups)
     many = few if groups == heads else few * min(8, heads // groups)
-    # where config.json gives no width of a head it is hidden_size / num_attention_heads
+    # without a head_dim in config.json, it is hidden_size / num_attention_heads
     hidden = 64 if hf.get("head_dim") is not None or hf.get("kv_lora_rank") is not None else many * _HEAD
     found = {"num_attention_heads": many, "hidden_size": hidden}
     return found | ({"num_key_value_heads": few} if hf.get("num_key_value_heads") is not None else {})
@@ -68,7 +69,7 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     if not found:
         return {}
     chosen = min(4, int(hf.get("num_experts_per_tok") or 2))
-    if int(hf.get("n_group") or 1) > 1:  # published models choose twice as many experts as groups
+    if int(hf.get("n_group") or 1) > 1:  # published models select twice as many experts as groups
         found |= {"n_group": 4, "topk_group": 2}
         chosen = 4
     return found | ({"num_experts_per_tok": chosen} if "num_experts_per_tok" in hf else {})

@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2/V3): queries and keys/values through low-rank latents.
+"""Multi-head latent attention (DeepSeek-V2/V3): queries, keys and values pass through low-rank latents.
 
-The latents' down projections are held whole by every tensor-parallel rank (`parallel_mode="duplicated"` in Megatron),
-the up projections are cut by heads. A head's rows of `q_b_proj` are [no-position part, rotary part], of `kv_b_proj`
-[key, value]; Megatron keeps that order and the interleaved rotary halves, so no rows are permuted
+The down projections of the latents are replicated on every tensor-parallel rank (`parallel_mode="duplicated"` in
+Megatron); the up projections are split by heads. A head's rows are [no-position part, rotary part] in `q_b_proj` and
+[key, value] in `kv_b_proj`. Megatron keeps that order and the interleaved rotary halves, so no rows are permuted
 (`transformer/multi_latent_attention.py`).
 """
 
@@ -16,8 +16,8 @@ from hybridflow.models.layout import Coordinates, LocalTensor, split, whole
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Latent attention behind `input_layernorm`. `q_rank` is None where queries have no latent (Moonlight,
-    DeepSeek-V2-Lite)."""
+    """Latent attention, including the preceding `input_layernorm`. `q_rank` is None if queries have no latent
+    (Moonlight, DeepSeek-V2-Lite)."""
 
     hidden: int
     heads: int
@@ -28,7 +28,7 @@ class LatentAttention:
     v_dim: int
 
     def tensors(self, source: str) -> Shapes:
-        """The norm, down and up projections of the latents with their norms, the output projection."""
+        """Return the norm, the latents' down and up projections with their norms, and the output projection."""
         hf, q = f"{source}self_attn.", self.heads * (self.nope_dim + self.rope_dim)
         shapes: Shapes = {f"{source}input_layernorm.weight": (self.hidden,)}
         if self.q_rank is None:
@@ -44,7 +44,7 @@ class LatentAttention:
         return shapes
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Down projections whole, up projections cut by heads."""
+        """Return whole down projections and up projections split by heads."""
         hf, mine, shapes = f"{source}self_attn.", f"{target}self_attention.", self.tensors(source)
 
         def full(name: str, tensor: str) -> LocalTensor:
@@ -69,5 +69,5 @@ class LatentAttention:
         ]
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Heads over tensor parallelism."""
+        """Heads must divide by the tensor parallel size."""
         return [("num_attention_heads", self.heads, TENSOR, at.tp_size)]

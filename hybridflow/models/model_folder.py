@@ -1,5 +1,5 @@
-"""Whether the weights of a Hugging Face folder are all there: asked before anything starts, from the headers of the
-files alone and without torch."""
+"""Check before start-up that the weights of a Hugging Face folder are complete. Reads only the file headers and does
+not need torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from hybridflow.errors import ModelError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _POINTER = b"version https://git-lfs"
-_MOST_HEADER_BYTES = 100 << 20  # what the safetensors library accepts
+_MOST_HEADER_BYTES = 100 << 20  # limit of the safetensors library
 
 
 def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
-    """Read the index and the header of every file.
+    """Read the index and the header of every file, and check that all weights are present.
 
     Args:
-        tensors: names that must be there.
+        folder: the Hugging Face folder.
+        tensors: names of required tensors.
 
     Raises:
-        ModelError: a file is missing, cut short or a git-lfs pointer, or a tensor is missing; one message with the
+        ModelError: a file is missing, truncated or a git-lfs pointer, or a tensor is missing. The message has the
             command that completes the folder.
     """
     held, files = _listed(folder)
@@ -46,7 +47,7 @@ def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
 
 
 def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
-    """({file: tensors that the index says are in it}, the files)."""
+    """Return ({file: tensors that the index assigns to it}, the file names)."""
     index = folder / INDEX
     if index.is_file():
         if _is_pointer(index):
@@ -70,7 +71,7 @@ def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
 
 
 def _names_in(file: Path) -> set[str]:
-    """The tensors of a safetensors file whose bytes are all there."""
+    """Return the tensor names of a safetensors file after checking that the file is not truncated."""
     if _is_pointer(file):
         raise ModelError(f"{file} is a git-lfs pointer in place of weights; {_again(file.parent, pointer=True)}")
     size = file.stat().st_size
@@ -97,7 +98,7 @@ def _is_pointer(file: Path) -> bool:
 
 
 def _again(folder: Path, *, pointer: bool = False) -> str:
-    """What to do: a download goes on where it was interrupted."""
+    """Return the advice for the error message: the download command, which resumes an interrupted download."""
     rest = len(list(folder.glob(".cache/huggingface/download/**/*.incomplete")))
     was = f" (it was interrupted: {rest} .incomplete files are left)" if rest else ""
     pull = f"run `git lfs pull` in {folder}, or" if pointer else "run"

@@ -1,6 +1,6 @@
-"""Sizes of published models, as their config.json give them: for plans and figures without a checkpoint at hand.
+"""Sizes of published models from their config.json, for plans and estimates without a checkpoint.
 
-They are written once, in the `hf_config` of the shipped configuration groups `configs/model/NAME.yaml`.
+They are defined once, as `hf_config` in the shipped configuration groups `configs/model/NAME.yaml`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hybridflow.errors import ModelError
 
 
 def published(name: str) -> dict[str, Any]:
-    """The config of a published model.
+    """Return the config of a published model.
 
     Raises:
-        ModelError: there is none of this name here; lists those there are.
+        ModelError: there is no model of this name; lists the available ones.
     """
     if name not in published_names():
         raise ModelError(
@@ -29,7 +29,7 @@ def published(name: str) -> dict[str, Any]:
 
 @functools.cache
 def published_names() -> tuple[str, ...]:
-    """The models whose sizes are known: the groups that give a vocabulary, which the tiny models leave open."""
+    """Return the models with known sizes: the groups with a vocabulary size. The tiny models leave it open."""
     return tuple(sorted(file.stem for file in _group("*").parent.glob("*.yaml") if "vocab_size" in _sizes(file)))
 
 

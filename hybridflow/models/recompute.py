@@ -1,4 +1,5 @@
-"""Which modules of a model selective recomputation has: a module that is not there would be left out without a word."""
+"""Check which modules of a model support selective recomputation. Megatron silently ignores modules that the model does
+not have."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hybridflow.models.family import Family
 
 
 def check_recompute(family: Family, recompute: str, modules: Sequence[str]) -> None:
-    """Raise ModelError where `actor.recompute_modules` says nothing that this model can follow."""
+    """Raise ModelError if `actor.recompute_modules` does not apply to this model."""
     named = f"actor.recompute_modules={list(modules)}"
     if recompute != "selective":
         if tuple(modules) != ("core_attn",):

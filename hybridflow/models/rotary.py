@@ -1,7 +1,7 @@
-"""Rotary position embeddings as a config describes them: frequencies, and the factors that YaRN puts on attention.
+"""Rotary position embeddings as configured in config.json: frequencies, and YaRN's attention factors.
 
-The formulas are those of transformers' `modeling_rope_utils.py`: linear interpolation of positions (arXiv 2306.15595),
-YaRN (arXiv 2309.00071), and the interpolation of Llama 3.1.
+The formulas follow transformers' `modeling_rope_utils.py`: linear position interpolation (arXiv 2306.15595), YaRN
+(arXiv 2309.00071), and Llama 3.1's interpolation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridflow.errors import ModelError
 if TYPE_CHECKING:
     import torch  # imported at first use: a plan is made without it
 
-# the settings that each rope_type needs
+# required settings of each rope_type
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -30,12 +30,12 @@ class Rotary:
     """Rotation of the first `dim` elements of each head.
 
     Attributes:
-        dim: rotated elements.
+        dim: number of rotated elements.
         theta: base of the wavelengths.
         kind: transformers' rope_type.
-        share: the rotated share of each head.
-        original: positions that the model was first trained on; YaRN and Llama 3.1 scale relative to it.
-        settings: what config.json gives for `kind`.
+        share: rotated share of each head.
+        original: number of positions in pre-training; YaRN and Llama 3.1 scale relative to it.
+        settings: the settings of `kind` in config.json.
     """
 
     dim: int
@@ -49,16 +49,18 @@ class Rotary:
     def of(
         cls, hf: Mapping[str, Any], head_dim: int, *, theta: float, positions: int, partial: float | None = None
     ) -> Rotary:
-        """What a config.json says, at the top level, in `rope_scaling` or in `rope_parameters` (transformers 5).
+        """Read the settings from a config.json: from the top level, `rope_scaling` or `rope_parameters` (transformers
+        5).
 
         Args:
-            head_dim: elements of a head.
-            theta, positions: the family's rope_theta and max_position_embeddings where the config gives none.
-            partial: the share of each head that is rotated where the config gives none; None: the family rotates heads
-                whole and its config cannot say otherwise.
+            hf: the contents of config.json.
+            head_dim: number of elements of a head.
+            theta, positions: the family's defaults of rope_theta and max_position_embeddings.
+            partial: the family's default share of each head that is rotated; None: the family always rotates whole
+                heads.
 
         Raises:
-            ModelError: another rope_type, a setting that it needs is missing, or heads are to be rotated in part.
+            ModelError: unsupported rope_type, a missing setting, or partial rotation in a family without it.
         """
         settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
         kind = str(settings.get("rope_type") or settings.get("type") or "default")
@@ -80,7 +82,7 @@ class Rotary:
         return cls(int(head_dim * share), float(base), kind, float(share), int(original), settings)
 
     def frequencies(self) -> torch.Tensor:
-        """[dim / 2] fp32 radians a position."""
+        """Return the fp32 frequencies [dim / 2] in radians per position."""
         import torch
 
         exponents = torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim
@@ -93,7 +95,7 @@ class Rotary:
 
     @property
     def attention_factor(self) -> float:
-        """What the cosines and sines are multiplied by."""
+        """Factor applied to the cosines and sines."""
         if self.kind != "yarn":
             return 1.0
         settings, factor = self.settings, self.settings["factor"]
@@ -105,7 +107,7 @@ class Rotary:
         )
 
     def _yarn(self, wavelengths: torch.Tensor) -> torch.Tensor:
-        """Fast rotations stay, slow ones are interpolated, with a linear ramp over the dimensions between."""
+        """Keep fast rotations and interpolate slow ones, with a linear ramp over the dimensions in between."""
         import torch
 
         low, high = (self._dimension_of(self.settings.get(name) or rotations) for name, rotations in _BETAS)
@@ -117,7 +119,7 @@ class Rotary:
         return 1.0 / (self.settings["factor"] * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
 
     def _dimension_of(self, rotations: float) -> float:
-        """The dimension that rotates so often within the original length."""
+        """Return the dimension that completes this many rotations within the original length."""
         return self.dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
     def _llama3(self, plain: torch.Tensor) -> torch.Tensor:

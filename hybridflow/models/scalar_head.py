@@ -1,7 +1,7 @@
-"""A family's decoder with a linear [hidden -> 1] in place of its output layer: the map of critics and reward models.
+"""A family's decoder with a linear [hidden -> 1] as its output layer: the parameter map of critics and reward models.
 
-In Hugging Face form these are transformers' `*ForTokenClassification` (a value at every token: critics) and
-`*ForSequenceClassification` (a score at the last token: reward models) with one label; the head is `score.weight` in
+In Hugging Face format these are transformers' `*ForTokenClassification` (a value for every token: critics) and
+`*ForSequenceClassification` (a score at the last token: reward models) with one label. The head is `score.weight` in
 both.
 """
 
@@ -22,13 +22,13 @@ _OUTPUT = "lm_head.weight"
 
 
 class ScalarHead:
-    """`Family` of the model with the scalar head.
+    """The `Family` of a model with a scalar head.
 
     Args:
         backbone: the causal language model's family.
-        task: TOKENS or SEQUENCE; only names in config.json depend on it.
-        bias: whether the head has one (transformers' token classifiers do, unless `token_classification_bias` is
-            false).
+        task: TOKENS or SEQUENCE; affects only the names in config.json.
+        bias: whether the head has a bias (transformers' token classifiers have one unless `token_classification_bias`
+            is false).
     """
 
     def __init__(self, backbone: Family, task: str, bias: bool = False) -> None:
@@ -46,15 +46,16 @@ class ScalarHead:
         }
 
     def megatron_config(self) -> dict[str, Any]:
-        """As the backbone has it."""
+        """Return the backbone's keyword arguments of TransformerConfig."""
         return self.backbone.megatron_config()
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """The embedding is shared with no output layer, whatever the backbone does."""
+        """Return the backbone's keyword arguments of GPTModel with untied embeddings, since the scalar head cannot
+        share them."""
         return self.backbone.gpt_model_kwargs() | {"share_embeddings_and_output_weights": False}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The backbone's without its output layer, and the head."""
+        """Return the backbone's tensors without the output layer, plus the head."""
         shapes = {name: shape for name, shape in self.backbone.tensors().items() if name != _OUTPUT}
         shapes[WEIGHT] = (1, self.hidden)
         if self.bias:
@@ -62,11 +63,12 @@ class ScalarHead:
         return shapes
 
     def check(self, at: Coordinates) -> None:
-        """As the backbone; the head is not divided."""
+        """Check the backbone only: the head is never split."""
         self.backbone.check(at)
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """Every tensor-parallel rank of the last stage holds the whole head."""
+        """Return the backbone's local tensors with the head, which is replicated on the tensor-parallel ranks of the
+        last stage."""
         tensors = [local for local in self.backbone.local_tensors(at) if local.name != "output_layer.weight"]
         if at.is_last_stage:
             tensors.append(whole("output_layer.weight", WEIGHT, (1, self.hidden)))
@@ -76,9 +78,10 @@ class ScalarHead:
 
 
 class FreshHead:
-    """Weights of a backbone's checkpoint, and a new head: N(0, 1 / (hidden + 1)), so that values start near 0.
+    """A checkpoint's backbone weights with a newly initialised head: N(0, 1 / (hidden + 1)), so that values start near
+    0.
 
-    The head depends on the seed alone, not on the layout or the checkpoint.
+    The head depends only on the seed, not on the layout or the checkpoint.
     """
 
     def __init__(self, backbone: WeightSource, family: ScalarHead, seed: int) -> None:
@@ -86,5 +89,5 @@ class FreshHead:
         self.head = RandomWeights({WEIGHT: (1, family.hidden), BIAS: (1,)}, seed, 1.0 / (family.hidden + 1))
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """From the head by its names, else from the backbone."""
+        """Read a region from the head if `name` belongs to it, else from the backbone."""
         return (self.head if name in (WEIGHT, BIAS) else self.backbone).read(name, start, shape)

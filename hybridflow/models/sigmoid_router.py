@@ -1,5 +1,5 @@
-"""The layers of DeepSeek-V3 and GLM-4.5, and what Megatron must be told for their router: sigmoid scores, groups,
-expert bias, shared experts."""
+"""The layers of DeepSeek-V3 and GLM-4.5, and Megatron's settings for their router: sigmoid scores, groups, expert bias,
+shared experts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hybridflow.models.fields import REQUIRED
 LAYER_SIZES: Mapping[str, Any] = dict.fromkeys(
     ("intermediate_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"), REQUIRED
 )
-# Megatron's sigmoid router renormalises the chosen scores always
+# Megatron's sigmoid router always renormalises the selected scores
 ROUTER_FIXED: Mapping[str, tuple[Any, ...]] = {"norm_topk_prob": (True,)}
 ROUTER_UNUSED = frozenset({"output_router_logits", "num_mtp_layers", "num_nextn_predict_layers"})
 EXPERT_ALIASES: Mapping[str, str] = {"num_local_experts": "n_routed_experts"}
 
 
 class SigmoidDecoder(Decoder):
-    """Base of these families: a gated MLP in the first `first_k_dense_replace` layers, then experts."""
+    """Base class of these families: a gated MLP in the first `first_k_dense_replace` layers, then experts."""
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
@@ -33,7 +33,7 @@ class SigmoidDecoder(Decoder):
         return int(self.values["first_k_dense_replace"])
 
     def mlp(self, layer: int) -> Block:
-        """A gated MLP or experts, some of them shared."""
+        """Return a gated MLP for a dense layer, else an experts block with shared experts."""
         if layer < int(self.values["first_k_dense_replace"]):
             return super().mlp(layer)
         keys = ("moe_intermediate_size", "n_routed_experts")
@@ -43,11 +43,11 @@ class SigmoidDecoder(Decoder):
 
 
 def sigmoid_router_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of TransformerConfig.
+    """Return the router's keyword arguments of TransformerConfig.
 
     Raises:
-        ModelError: the experts do not divide into groups from which so many can be chosen, or groups are chosen by
-            another number than their best two, which is what published models and engines do.
+        ModelError: the experts cannot be divided into groups that allow this top-k, or Megatron would score a group by
+            a number of experts other than its best two, as published models and engines do.
     """
     dense, ffn = int(values["first_k_dense_replace"]), int(values["moe_intermediate_size"])
     groups, chosen, topk = (int(values[name]) for name in ("n_group", "topk_group", "num_experts_per_tok"))
@@ -57,7 +57,7 @@ def sigmoid_router_config(values: Mapping[str, Any]) -> dict[str, Any]:
             f"num_experts_per_tok={topk} of n_routed_experts={experts} cannot be chosen from topk_group={chosen} of "
             f"n_group={groups} groups; groups are equal, of at least two experts, and hold as many as are chosen"
         )
-    if topk == 1:  # moe_utils.py:721 renormalises several only
+    if topk == 1:  # moe_utils.py:721 renormalises only if topk > 1
         raise ModelError("num_experts_per_tok=1 is not supported: Megatron's sigmoid router does not renormalise one")
     # Megatron scores a group by its best topk // topk_group experts (moe_utils.py:554), transformers and SGLang by its
     # best two
@@ -76,7 +76,7 @@ def sigmoid_router_config(values: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        # the bias is loaded and streamed; moving it is a choice of the run (actor.expert_bias_update_rate)
+        # the bias is loaded and synced; updating it is optional (actor.expert_bias_update_rate)
         "moe_router_bias_update_rate": 0.0,
         "moe_router_pre_softmax": True,
         "moe_router_topk_scaling_factor": float(values["routed_scaling_factor"]),

@@ -1,4 +1,4 @@
-"""What Megatron must be told for the router of Mixtral and Qwen3-MoE: softmax scores, no groups, no biases."""
+"""Megatron's settings for the router of Mixtral and Qwen3-MoE: softmax scores, no groups, no biases."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from hybridflow.errors import ModelError
 
 
 def softmax_router_config(num_experts: int, topk: int, ffn: int, *, renormalised: bool) -> dict[str, Any]:
-    """Keyword arguments of TransformerConfig.
+    """Return the router's keyword arguments of TransformerConfig.
 
-    `renormalised`: the chosen experts' probabilities are made to add up to 1, which equals a softmax over the chosen
-    logits alone.
+    With `renormalised` the probabilities of the selected experts are normalised to sum to 1, which equals a softmax
+    over the selected logits alone.
 
     Raises:
-        ModelError: a token chooses more experts than there are, or a single one whose probability is made 1, which
-            Megatron's router refuses.
+        ModelError: top-k exceeds the number of experts, or is 1 with renormalisation, which Megatron's router rejects.
     """
     if topk > num_experts or (renormalised and topk == 1):
         wanted = f"at most {num_experts}" if topk > num_experts else "at least 2 where probabilities are renormalised"

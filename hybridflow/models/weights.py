@@ -1,4 +1,4 @@
-"""Where the values of a checkpoint come from: a folder of safetensors, or a seeded initialisation."""
+"""Sources of checkpoint values: a folder of safetensors, or a seeded initialisation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
 from hybridflow.models.model_folder import INDEX, SINGLE
 
-# what lies beside weights: tokenizers of every kind, templates, generation settings, code for others to run, licences
+# files copied along with weights: tokenizers, templates, generation settings, remote code, licences
 _COMPANIONS = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*vocab*.json", "*vocab*.txt", "merges.txt"),
     *("*.model", "*.model.v[0-9]*", "*.tiktoken", "tekken.json", "*.jinja", "additional_chat_templates/*.jinja"),
@@ -25,7 +25,7 @@ _COMPANIONS = (
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy a published folder's regular files that are neither weights nor config.json, as they are."""
+    """Copy a published folder's regular files that are neither weights nor config.json, unchanged."""
     for file in (path for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()):
         copy = target / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
@@ -33,25 +33,25 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 class WeightSource(Protocol):
-    """Reads rectangles of HF tensors."""
+    """Reads rectangular regions of HF tensors."""
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """The region `[start, start + shape)` of tensor `name`."""
+        """Read the region `[start, start + shape)` of tensor `name`."""
 
 
 class RandomWeights:
     """A seeded initialisation that does not depend on the parallel layout.
 
-    Every tensor has a generator of its own, seeded by (seed, HF name), so that rank cuts never change the values.
-    (Megatron's own CPU initialisation gives every expert-parallel rank the same experts.) Norms are one, biases zero,
-    matrices are N(0, std).
+    Every tensor has a separate generator seeded by (seed, HF name), so sharding never changes the values. (Megatron's
+    own CPU initialisation gives every expert-parallel rank the same experts.) Norms are one, biases zero, matrices N(0,
+    std).
     """
 
     def __init__(self, tensors: Mapping[str, tuple[int, ...]], seed: int, std: float) -> None:
         self.tensors, self.seed, self.std = dict(tensors), seed, std
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """fp32."""
+        """Generate a region of the tensor in fp32."""
         full = self.tensors[name]
         if len(full) == 1:
             return torch.ones(shape) if "norm" in name else torch.zeros(shape)
@@ -64,16 +64,16 @@ class RandomWeights:
 class SafetensorsFolder:
     """A Hugging Face folder: `model.safetensors`, or shards listed in `model.safetensors.index.json`.
 
-    Weights in block-wise fp8 are read with their scales, block by block.
+    Block-wise fp8 weights are dequantised with their scales on read.
 
     Raises:
-        ModelError: the folder has no weights, or its config.json names a quantisation that cannot be read.
+        ModelError: the folder has no weights, or its config.json specifies an unsupported quantisation.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.files: dict[str, str]
-        self._open: dict[Path, Any] = {}  # each file is opened, and its header read, once for all its tensors
+        self._open: dict[Path, Any] = {}  # each file is opened and its header parsed only once
         config = self.folder / "config.json"
         self.quantisation = _quantisation_of(config) if config.exists() else None
         index = self.folder / INDEX
@@ -95,12 +95,13 @@ class SafetensorsFolder:
             )
 
     def names(self) -> set[str]:
-        """The tensors that `read` takes: scales belong to their weights."""
+        """Return the tensors that can be read, without the scales of quantised weights."""
         scales = {f"{name}{SCALE_SUFFIX}" for name in self.files}
         return self.files.keys() - scales
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Only the region is read from the disk, and of an fp8 weight the scales of its blocks; that one is fp32."""
+        """Read only this region from disk, plus the scales of its blocks if the weight is fp8; an fp8 weight is
+        returned in fp32."""
         values = self._region(name, start, shape)
         if values.element_size() > 1:
             return values
@@ -114,18 +115,18 @@ class SafetensorsFolder:
         return self.quantisation.dequantise(values, factors, start)
 
     def raw(self, name: str) -> torch.Tensor:
-        """The whole tensor as it is stored."""
+        """Return the whole tensor as stored."""
         with self._view(name) as view:
             return view[...]
 
     def form(self, name: str) -> tuple[tuple[int, ...], str]:
-        """(shape, safetensors' name of the dtype) of a tensor."""
+        """Return (shape, dtype as named by safetensors) of a tensor."""
         with self._view(name) as view:
             return tuple(view.get_shape()), view.get_dtype()
 
     @contextmanager
     def _view(self, name: str) -> Iterator[Any]:
-        """A tensor in its open file."""
+        """Yield a slice handle of a tensor in its open file."""
         from safetensors import SafetensorError, safe_open
 
         if name not in self.files:
@@ -150,7 +151,8 @@ class SafetensorsFolder:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """{tensor: file} of an index. A file is a plain name: the folder of somebody else does not name files outside."""
+    """Return {tensor: file} of an index. File names must be plain names, so that an untrusted folder cannot refer to
+    files outside of it."""
     try:
         found = read_outside_json(index).get("weight_map")
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""One file for each `model_type`; the file's name is the model_type that it serves."""
+"""One file per `model_type`, named after the model_type that it supports."""

@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and what is built like it (Moonlight): latent attention, sigmoid router with expert bias, shared
-experts."""
+"""DeepSeek-V3 and models with the same architecture (Moonlight): latent attention, sigmoid router with expert bias,
+shared experts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hybridflow.models.sigmoid_router import EXPERT_ALIASES, LAYER_SIZES, ROUTER
 
 
 class DeepseekV3(SigmoidDecoder):
-    """The map for a `deepseek_v3` config."""
+    """Parameter map of a `deepseek_v3` config."""
 
     architecture = "DeepseekV3ForCausalLM"
     positions = 4096
-    # transformers builds the norms of the latents without an eps, whatever rms_norm_eps is
+    # transformers does not pass rms_norm_eps to the norms of the latents
     latent_norm_eps: float | None = 1e-6
     fields = Fields(
         used={
@@ -35,7 +35,7 @@ class DeepseekV3(SigmoidDecoder):
             "first_k_dense_replace": 3,
             "routed_scaling_factor": 2.5,
         },
-        # moe_layer_freq, scoring_func and topk_method are fields of the published configs only
+        # moe_layer_freq, scoring_func and topk_method occur only in the published configs
         fixed={
             **ROUTER_FIXED,
             "attention_bias": (False,),
@@ -61,11 +61,11 @@ class DeepseekV3(SigmoidDecoder):
 
     @property
     def rotary_width(self) -> int:
-        """The rotary part of a head's query and key."""
+        """Width of the rotary part of a head's query and key."""
         return int(self.values["qk_rope_head_dim"])
 
     def attention(self, layer: int) -> Block:
-        """Latent attention."""
+        """Return a latent attention block."""
         return LatentAttention(
             self.hidden,
             self.heads,
@@ -77,7 +77,7 @@ class DeepseekV3(SigmoidDecoder):
         )
 
     def megatron_config(self) -> dict[str, Any]:
-        """Keyword arguments of MLATransformerConfig."""
+        """Return the keyword arguments of MLATransformerConfig."""
         values, rotary = self.values, self.rotary
         config = super().megatron_config() | {
             "multi_latent_attention": True,
@@ -93,8 +93,8 @@ class DeepseekV3(SigmoidDecoder):
             "rope_type": "rope",
         }
         if rotary.kind != "default":
-            # under this type Megatron asks the rotary module for the factor of its cosines; `mcore.rotary` is that
-            # module. The other two make the factor on the logits, multi_latent_attention.py:125
+            # With rope_type yarn Megatron takes the factor of the cosines from the rotary module, here `mcore.rotary`.
+            # The other two settings determine the factor on the logits (multi_latent_attention.py:125).
             config |= {
                 "rope_type": "yarn",
                 "rotary_scaling_factor": float(rotary.settings["factor"]),

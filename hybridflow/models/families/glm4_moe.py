@@ -1,5 +1,5 @@
-"""GLM-4.5 (mixture of experts): grouped-query attention with biases, half-rotary, DeepSeek's router and shared
-experts."""
+"""GLM-4.5 (mixture of experts): grouped-query attention with biases, partial rotary embedding, DeepSeek's router and
+shared experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridflow.models.sigmoid_router import EXPERT_ALIASES, LAYER_SIZES, ROUTER
 
 
 class Glm4Moe(SigmoidDecoder):
-    """The map for a `glm4_moe` config. GLM-4.5 has norms on queries and keys, GLM-4.5-Air has none (`use_qk_norm`)."""
+    """Parameter map of a `glm4_moe` config. GLM-4.5 has query and key norms, GLM-4.5-Air does not (`use_qk_norm`)."""
 
     architecture = "Glm4MoeForCausalLM"
     positions, partial = 131072, 0.5
@@ -40,7 +40,7 @@ class Glm4Moe(SigmoidDecoder):
         self.qkv_bias, self.qk_norm = bool(self.values["attention_bias"]), bool(self.values["use_qk_norm"])
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """With the rotated share of each head."""
+        """Return the keyword arguments of GPTModel, including the rotated share of each head."""
         return super().gpt_model_kwargs() | {"rotary_percent": self.rotary.share}
 
 

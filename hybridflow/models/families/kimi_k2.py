@@ -1,4 +1,4 @@
-"""Kimi-K2: DeepSeek-V3's decoder under a model_type of its own."""
+"""Kimi-K2: DeepSeek-V3's decoder under a separate model_type."""
 
 from __future__ import annotations
 

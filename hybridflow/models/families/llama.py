@@ -8,7 +8,7 @@ from hybridflow.models.fields import REQUIRED, Fields
 
 
 class Llama(Decoder):
-    """The map for a `llama` config."""
+    """Parameter map of a `llama` config."""
 
     architecture = "LlamaForCausalLM"
     positions = 2048

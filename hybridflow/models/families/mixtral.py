@@ -1,4 +1,4 @@
-"""Mixtral: Llama's decoder with experts in every layer, softmax over the chosen logits."""
+"""Mixtral: Llama's decoder with experts in every layer and a softmax over the selected logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridflow.models.softmax_router import softmax_router_config
 
 
 class Mixtral(Decoder):
-    """The map for a `mixtral` config. Its checkpoints call gate, down and up w1, w2 and w3."""
+    """Parameter map of a `mixtral` config. In its checkpoints gate, down and up are named w1, w2 and w3."""
 
     architecture = "MixtralForCausalLM"
     positions, theta = 131072, 1e6
@@ -39,7 +39,7 @@ class Mixtral(Decoder):
         self.router = softmax_router_config(self.num_experts, topk, self.ffn, renormalised=True)
 
     def mlp(self, layer: int) -> Block:
-        """Experts in every layer."""
+        """Return an experts block for every layer."""
         names = MlpNames(gate="w1", up="w3", down="w2")
         keys = ("intermediate_size", "num_local_experts")
         return Experts(self.hidden, self.ffn, self.num_experts, prefix="block_sparse_moe.", names=names, keys=keys)

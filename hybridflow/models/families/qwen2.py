@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama's decoder with a bias on queries, keys and values."""
+"""Qwen2 and Qwen2.5: Llama's decoder with biases on queries, keys and values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybridflow.models.fields import REQUIRED, Fields
 
 
 class Qwen2(Decoder):
-    """The map for a `qwen2` config."""
+    """Parameter map of a `qwen2` config."""
 
     architecture = "Qwen2ForCausalLM"
     positions = 32768

@@ -1,4 +1,4 @@
-"""Qwen3: grouped-query attention with a norm on each head's queries and keys, SwiGLU."""
+"""Qwen3: grouped-query attention with a norm on each query and key head, SwiGLU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybridflow.models.fields import REQUIRED, Fields
 
 
 class Qwen3(Decoder):
-    """The map for a `qwen3` config."""
+    """Parameter map of a `qwen3` config."""
 
     architecture = "Qwen3ForCausalLM"
     positions = 32768

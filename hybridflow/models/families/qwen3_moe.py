@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, experts in every layer, softmax router."""
+"""Qwen3-MoE: Qwen3's attention, experts in every layer, and a softmax router."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridflow.models.softmax_router import softmax_router_config
 
 
 class Qwen3Moe(Qwen3):
-    """The map for a `qwen3_moe` config."""
+    """Parameter map of a `qwen3_moe` config."""
 
     architecture = "Qwen3MoeForCausalLM"
     fields = Fields(
@@ -42,7 +42,7 @@ class Qwen3Moe(Qwen3):
         self.router = softmax_router_config(experts, topk, self.ffn, renormalised=bool(self.values["norm_topk_prob"]))
 
     def mlp(self, layer: int) -> Block:
-        """Experts in every layer."""
+        """Return an experts block for every layer."""
         return Experts(self.hidden, self.ffn, int(self.values["num_experts"]))
 
 
