@@ -1,8 +1,7 @@
-"""The only room that imports megatron: build, forward/backward, log-probs, checkpoints, and what Megatron needs to run
-without CUDA.
+"""Megatron backend: model construction, forward/backward, log-probs, checkpoints, and the changes that let Megatron run
+without CUDA. The only package that imports megatron.
 
-Import order matters: what `bootstrap` does must come before anything of megatron is imported, so this package imports
-it first.
+Import order matters: `bootstrap` must run before anything of megatron is imported, so this package imports it first.
 """
 
 import hybridflow.mcore.bootstrap  # noqa: F401

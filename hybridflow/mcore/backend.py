@@ -1,4 +1,4 @@
-"""A Megatron model with what workers ask of every backend (`workers.backend.Backend`)."""
+"""A Megatron model that implements the backend interface (`workers.backend.Backend`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
 
 
 class MegatronPolicy(Policy):
-    """`Policy`, and its place in the process and on the disk. Every method is a collective."""
+    """`Policy` plus mesh position, memory parts, layout, checkpoints and export. Every method is a collective."""
 
     def mesh_position(self) -> tuple[int, int, bool]:
-        """(data-parallel rank, size, whether this rank returns its group's results)."""
+        """Return (data-parallel rank, data-parallel size, whether this rank returns its group's results)."""
         return parallel.data_parallel_position()
 
     def describe(self) -> dict[str, str]:
-        """Backend and versions, for the run's record."""
+        """Return the backend and its versions for the run's record."""
         found = {"backend": bootstrap.backend_name(), "megatron_core": bootstrap.MEGATRON_VERSION}
         if self.adapters:
             facts = self.adapters.facts()
@@ -33,16 +33,16 @@ class MegatronPolicy(Policy):
         return found
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """A function for each part, which lists this rank's tensors."""
+        """Return a function for each part that lists this rank's tensors."""
         return model_parts(self)
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
-        """Asks all ranks for their coordinates; the returned function builds the layout."""
+        """Gather the coordinates of all ranks. Returns a function that builds the layout."""
         ranks, dtype = parallel.all_coordinates(), str(self.dtype).removeprefix("torch.")
         return lambda catalog: megatron_layout(self.family, ranks, dtype, catalog)
 
     def saver(self, timeout_s: float) -> checkpoint.Saver:
-        """Writes checkpoints of this model."""
+        """Return the object that writes this model's checkpoints."""
         return checkpoint.Saver(self, timeout_s)
 
     def load(self, folder: Path) -> None:
@@ -56,6 +56,6 @@ class MegatronPolicy(Policy):
         return hf_export.export(self, folder, hf_config, tokenizer, source=source)
 
     def load_from(self, source: WeightSource) -> None:
-        """Replace all weights; an optimizer must be set anew afterwards."""
+        """Replace all weights and drop the optimizer; call `set_optimizer` again afterwards."""
         load_weights(self.stages, self.family, source)
         self.optimizer = None

@@ -1,4 +1,4 @@
-"""Save and load model, adapters, reference, optimizer, schedule and random state of a policy on Megatron."""
+"""Save and load model, adapters, reference, optimizer, schedule and random state of a Megatron policy."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ _BACKEND = "megatron"
 
 
 class Saver(_Saver):
-    """Saves one policy or value model. All ranks create it and call its methods together."""
+    """Saves one policy or value model. Its constructor and methods are collectives."""
 
     def __init__(self, policy: Policy, timeout_s: float = 1800.0) -> None:
-        """`timeout_s`: how long a save waits for the slowest rank, and the next save for this one."""
+        """`timeout_s` is how long a save waits for the slowest rank, and how long the next save waits for this one."""
         super().__init__(lambda folder, phase, step, exchange: _job(policy, folder, phase, step, exchange), timeout_s)
 
 
 def save(policy: Policy, folder: Path, *, phase: str = "", step: int = 0) -> None:
-    """`Saver.save`, without a saver. Collective."""
+    """Write a checkpoint synchronously, without creating a `Saver`. Collective."""
     job = _job(policy, folder, phase, step, shared_exchange())
     job.write(job.state.owned())
 
 
 def load(policy: Policy, folder: Path) -> None:
-    """Restore what was saved, in place, whatever the parallel layout was then. Collective.
+    """Restore a checkpoint in place, whatever parallel layout it was saved with. Collective.
 
-    The random state comes back where the number of ranks is the same. Of the optimizer's settings the configured ones
-    count, not those of the checkpoint; the schedule goes on at the update where it was.
+    The random state is restored only if the number of ranks is the same. The optimizer's settings are taken from the
+    configuration, not from the checkpoint; the schedule resumes at the saved update.
 
     Raises:
-        CheckpointError: the folder is missing, torn, foreign, or of another model; nothing has been loaded then.
+        CheckpointError: the folder is missing, torn, foreign, or from another model. Nothing has been loaded in that
+            case.
     """
     exchange = shared_exchange()
     manifest = checked_manifest(policy, folder, exchange, _BACKEND)
@@ -59,7 +60,7 @@ def load(policy: Policy, folder: Path) -> None:
     if policy.optimizer is not None:
         set_adam_step(policy.optimizer.inner, int(manifest.training["updates"]))
         policy.optimizer.scheduler.num_steps = int(manifest.training["scheduled"])
-        policy.optimizer.scheduler.step(0)  # sets rate and weight decay
+        policy.optimizer.scheduler.step(0)  # sets learning rate and weight decay
     if "rng" in state.contains:
         torch.set_rng_state(state.random_state)
 
@@ -68,7 +69,7 @@ def _job(policy: Policy, folder: Path, phase: str, step: int, exchange: Exchange
     state = ShardedState(policy)
     training: dict[str, Any] = {}
     if (optimizer := policy.optimizer) is not None:
-        # updates that were left out (a gradient that was not finite) count for the schedule alone
+        # skipped updates (non-finite gradient) advance only the schedule
         training = {
             "updates": adam_step(optimizer.inner),
             "scheduled": optimizer.scheduler.num_steps,
@@ -89,7 +90,7 @@ def _job(policy: Policy, folder: Path, phase: str, step: int, exchange: Exchange
 
 
 def _check_adapters(policy: Policy, manifest: Manifest, folder: Path) -> None:
-    """CheckpointError, on all ranks alike, where the checkpoint's adapters are not the policy's."""
+    """Raise CheckpointError on all ranks if the checkpoint's adapters differ from the policy's."""
     theirs, ours = dict(manifest.lora), _facts(policy)
     if theirs != ours:
         there, here = (

@@ -1,8 +1,7 @@
-"""Zigzag: which rows of a packed micro-batch each context-parallel rank holds.
+"""Zigzag layout: the rows of a packed micro-batch on each context-parallel rank.
 
-Every segment is cut into 2 c chunks of equal length (c ranks); rank r has chunks r and 2 c - 1 - r, so that under a
-causal mask all ranks have equally much to attend to. Megatron's rotary embedding (rope_utils.py:130) and Transformer
-Engine take this layout for granted.
+Every segment is cut into 2 c chunks of equal length (c ranks). Rank r has chunks r and 2 c - 1 - r, which balances the
+work under a causal mask. Megatron's rotary embedding (rope_utils.py:130) and Transformer Engine require this layout.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from hybridflow.algorithms.vocab_parallel import SumOverGroup
 
 @dataclass(frozen=True)
 class ZigZag:
-    """Where each packed row [t] is: the rank that holds it, and its row there."""
+    """For each packed row [t], the rank that holds it (`owner`) and its row there (`local`)."""
 
     owner: np.ndarray
     local: np.ndarray
 
     @classmethod
     def of(cls, bounds: np.ndarray, size: int) -> ZigZag:
-        """`bounds` [s + 1] segment bounds; every segment's length is a multiple of 2 x `size` (of 1 when `size` is
-        1)."""
+        """Build the layout for segment bounds `bounds` [s + 1]. Every segment's length must be a multiple of 2 x `size`
+        (any length if `size` is 1)."""
         lengths = np.diff(bounds)
         starts, total = np.repeat(bounds[:-1], lengths), int(bounds[-1])
         step = np.arange(total) - starts
@@ -40,7 +39,7 @@ class ZigZag:
         return cls(owner, starts // size + step - number * chunk + np.where(second, chunk, 0))
 
     def rows_of(self, rank: int) -> np.ndarray:
-        """Packed rows that `rank` holds, in its order [t / size]."""
+        """Return the packed rows on `rank`, in its local order [t / size]."""
         rows = np.flatnonzero(self.owner == rank)
         ordered = np.empty_like(rows)
         ordered[self.local[rows]] = rows
@@ -48,10 +47,10 @@ class ZigZag:
 
 
 def gather_tokens(values: torch.Tensor, places: torch.Tensor | None, total: int) -> torch.Tensor:
-    """Every response token's value [..., total] on all context-parallel ranks, from what each computed [..., n].
+    """Gather every response token's value [..., total] on all context-parallel ranks from each rank's values [..., n].
 
-    `places` [n] says which tokens this rank has; None: all of them (no context parallelism). All ranks then compute the
-    same loss, so the backward keeps each rank's own share.
+    `places` [n] are the indices of this rank's tokens; None: all of them (no context parallelism). All ranks then
+    compute the same loss, so the backward pass keeps only each rank's own share.
     """
     if places is None:
         return values

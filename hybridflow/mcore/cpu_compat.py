@@ -1,9 +1,9 @@
-"""Replacements of CUDA functions that let Megatron-Core 0.16.1 run on the CPU. `bootstrap` installs them there before
-megatron is imported; with CUDA never.
+"""Replacements of CUDA functions that let Megatron-Core 0.16.1 run on CPU. `bootstrap` installs them there before
+megatron is imported; they are never installed with CUDA.
 
-Megatron asks torch.cuda for its device, streams and random state without checking that CUDA exists, creates tensors
-with `device="cuda"`, and compares type strings. Each replacement below says who needs it. Gloo's own gaps are in
-`gloo_guards`.
+Megatron queries torch.cuda for its device, streams and random state without checking that CUDA exists, creates tensors
+with `device="cuda"`, and compares type strings. Each replacement below names its caller. Limitations of gloo are
+handled in `gloo_guards`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _installed = False
 
 
 class _Stream:
-    """A CUDA stream's interface where everything is already in order."""
+    """No-op CUDA stream: on CPU everything runs in order."""
 
     device, cuda_stream, priority = _CPU, 0, 0
 
@@ -54,7 +54,7 @@ class _Stream:
 
 
 class _Event:
-    """A CUDA event that reads the wall clock."""
+    """CUDA event that uses the wall clock."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.time_s = 0.0
@@ -74,7 +74,7 @@ class _Event:
 
 
 class _Generators:
-    """`torch.cuda.default_generators`, where tensor_parallel/random.py keeps its states: every index is the CPU
+    """`torch.cuda.default_generators`, where tensor_parallel/random.py keeps its states. Every index is the CPU
     generator."""
 
     class _Default:
@@ -92,7 +92,7 @@ class _Generators:
 
 
 def install() -> None:
-    """Replace what Megatron calls; a second call does nothing. Only for processes that compute on the CPU."""
+    """Install all replacements. Idempotent. Only for processes that compute on CPU."""
     global _installed
     if _installed:
         return
@@ -120,8 +120,8 @@ def _replace_cuda_state() -> None:
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None
     cuda.default_generators = _Generators()
-    # tensor_parallel/random.py:113 defers the rng switch through _lazy_call; without CUDA the call would be queued for
-    # ever, which makes the rng fork a silent no-op
+    # tensor_parallel/random.py:113 defers the rng switch through _lazy_call; without CUDA the call would stay queued
+    # forever, and the rng fork would silently do nothing
     cuda._lazy_call = lambda callback, **k: callback()
     cuda._lazy_init = lambda: None
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
@@ -134,7 +134,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _replace_factories() -> None:
-    """`device="cuda"` becomes the CPU; pinned memory, which needs a driver, is dropped."""
+    """Map `device="cuda"` to the CPU and drop pinned memory, which needs a driver."""
 
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
@@ -146,16 +146,17 @@ def _replace_factories() -> None:
 
         return wrapper
 
-    # `with torch.device("meta")` looks factories up in a set that is made at its first use (torch/utils/_device.py:13).
-    # Made after the exchange, it would hold our wrappers and miss the functions inside them, and transformers would
-    # leave rotary tables uninitialised
+    # `with torch.device("meta")` looks factories up in a set built on first use (torch/utils/_device.py:13). Built
+    # after the replacement, it would contain our wrappers but not the functions they call, and transformers would leave
+    # rotary tables uninitialised.
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
 
 def _replace_moves() -> None:
-    """`.cuda()` and `.to("cuda")` stay where they are (tied embeddings with pipeline stages, some optimizer saves)."""
+    """Make `.cuda()` and `.to("cuda")` no-ops (used for tied embeddings with pipeline stages and by some optimizer
+    saves)."""
     tensor: Any = torch.Tensor
     original_to = tensor.to
 
@@ -172,7 +173,7 @@ def _replace_moves() -> None:
 
 
 def _replace_type_names() -> None:
-    """Callers inside megatron see the CUDA name of a tensor's type, all others the true one.
+    """Return the CUDA name of a tensor's type to callers inside megatron, the true name to all others.
 
     Megatron's optimizers compare `param.type()` with 'torch.cuda.FloatTensor' (clip_grads.py:167,
     distrib_optimizer.py:361, 420, 582, optimizer.py:671, 690).

@@ -1,10 +1,10 @@
-"""The load that moves expert biases counts real tokens; Megatron's router counts the padding of packed micro-batches
-too.
+"""Correct the expert load, from which expert biases are updated: Megatron's router also counts the padding of packed
+micro-batches.
 
-Megatron-Core 0.16.1 has a padding mask for that, which reaches no later pipeline stage (gpt_model.py:308) and has the
-wrong shape where it is used (router.py:542: [t] against a routing map [t, experts]). So each router's count is
-corrected afterwards by the routing map that it returns. The micro-batch's `PackedSeqParams` says which rows are
-padding; `micro_batch_tracker` says which micro-batch that is.
+Megatron-Core 0.16.1 has a padding mask for this purpose, but it is not passed to later pipeline stages
+(gpt_model.py:308) and has the wrong shape where it is used (router.py:542: [t] against a routing map [t, experts]).
+Instead, each router's count is corrected afterwards with the routing map that the router returns. The micro-batch's
+`PackedSeqParams` marks padding rows; `micro_batch_tracker` identifies the micro-batch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hybridflow.mcore.parallel import tensor_share
 
 
 class ExpertLoad:
-    """Corrects the counts of this rank's routers that have an expert bias; others count nothing."""
+    """Corrects the counts of this rank's routers that have an expert bias. Other routers do not count."""
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
-        """`stages`: the rank's model chunks, not yet wrapped."""
+        """`stages` are the rank's model chunks before wrapping."""
         found = [router for _, router in routers_of(stages) if router.enable_expert_bias]
         tracker = MicroBatchTracker(stages if found else (), "real")
         self._routers = [_Corrected(tracker, router) for router in found]
 
     def begin(self) -> None:
-        """A training pass begins: forget what a pass that failed has left."""
+        """Start a training pass: discard any state left by a failed pass."""
         for router in self._routers:
             router.queue.clear()
 
@@ -44,9 +44,9 @@ class _Corrected:
 
     def _correct(self, router: TopKRouter, _: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         real, _recomputed = self.queue.take()
-        if real is None or not torch.is_grad_enabled():  # without gradient nothing was counted (router.py:539)
+        if real is None or not torch.is_grad_enabled():  # nothing is counted without gradient (router.py:539)
             return
-        if router.config.sequence_parallel:  # this tensor-parallel rank routes its part of the tokens
+        if router.config.sequence_parallel:  # this tensor-parallel rank routes only its share of the tokens
             real = tensor_share(real)
-        # no index by a mask: its size would have to be known on the host, which would wait for the device
+        # no boolean indexing: the size of its result would force a device sync
         router.local_tokens_per_expert -= (output[1] & ~real.unsqueeze(1)).sum(dim=0)

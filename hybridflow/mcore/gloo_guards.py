@@ -1,7 +1,7 @@
-"""Guards around collectives that gloo (torch 2.13) refuses, or computes silently differently from NCCL.
+"""Guards for collectives that gloo (torch 2.13) rejects, or computes differently from NCCL without an error.
 
 `scatter` with non-contiguous inputs, `all_reduce` on strided tensors and `broadcast` between different memory layouts
-read and write the storage as if it were contiguous. `all_gather` of unequal sizes is refused, although expert tensor
+treat the storage as if it were contiguous. `all_gather` with unequal sizes is rejected, although expert tensor
 parallelism with expert parallelism needs it (tensor_parallel/mappings.py:150).
 """
 
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 
 def install() -> None:
-    """Wrap the collectives named above. Only called where gloo is the backend."""
+    """Wrap these collectives. Only called if the backend is gloo."""
     guarded = {"all_gather": _all_gather(dist.all_gather), "scatter": _scatter(dist.scatter)}
     guarded |= {name: _contiguous_only(getattr(dist, name)) for name in ("all_reduce", "broadcast")}
     for name, collective in guarded.items():

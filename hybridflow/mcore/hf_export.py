@@ -1,4 +1,4 @@
-"""Write the policy as a Hugging Face folder."""
+"""Export of the policy as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def export(
     *,
     source: Path | None = None,
 ) -> list[str]:
-    """Write the policy's weights, adapters merged, as `export_held` does. Collective."""
+    """Write the policy's weights, with adapters merged, using `export_held`. Collective."""
     held = Held(policy.family, policy.dtype, megatron_owners(policy.family, all_coordinates()), policy.parameters())
     try:
         return export_held(held, folder, hf_config, tokenizer, max_shard_bytes, source=source)

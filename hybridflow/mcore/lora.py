@@ -1,16 +1,16 @@
-"""Low-rank adapters on Megatron's linears: the base is frozen, two small factors are trained.
+"""Low-rank adapters on Megatron's linears: the base is frozen and two small factors are trained.
 
-The linears keep their classes, names and weights; a forward hook adds the adapter's output. Families' maps, checkpoints
-and the plan of the weight sync therefore stay as they are. How ranks cut the factors is data (`models.lora`), and it
-determines what the ranks must exchange:
+The linears keep their classes, names and weights; a forward hook adds the adapter's output. Family maps, checkpoints
+and the weight sync plan are therefore unchanged. The sharding of the factors is data (`models.lora`) and determines the
+communication between ranks:
 
-    weight cut by   A [r, in]     B [out, r]   between A and B in the forward pass
-    rows            whole         own rows     copy; under sequence parallelism gather
-    columns         own columns   whole        sum; under sequence parallelism scatter
-    nothing         whole         whole        nothing
+    weight split by   A [r, in]     B [out, r]   between A and B in the forward pass
+    rows              whole         own rows     copy; under sequence parallelism gather
+    columns           own columns   whole        sum; under sequence parallelism scatter
+    nothing           whole         whole        nothing
 
-A factor that a rank holds whole but applies to its part of the sequence alone has its gradient summed over ranks, as a
-norm has. What travels is [tokens, r], never [tokens, hidden].
+A factor that is replicated but applied only to a rank's share of the sequence has its gradient summed over ranks, like
+a norm. Only [tokens, r] is communicated, never [tokens, hidden].
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from hybridflow.reshard.layout import rank_tensors
 
 
 class Adapter(torch.nn.Module):
-    """scale * B A of one linear."""
+    """The adapter of one linear: scale * B A."""
 
     def __init__(self, linear: Any, described: AdaptedWeight, scale: float, config: Any) -> None:
-        """`linear`: the adapted module; `config`: its TransformerConfig."""
+        """`linear` is the adapted module and `config` its TransformerConfig."""
         super().__init__()
         weight, self.cut, self.scale = linear.weight, described.cut, scale
         self.sequence_parallel = config.sequence_parallel
         self.A = torch.nn.Parameter(torch.empty(described.a.shape, dtype=weight.dtype, device=weight.device))
         self.B = torch.nn.Parameter(torch.empty(described.b.shape, dtype=weight.dtype, device=weight.device))
-        # TE's and our fused linears contain the norm in front of them; its output is not kept but computed again. The
-        # linear is in a tuple because it must not become a child of its own child
+        # TE's and our fused linears include the preceding norm, whose output is not stored, so it is recomputed here.
+        # The linear is wrapped in a tuple so that it does not become a child of its own child.
         self._norm = (linear, float(linear.eps)) if hasattr(linear, "layer_norm_weight") else None
         if self.cut == "rows":
-            # otherwise the gradient norm would count the rows of one rank only
+            # otherwise the gradient norm would count the rows of only one rank
             set_tensor_model_parallel_attributes(self.B, True, 0, 1)
         if self.cut == "columns":
             set_tensor_model_parallel_attributes(self.A, True, 1, 1)
@@ -63,14 +63,15 @@ class Adapter(torch.nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: the linear's input, [s, b, in] as it gets it. Returns what is added to its output."""
+        """Return the adapter's output, which is added to the linear's. x is the linear's input as received, [s, b,
+        in]."""
         if self._norm is not None:
             linear, epsilon = self._norm
             x = F.rms_norm(x, (x.shape[-1],), linear.layer_norm_weight, epsilon)
         return F.linear(self._between(F.linear(x, self.A)) * self.scale, self.B)
 
     def _between(self, low: torch.Tensor) -> torch.Tensor:
-        """[s, b, r] from what A made to what B takes."""
+        """Communicate [s, b, r] between A's output and B's input."""
         group = parallel_state.get_tensor_model_parallel_group()
         if self.cut == "rows":
             if self.sequence_parallel:
@@ -84,7 +85,7 @@ class Adapter(torch.nn.Module):
 
 
 class Adapters:
-    """All adapters of this rank. Attaching them freezes everything else.
+    """All adapters of this rank. Attaching them freezes all other parameters.
 
     Raises:
         ModelError: a stage of this rank has no adapter, so nothing to train.
@@ -112,20 +113,20 @@ class Adapters:
         self._fill()
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says about the adapters."""
+        """Return the adapter settings for a checkpoint's manifest."""
         return self.map.facts()
 
     def parameters(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
-        """The factors by Megatron name, with their descriptions."""
+        """Return the factors with their descriptions, by Megatron name."""
         pairs = [pair for linear, one in self._linears for pair in ((linear.lora.A, one.a), (linear.lora.B, one.b))]
         return {local.name: (parameter, local) for parameter, local in pairs}
 
     @torch.no_grad()
     def merged(self) -> dict[str, torch.Tensor]:
-        """W + scale * B A of every adapted weight, by the weight's name.
+        """Return W + scale * B A of every adapted weight, by the weight's name.
 
-        The buffers are reused: they are valid until the next call or `release`. This rank's rectangle of W needs only
-        this rank's rectangles of B and A.
+        The buffers are reused and valid until the next call or `release`. A rank's region of W needs only its own
+        regions of B and A.
         """
         for linear, one in self._linears:
             weight, name = linear.weight.detach(), one.weight.name
@@ -137,11 +138,12 @@ class Adapters:
 
     @property
     def merged_bytes(self) -> int:
-        """Bytes that merged copies take on this rank, from `merged` to `release`."""
+        """Bytes of the merged copies on this rank, allocated from `merged` to `release`."""
         return sum(linear.weight.nbytes for linear, _ in self._linears)
 
     def release(self) -> None:
-        """Free the merged copies' memory. Senders keep views of the tensors, which stay empty until `merged`."""
+        """Free the memory of the merged copies. Senders keep views of the tensors, which stay empty until the next
+        `merged`."""
         for tensor in self._merged.values():
             tensor.untyped_storage().resize_(0)
 
@@ -155,7 +157,8 @@ class Adapters:
 
 
 def _mark_sequence_parallel(whole: Sequence[torch.nn.Parameter]) -> None:
-    """Mark factors that see only this rank's part of the sequence: finalize_model_grads.py:354 sums their gradients."""
+    """Mark factors applied only to this rank's share of the sequence; finalize_model_grads.py:354 sums their
+    gradients."""
     for factor in whole:
         factor.sequence_parallel = True  # type: ignore[attr-defined]
 
@@ -165,6 +168,6 @@ def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 
 
 def _start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Nothing before the first adapter requires a gradient, but a recomputed layer passes one on only if its input
-    requires one (random.py:564)."""
+    """Make the embedding output require a gradient. Nothing before the first adapter does, but a recomputed layer
+    passes a gradient on only if its input requires one (random.py:564)."""
     return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -1,10 +1,10 @@
-"""Which micro-batch a router is computing: Megatron tells a router nothing of the batch, and computes some
+"""Identify the micro-batch that a router is processing. Megatron does not pass it to routers, and computes some
 micro-batches twice.
 
-A forward hook of the model notes what the micro-batch carries in its `PackedSeqParams`. A router that is called outside
-of any forward pass recomputes activations for the backward pass. Under 1F1B, forwards of later micro-batches and
-recomputations of earlier ones alternate, but backward passes come in the order of the forwards: the recomputation is of
-the oldest micro-batch that this router has run without gradient.
+A forward hook of the model stores an attribute of the micro-batch's `PackedSeqParams`. A router called outside of any
+forward pass is recomputing activations for the backward pass. Under 1F1B, forward passes of later micro-batches
+alternate with recomputations of earlier ones, but backward passes run in forward order. A recomputation therefore
+belongs to the oldest micro-batch that this router has run without gradient.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 
 
 def routers_of(stages: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
-    """The routers of this rank's model chunks, with their names in the chunk."""
+    """Return the routers of this rank's model chunks, with their names in the chunk."""
     modules = [pair for stage in stages for pair in stage.named_modules()]
     return [(name, module) for name, module in modules if isinstance(module, TopKRouter)]
 
 
 class MicroBatchTracker:
-    """Follows the forward passes of this rank's model chunks."""
+    """Tracks the forward passes of this rank's model chunks."""
 
     def __init__(self, stages: Sequence[torch.nn.Module], name: str) -> None:
-        """Args:
-        stages: the rank's model chunks, not yet wrapped.
-        name: the attribute of a micro-batch's `PackedSeqParams` that is wanted; one without it counts as none.
+        """Register hooks on the model chunks.
+
+        Args:
+            stages: the rank's model chunks before wrapping.
+            name: the attribute of `PackedSeqParams` to track; a micro-batch without it yields None.
         """
         self.current: Any = None
         self.computing = self.with_gradient = False
@@ -49,28 +51,28 @@ class MicroBatchTracker:
 
 
 class RecomputationQueue:
-    """The micro-batches that one router will compute again. Each router has its own queue: a pipeline stage recomputes
-    its layers one after another."""
+    """The micro-batches that one router will recompute. Each router has a separate queue, since a pipeline stage
+    recomputes its layers one after another."""
 
     def __init__(self, tracker: MicroBatchTracker) -> None:
         self._tracker = tracker
         self._pending: deque[Any] = deque()
 
     def take(self) -> tuple[Any, bool]:
-        """(what the micro-batch carries or None, whether this is a recomputation). Call it once in each call of the
-        router."""
+        """Return (the tracked attribute of the micro-batch or None, whether this is a recomputation). Must be called
+        once per router call."""
         tracker = self._tracker
         if not tracker.computing:
             return (self._pending.popleft() if self._pending else None), True
-        # inside a forward pass with gradient, a module that runs without it will be recomputed
+        # a module that runs without gradient inside a forward pass with gradient will be recomputed
         if tracker.current is not None and tracker.with_gradient and not torch.is_grad_enabled():
             self._pending.append(tracker.current)
         return tracker.current, False
 
     def pending(self) -> int:
-        """Recomputations that are still to come."""
+        """Return the number of outstanding recomputations."""
         return len(self._pending)
 
     def clear(self) -> None:
-        """Expect no recomputation: a pass begins, or has ended."""
+        """Drop all expected recomputations. Called at the start or end of a pass."""
         self._pending.clear()

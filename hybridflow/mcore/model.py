@@ -1,4 +1,4 @@
-"""Build a Megatron GPTModel for a family, and fill it with weights."""
+"""Build a Megatron GPTModel for a family and load its weights."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ from hybridflow.reshard.layout import rank_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CORE_ATTENTION = ("core_attn",)
-# of Megatron's config: with one of them a gated MLP is no plain SwiGLU
+# keys of Megatron's config: with any of them a gated MLP is not plain SwiGLU
 OTHER_ACTIVATIONS = {"activation_func", "activation_func_clamp_value", "glu_linear_offset"}
 
 
 def recompute_settings(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
-    """`actor.recompute` and `actor.recompute_modules` in Megatron's words."""
+    """Translate `actor.recompute` and `actor.recompute_modules` to Megatron's settings."""
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if recompute != "none" else {}
 
 
 def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
-    """How pipeline stages exchange activations.
+    """Return the settings for exchanging activations between pipeline stages.
 
     With an interleaved schedule over two stages, a rank's previous and next neighbour are the same rank. Batched
-    operations have no tags (p2p_communication.py:27-46), so "to the previous" would match "from the previous", and the
+    operations have no tags (p2p_communication.py:27-46), so "to the previous" would match "from the previous" and the
     gradients would be silently wrong.
     """
     return {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline_size(parallel) > 1 else {}
 
 
 def stage_contents(family: Family, parallel: ParallelConfig) -> list[list[str]] | None:
-    """`actor.parallel.layers_per_stage` as Megatron's `pipeline_model_parallel_layout`: what each (virtual) stage
-    holds, in the order of the model. None where it is not set."""
+    """Translate `actor.parallel.layers_per_stage` to Megatron's `pipeline_model_parallel_layout`: the contents of each
+    (virtual) stage in model order. None if it is not set."""
     if not parallel.layers_per_stage or parallel.pipeline == 1:
         return None
     stages = [["decoder"] * count for count in parallel.layers_per_stage]
@@ -76,7 +76,8 @@ def transformer_config(
     recompute: str = "none",
     recompute_modules: Sequence[str] = CORE_ATTENTION,
 ) -> TransformerConfig:
-    """Megatron's config: what the family says, the layout, and what the device at hand allows (`device_settings`)."""
+    """Build Megatron's config from the family, the parallel layout, and device-dependent settings
+    (`device_settings`)."""
     is_cuda, params_dtype = Platform.detect().kind == "cuda", DTYPES[dtype]
     settings: dict[str, Any] = {
         "activation_func": F.silu,
@@ -102,12 +103,12 @@ def transformer_config(
         # as tensor-parallel (tensor_parallel/layers.py), and the gradient norm then misses the other ranks' shares
         "perform_initialization": True,
         "gradient_accumulation_fusion": bootstrap.HAVE_GRADIENT_KERNEL,
-        "bias_dropout_fusion": False,  # there is no dropout, and no bias to add with it
-        "masked_softmax_fusion": False,  # of attention with a mask; packed samples have none
+        "bias_dropout_fusion": False,  # no dropout, and no bias to fuse with it
+        "masked_softmax_fusion": False,  # only for attention with a mask; packed samples have none
         "moe_grouped_gemm": True,
         "moe_token_dispatcher_type": "flex" if parallel.moe_dispatcher == "deepep" else parallel.moe_dispatcher,
         "moe_flex_dispatcher_backend": "deepep",
-        # losses return (sum, count); gradients are divided once, by the global count
+        # losses return (sum, count); gradients are divided once by the global count
         "calculate_per_token_loss": True,
         **schedule_settings(parallel),
         **recompute_settings(recompute, recompute_modules),
@@ -121,19 +122,20 @@ def transformer_config(
 
 
 def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> dict[str, Any]:
-    """What of Megatron's config depends on the device and on Transformer Engine. docs/platforms.md lists it."""
+    """Return the settings of Megatron's config that depend on the device and on Transformer Engine; docs/platforms.md
+    lists them."""
     config = family.megatron_config()
     is_latent, is_mixture = (bool(config.get(name)) for name in ("multi_latent_attention", "num_moe_experts"))
     is_swiglu = bool(config.get("gated_linear_unit")) and not config.keys() & OTHER_ACTIVATIONS
-    # its kernel for packed samples, and `torch_functions.rotate` in its place, are told no factor of cosines and sines
-    # (rope_utils.py:295), and of latent attention the kernel knows YaRN alone (transformer_config.py:2068)
+    # TE's kernel for packed samples, and `torch_functions.rotate` in its place, ignore the factor of cosines and sines
+    # (rope_utils.py:295), and for latent attention the kernel supports only YaRN (transformer_config.py:2068)
     fuses_rope = not is_latent and family.rotary.attention_factor == 1.0
     return {
         "use_cpu_initialization": not is_cuda,
         "persist_layer_norm": is_cuda,
-        "deallocate_pipeline_outputs": is_cuda,  # a sent activation is kept by its graph alone
-        "bias_activation_fusion": transformer_engine,  # SwiGLU, and its product with the routers' weights
-        "use_te_activation_func": is_swiglu and not transformer_engine,  # what the layer spec names: our `swiglu`
+        "deallocate_pipeline_outputs": is_cuda,  # a sent activation is only needed by its graph
+        "bias_activation_fusion": transformer_engine,  # SwiGLU, and its product with the router weights
+        "use_te_activation_func": is_swiglu and not transformer_engine,  # activation of the layer spec: our `swiglu`
         "apply_rope_fusion": fuses_rope,
         "moe_permute_fusion": transformer_engine and is_mixture,
     }
@@ -146,7 +148,7 @@ def build_model(
     recompute: str = "none",
     recompute_modules: Sequence[str] = CORE_ATTENTION,
 ) -> list[GPTModel]:
-    """This rank's stage with uninitialised weights: one model, or one for each virtual stage."""
+    """Build this rank's stage with uninitialised weights: one model, or one per virtual stage."""
     rotary.install()
     megatron_versions.install()
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
@@ -166,7 +168,7 @@ def build_model(
 
 
 def _check_transformer_engine(dtype: str) -> None:
-    """Raise ModelError for a version that Megatron does not take, and for a dtype that it cannot compute in."""
+    """Raise ModelError if the installed version is not supported by Megatron, or cannot compute in this dtype."""
     version, (least, beyond) = get_te_version(), megatron_versions.transformer_engine_range(bootstrap.MEGATRON_VERSION)
     if not Version(least) <= version < Version(beyond):
         raise ModelError(
@@ -175,7 +177,7 @@ def _check_transformer_engine(dtype: str) -> None:
             f"'make setup LANE=gpu' there, or take Transformer Engine out of this environment"
         )
     if dtype == "float32":
-        # transformer_engine/pytorch/attention/dot_product_attention/utils.py:428 (2.9): nothing is left for packed fp32
+        # transformer_engine/pytorch/attention/dot_product_attention/utils.py:428 (2.9): no backend supports packed fp32
         raise ModelError(
             "model.dtype=float32: Transformer Engine has no attention for packed samples in fp32; set "
             "model.dtype=bfloat16, or take Transformer Engine out of this environment"
@@ -184,7 +186,7 @@ def _check_transformer_engine(dtype: str) -> None:
 
 def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> GPTModel:
     stage = at.vpp_rank if at.vpp_size > 1 else None
-    # Megatron's router and the modules of `torch_modules` name no device
+    # Megatron's router and the modules of `torch_modules` do not specify a device
     with Platform.detect().current_device():
         model = GPTModel(
             config,
@@ -203,14 +205,14 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
     if isinstance(family, ScalarHead):
         replace_output_layer(model, family.hidden, family.bias)
     elif at.is_last_stage:
-        # `vocab_parallel` applies the output layer chunk by chunk; the module is still called, so that hooks on its
+        # `vocab_parallel` applies the output layer chunk by chunk; the module is still called so that hooks on its
         # weight run
         model.output_layer.forward = functools.partial(_hidden_states, model.output_layer)
     return model
 
 
 def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:
-    """The norms of latents are part of the up projections."""
+    """Set the eps of the latents' norms, which are part of the up projections."""
     for name, module in model.named_modules():
         if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")):
             module.eps = eps
@@ -219,9 +221,8 @@ def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:
 def _hidden_states(
     layer: Any, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
 ) -> tuple[torch.Tensor, None]:
-    """The input of a ColumnParallelLinear's matrix product: hidden [s, b, h] of all tokens. The backward pass sums the
-    tensor-parallel ranks' shares of its gradient.
-    """
+    """Return the input of a ColumnParallelLinear's matrix product: hidden [s, b, h] of all tokens. The backward pass
+    sums the gradient over the tensor-parallel ranks."""
     if layer.sequence_parallel:
         return gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=True, group=layer.tp_group
@@ -230,14 +231,14 @@ def _hidden_states(
 
 
 def output_weight(model: GPTModel) -> torch.Tensor:
-    """[v, h] this rank's rows of the output layer of a last stage, whether or not it is tied to the embedding."""
+    """Return this rank's rows [v, h] of a last stage's output layer, whether or not it is tied to the embedding."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
 
 
 def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    """Add gradient buffers and data-parallel reduction to each virtual stage."""
+    """Wrap each virtual stage with gradient buffers and data-parallel reduction."""
     mark_experts(models)
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -250,9 +251,9 @@ def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> l
         DistributedDataParallel(model.config, config, model, disable_bucketing=chunk > 0)
         for chunk, model in enumerate(models)
     ]
-    settings = models[0].config  # one object for all virtual stages
+    settings = models[0].config  # shared by all virtual stages
     settings.finalize_model_grads_func = finalize_model_grads
-    if parallel.overlap_grad_reduce:  # nothing is reduced before the last micro-batch
+    if parallel.overlap_grad_reduce:  # no reduction before the last micro-batch
         settings.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
@@ -260,9 +261,9 @@ def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> l
 def mark_experts(models: Sequence[torch.nn.Module]) -> None:
     """Mark experts, so that their gradients are reduced over the experts' data-parallel group.
 
-    tensor_parallel/layers.py:829, 1149 mark them only when EP > 1. With ETP != TP and EP = 1 they would be reduced over
-    the dense group, which is silently wrong. The mark also makes the optimizer's parts, and so its checkpoints, the
-    same at every EP.
+    tensor_parallel/layers.py:829, 1149 mark them only if EP > 1. With ETP != TP and EP = 1 they would be reduced over
+    the dense group, which is silently wrong. The mark also makes the optimizer's parts, and therefore its checkpoints,
+    the same for every EP.
     """
     for model in models:
         for name, parameter in model.named_parameters():
@@ -271,14 +272,14 @@ def mark_experts(models: Sequence[torch.nn.Module]) -> None:
 
 
 def by_chunk(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
-    """(prefix of its tensors' names, model): `chunk0.`, `chunk1.`, ... with virtual stages (as `rank_tensors` has
-    them), else nothing."""
+    """Yield (prefix of its tensors' names, model): `chunk0.`, `chunk1.`, ... with virtual stages (as in
+    `rank_tensors`), else an empty prefix."""
     for chunk, model in enumerate(models):
         yield f"chunk{chunk}." if len(models) > 1 else "", model
 
 
 def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Parameters by Megatron name, and the expert biases, which are buffers that training may move."""
+    """Return the parameters by Megatron name, plus the expert biases, which are buffers that training may update."""
     held: dict[str, torch.Tensor] = {}
     for prefix, model in by_chunk(models):
         biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias")]
@@ -287,11 +288,11 @@ def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def local_parameters(models: Sequence[torch.nn.Module], family: Family) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
-    """Every parameter of this rank (and every buffer that a checkpoint holds: expert biases) with its description by
-    the family. Adapters have descriptions of their own (`mcore.lora`).
+    """Return every parameter of this rank, and every buffer stored in checkpoints (expert biases), with the family's
+    description. Adapters are described separately (`mcore.lora`).
 
     Raises:
-        ModelError: the model and the family's map disagree on a name or a shape.
+        ModelError: a name or shape differs between the model and the family's map.
     """
     described = {local.name: local for local in rank_tensors(family, coordinates())}
     buffers = {f"{prefix}{name}" for prefix, model in by_chunk(models) for name, _ in model.named_buffers()}
@@ -313,7 +314,7 @@ def local_parameters(models: Sequence[torch.nn.Module], family: Family) -> dict[
 
 @torch.no_grad()
 def load_weights(models: Sequence[torch.nn.Module], family: Family, source: WeightSource) -> None:
-    """Fill the rank's parameters piece by piece; padding becomes zero."""
+    """Load the rank's parameters piece by piece; padding is set to zero."""
     for parameter, local in local_parameters(models, family).values():
         parameter.zero_()
         for piece in local.pieces:

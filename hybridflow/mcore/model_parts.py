@@ -1,4 +1,4 @@
-"""The tensors of a policy by part (weights, gradients, optimizer state, reference), for `Residency`."""
+"""A policy's tensors by part (weights, gradients, optimizer state, reference), for `Residency`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hybridflow.mcore.policy import Policy
 
 
 def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-    """For each part a function that lists its present tensors: an optimizer may be replaced, a reference appear."""
+    """Return a function for each part that lists its current tensors. The list changes when the optimizer is replaced
+    or a reference is added."""
     return {
         "weights": lambda: [*_held(policy), *_flat(policy, "param_data")],
         "gradients": lambda: [*_flat(policy, "grad_data"), *_gradients(policy)],
@@ -22,25 +23,25 @@ def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Ten
 
 
 def _held(policy: Policy) -> list[torch.Tensor]:
-    """Parameters and buffers of every model chunk."""
+    """Return the parameters and buffers of every model chunk."""
     return [tensor for stage in policy.stages for tensor in (*stage.parameters(), *stage.buffers())]
 
 
 def _flat(policy: Policy, name: str) -> list[torch.Tensor]:
-    """Megatron's flat buffers; without the distributed optimizer none holds parameters."""
+    """Return Megatron's flat buffers. Without the distributed optimizer they hold no parameters."""
     chunks = policy.chunks if policy.trains else ()
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return [data for data in (getattr(buffer, name) for buffer in buffers) if data is not None]
 
 
 def _main_parameters(policy: Policy) -> list[torch.Tensor]:
-    """Parameters that the inner optimizers update: fp32 copies or, in fp32, views that count as weights."""
+    """Return the parameters that the inner optimizers update: fp32 copies or, in fp32, views that count as weights."""
     inner = inner_optimizers(policy.optimizer.inner) if policy.optimizer else []
     return [parameter for one in inner for group in one.optimizer.param_groups for parameter in group["params"]]
 
 
 def _gradients(policy: Policy) -> list[torch.Tensor]:
-    """Gradients of parameters and main parameters that are not views of the flat buffers."""
+    """Return the gradients of parameters and main parameters that are not views of the flat buffers."""
     owners = (*_held(policy), *_main_parameters(policy))
     return [owner.grad for owner in owners if owner.grad is not None]
 

@@ -1,4 +1,4 @@
-"""`algorithms.nonfinite` over Megatron's stages: the gradient that enters a stage, the one that leaves it, and the flat
+"""`algorithms.nonfinite` for Megatron's stages: checks the gradient entering and leaving each stage, and the flat
 buffers."""
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from hybridflow.mcore.parallel import device
 
 
 class Watch(nonfinite.Watch):
-    """Watches one mini-batch on this rank, at three places of each stage."""
+    """Checks one mini-batch on this rank at three points of each stage."""
 
     def __init__(self, num_micro_batches: int) -> None:
         super().__init__(num_micro_batches, device())
 
     @contextlib.contextmanager
     def stage(self, model: Any, micro_batch: int) -> Iterator[None]:
-        """Around a stage's forward pass: watch the gradient that will leave it (of the embedding's output, or of what
-        it received)."""
+        """Context manager for a stage's forward pass: watch the gradient that will leave the stage (of the embedding's
+        output, or of the received activation)."""
         if not model.pre_process:
             self.gradient_of(model.decoder.input_tensor, micro_batch)
             yield
@@ -35,7 +35,8 @@ class Watch(nonfinite.Watch):
             handle.remove()
 
     def report(self, chunks: Sequence[Any]) -> str:
-        """`report_of` the buffers of `chunks`, which hold the reduced gradients. Collective over the world."""
+        """Return `report_of` for the buffers of `chunks`, which hold the reduced gradients. Collective over the
+        world."""
         return self.report_of(
             buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         )

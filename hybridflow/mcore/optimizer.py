@@ -1,4 +1,4 @@
-"""Megatron's optimizer, with fixes for torch's AdamW, which it uses without Transformer Engine and Apex."""
+"""Megatron's optimizer, with fixes for torch's AdamW, which it falls back to without Transformer Engine and Apex."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Optimizer:
     def __init__(
         self, chunks: Sequence[Any], config: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype
     ) -> None:
-        """`chunks` are wrapped for training (`model.wrap_for_training`)."""
+        """`chunks` must be wrapped for training (`model.wrap_for_training`)."""
         self.chunks, self.config = chunks, config
         _check_precision_aware(config, parallel, dtype)
         self.inner = get_megatron_optimizer(
@@ -56,7 +56,7 @@ class Optimizer:
                 bf16=dtype is torch.bfloat16,
                 params_dtype=dtype,
                 use_precision_aware_optimizer=config.precision_aware,
-                store_param_remainders=False,  # a checkpoint has whole main weights, which every layout can read
+                store_param_remainders=False,  # checkpoints store whole main weights, which every layout can read
                 **{key: getattr(torch, getattr(config, key)) for key in STATE_DTYPES},
             ),
             list(chunks),
@@ -80,15 +80,16 @@ class Optimizer:
         prime_adam_state(self.inner)
 
     def zero_grad(self) -> None:
-        """Clear the gradients, before each mini-batch."""
+        """Clear the gradients. Called before each mini-batch."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
 
     def step(self) -> tuple[bool, float, float]:
-        """Clip and apply. Returns (applied, gradient norm before clipping, learning rate used).
+        """Clip the gradients and apply the update. Returns (applied, gradient norm before clipping, learning rate
+        used).
 
-        Gradients are finite: Megatron looks for NaN only where it scales the loss (`nonfinite` looks always).
+        Gradients must be finite: Megatron checks for NaN only if it scales the loss, while `nonfinite` always checks.
         """
         # the first update of a warm-up has rate lr / warmup, not 0
         self.scheduler.step(increment=1)
@@ -98,12 +99,13 @@ class Optimizer:
         return bool(found), norm, rate
 
     def learning_rate(self) -> float:
-        """The rate of the first parameter group."""
+        """Return the learning rate of the first parameter group."""
         return float(self.inner.param_groups[0]["lr"]) if self.inner.param_groups else self.config.lr
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Dense and expert parameters have an optimizer each; ranks without parameters of a kind have a stub."""
+    """Return the inner optimizers: dense and expert parameters have separate ones. Stubs, used on ranks without
+    parameters of a kind, are skipped."""
     return [
         inner
         for inner in getattr(optimizer, "chained_optimizers", [optimizer])
@@ -112,9 +114,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def prime_adam_state(optimizer: Any) -> None:
-    """Allocate Adam's state before the first step, so that a fresh optimizer can be saved and loaded into (and
-    distrib_optimizer.py:641 finds the 'step' that it asserts).
-    """
+    """Allocate Adam's state before the first step, so that a fresh optimizer can be saved and loaded into (and the
+    assertion on 'step' in distrib_optimizer.py:641 holds)."""
     for inner in inner_optimizers(optimizer):
         counts_in_state = _counts_in_state(inner.optimizer)
         for group in inner.optimizer.param_groups:
@@ -123,7 +124,7 @@ def prime_adam_state(optimizer: Any) -> None:
             for parameter in group["params"]:
                 if inner.optimizer.state.get(parameter):
                     continue
-                if is_precision_aware(inner):  # main weights and moments in their precisions, with their scales
+                if is_precision_aware(inner):  # main weights and moments in their own dtypes, with their scales
                     inner.optimizer.initialize_state(parameter, False)
                 else:
                     zeros = torch.zeros_like(parameter)
@@ -132,12 +133,13 @@ def prime_adam_state(optimizer: Any) -> None:
 
 
 def is_precision_aware(inner: Any) -> bool:
-    """Whether Adam holds the main weights, so that what `_get_main_param_and_optimizer_states` gives may be copies."""
+    """Return whether Adam holds the main weights, in which case `_get_main_param_and_optimizer_states` may return
+    copies."""
     return bool(getattr(inner.config, "use_precision_aware_optimizer", False))
 
 
 def adam_step(optimizer: Any) -> int:
-    """Updates so far."""
+    """Return the number of updates so far."""
     for inner in inner_optimizers(optimizer):
         counts_in_state = _counts_in_state(inner.optimizer)
         holders = inner.optimizer.state.values() if counts_in_state else inner.optimizer.param_groups
@@ -147,10 +149,9 @@ def adam_step(optimizer: Any) -> int:
 
 
 def set_adam_step(optimizer: Any, step: int) -> None:
-    """Go on counting from `step`. Every parameter gets a tensor of its own: distrib_optimizer.py:785 puts one tensor
-    into the state of all, and torch's AdamW then increments it once per parameter, which is silently wrong (5e-4 after
-    a resume).
-    """
+    """Continue counting from `step`. Every parameter gets a separate tensor. distrib_optimizer.py:785 shares one tensor
+    between all states, and torch's AdamW then increments it once per parameter, which is silently wrong (5e-4 after a
+    resume)."""
     for inner in inner_optimizers(optimizer):
         if _counts_in_state(inner.optimizer):
             for state in inner.optimizer.state.values():
@@ -161,6 +162,6 @@ def set_adam_step(optimizer: Any, step: int) -> None:
 
 
 def _counts_in_state(adam: Any) -> bool:
-    """Whether an Adam counts its steps in the state of each parameter, as torch's does. Transformer Engine's and Apex's
-    count in the group, and take a `step` in the state for a moment of their own."""
+    """Return whether this Adam counts steps in each parameter's state, as torch's does. Transformer Engine's and Apex's
+    count in the group, and would treat a `step` in the state as another moment."""
     return isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))

@@ -1,4 +1,4 @@
-"""Micro-batches of packed sequences: what is read of each sample (`lengths_read`) one after another, no padding
+"""Packed micro-batches: the tokens that are read from each sample (`lengths_read`), concatenated without padding
 between samples."""
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hybridflow.mcore.context_parallel import ZigZag
 
 @dataclass(frozen=True)
 class Cut:
-    """How micro-batches are cut over ranks.
+    """Sharding of micro-batches over ranks.
 
     Attributes:
-        segment_multiple: each sequence is padded to a multiple of it (2 x context ranks).
-        multiple: the length of a micro-batch is a multiple of it (sequence parallelism cuts a rank's share by the
+        segment_multiple: each sequence is padded to a multiple of this (2 x context ranks).
+        multiple: the length of a micro-batch is a multiple of this (sequence parallelism splits a rank's share over the
             tensor ranks).
-        rank, size: of the context-parallel group.
+        rank, size: rank and size of the context-parallel group.
     """
 
     segment_multiple: int = 1
@@ -44,33 +44,34 @@ class Cut:
     size: int = 1
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
-        """What sequences of these lengths take in a micro-batch."""
+        """Return the padded lengths of sequences in a micro-batch."""
         return -(-lengths // self.segment_multiple) * self.segment_multiple
 
     def total(self, lengths: np.ndarray, bins: Sequence[np.ndarray]) -> int:
-        """Length of the longest micro-batch, rounded up; all micro-batches get it."""
+        """Return the length of the longest micro-batch, rounded up. All micro-batches are padded to it."""
         longest = max((int(self.padded(lengths[rows]).sum()) for rows in bins), default=0)
         return max(self.multiple, -(-longest // self.multiple) * self.multiple)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed forward pass. t packed tokens, n response tokens that take part, s samples; t' tokens and n'
-    predictions of this context rank.
+    """One packed forward pass. t packed tokens, n response tokens that enter the loss, s samples; t' tokens and n'
+    predictions on this context rank.
 
     Attributes:
         samples: rows of the batch, in packed order.
-        length: t, the same for all micro-batches, so pipeline stages know the shape of what they receive.
+        length: t, the same for all micro-batches, so that pipeline stages know the shape to receive.
         tokens, positions: [1, t'].
-        packed: bounds of the whole segments for Megatron; the padding tail is a segment of its own. `packed.bounds` has
-            them on the CPU; `packed.real` [t'] says which of this rank's tokens are no padding (`expert_load`).
-        predict_rows: [n'] this rank's row whose output predicts a response token.
+        packed: segment bounds for Megatron, before context parallelism; the padding tail is a separate segment.
+            `packed.bounds` is a copy on the CPU; `packed.real` [t'] is False at padding tokens of this rank
+            (`expert_load`).
+        predict_rows: [n'] this rank's rows whose output predicts a response token.
         targets: [n'] those tokens.
-        places: [n'] which of the n response tokens they are; None without context parallelism (all, in order).
-        lengths: [s] how many of the n each sample has.
-        num_targets: n; known on the host, which would wait for the sum of `lengths`.
+        places: [n'] their indices among the n response tokens; None without context parallelism (all, in order).
+        lengths: [s] number of the n tokens in each sample.
+        num_targets: n, known on the host; summing `lengths` would force a device sync.
         columns: per-response-token columns [n, ...] (old_log_probs, advantages, ...).
-        support: what each of the n' targets was sampled among, where the batch says it.
+        support: sampling support of each of the n' targets, if the batch has it.
     """
 
     samples: np.ndarray
@@ -98,11 +99,13 @@ def build_micro_batches(
     """Pack the samples of each bin.
 
     Args:
+        batch: the rows, with prompt_ids and response_ids.
         bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes part in collectives).
-        columns: jagged per-response-token columns to bring along. With `response_mask` among them, tokens that the
-            policy did not sample are context alone.
-        total: length of every micro-batch; None: what `cut.total` says.
-        last_token: the model reads each sample's last token too (`lengths_read`).
+        columns: jagged per-response-token columns to include. If they include `response_mask`, tokens that the policy
+            did not sample serve only as context.
+        cut: sharding over ranks.
+        total: length of every micro-batch; None: use `cut.total`.
+        last_token: whether the model also reads each sample's last token (`lengths_read`).
     """
     read = lengths_read(sequence_lengths(batch), last_token)
     length = cut.total(read, bins) if total is None else total
@@ -153,8 +156,8 @@ def _pack(
 def _segments(bounds: np.ndarray, real: np.ndarray) -> PackedSeqParams:
     upload = Platform.detect().upload
     cu_seqlens, longest = upload(torch.from_numpy(bounds.astype(np.int32))), int(np.diff(bounds).max())
-    # max_seqlen is the longest *segment*: rope_utils.py:203 reads positions from it, and would not restart them at each
-    # segment
+    # max_seqlen must be the longest *segment*: rope_utils.py:203 derives positions from it, and would not restart them
+    # at each segment
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
     )

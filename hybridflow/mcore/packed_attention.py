@@ -1,8 +1,9 @@
 """Core attention over packed sequences with torch's SDPA, for machines without Transformer Engine.
 
-Megatron's DotProductAttention takes no packed sequences (dot_product_attention.py:59, 154). Segments are grouped by
-length class (powers of two), each class runs as one padded causal batch: a padded key lies behind every real query, so
-the causal mask alone hides it. Under context parallelism every rank gathers all keys and values and masks by position.
+Megatron's DotProductAttention does not support packed sequences (dot_product_attention.py:59, 154). Segments are
+grouped by length class (powers of two), and each class runs as one padded causal batch. Padded keys come after every
+real query, so the causal mask alone hides them. Under context parallelism every rank gathers all keys and values and
+masks by position.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from hybridflow.mcore.context_parallel import ZigZag
 
 
 class SegmentClasses:
-    """For each length class: `gather` [n, longest] row numbers (clamped inside the segment), `real` [n, longest] true
-    where not padding. `places` [t]: where each packed row stands in the concatenation of the classes' padded rows."""
+    """Segments grouped by length class.
+
+    For each class, `gather` [n, longest] has row numbers (clamped to the segment) and `real` [n, longest] is True where
+    not padding. `places` [t] is the index of each packed row in the concatenation of the classes' padded rows.
+    """
 
     def __init__(self, bounds: torch.Tensor) -> None:
-        """`bounds` [s + 1] int64 on the CPU: how many rows a class has must be known there."""
+        """`bounds` is [s + 1] int64 on the CPU, since the sizes of the classes must be known on the host."""
         starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
         classes = torch.ceil(torch.log2(lengths.double())).long()
@@ -42,15 +46,15 @@ class SegmentClasses:
         self.places[self.rows[self.real]] = self.real.nonzero()[:, 0]
 
     def upload(self, platform: Platform) -> SegmentClasses:
-        """The classes with all indices on the device; the host does not wait for it."""
+        """Move all indices to the device without blocking the host."""
         self.groups = [(platform.upload(gather), platform.upload(real)) for gather, real in self.groups]
         self.rows, self.real, self.places = map(platform.upload, (self.rows, self.real, self.places))
         return self
 
 
 class _Padded(torch.autograd.Function):
-    """The rows of all classes with their padding, which no gradient reaches: none attends to it, and what it attends
-    to is dropped. So the gradient of a packed row is that of its place alone, and nothing is summed."""
+    """Expand packed rows to the padded rows of all classes. No gradient reaches the padding: nothing attends to it, and
+    its outputs are dropped. The gradient of a packed row is therefore that of its one place, without a sum."""
 
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, classes: SegmentClasses) -> torch.Tensor:
@@ -60,12 +64,12 @@ class _Padded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Back to the packed rows."""
+        """Map the gradient back to the packed rows."""
         return grad.index_select(0, ctx.places), None
 
 
 class _Packed(torch.autograd.Function):
-    """The packed rows out of those of all classes."""
+    """Select the packed rows from the padded rows of all classes."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, classes: SegmentClasses) -> torch.Tensor:
@@ -75,7 +79,7 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """0 at the padding."""
+        """Map the gradient to the padded rows, with 0 at the padding."""
         found = grad.index_select(0, ctx.classes.rows)
         if len(ctx.classes.places) < len(ctx.classes.rows):
             found.masked_fill_(~ctx.classes.real.view(-1, *[1] * (found.dim() - 1)), 0.0)
@@ -83,16 +87,17 @@ class _Packed(torch.autograd.Function):
 
 
 class ContextClasses:
-    """The same for one context-parallel rank: its queries against all keys, which arrive rank after rank.
+    """Length classes for one context-parallel rank: its queries against all keys, which arrive concatenated in rank
+    order.
 
-    `groups`: `queries` [n, longest query] rows here, `keys` [n, longest key] rows of the concatenated ranks, `mask`
-    [n, 1, longest query, longest key] true where a query may attend. No padded key needs hiding: those repeat the last
-    key of the segment with a position behind every query's. `places` [t']: where each row here stands in the
-    concatenation of the classes' padded queries.
+    `groups`: `queries` [n, longest query] local rows, `keys` [n, longest key] rows of the concatenated ranks, `mask`
+    [n, 1, longest query, longest key] True where a query may attend. Padded keys need no extra mask: they repeat the
+    segment's last key with a position after every query. `places` [t']: index of each local row in the concatenation of
+    the classes' padded queries.
     """
 
     def __init__(self, bounds: torch.Tensor, rank: int, size: int) -> None:
-        """`bounds` [s + 1] int64 on the CPU."""
+        """`bounds` is [s + 1] int64 on the CPU."""
         whole = SegmentClasses(bounds)
         layout = ZigZag.of(bounds.numpy(), size)
         share = int(bounds[-1]) // size
@@ -101,7 +106,7 @@ class ContextClasses:
         self.places, behind = torch.empty(share, dtype=torch.int64), 0
         for gather, real in whole.groups:
             mine = real & (owner[gather] == rank)
-            # a segment's rows of this rank, in order of position, in front; what follows them repeats the last
+            # this rank's rows of a segment come first, in order of position; the remaining ones repeat the last
             step = torch.argsort(~mine, dim=1, stable=True)[:, : int(mine.sum(1).max())]
             queries, is_query = local[gather.gather(1, step)], mine.gather(1, step).reshape(-1)
             keys = owner[gather] * share + local[gather]
@@ -111,14 +116,15 @@ class ContextClasses:
             behind += queries.numel()
 
     def upload(self, platform: Platform) -> ContextClasses:
-        """The classes with all indices on the device; the host does not wait for it."""
+        """Move all indices to the device without blocking the host."""
         self.groups = [tuple(map(platform.upload, group)) for group in self.groups]  # type: ignore[misc]
         self.places = platform.upload(self.places)
         return self
 
 
 class PackedAttention(MegatronModule):
-    """Causal grouped-query attention on `thd` (packed) or `sbhd` inputs; a drop-in for DotProductAttention."""
+    """Causal grouped-query attention on `thd` (packed) or `sbhd` inputs; a drop-in replacement for
+    DotProductAttention."""
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -134,11 +140,11 @@ class PackedAttention(MegatronModule):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, heads*v], as Transformer Engine returns it.
-        sbhd: [s, b, ...] -> [s, b, heads*v].
+        """thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, heads*v], as returned by Transformer
+        Engine. sbhd: [s, b, ...] -> [s, b, heads*v].
 
-        v may differ from d (latent attention). Megatron 0.19 pads the values to d first and cuts the result, for which
-        it takes three dimensions for sbhd (multi_latent_attention.py:106).
+        v may differ from d (latent attention). Megatron 0.19 first pads the values to d and slices the result, for
+        which it expects three dimensions with sbhd (multi_latent_attention.py:106).
         """
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             if self.config.context_parallel_size > 1:
@@ -164,8 +170,8 @@ class PackedAttention(MegatronModule):
     def _context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any
     ) -> torch.Tensor:
-        """This rank's queries against the keys and values of all context-parallel ranks (all-gather; the backward
-        reduce-scatters)."""
+        """Attend with this rank's queries to the keys and values of all context-parallel ranks (all-gather; the
+        backward pass reduce-scatters)."""
         group = parallel_state.get_context_parallel_group()
         classes = getattr(params, "context_classes", None)
         if classes is None:

@@ -15,13 +15,13 @@ from hybridflow.device.platform import Platform
 from hybridflow.models.layout import Coordinates
 from hybridflow.process.rendezvous import join_world
 
-_layout = ParallelConfig()  # layers of the stages are taken from it; Megatron's groups do not know them
+_layout = ParallelConfig()  # source of the layers per stage, which Megatron's groups do not have
 
 
 def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:
-    """Join the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name and create Megatron's groups.
+    """Join the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and create Megatron's groups.
 
-    `timeout_s` bounds every collective: when a rank dies, the others fail instead of waiting for ever.
+    `timeout_s` bounds every collective: if a rank dies, the others fail instead of waiting forever.
     """
     global _layout
     _layout = config
@@ -36,23 +36,24 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
         expert_model_parallel_size=config.expert,
         expert_tensor_parallel_size=expert_tensor_size(config),
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-        create_gloo_process_groups=Platform.detect().kind == "cpu",  # nothing of ours uses them beside NCCL's
+        create_gloo_process_groups=Platform.detect().kind == "cpu",  # unused with NCCL
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def is_initialized() -> bool:
-    """Whether this process has created its groups."""
+    """Return whether this process has created its groups."""
     return bool(parallel_state.model_parallel_is_initialized())
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """Return the device on which this rank computes."""
     return Platform.detect().current_device()
 
 
 def coordinates() -> Coordinates:
-    """This rank's coordinates; with virtual stages those of its first chunk (`Coordinates.virtual_stages` has all)."""
+    """Return this rank's coordinates; with virtual stages, those of its first chunk (`Coordinates.virtual_stages`
+    returns all)."""
     return Coordinates(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -70,7 +71,7 @@ def coordinates() -> Coordinates:
 
 
 def all_coordinates() -> list[Coordinates]:
-    """Every rank's coordinates, by global rank. A collective over the world."""
+    """Return every rank's coordinates, by global rank. Collective over the world."""
     mine = torch.tensor(coordinates().row(), dtype=torch.int64, device=device())
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -78,13 +79,13 @@ def all_coordinates() -> list[Coordinates]:
 
 
 def context_rank() -> int:
-    """This rank's position among the ranks that share each sequence."""
+    """Return this rank's position among the ranks that share each sequence."""
     return int(parallel_state.get_context_parallel_rank())
 
 
 def data_parallel_position() -> tuple[int, int, bool]:
-    """(data-parallel rank, size, whether this rank returns its group's results: last stage, tensor and context rank
-    0)."""
+    """Return (data-parallel rank, data-parallel size, whether this rank returns its group's results). The last is true
+    on the last stage with tensor and context rank 0."""
     return (
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
@@ -95,11 +96,12 @@ def data_parallel_position() -> tuple[int, int, bool]:
 
 
 def tensor_share(tokens: Any) -> Any:
-    """This tensor-parallel rank's part of the tokens [t], a tensor or an array, under sequence parallelism."""
+    """Return this tensor-parallel rank's share of the tokens [t] under sequence parallelism; `tokens` is a tensor or an
+    array."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     return tokens.reshape(size, -1)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def is_last_stage() -> bool:
-    """Whether this rank holds the output layer."""
+    """Return whether this rank holds the output layer."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)

@@ -1,4 +1,5 @@
-"""A trainable causal language model on this rank: Megatron model, optimizer, and the passes the roles are made of."""
+"""A trainable causal language model on this rank: the Megatron model, its optimizer, and the passes used by the
+roles."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)
 
 
 class Policy(HoldsReference):
-    """Model and optimizer of one rank. Every method is a collective: all ranks call it in the same order."""
+    """Model and optimizer of one rank. Every method is a collective: all ranks call them in the same order."""
 
     def __init__(
         self,
@@ -72,15 +73,17 @@ class Policy(HoldsReference):
         lora: AdapterMap | None = None,
         trains: bool = True,
     ) -> None:
-        """Build the stage and fill it from `source`. Process groups exist already (`parallel.initialize`).
+        """Build the stage and load it from `source`. Process groups must exist already (`parallel.initialize`).
 
         Args:
-            expert_bias_update_rate: how far an update moves the expert biases of a sigmoid router towards even load; 0:
-                not at all.
-            router_losses: coefficients of load balancing and of the z-loss.
+            family, parallel_config, dtype: architecture, sharding and precision of the model.
+            source: the weights to load.
+            expert_bias_update_rate: step by which an update moves the expert biases of a sigmoid router towards even
+                load; 0 disables it.
+            router_losses: coefficients of the load-balancing loss and the z-loss.
             recompute, recompute_modules, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
-            lora: adapters to train in place of the weights.
-            trains: without, there are no gradient buffers, and no optimizer can be set.
+            lora: adapters to train instead of the weights.
+            trains: if False, there are no gradient buffers and no optimizer can be set.
         """
         self.family, self.config, self.dtype = family, parallel_config, DTYPES[dtype]
         self.logits_chunk_tokens, self.on_nonfinite = logits_chunk_tokens, on_nonfinite
@@ -100,10 +103,9 @@ class Policy(HoldsReference):
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
     ) -> tuple[Jagged, Jagged] | None:
-        """(log-probs, entropies) of every response token, in the order of the batch; None on ranks that are not on the
-        last stage.
+        """Compute (log-probs, entropies) of every response token in batch order; None on ranks outside the last stage.
 
-        Without `with_entropy` the second is the log-probs again.
+        Without `with_entropy` the second item is the log-probs again.
         """
         micro_batches = self._micro_batches(batch, max_tokens, ())
         with self._evaluating():
@@ -116,9 +118,10 @@ class Policy(HoldsReference):
     def top_log_probs(
         self, batch: DataProto, *, k: int, max_tokens: int, temperature: float
     ) -> tuple[Jagged, Jagged] | None:
-        """The k most likely tokens at every response token, for distillation: jagged [t, k] fp32 log-probs in
-        descending order and [t, k] int64 token ids, over the whole vocabulary; None on ranks that are not on the last
-        stage.
+        """Compute the k most likely tokens at every response token, for distillation.
+
+        Returns jagged [t, k] fp32 log-probs over the whole vocabulary in descending order, and [t, k] int64 token ids;
+        None on ranks outside the last stage.
         """
         micro_batches = self._micro_batches(batch, max_tokens, ())
         with self._evaluating():
@@ -137,14 +140,14 @@ class Policy(HoldsReference):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Sums, dict[str, float]]:
-        """One optimizer update on `batch` (this data-parallel rank's share of the mini-batch).
+        """Run one optimizer update on `batch`, this data-parallel rank's share of the mini-batch.
 
         Returns:
-            Metric (sum, count) pairs (empty off the last stage), and {grad_norm, lr, applied}.
+            Metrics as (sum, count) pairs (empty outside the last stage), and {grad_norm, lr, applied}.
 
         Raises:
-            NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight
-            was changed.
+            NonFiniteError: a loss or gradient is NaN or infinite and the policy is configured to stop. Raised on all
+                ranks; no weight was changed.
         """
         micro_batches = self._micro_batches(batch, max_tokens, columns)
         scoring = self._scoring(temperature, with_entropy)
@@ -155,8 +158,8 @@ class Policy(HoldsReference):
         return metrics | self.router_losses.end(), facts
 
     def _update(self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]) -> tuple[Sums, dict[str, float]]:
-        """One optimizer update on the gradients that `accumulate` leaves in the buffers; returns and raises what
-        `train_mini_batch` does."""
+        """Run one optimizer update on the gradients that `accumulate` leaves in the buffers. Returns and raises the
+        same as `train_mini_batch`."""
         if self.optimizer is None:
             raise RuntimeError("an update before set_optimizer")
         self.optimizer.zero_grad()
@@ -171,8 +174,8 @@ class Policy(HoldsReference):
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
     def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(live, copy) of what the end of a backward pass moves before the optimizer runs
-        (finalize_model_grads.py:476)."""
+        """Return (live tensor, copy) of the expert biases, which the end of a backward pass changes before the
+        optimizer runs (finalize_model_grads.py:476)."""
         return [
             (tensor, tensor.clone())
             for name, tensor in held_weights(self.stages).items()
@@ -180,7 +183,7 @@ class Policy(HoldsReference):
         ]
 
     def set_optimizer(self, config: OptimConfig) -> None:
-        """A fresh optimizer (moments zero) over the present weights."""
+        """Create a fresh optimizer (moments zero) over the current weights."""
         if not self.trains:
             raise RuntimeError("an optimizer for a model that does not train")
         self.optimizer = Optimizer(self.chunks, config, self.config, self.dtype)
@@ -205,17 +208,17 @@ class Policy(HoldsReference):
         together: int = 1,
         last_token: bool = False,
     ) -> list[MicroBatch]:
-        """`together`: so many rows in turn stay in one micro-batch, in their order. `last_token`: as in
-        `lengths_read`."""
+        """Pack the batch into micro-batches. Each run of `together` consecutive rows stays in one micro-batch, in
+        order. `last_token` is the same as in `lengths_read`."""
         check_token_ids(batch, self.family.vocab_size)
         cut, lengths = self._cut(), lengths_read(sequence_lengths(batch), last_token)
-        # the interleaved schedule runs groups of as many micro-batches as there are stages (schedules.py:1007)
+        # the interleaved schedule runs micro-batches in groups of the number of stages (schedules.py:1007)
         group = self.config.pipeline if virtual_pipeline_size(self.config) > 1 else 1
         costs = cut.padded(lengths).reshape(-1, together).sum(1)
         bins = pack_alike(costs, max_tokens, lambda bins: -(-all_ranks_max(max(bins, 1)) // group) * group)
         bins = [(rows[:, None] * together + np.arange(together)).reshape(-1) for rows in bins]
         total = cut.total(lengths, bins)
-        # it gathers equally many tokens from every rank (token_dispatcher.py:264)
+        # the dispatcher gathers the same number of tokens from every rank (token_dispatcher.py:264)
         if self.config.moe_dispatcher == "allgather":
             total = all_ranks_max(total)
         return self.replay.attach(batch, build_micro_batches(batch, bins, columns, cut, total, last_token))
@@ -229,18 +232,17 @@ class Policy(HoldsReference):
     # ---- weights
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Local parameters by Megatron name (`chunk0.`... in front with virtual stages), checked against the family's
-        map.
+        """Return the local parameters by Megatron name (prefixed with `chunk0.`... with virtual stages), checked
+        against the family's map.
 
-        Adapters are merged into copies of the weights that they belong to, valid until the next call or
-        `release_copies`.
+        Adapters are merged into copies of their weights, valid until the next call or `release_copies`.
         """
         self.settle()
         held = {name: parameter.detach() for name, (parameter, _) in local_parameters(self.stages, self.family).items()}
         return held | self.adapters.merged() if self.adapters else held
 
     def release_copies(self) -> None:
-        """Give back the memory of copies that `parameters` has made."""
+        """Free the copies made by `parameters`."""
         if self.adapters:
             self.adapters.release()
 
@@ -250,7 +252,8 @@ class Policy(HoldsReference):
         return self.adapters.merged_bytes if self.adapters else 0
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The live parameters that training may change, by the same names: with adapters these alone."""
+        """Return the live parameters that training may change, with the same names as `parameters`; with adapters, only
+        the adapters."""
         self.settle()
         if self.adapters:
             return {name: parameter for name, (parameter, _) in self.adapters.parameters().items()}
@@ -258,13 +261,12 @@ class Policy(HoldsReference):
 
     @functools.cached_property
     def trainable_parameters(self) -> int:
-        """Numbers that training changes, of the whole model. Counted once: every step reports them."""
+        """Number of trainable parameters in the whole model. Cached, since every step reports it."""
         return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
     def settle(self) -> None:
-        """Wait for weights that the next forward pass would have gathered (`overlap_param_gather`): until then other
-        ranks' shares of the weights here are those before the last update.
-        """
+        """Wait for weights that the next forward pass would gather (`overlap_param_gather`). Until then, other ranks'
+        shards of the local weights are those from before the last update."""
         if self.config.overlap_param_gather and self.trains:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)

@@ -1,4 +1,4 @@
-"""Rotary embeddings by a family's own frequencies, where Megatron's settings cannot express them."""
+"""Rotary embeddings with a family's own frequencies, for types that Megatron's settings cannot express."""
 
 from __future__ import annotations
 
@@ -30,24 +30,27 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         self.factor = rotary.attention_factor if config.multi_latent_attention else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """[s, 1, 1, dim] angles of positions 0 to s - 1; in latent attention with the factor of their cosines."""
+        """Return the angles [s, 1, 1, dim] of positions 0 to s - 1; for latent attention also the factor of their
+        cosines."""
         angles: torch.Tensor = super().forward(*args, **kwargs)
         return angles if self.factor is None else (angles, self.factor)
 
 
 def install() -> None:
-    """Have Megatron rotate packed sequences without waiting for their lengths, where no fused kernel does. Idempotent.
+    """Replace Megatron's unfused rotation of packed sequences with one that does not wait for their lengths.
+    Idempotent.
 
-    Latent attention and a factor of cosines and sines take this way with and without Transformer Engine.
+    Latent attention, and any rotary type with a factor of cosines and sines, uses it with and without Transformer
+    Engine.
     """
     rope_utils._apply_rotary_pos_emb_thd = rotate_unfused
 
 
 def set_attention_factor(config: TransformerConfig, rotary: Rotary) -> None:
-    """Multiply cosines and sines by the factor in grouped-query attention.
+    """Configure grouped-query attention to multiply cosines and sines by the factor.
 
-    Megatron computes 0.1 * mscale * ln(scaling factor) + 1 from these attributes; with the scaling factor e that is the
-    factor itself.
+    Megatron computes 0.1 * mscale * ln(scaling factor) + 1 from these attributes; with a scaling factor of e this
+    equals the attention factor.
     """
     if rotary.attention_factor != 1.0:
         vars(config).update(
@@ -58,7 +61,7 @@ def set_attention_factor(config: TransformerConfig, rotary: Rotary) -> None:
 
 
 def use_frequencies(model: torch.nn.Module, config: TransformerConfig, rotary: Rotary) -> None:
-    """Replace the rotary modules of a model, and of its layers with latent attention."""
+    """Replace the rotary modules of a model, including those of its latent attention layers."""
     for module in list(model.modules()):
         if isinstance(getattr(module, "rotary_pos_emb", None), RotaryEmbedding):
             module.rotary_pos_emb = ScaledRotaryEmbedding(rotary, config)

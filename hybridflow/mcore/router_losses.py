@@ -1,16 +1,16 @@
-"""Losses on what routers say: load balancing (Switch Transformer, arXiv 2101.03961, equation 4; the routing is
-Megatron's for it, the k highest scores) and the z-loss (ST-MoE, arXiv 2202.08906, equation 5).
+"""Router losses: load balancing (Switch Transformer, arXiv 2101.03961, equation 4, with Megatron's routing for it, the
+k highest scores) and the z-loss (ST-MoE, arXiv 2202.08906, equation 5).
 
-Megatron's own cannot be taken. It counts the padding of packed micro-batches (`expert_load` says why its mask does not
-help), and weighs a micro-batch by its packed tokens, prompts and padding included, where the gradient is divided by
-what the policy's loss counts, response tokens or sequences. Here, with T_m real tokens in micro-batch m and T in the
-mini-batch over all ranks, the mini-batch's losses are
+Megatron's own implementation cannot be used. It counts the padding of packed micro-batches (`expert_load` explains why
+its mask does not help). It also weights a micro-batch by its packed tokens, including prompts and padding, while the
+gradient is divided by the count of the policy's loss, response tokens or sequences. Here, with T_m real tokens in
+micro-batch m and T in the mini-batch over all ranks, the mini-batch's losses are
 
     balancing = sum_m T_m / T * E * sum_i f_mi P_mi        z = 1 / T * sum_tokens logsumexp(logits)^2
 
-with f_mi = share of the T_m k choices that fall on expert i and P_mi = its mean score. Each layer's are added to the
-loss with their coefficients. The z-loss does not depend on how the mini-batch is cut, the balancing loss is one of
-micro-batches, as Megatron's is.
+with f_mi = share of the T_m k choices that go to expert i and P_mi = its mean score. The losses of each layer are added
+to the policy's loss with their coefficients. The z-loss does not depend on how the mini-batch is split; the balancing
+loss is computed per micro-batch, as in Megatron.
 """
 
 from __future__ import annotations
@@ -33,25 +33,23 @@ AUX, Z = "actor/router_aux_loss", "actor/router_z_loss"
 
 
 class RouterLosses:
-    """Adds the losses of this rank's routers to each update, and reports them."""
+    """Adds the losses of this rank's routers to each update and reports them."""
 
     def __init__(self, stages: Sequence[torch.nn.Module], aux_coef: float, z_coef: float) -> None:
-        """`stages`: the rank's model chunks, not yet wrapped. With both coefficients 0 nothing is changed."""
+        """`stages` are the rank's model chunks before wrapping. If both coefficients are 0, nothing is changed."""
         self.coefs = {AUX: aux_coef, Z: z_coef}
         found = [router for _, router in routers_of(stages)] if any(self.coefs.values()) else []
         tracker = MicroBatchTracker(stages if found else (), "real")
         self._queues = [RecomputationQueue(tracker) for _ in found]
         for router, queue in zip(found, self._queues, strict=True):
-            # called with the logits of the rank's tokens, before experts are chosen
+            # called with the logits of the rank's tokens before experts are selected
             router.apply_z_loss = functools.partial(self._attach, router, queue)
         self._weight, self._tokens = 0.0, 0.0
         self._sums = torch.zeros(2, device=device())
 
     def begin(self, micro_batches: Sequence[MicroBatch], count: torch.Tensor) -> None:
-        """An update begins. `count`: what the policy's loss counts in this data-parallel rank's micro-batches.
-
-        Collective over the data-parallel and context-parallel ranks.
-        """
+        """Start an update. `count` is the count of the policy's loss over this data-parallel rank's micro-batches.
+        Collective over the data-parallel and context-parallel ranks."""
         if not any(self.coefs.values()):
             return
         for queue in self._queues:
@@ -60,27 +58,27 @@ class RouterLosses:
         totals = torch.tensor([real, float(count) / parallel_state.get_context_parallel_world_size()]).to(device())
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         self._tokens, counted = totals.tolist()
-        # the gradient is divided by the count of all micro-batches in the end (finalize_model_grads.py:490)
+        # the final gradient is divided by the count of all micro-batches (finalize_model_grads.py:490)
         self._weight = counted / max(self._tokens, 1.0)
         self._sums = torch.zeros(2, device=device())
 
     def _attach(
         self, router: Any, queue: RecomputationQueue, logits: torch.Tensor, padding_mask: Any = None
     ) -> torch.Tensor:
-        """The logits [n, E], whose gradient will have the losses' as well."""
+        """Return the logits [n, E] with the losses attached, so that their gradient is added in the backward pass."""
         real, _ = queue.take()
         if real is None or not (router.training and torch.is_grad_enabled()):
             return logits
-        if router.config.sequence_parallel:  # this tensor-parallel rank routes its part of the tokens
+        if router.config.sequence_parallel:  # this tensor-parallel rank routes only its share of the tokens
             real = tensor_share(real)
         sums = torch.stack([self._balancing(router, logits, real), (logits.logsumexp(-1) ** 2 * real).sum()])
         self._sums += sums.detach()
-        # by numbers of the host, as a tensor of them would make it wait for the device
+        # multiply by host numbers: creating a tensor from them would force a device sync
         loss = self.coefs[AUX] * sums[0] + self.coefs[Z] * sums[1]
         return MoEAuxLossAutoScaler.apply(logits, loss * self._weight)
 
     def _balancing(self, router: Any, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """This rank's part of T_m * E * sum_i f_i P_i."""
+        """Return this rank's part of T_m * E * sum_i f_i P_i."""
         if not self.coefs[AUX]:
             return logits.new_zeros(())
         chosen, scores = compute_routing_scores_for_aux_loss(logits, router.topk, router.score_function)
@@ -90,10 +88,8 @@ class RouterLosses:
         return scale * ((scores * real[:, None]).sum(0) * tokens[:-1]).sum()
 
     def end(self) -> dict[str, tuple[float, float]]:
-        """(sum, count) of the losses of the update that has ended, the mean over layers; empty off the last stage.
-
-        Collective over all ranks.
-        """
+        """Return (sum, count) of the losses of the finished update, averaged over layers; empty outside the last stage.
+        Collective over all ranks."""
         if not any(self.coefs.values()):
             return {}
         found = torch.cat([self._sums, torch.tensor([float(len(self._queues))], device=device())])
@@ -102,6 +98,6 @@ class RouterLosses:
         *sums, layers = found.tolist()
         if not is_last_stage():
             return {}
-        # the sums are of this data-parallel rank, the tokens of all: the driver adds both up
+        # sums cover this data-parallel rank, tokens cover all: the driver adds both up
         share = self._tokens / parallel_state.get_data_parallel_world_size()
         return {name: (total / layers, share) for name, total in zip(self.coefs, sums, strict=True) if self.coefs[name]}

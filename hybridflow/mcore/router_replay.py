@@ -1,23 +1,23 @@
-"""Router replay: the experts that a mixture of experts uses in training are those of an earlier pass over the same
+"""Router replay: during training, a mixture of experts uses the experts selected by an earlier pass over the same
 tokens.
 
-A router that computes with slightly other numbers (another kernel, bfloat16) chooses other experts for some tokens, and
-the log-probability of such a token jumps. Replay takes the *choice* from the earlier pass, the engine's (R3) or the
-trainer's own old-log-prob pass (R2), while the probabilities of the chosen experts still come from the live logits,
-with their gradient.
+A router that computes with slightly different numerics (another kernel, bfloat16) selects other experts for some
+tokens, and the log-probability of such a token jumps. Replay takes the *selection* from the earlier pass, either the
+engine's (R3) or the trainer's own old-log-prob pass (R2). The probabilities of the selected experts still come from the
+live logits, with their gradient.
 
-How it gets into Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py:219) is an object whose
-`get_replay_topk` is asked for the choice (moe/moe_utils.py:705). Megatron's own class there knows one set of routes at
-a time and expects that its caller switches to a second list for recomputations; under 1F1B, forwards of later
-micro-batches and recomputations of earlier ones alternate. Ours finds the routes through the micro-batch itself: its
-`PackedSeqParams` carries them, and `micro_batch_tracker` says which is being computed or recomputed.
+Integration with Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py:219) is an object whose
+`get_replay_topk` returns the selection (moe/moe_utils.py:705). Megatron's own class holds one set of routes at a time
+and expects its caller to switch to a second list for recomputations. Under 1F1B, however, forward passes of later
+micro-batches alternate with recomputations of earlier ones. Our class finds the routes through the micro-batch instead:
+its `PackedSeqParams` carries them, and `micro_batch_tracker` identifies the micro-batch being computed or recomputed.
 
-What follows the replayed choice: expert outputs, token dispatch, the counts behind the expert bias
-(`local_tokens_per_expert`). What keeps to the live choice: the auxiliary balancing losses (moe_utils.py:788), since
-they teach the router itself.
+The replayed selection determines expert outputs, token dispatch, and the counts behind the expert bias
+(`local_tokens_per_expert`). The auxiliary balancing losses use the live selection (moe_utils.py:788), since they train
+the router itself.
 
-Replay is proven, not assumed: a hook on each router's *output* compares the routing map with the routes sent, token by
-token.
+Replay is verified, not assumed: a hook on each router's *output* compares the routing map with the routes sent, token
+by token.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ _COUNTS = ("sent", "used", "mismatched", "differing", "drifted")
 
 @dataclass
 class MicroRoutes:
-    """The routes that one micro-batch gives to this rank's routers, or that it records from them.
+    """The routes that one micro-batch replays on this rank's routers, or records from them.
 
     Attributes:
-        given: [t, layers, k] expert ids of this rank's share of the packed tokens, `FREE` where the router decides;
+        action: replay, record or compare.
+        given: [t, layers, k] expert ids for this rank's share of the packed tokens, `FREE` where the router decides;
             None when recording.
         recorded: [t, k] by layer (counted from 0), filled in by the pass.
     """
@@ -63,29 +64,30 @@ class MicroRoutes:
 
 
 class RouterReplay:
-    """Replays, records or compares the routes of all routers of this rank. Off unless inside `during`."""
+    """Replays, records or compares the routes of all routers of this rank. Inactive outside of `during`."""
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
-        """`stages`: the rank's model chunks, not yet wrapped. A dense model has no routers; `during` then refuses."""
+        """`stages` are the rank's model chunks before wrapping. A dense model has no routers, and `during` raises an
+        error for it."""
         self.config: Any = stages[0].config
-        # a multi-token-prediction head sees other tokens than the decoder and has no place in an engine's routes
+        # MTP heads process different tokens than the decoder and are not part of an engine's routes
         routers = [router for name, router in routers_of(stages) if "mtp." not in name]
         self.tracker = MicroBatchTracker(stages if routers else (), "routes")
         self._routers = [_RouterHook(self, router) for router in routers]
         self._action: Action | None = None
         self._micro_batches: Sequence[MicroBatch] = ()
-        self._tally: Counter[str] = Counter()  # of one pass; sums stay on the device until they are read once
+        self._tally: Counter[str] = Counter()  # counts of one pass; sums stay on the device until they are read once
         self._taken = dict.fromkeys(_COUNTS, 0)
 
     # ---- one pass
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """Every pass inside replays (or records, or compares with) the routes of its batch.
+        """Context manager: passes inside replay, record or compare the routes of their batch.
 
         Raises:
-            ModelError: the model has no experts anywhere, or its router cannot replay.
-            RouterReplayError: at the end, when a router did not use what was sent to it, or was not asked at all.
+            ModelError: the model has no experts, or its router does not support replay.
+            RouterReplayError: on exit, if a router did not use the routes sent to it, or was not called at all.
         """
         self._check_model()
         self._action = action
@@ -99,11 +101,11 @@ class RouterReplay:
                 router.queue.clear()
 
     def attach(self, batch: DataProto, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Attach each micro-batch's routes (rows of the column `routed_experts` of `batch`) to it. Does nothing outside
-        of `during`.
+        """Attach to each micro-batch its routes, taken from the column `routed_experts` of `batch`. Does nothing
+        outside of `during`.
 
         Raises:
-            RouterReplayError: the column does not fit the batch or the model.
+            RouterReplayError: the column does not match the batch or the model.
         """
         if self._action is None:
             return micro_batches
@@ -119,10 +121,10 @@ class RouterReplay:
         return micro_batches
 
     def recorded(self) -> Jagged:
-        """The routes of the last recording pass: jagged int16 [prompt + response tokens, layers, k]. A collective over
-        the model's ranks.
+        """Return the routes of the last recording pass: jagged int16 [prompt + response tokens, layers, k]. Collective
+        over the model's ranks.
 
-        Layers without experts hold `FREE`, and so does the last token of a sample, which no pass reads.
+        Layers without experts are `FREE`, and so is the last token of a sample, which no pass reads.
         """
         layers, topk = self.config.num_layers, self.config.moe_router_topk
         rows, read = [unknown_routes(length, layers, topk) for length in self._lengths], lengths_read(self._lengths)
@@ -133,15 +135,17 @@ class RouterReplay:
         return Jagged.from_rows(rows, np.int16)
 
     def count(self, **masks: torch.Tensor) -> None:
-        """Add the number of true entries under each name."""
+        """Add the number of True entries of each mask to the count of that name."""
         for name, mask in masks.items():
             self._tally[name] += mask.sum()  # type: ignore[assignment]
 
     def take_counts(self) -> Mapping[str, int]:
-        """Token-layers since the last call: sent to this rank's routers, used by them, mismatched (0, or an error was
-        raised); those whose live choice was another: differing in passes without gradient, drifted in training passes,
-        where earlier updates have moved the weights; `routers` of this rank. Zeros on ranks that repeat another rank's
-        tokens.
+        """Return token-layer counts since the last call.
+
+        sent: routes sent to this rank's routers; used: routed by them; mismatched: always 0, since otherwise an error
+        was raised. Tokens whose live selection was different are counted as differing in passes without gradient, and
+        as drifted in training passes, where earlier updates have changed the weights. `routers` is the number of this
+        rank's routers. Ranks that repeat another rank's tokens return zeros.
         """
         once = self.config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
         taken = {name: count * once for name, count in self._taken.items()}
@@ -204,15 +208,16 @@ class RouterReplay:
     # ---- which tokens are this rank's
 
     def _rows(self, micro: MicroBatch) -> np.ndarray:
-        """Packed rows whose tokens this rank routes, in its order: its context rank's, cut evenly by sequence
-        parallelism."""
+        """Return the packed rows routed by this rank, in local order: those of its context rank, split evenly under
+        sequence parallelism."""
         rows = ZigZag.of(_segment_bounds(micro), parallel_state.get_context_parallel_world_size()).rows_of(
             parallel_state.get_context_parallel_rank()
         )
         return tensor_share(rows) if self.config.sequence_parallel else rows
 
     def _given(self, routes: Jagged, micro: MicroBatch, read: np.ndarray) -> torch.Tensor:
-        """[t, layers, k] of this rank's tokens, of each sample as many as are read; padding is free."""
+        """Return the routes [t, layers, k] of this rank's tokens, limited to the tokens read from each sample; padding
+        is `FREE`."""
         bounds = _segment_bounds(micro)
         whole = np.full((int(bounds[-1]), *routes.values.shape[1:]), FREE, dtype=np.int16)
         for sample, start in zip(micro.samples.tolist(), bounds.tolist(), strict=False):
@@ -221,10 +226,10 @@ class RouterReplay:
         return torch.from_numpy(whole[self._rows(micro)]).to(micro.tokens.device)
 
     def _gathered(self, micro: MicroBatch) -> np.ndarray:
-        """[t, layers, k] of all stages and token shards. Summed: each (token, layer) is on one rank, the others hold
-        zero."""
+        """Return the routes [t, layers, k] of all stages and token shards. They are summed: each (token, layer) is on
+        one rank and zero on the others."""
         shape = (int(_segment_bounds(micro)[-1]), self.config.num_layers, self.config.moe_router_topk)
-        # int32: NCCL has no int16
+        # NCCL does not support int16
         whole = torch.zeros(shape, dtype=torch.int32, device=micro.tokens.device)
         mine = torch.from_numpy(self._rows(micro)).to(whole.device)
         for layer, experts in micro.packed.routes.recorded.items():
@@ -238,7 +243,7 @@ class RouterReplay:
 
 
 class _RouterHook:
-    """Takes the place of Megatron's RouterReplay on one router."""
+    """Replaces Megatron's RouterReplay on one router."""
 
     def __init__(self, replay: RouterReplay, router: TopKRouter) -> None:
         self.replay, self.topk, self.layer = replay, router.topk, router.layer_number - 1
@@ -258,13 +263,15 @@ class _RouterHook:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores [t, k] with gradient, expert ids [t, k]) for scores [t, experts], as moe_utils.py:705 asks."""
+        """Return (scores [t, k] with gradient, expert ids [t, k]) for scores [t, experts]. Called from
+        moe_utils.py:705."""
         routes = self._active
         if routes is None or routes.action != "replay":
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         _, live = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
         given = self._given(routes)
-        # Megatron counts on topk experts a token: routes that name one twice are left out, and `_observe` reports them
+        # Megatron requires topk distinct experts per token: routes with duplicates are ignored here, and `_observe`
+        # reports them
         ordered = given.sort(1).values
         repeats = (ordered[:, 1:] == ordered[:, :-1]).any(1, keepdim=True)
         chosen = torch.where(repeats | (given == FREE), live, given)
@@ -280,7 +287,7 @@ class _RouterHook:
 
     @torch.no_grad()
     def _observe(self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Compare what the router did, its routing map [t, experts], with what it was given."""
+        """Compare the routing map [t, experts] that the router used with the given routes."""
         routes, live, self._active, self._live = self._active, self._live, None, None
         if routes is None:
             return
@@ -300,16 +307,17 @@ class _RouterHook:
             )
             self.replay.count(used=wanted, mismatched=wanted & ~same)
             self.replay.count(**{"drifted" if self.replay.tracker.with_gradient else "differing": wanted & other})
-        else:  # a recomputation: counted before, but it must not differ either
+        else:  # a recomputation was counted before, but it must not differ either
             self.replay.count(mismatched=wanted & ~same)
 
 
 def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
-    """[t, k] the experts of each row of a routing map [t, experts] with k marks a row, in ascending order. The host
-    does not wait for the device, as it would for `nonzero`."""
+    """Return the experts [t, k] of each row of a routing map [t, experts] with k marks per row, in ascending order.
+    Unlike `nonzero`, this does not force a device sync."""
     return routing_map.to(torch.int8).topk(topk, dim=1).indices.sort(dim=1).values
 
 
 def _segment_bounds(micro: MicroBatch) -> np.ndarray:
-    """[segments + 1] packed rows where the samples, in order, and the padding tail begin; the last is the length."""
+    """Return [segments + 1] packed rows at which the samples, in order, and the padding tail begin; the last is the
+    length."""
     return np.asarray(micro.packed.bounds.numpy())

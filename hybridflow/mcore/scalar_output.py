@@ -1,4 +1,4 @@
-"""The [hidden -> 1] linear that takes the output layer's place on the last stage of a critic or reward model."""
+"""The [hidden -> 1] linear that replaces the output layer on the last stage of a critic or reward model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 
 
 class ScalarOutput(torch.nn.Module):
-    """A linear that is called like the ColumnParallelLinear that it replaces.
+    """A linear with the call signature of the ColumnParallelLinear that it replaces.
 
-    Every tensor-parallel rank holds it whole and computes all values, under sequence parallelism those of its own part
-    of the sequence.
+    It is replicated on every tensor-parallel rank. Each rank computes all values or, under sequence parallelism, those
+    of its share of the sequence.
     """
 
     def __init__(
@@ -27,24 +27,24 @@ class ScalarOutput(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden, dtype=dtype, device=device))
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) if bias else None
         for parameter in self.parameters():
-            # each rank sees only its part of the sequence: finalize_model_grads.py:354 then sums the gradients
+            # each rank sees only its share of the sequence; finalize_model_grads.py:354 then sums the gradients
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
         self, hidden_states: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, None]:
         """[s (over ranks), b, hidden] -> [s, b, 1] fp32, equal on all tensor-parallel ranks. The other arguments are
-        Megatron's and are not used."""
+        required by Megatron and ignored."""
         values = F.linear(hidden_states, self.weight, self.bias).float()
         if self.sequence_parallel:
-            # all ranks compute the same loss from the gathered values, so each takes its own part of the gradient as
-            # it is
+            # all ranks compute the same loss from the gathered values, so each keeps its own slice of the gradient
+            # unreduced
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
 
 def replace_output_layer(model: GPTModel, hidden: int, bias: bool) -> None:
-    """Replace the stage's output layer, if it has one, by a scalar head."""
+    """Replace the stage's output layer, if it has one, with a scalar head."""
     if model.post_process:
         old, config = model.output_layer.weight, model.config
         model.output_layer = ScalarOutput(hidden, bias, old.dtype, old.device, config.sequence_parallel)

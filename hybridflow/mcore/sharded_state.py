@@ -1,11 +1,10 @@
-"""Everything a checkpoint holds of this rank, as rectangles of global tensors over the live memory: no copies, no
-communication.
+"""This rank's part of a checkpoint, as rectangles of global tensors over live memory, without copies or communication.
 
-Model and reference are cut as Megatron describes them. The distributed optimizer holds a flat range of each parameter;
-such a range is a few rectangles of the parameter, each contiguous in the flat shard, so that every rank writes and
-reads exactly what it owns. (Megatron's `fully_reshardable` format gathers the whole optimizer state on every
-data-parallel rank first, distrib_optimizer.py:1430; its successor-less predecessor needs `flattened_range`, which
-mapping.py:134 refuses. The keys and the global tensors are the same.)
+Model and reference are sharded as Megatron describes them. The distributed optimizer holds a flat range of each
+parameter. Such a range is a few rectangles of the parameter, each contiguous in the flat shard, so every rank writes
+and reads exactly the elements it owns. (Megatron's `fully_reshardable` format first gathers the whole optimizer state
+on every data-parallel rank, distrib_optimizer.py:1430; its predecessor needs `flattened_range`, which mapping.py:134
+rejects. The keys and the global tensors are the same.)
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _OPTIMIZER = "optimizer.state."
 
 
 class ShardedState:
-    """The rectangles of one policy: `tensors` (replicas included) over its live memory, and `hf`, where the model's HF
-    tensors lie."""
+    """The rectangles of one policy: `tensors` over its live memory, including replicas, and `hf`, the locations of the
+    model's HF tensors."""
 
     def __init__(self, policy: Policy, *, with_random_state: bool = True) -> None:
         policy.settle()
@@ -79,19 +78,19 @@ class ShardedState:
         return found
 
     def put_back(self) -> None:
-        """Give an optimizer that keeps its state in lower precision, of which `tensors` are float32 copies, what has
-        been read into them."""
+        """Write loaded values back to an optimizer that keeps its state in lower precision, for which `tensors` are
+        float32 copies."""
         for inner, parameter, tensors in self._copies:
             inner._set_main_param_and_optimizer_states(parameter, tensors)
 
     def owned(self) -> list[ShardedTensor]:
-        """What this rank writes: of every replicated rectangle one rank is the main replica."""
+        """Return the rectangles that this rank writes: of every replicated rectangle, one rank holds the main
+        replica."""
         return [tensor for tensor in self.tensors if is_main_replica(tensor.replica_id)]
 
     def hf(self) -> Iterator[HfSlice]:
-        """Where the HF regions of this rank's model weights lie in the checkpoint; replicas are left to their main
-        rank. Adapters come under PEFT's names, with those that share an A.
-        """
+        """Yield where the HF regions of this rank's model weights are stored in the checkpoint; replicas are left to
+        their main rank. Adapters are listed under PEFT's names, including those that share an A."""
         if self.policy.adapters:
             yield from _adapter_slices(self.policy.adapters, self._shards)
         for name, (parameter, local) in local_parameters(self.policy.stages, self.policy.family).items():
@@ -120,9 +119,9 @@ class ShardedState:
 
 
 def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
-    """By local parameter name, the rectangles it consists of (two for fused gate and up projections).
+    """Return the rectangles of each local parameter, by name (two for fused gate and up projections).
 
-    Transformer Engine's `_extra_state` objects (scales of FP8, which is not trained in) are left out.
+    Transformer Engine's `_extra_state` objects are skipped: they hold FP8 scales, and FP8 is not used in training.
     """
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     shards: dict[str, list[ShardedTensor]] = {}
@@ -139,10 +138,10 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
 
 
 def _adapter_shards(adapters: Adapters) -> dict[str, list[ShardedTensor]]:
-    """By local parameter name, the rectangles it consists of (one for each HF linear whose rows of B it holds): global
-    under PEFT's names.
+    """Return the rectangles of each local adapter parameter, by name (one for each HF linear whose rows of B it holds).
+    Their global tensors have PEFT's names.
 
-    Megatron knows nothing of these parameters: it would take each for one that all tensor-parallel ranks hold alike.
+    Megatron has no description of these parameters and would treat each as replicated over the tensor-parallel ranks.
     """
     at, shapes = coordinates(), adapters.map.tensors()
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -177,7 +176,7 @@ def _adapter_slices(adapters: Adapters, shards: Mapping[str, list[ShardedTensor]
 
 
 def _reference_shards(policy: Policy, shards: Mapping[str, list[ShardedTensor]]) -> list[ShardedTensor]:
-    """The same cuts under keys of their own, over the reference's tensors."""
+    """Return the same rectangles over the reference's tensors, under separate keys."""
     parameters, found = policy.weights(), []
     for name, held in policy.reference_state().items():
         for shard in shards[name]:
@@ -188,14 +187,14 @@ def _reference_shards(policy: Policy, shards: Mapping[str, list[ShardedTensor]])
 
 
 def _flat_start(shard: ShardedTensor, parameter: torch.Tensor) -> int:
-    """Where a shard's elements begin in its parameter; both are contiguous."""
+    """Return the offset of a shard's elements in its parameter. Both must be contiguous."""
     if not shard.data.is_contiguous():
         raise CheckpointError(f"the shard {shard.key} is not contiguous in its parameter")
     return int(shard.data.storage_offset() - parameter.storage_offset())
 
 
 def _rows_of(shard: ShardedTensor, parameter: torch.Tensor) -> tuple[int, int]:
-    """(first row, number of rows) of the parameter that the shard covers."""
+    """Return (first row, number of rows) of the parameter that the shard covers."""
     return _flat_start(shard, parameter) // max(1, prod(parameter.shape[1:])), shard.local_shape[0]
 
 
@@ -205,13 +204,13 @@ def _rows_of(shard: ShardedTensor, parameter: torch.Tensor) -> tuple[int, int]:
 def _cut(
     name: str, flat: torch.Tensor, held: tuple[int, int], shard: ShardedTensor, start: int, owned_once: bool
 ) -> Iterator[ShardedTensor]:
-    """The rectangles of `shard`'s global tensor that the elements [held) of the parameter fill; `flat` are those
+    """Yield the rectangles of `shard`'s global tensor covered by the elements [held) of the parameter; `flat` has those
     elements."""
     lead, end = shard.prepend_axis_num, start + shard.data.numel()
     low, high = max(held[0], start), min(held[1], end)
     position = low - held[0]
-    # the distributed optimizer has each element on one data-parallel rank: what is a replica among the weights is none
-    # here
+    # the distributed optimizer has each element on one data-parallel rank, so replicas among the weights are not
+    # replicas here
     replica = (*shard.replica_id[:-1], 0) if owned_once else shard.replica_id
     for offset, size in boxes(shard.local_shape, low - start, high - start):
         inside = tuple(base + step for base, step in zip(shard.global_offset[lead:], offset, strict=True))
@@ -231,7 +230,7 @@ def _cut(
 
 
 def _states(inner: Any) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torch.Tensor]]]:
-    """(parameter, first and past-last element held here, {exp_avg, exp_avg_sq and, below fp32, param: flat tensor})."""
+    """Yield (parameter, first element held here, end, {exp_avg, exp_avg_sq and, below fp32, param: flat tensor})."""
     if isinstance(inner, DistributedOptimizer):
         for parameter in inner.model_param_gbuf_map:
             held = inner._get_model_param_range_map(parameter)["param"]
@@ -246,12 +245,12 @@ def _states(inner: Any) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torc
 
 
 def _main_parameters(inner: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """fp32 copy -> 16-bit parameter, where the optimizer keeps such copies."""
+    """Return {fp32 copy: 16-bit parameter} if the optimizer keeps such copies."""
     pairs = zip(getattr(inner, "fp32_from_float16_groups", ()), getattr(inner, "float16_groups", ()), strict=True)
     return {main: model for mains, models in pairs for main, model in zip(mains, models, strict=True)}
 
 
 def _flat(parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    # an fp32 model's main parameters are the model's own memory; they are in the checkpoint already
+    # an fp32 model's main parameters are the model's own memory, which is already in the checkpoint
     names = ("exp_avg", "exp_avg_sq") if parameter.dtype is torch.float32 else ("param", "exp_avg", "exp_avg_sq")
     return {name: tensors[name].detach().view(-1) for name in names}

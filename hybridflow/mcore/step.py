@@ -1,4 +1,4 @@
-"""Forward passes and training steps over packed micro-batches, under whatever pipeline schedule Megatron chooses."""
+"""Forward passes and training steps over packed micro-batches, under any of Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ OutputLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tens
 def forward(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Log-probs (and entropies) of every response token, without gradient. On the last stage; empty lists elsewhere."""
+    """Compute log-probs (and entropies) of every response token without gradient. Empty lists outside the last
+    stage."""
 
     def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         log_probs, entropy, _ = response_log_probs(chunks, hidden, micro, scoring)
@@ -46,8 +47,8 @@ def forward(
 def forward_top(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring, k: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """[n, k] log-probs and token ids of the k most likely tokens at every response token. On the last stage; empty
-    lists elsewhere."""
+    """Compute the [n, k] log-probs and token ids of the k most likely tokens at every response token. Empty lists
+    outside the last stage."""
 
     def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows, weight, group = _predicting(chunks, hidden, micro)
@@ -66,11 +67,11 @@ def backward(
     scoring: Scoring,
     watch: Watch,
 ) -> Metrics:
-    """Forward and backward of one mini-batch; gradients are left reduced and divided by the global count in the model's
-    buffers.
+    """Run forward and backward of one mini-batch. Leaves the gradients in the model's buffers, reduced and divided by
+    the global count.
 
     Returns:
-        Metric sums and counts over this data-parallel rank's micro-batches, on the last stage; empty elsewhere.
+        Metric sums and counts over this data-parallel rank's micro-batches; empty outside the last stage.
     """
 
     def loss(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
@@ -83,8 +84,8 @@ def backward(
 def forward_outputs(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], collect: Callable[[MicroBatch, torch.Tensor], Any]
 ) -> list[Any]:
-    """What `collect` makes of the model's output [1, t', ...] for each micro-batch, without gradient, on the last
-    stage; else empty."""
+    """Apply `collect` to the model's output [1, t', ...] of each micro-batch, without gradient. Returns the results on
+    the last stage, an empty list elsewhere."""
     with torch.no_grad():
         return run(chunks, micro_batches, lambda _, micro, output: collect(micro, output))
 
@@ -92,14 +93,14 @@ def forward_outputs(
 def backward_outputs(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], loss_function: OutputLoss, watch: Watch
 ) -> Metrics:
-    """`backward` for a loss of the model's whole output."""
+    """Same as `backward`, for a loss of the model's whole output."""
 
     def loss(number: int, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         total, count, metrics = loss_function(micro, output)
         watch.loss(number, total.detach())
-        # a clone: the schedule scales the loss it is given in place
+        # clone, since the schedule scales the loss in place
         metrics = {"loss": (total.detach().clone(), count), **metrics}
-        # every context-parallel rank computes the same loss, and Megatron adds up their counts
+        # every context-parallel rank computes the same loss, and Megatron sums their counts
         # (finalize_model_grads.py:493)
         divisor = count if context_rank() == 0 else torch.zeros_like(count)
         return total, divisor.to(total.device, torch.int), metrics
@@ -116,10 +117,11 @@ def backward_outputs(
 def response_log_probs(
     chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor | None, MicroBatch]:
-    """[n] log-probs and entropies of all response tokens of the micro-batch, on every tensor and context rank of the
-    last stage; and the micro-batch, with the policy's log-probs of the teacher's tokens where it has such tokens.
+    """Compute the [n] log-probs and entropies of all response tokens of the micro-batch, on every tensor and context
+    rank of the last stage.
 
-    `hidden` [1, t', h] is what the last chunk returned.
+    Also returns the micro-batch; if it has teacher tokens, the policy's log-probs of them are added. `hidden` [1, t',
+    h] is the output of the last chunk.
     """
     rows, weight, group = _predicting(chunks, hidden, micro)
     log_probs, entropy = log_probs_and_entropy(rows, weight, micro.targets, scoring, group, micro.support)
@@ -137,10 +139,11 @@ def response_log_probs(
 def _predicting(
     chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """[n', h] states that predict this rank's response tokens, [v, h] output weight, tensor-parallel group."""
+    """Return the [n', h] states that predict this rank's response tokens, the [v, h] output weight, and the
+    tensor-parallel group."""
     rows = hidden[0].index_select(0, micro.predict_rows)
     last = chunks[-1]
-    model = last.module if isinstance(last, DistributedDataParallel) else last  # bare where nothing trains
+    model = last.module if isinstance(last, DistributedDataParallel) else last  # unwrapped if not trained
     return rows, output_weight(model), parallel_state.get_tensor_model_parallel_group()
 
 
@@ -150,10 +153,10 @@ def run(
     on_output: Callable[[int, MicroBatch, torch.Tensor], Any],
     watch: Watch | None = None,
 ) -> list[Any]:
-    """Run Megatron's schedule; what `on_output(number, micro-batch, output)` returns comes back on the last stage, in
-    order.
+    """Run Megatron's schedule. Returns the results of `on_output(number, micro-batch, output)` in order; empty outside
+    the last stage.
 
-    With `watch` a backward pass follows each forward pass: `on_output` returns (loss, count, anything).
+    With `watch`, each forward pass is followed by a backward pass, and `on_output` returns (loss, count, anything).
     """
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -178,19 +181,20 @@ def run(
 
 
 def all_ranks_max(value: int) -> int:
-    """The largest value over the world: ranks must run equally many micro-batches, since experts' collectives span
-    data-parallel ranks."""
+    """Return the maximum over the world. All ranks must run the same number of micro-batches, since the experts'
+    collectives span data-parallel ranks."""
     tensor = torch.tensor([value], dtype=torch.int64, device=device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return int(tensor)
 
 
 def counted(loss_function: LossFunction, micro: MicroBatch) -> torch.Tensor:
-    """What the loss counts in a micro-batch, before any forward pass: tokens, unless the loss says otherwise."""
+    """Return the loss count of a micro-batch before any forward pass: the number of tokens, unless the loss defines
+    `count`."""
     count = getattr(loss_function, "count", None)
     return torch.as_tensor(count(micro.lengths) if count else micro.lengths.sum()).cpu()
 
 
 def metrics_to_floats(metrics: Metrics) -> dict[str, tuple[float, float]]:
-    """(sum, count) of each metric as plain numbers, for the driver to merge over data-parallel ranks."""
+    """Convert each metric to a plain (sum, count), which the driver merges over data-parallel ranks."""
     return {name: (float(total), float(count)) for name, (total, count) in metrics.items()} if is_last_stage() else {}

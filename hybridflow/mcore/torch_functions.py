@@ -1,6 +1,8 @@
-"""Rotary embedding, SwiGLU and RMS norm without Transformer Engine: what Megatron's and torch's own operators compute,
-in fewer passes over memory and without a loop over the sequences of a micro-batch. The first two are equal to the bit,
-the norm up to rounding."""
+"""Rotary embedding, SwiGLU and RMS norm for machines without Transformer Engine.
+
+They compute the same as Megatron's and torch's operators, with fewer passes over memory and without a loop over the
+sequences of a micro-batch. The first two are bitwise equal, the norm up to rounding.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,23 @@ def rotate(
     cp_rank: int = 0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """t [t, heads, d] of packed sequences, rotated by the angles of each token's position in its sequence; stands where
-    Megatron expects Transformer Engine's `fused_apply_rotary_pos_emb_thd`.
+    """Rotate t [t, heads, d] of packed sequences by the angles of each token's position in its sequence. Replaces
+    Transformer Engine's `fused_apply_rotary_pos_emb_thd` in Megatron.
 
     Args:
+        t: queries or keys of this rank's tokens.
         cu_seqlens: [s + 1] bounds of the whole sequences, over all context-parallel ranks.
-        freqs: [longest, 1, 1, r] angles of the positions; the components behind r <= d stay as they are.
-        cp_size, cp_rank: of the context-parallel group.
-        interleaved: whether neighbours turn together, which Megatron 0.19 passes on. No family here has that.
+        freqs: [longest, 1, 1, r] angles of the positions; components from r <= d on are not rotated.
+        cp_size, cp_rank: size and rank of the context-parallel group.
+        interleaved: whether adjacent components are rotated in pairs; passed by Megatron 0.19. No supported family uses
+            it.
 
     Raises:
         ValueError: `interleaved` is set.
     """
     if interleaved:
         raise ValueError("rotary_interleaved needs Transformer Engine")
-    # all layers of a micro-batch, queries and keys, turn by the same angles
+    # all layers of a micro-batch, for queries and keys, use the same angles
     known = getattr(cu_seqlens, "rotation", None)
     if known is None or known[0] is not freqs or known[1].dtype != t.dtype:
         angles = freqs[_positions(cu_seqlens, len(t), cp_size, cp_rank), 0]
@@ -46,10 +50,13 @@ def rotate(
 def rotate_unfused(
     t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *settings: Any, cp_group: Any, **named: Any
 ) -> torch.Tensor:
-    """t [t, heads, d] of packed sequences, rotated as the other settings say; replaces Megatron's
+    """Rotate t [t, heads, d] of packed sequences with Megatron's own formula. Replaces Megatron's
     `_apply_rotary_pos_emb_thd`, which loops over the sequences and waits for their lengths in every layer.
 
-    Args: as for `rotate`; cp_group is the context-parallel group, and the rest goes to Megatron's own formula.
+    Args:
+        t, cu_seqlens, freqs: as for `rotate`.
+        cp_group: the context-parallel group.
+        settings, named: passed on to Megatron's formula.
     """
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
@@ -59,9 +66,10 @@ def rotate_unfused(
 
 
 def _positions(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """[t] the position of each of this rank's `tokens`; it holds two of the 2 cp_size equal pieces of a sequence.
+    """Return the position [t] of each of this rank's `tokens`. The rank holds two of the 2 cp_size equal pieces of a
+    sequence.
 
-    The number of tokens is an argument because reading it from the bounds would wait for a GPU.
+    The number of tokens is an argument because reading it from the bounds would force a device sync.
     """
     here = cu_seqlens.to(torch.int64) // cp_size
     lengths = here.diff()
@@ -86,7 +94,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """The transposed rotation."""
+        """Apply the transposed rotation."""
         cos, sin = ctx.saved_tensors
         out, half = _scaled(grad, cos), cos.shape[-1] // 2
         first, second = grad[..., :half], grad[..., half : 2 * half]
@@ -112,7 +120,7 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 class SwiGlu(nn.Module):
-    """`swiglu` as the layer spec names it: a module that Megatron builds with its config."""
+    """Module wrapper of `swiglu` for the layer spec, constructed by Megatron with its config."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
@@ -122,14 +130,14 @@ class SwiGlu(nn.Module):
         return swiglu(x)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """It has no state; `MLP` of Megatron 0.16 asks all its parts (mlp.py:260)."""
+        """Return an empty state: `MLP` of Megatron 0.16 calls this on all its submodules (mlp.py:260)."""
         return {}
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """silu of the gate is kept for the backward."""
+        """Saves silu(gate) for the backward pass."""
         gate, up = x.chunk(2, dim=-1)
         opened = F.silu(gate)
         ctx.save_for_backward(x, opened)
@@ -137,7 +145,7 @@ class _SwiGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """Both halves are written to their places at once."""
+        """Write the gradients of both halves directly into one tensor."""
         x, opened = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         found = torch.empty_like(x)
@@ -149,8 +157,8 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def takes_grouped_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `GroupedProduct` computes rows [t, in] with weights [out, in]: torch's kernel wants a GPU, bfloat16 and
-    rows of whole 16 bytes."""
+    """Return whether `GroupedProduct` supports rows [t, in] with weights [out, in]: torch's kernel requires a GPU,
+    bfloat16 and rows that are multiples of 16 bytes."""
     on_device = x.device.type != "cpu" and x.dtype == weight.dtype == torch.bfloat16
     return on_device and len(x) > 0 and not any(size % 8 for size in weight.shape)
 
@@ -164,8 +172,8 @@ def permute(
     fused: bool = False,
     drop_and_pad: bool = False,
 ) -> Any:
-    """Megatron's `moe_utils.permute`, tokens [t, h] in the order of their experts, without waiting for a GPU to say how
-    many there are where the caller knows it (`num_out_tokens` is a number). `original` serves all other calls."""
+    """Sort tokens [t, h] by expert, like Megatron's `moe_utils.permute`, without a device sync if the caller knows
+    their number (`num_out_tokens` is a number). All other calls go to `original`."""
     if fused or drop_and_pad or not isinstance(num_out_tokens, int):
         return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
     chosen = torch.nonzero_static(routing_map.t().reshape(-1), size=num_out_tokens)[:, 0]
@@ -175,21 +183,21 @@ def permute(
 
 
 class GroupedProduct(torch.autograd.Function):
-    """Consecutive runs of rows, each times a weight of its own, in one kernel.
+    """Grouped matrix product in one kernel: each consecutive run of rows is multiplied by a separate weight.
 
-    The kernel wants the weights in one tensor. They are put together anew in the backward pass, so that no copy of a
+    The kernel requires the weights in one tensor. They are stacked again in the backward pass, so that no copy of a
     layer's experts is kept in between.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        """x [t, in], ends [g] int32 first row behind each run, g weights [out, in] -> [t, out]."""
+        """x [t, in], ends [g] int32 exclusive end row of each run, g weights [out, in] -> [t, out]."""
         ctx.save_for_backward(x, ends, *weights)
         return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Only what is asked for is computed: frozen experts have no gradient."""
+        """Compute only the gradients that are needed: frozen experts have none."""
         x, ends, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         of_x = F.grouped_mm(grad, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
@@ -200,7 +208,7 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., n] over the root of its mean square (plus `eps`), times weight [n]."""
+    """Divide x [..., n] by its root mean square (plus `eps`) and multiply by weight [n]."""
     if x.dtype not in (torch.float32, torch.float64):  # torch's own norm computes in float32
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     out: torch.Tensor = _RmsNorm.apply(x, weight, eps)
@@ -210,7 +218,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Keeps its input and one scale [..., 1] of each row."""
+        """Saves the input and one scale [..., 1] per row."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
@@ -218,11 +226,11 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Both sums over the products of gradient and input, that over rows for the weight and that within a row for
-        the scale, are products of that matrix with a vector."""
+        """Compute the gradients of input and weight. The sum over rows for the weight and the sum within a row for the
+        scale are both matrix-vector products of the elementwise product of gradient and input."""
         x, weight, scale = ctx.saved_tensors
         products, scales = (grad * x).view(-1, x.shape[-1]), scale.view(-1)
         of_weight = torch.mv(products.t(), scales)
         along = torch.mv(products, weight).mul_(scales**3).div_(-x.shape[-1]).view(scale.shape)
-        found = torch.mul(grad, weight, out=products.view(x.shape))  # the products are no longer needed
+        found = torch.mul(grad, weight, out=products.view(x.shape))  # reuses the buffer of `products`
         return found.mul_(scale).addcmul_(x, along), of_weight, None

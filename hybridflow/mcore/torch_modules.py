@@ -1,8 +1,8 @@
 """Torch modules with Transformer Engine's parameter names, for machines without Transformer Engine.
 
-Megatron's stock TE layer spec is built from these instead of TE's classes, so parameter names
-(`linear_qkv.layer_norm_weight`, `mlp.experts.linear_fc1.weight3`) and checkpoints are the same with and without TE, and
-one HF map serves both.
+Megatron's stock TE layer spec is built from these modules instead of TE's classes. Parameter names
+(`linear_qkv.layer_norm_weight`, `mlp.experts.linear_fc1.weight3`) and checkpoints are therefore the same with and
+without TE, and one HF map serves both.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from hybridflow.mcore.torch_functions import GroupedProduct, SwiGlu, permute, rm
 
 
 class RMSNorm(nn.Module):
-    """RMS norm whose weight carries the `sequence_parallel` mark.
+    """RMS norm whose weight is marked with `sequence_parallel`.
 
-    Megatron's WrappedTorchNorm refuses sequence parallelism (torch_norm.py:32), which tensor-parallel MoE training
-    requires.
+    Megatron's WrappedTorchNorm does not support sequence parallelism (torch_norm.py:32), which tensor-parallel MoE
+    training requires.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMS norm and a column-parallel linear in one module (TELayerNormColumnParallelLinear's names)."""
+    """RMS norm and a column-parallel linear in one module, with TELayerNormColumnParallelLinear's parameter names."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -62,17 +62,17 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """x [s, b, hidden]: the norm runs on this rank's share of the sequence, before sequence parallelism gathers
+        """x [s, b, hidden]. The norm runs on this rank's share of the sequence, before sequence parallelism gathers
         it."""
         return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
 
 
 class DuplicatedLinear(nn.Module):
-    """A linear that every tensor-parallel rank holds whole (TELinear with parallel_mode "duplicated"): latent
-    attention's down projections.
+    """A linear replicated on every tensor-parallel rank (TELinear with parallel_mode "duplicated"): latent attention's
+    down projections.
 
     Under sequence parallelism each rank applies it to its share of the sequence, so its gradient must be summed over
-    the tensor-parallel ranks. The `sequence_parallel` mark asks for that.
+    the tensor-parallel ranks. The `sequence_parallel` mark requests that.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class DuplicatedLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """x [..., in]. Returns ([..., out], no bias)."""
+        """x [..., in]. Returns ([..., out], None for the bias)."""
         return F.linear(x, self.weight), None
 
     def backward_dw(self) -> None:
-        """Megatron's delayed weight gradient hook; nothing is delayed here."""
+        """Megatron's hook for delayed weight gradients; a no-op here."""
 
 
 class GroupedLinear(nn.Module):
-    """One weight per local expert, applied to consecutive runs of rows (TEGroupedLinear's names: weight0, weight1,
-    ...). The experts' first linear: output rows are cut."""
+    """One weight per local expert, applied to consecutive runs of rows, with TEGroupedLinear's names (weight0, weight1,
+    ...). The experts' first linear: split by output rows."""
 
-    split_dim = 0  # the weight's dimension that expert tensor parallelism cuts
+    split_dim = 0  # dimension of the weight split by expert tensor parallelism
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class GroupedLinear(nn.Module):
             setattr(self, f"weight{index}", weight)
 
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
-        """x [rows, in], the first m_splits[0] rows belong to expert 0, and so on; a list, or `ExpertCounts`. Returns
-        ([rows, out], no bias)."""
+        """Apply expert i to the i-th run of rows of x [rows, in]. `m_splits` has the row count of each expert, as a
+        list or `ExpertCounts`. Returns ([rows, out], None for the bias)."""
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         on_device = isinstance(m_splits, ExpertCounts)
         if takes_grouped_product(x, weights[0]):
@@ -137,10 +137,10 @@ class GroupedLinear(nn.Module):
         return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
 
     def backward_dw(self) -> None:
-        """Megatron's delayed weight gradient hook; nothing is delayed here."""
+        """Megatron's hook for delayed weight gradients; a no-op here."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Checkpoint layout, with the keys TE's grouped linear writes."""
+        """Return the checkpoint layout, with the same keys as TE's grouped linear."""
         experts, first = get_pg_size(self.groups.ep) * self.num_gemms, get_pg_rank(self.groups.ep) * self.num_gemms
         state, sharded = self.state_dict(prefix="", keep_vars=True), {}
         for i in range(self.num_gemms):
@@ -160,60 +160,60 @@ class GroupedLinear(nn.Module):
 
 
 class RowGroupedLinear(GroupedLinear):
-    """Experts' second linear: input columns are cut."""
+    """The experts' second linear: split by input columns."""
 
     split_dim = 1
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """Hands Megatron's TE layer spec the modules above."""
+    """Provides the modules above to Megatron's TE layer spec."""
 
     def linear(self) -> type:
-        """Held whole by every rank (latent attention's down projections)."""
+        """Return the replicated linear (latent attention's down projections)."""
         return DuplicatedLinear
 
     def column_parallel_linear(self) -> type:
-        """Cut by output rows."""
+        """Return the linear split by output rows."""
         return ColumnParallelLinear
 
     def row_parallel_linear(self) -> type:
-        """Cut by input columns."""
+        """Return the linear split by input columns."""
         return RowParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """The norm is inside the linear, as in TE."""
+        """Return True: the norm is part of the linear, as in TE."""
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
-        """Cut by output rows, with the norm in front."""
+        """Return the linear split by output rows that includes the preceding norm."""
         return NormColumnParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """Every norm of the families here is an RMS norm."""
+        """Return RMSNorm, the only norm of the supported families."""
         return RMSNorm
 
     def core_attention(self) -> type:
-        """Attention over packed sequences, with context parallelism."""
+        """Return attention over packed sequences with context parallelism."""
         return PackedAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> Any:
-        """TEGroupedMLP itself needs nothing of TE once its linears are ours."""
-        if not hasattr(experts, "GroupedMLPSubmodules"):  # 0.16: a class and its parts; the caller adds the activation
+        """Return TEGroupedMLP with our linears; the class itself does not depend on TE."""
+        if not hasattr(experts, "GroupedMLPSubmodules"):  # 0.16: (class, submodules); the caller adds the activation
             return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear)
         parts = experts.GroupedMLPSubmodules(
             linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear, activation_func=self.activation_func()
         )
-        return functools.partial(experts.TEGroupedMLP, submodules=parts)  # 0.19: a function that builds it
+        return functools.partial(experts.TEGroupedMLP, submodules=parts)  # 0.19: a factory
 
     def activation_func(self) -> type:
-        """Every gated MLP of the families here is a SwiGLU."""
+        """Return SwiGlu, the only gated activation of the supported families."""
         return SwiGlu
 
 
 def install() -> None:
-    """Make Megatron's TE layer spec use `TorchSpecProvider`, and fix what goes wrong without TE. Idempotent.
+    """Make Megatron's TE layer spec use `TorchSpecProvider`, and fix code paths that fail without TE. Idempotent.
 
-    Lines are those of Megatron-Core 0.16.1 where no version is named.
+    Line numbers refer to Megatron-Core 0.16.1 unless another version is given.
     """
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.models.gpt.moe_module_specs as moe_specs
@@ -228,16 +228,16 @@ def install() -> None:
     layer_specs.TENorm = RMSNorm
     rope_utils.fused_apply_rotary_pos_emb_thd = rotate
     transformer_block.LayerNormImpl = RMSNorm  # transformer_block.py:66 falls back to WrappedTorchNorm
-    # multi_latent_attention.py:382 and 424 ask whether the down projections are TELinear, which is None there without
-    # TE
+    # multi_latent_attention.py:382 and 424 check for TELinear down projections; the name is None there without TE
     multi_latent_attention.TELinear = DuplicatedLinear
-    # random.py:636 takes every module that selective recomputation discards for one in fp8, and asks TE for its state
+    # without TE, random.py:636 treats every module discarded by selective recomputation as fp8 and queries TE for its
+    # state
     if not random.HAVE_TE:
         random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = random.fp8_autocast = _without_fp8
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # moe_utils.py:34 imports it in a try; 1192 and 1225 then raise NameError
-    # 0.19 has another one, which does not wait either
+    # 0.19 has its own version that does not sync either
     if "align_size" not in inspect.signature(moe_utils.permute).parameters:
         token_dispatcher.permute = functools.partial(permute, moe_utils.permute)
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
@@ -249,19 +249,20 @@ def install() -> None:
 
 
 class ExpertCounts:
-    """How many rows each local expert has, int64 [experts] on the device."""
+    """Number of rows of each local expert, int64 [experts] on the device."""
 
     def __init__(self, counts: torch.Tensor) -> None:
         self.counts = counts
 
     def tolist(self) -> ExpertCounts:
-        """`TEGroupedMLP` asks for a list and hands it to `GroupedLinear`, which does without one."""
+        """Return self: `TEGroupedMLP` calls `tolist` and passes the result to `GroupedLinear`, which does not need a
+        list."""
         return self
 
 
 def _where_they_are(original: Any) -> Any:
-    """Without expert parallelism no other rank has to be told how many rows it gets: the counts stay on the device,
-    and the host need not wait for them (token_dispatcher.py:803)."""
+    """Keep expert counts on the device without expert parallelism. No other rank has to be told its row counts, so the
+    host need not wait for them (token_dispatcher.py:803)."""
 
     def _maybe_dtoh_and_synchronize(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
         if dispatcher.ep_size > 1 or dispatcher.tp_size > 1 or tokens_per_expert is None:
@@ -275,20 +276,20 @@ def _where_they_are(original: Any) -> Any:
 def _sorted_chunks(
     original: Any, rows: torch.Tensor, split_sizes: Any, order: torch.Tensor, probs: Any = None, fused: bool = False
 ) -> Any:
-    """Megatron's `sort_chunks_by_idxs`. Chunks of one rank are in order already, and are not copied."""
+    """Megatron's `sort_chunks_by_idxs`, without a copy if the chunks are already in order, as with a single rank."""
     if torch.equal(order, torch.arange(len(order))):
         return rows, probs
     return original(rows, split_sizes, order, probs, fused)
 
 
 def _without_fp8(**_: Any) -> contextlib.AbstractContextManager[None]:
-    """TE's contexts around a forward pass and its repetition, where nothing is in fp8."""
+    """Null context in place of TE's contexts around a forward pass and its recomputation, since nothing is in fp8."""
     return contextlib.nullcontext()
 
 
 def _to_host(original: Any) -> Any:
-    """moe_utils.py:1092 converts the all-to-all's split sizes to numpy only for CUDA tensors; gloo's all_to_all_single
-    wants a list."""
+    """Convert the all-to-all's split sizes to numpy on CPU too: gloo's all_to_all_single expects a list, and
+    moe_utils.py:1092 only converts CUDA tensors."""
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         moved = original(tensor, as_numpy, record_stream)

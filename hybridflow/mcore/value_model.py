@@ -1,4 +1,4 @@
-"""A trainable model with a scalar head on this rank: values of response tokens (critic), scores of sequences (reward
+"""A trainable model with a scalar head on this rank: values of response tokens (critic) or scores of sequences (reward
 model)."""
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from hybridflow.models.scalar_head import ScalarHead
 
 # (values at response tokens [n] or scores [s], micro-batch) -> (loss sum, count, metric sums with counts)
 ScalarLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]]
-# which of the model's outputs [1, t', 1] of a micro-batch are meant
+# selects from the model's output [1, t', 1] of a micro-batch
 Pick = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 
 def response_values(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
-    """[n] at the state each response token was sampled in: where the policy has the logits of that token."""
+    """Return the values [n] of the states in which the response tokens were sampled, the rows that hold their logits in
+    the policy."""
     return gather_tokens(_chosen(output, micro.predict_rows), micro.places, micro.num_targets)
 
 
 def sequence_scores(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
-    """[s] at the last token of each sample. Not under context parallelism, which `config.roles` refuses for these."""
+    """Return the scores [s] at the last token of each sample. Context parallelism is not supported; `config.roles`
+    rejects it for these roles."""
     samples = len(micro.lengths)
     return _chosen(output, micro.packed.cu_seqlens_q[1 : samples + 1].long() - 1)
 
 
 class ValueModel(MegatronPolicy):
-    """A model with a scalar in place of logits. Every method is a collective."""
+    """A model with scalar outputs instead of logits. Every method is a collective."""
 
     family: ScalarHead
 
     def values(self, batch: DataProto, *, max_tokens: int) -> Jagged | None:
-        """A value for every response token, in the order of the batch; None on ranks that are not on the last stage."""
+        """Compute a value for every response token in batch order; None on ranks outside the last stage."""
         micro_batches = self._micro_batches(batch, max_tokens, ())
         found = self._outputs(micro_batches, response_values)
         return unpack(found, micro_batches, len(batch)) if parallel.is_last_stage() else None
 
     def scores(self, batch: DataProto, *, max_tokens: int) -> np.ndarray | None:
-        """[B] the value at the last token of each sample; None on ranks that are not on the last stage."""
+        """Compute the score [B] at the last token of each sample; None on ranks outside the last stage."""
         micro_batches = self._micro_batches(batch, max_tokens, (), last_token=True)
         found = self._outputs(micro_batches, sequence_scores)
         if not parallel.is_last_stage():
@@ -59,13 +61,15 @@ class ValueModel(MegatronPolicy):
     def train_values(
         self, batch: DataProto, loss: ScalarLoss, *, columns: Sequence[str], max_tokens: int
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """One optimizer update on values of response tokens: metric (sum, count) pairs and {grad_norm, lr, applied}."""
+        """Run one optimizer update on the values of response tokens. Returns metrics as (sum, count) pairs and
+        {grad_norm, lr, applied}."""
         return self._train(self._micro_batches(batch, max_tokens, columns), loss, response_values)
 
     def train_pairs(
         self, batch: DataProto, loss: ScalarLoss, *, max_tokens: int
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """One optimizer update on scores of rows 2i and 2i + 1, which stay in one micro-batch, in this order."""
+        """Run one optimizer update on pairs of scores. Rows 2i and 2i + 1 form a pair and stay in one micro-batch, in
+        order."""
         micro_batches = self._micro_batches(batch, max_tokens, (), together=2, last_token=True)
         return self._train(micro_batches, loss, sequence_scores)
 
@@ -88,5 +92,5 @@ class ValueModel(MegatronPolicy):
 
 
 def _chosen(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The model's output [1, t', 1] at these rows, fp32."""
+    """Return the model's output [1, t', 1] at these rows in fp32."""
     return output[0, :, 0].float().index_select(0, rows)
