@@ -1,2 +1,2 @@
-"""The only room that uses `torch.distributed.fsdp` and transformers' modelling classes: dense families, sharded over
-all ranks."""
+"""FSDP2 backend for dense families, sharded over all ranks. The only package that uses `torch.distributed.fsdp` and
+transformers' modelling classes."""

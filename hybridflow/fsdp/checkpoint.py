@@ -1,4 +1,5 @@
-"""Model, reference, optimizer, schedule and random state as row shards of the Hugging Face tensors, one file a rank."""
+"""Checkpoints of model, reference, optimizer, schedule and random state as row shards of the Hugging Face tensors, one
+file per rank."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ _RANDOM = "rng_state"
 
 
 class Sharded(Holder, Protocol):
-    """A policy, as far as a checkpoint holds it."""
+    """The parts of a policy that are stored in a checkpoint."""
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """None before `set_optimizer`."""
+        """The optimizer; None before `set_optimizer`."""
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """This rank's rows of every tensor, by Hugging Face name."""
+        """Return this rank's rows of every tensor, by Hugging Face name."""
 
     def reference_state(self) -> Mapping[str, torch.Tensor]:
-        """The reference's rows by the same names."""
+        """Return the reference's rows by the same names."""
 
 
 class ShardedState:
@@ -55,11 +56,11 @@ class ShardedState:
         )
 
     def owned(self) -> Sequence[Rectangle]:
-        """What this rank writes: all that it holds, since nothing is replicated."""
+        """Return the rectangles that this rank writes: all of them, since nothing is replicated."""
         return [*self.tensors, self.random]
 
     def hf(self) -> Iterator[HfSlice]:
-        """The model's tensors are the Hugging Face tensors."""
+        """Yield the location of each Hugging Face tensor: the model's tensors are the Hugging Face tensors."""
         for one in self._model:
             yield HfSlice(one.key, one.global_offset, one.local_shape, one.key, one.global_offset)
 
@@ -73,7 +74,7 @@ class ShardedState:
 
 
 def job(policy: Sharded, folder: Path, phase: str, step: int, exchange: Exchange) -> Job:
-    """One save; everything but the tensors' data is taken now."""
+    """Prepare one save. Everything except the tensors' data is captured now."""
     state = ShardedState(policy)
     training: dict[str, Any] = {}
     if policy.optimizer is not None:
@@ -85,13 +86,13 @@ def job(policy: Sharded, folder: Path, phase: str, step: int, exchange: Exchange
 
 @torch.no_grad()
 def load(policy: Sharded, folder: Path) -> None:
-    """Restore what was saved, in place, whatever the number of ranks was then. Collective.
+    """Restore a checkpoint in place, whatever number of ranks it was saved with. Collective.
 
-    The random state comes back where the number of ranks is the same.
+    The random state is restored only if the number of ranks is the same.
 
     Raises:
-        CheckpointError: the folder is missing, torn, foreign, of another backend, or of another model; nothing has been
-            loaded then.
+        CheckpointError: the folder is missing, torn, foreign, from another backend, or from another model. Nothing has
+            been loaded in that case.
     """
     exchange = shared_exchange()
     manifest, state = checked_manifest(policy, folder, exchange, _BACKEND), ShardedState(policy)

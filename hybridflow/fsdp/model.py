@@ -1,4 +1,4 @@
-"""A transformers model, sharded by FSDP2, that returns log-probs in place of logits."""
+"""A transformers model, sharded by FSDP2, that returns log-probs instead of logits."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _PREFIX = "causal."
 
 
 class ScoringModel(nn.Module):
-    """The causal model with the scoring inside its forward pass, so that FSDP2 has the output layer at hand there and
-    nowhere else."""
+    """The causal model with log-prob computation inside its forward pass, which is where FSDP2 has the output layer
+    gathered."""
 
     def __init__(self, causal: Any, alone: Any) -> None:
-        """`alone`: a process group of this rank only; no rank holds a part of the gathered output layer."""
+        """`alone` is a process group with only this rank, since the gathered output layer is not split over ranks."""
         super().__init__()
         self.causal, self.alone = causal, alone
 
     def forward(
         self, micro: MicroBatch, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """[n] log-probs and, where asked for, entropies of the response tokens; where the micro-batch has tokens of a
-        teacher, [n, k] their log-probs."""
+        """Return the [n] log-probs and, if requested, entropies of the response tokens; if the micro-batch has teacher
+        tokens, also their log-probs [n, k]."""
         hidden = self.causal.model(
             input_ids=micro.tokens, position_ids=micro.positions, attention_mask=micro.mask(), use_cache=False
         ).last_hidden_state
@@ -50,13 +50,16 @@ class ScoringModel(nn.Module):
 
 
 def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device: torch.device) -> ScoringModel:
-    """This rank's shards, filled from `source`; no rank ever holds the whole model. Collective.
+    """Build this rank's shards and load them from `source`. No rank ever holds the whole model. Collective.
 
     Args:
-        dtype: of the computation; shards, gradients and the optimizer's state are fp32.
+        family: the architecture.
+        dtype: compute precision; shards, gradients and optimizer state are fp32.
+        source: the weights to load.
+        device: the device of the shards.
 
     Raises:
-        ModelError: transformers' model has other parameters than the family's map.
+        ModelError: the parameters of transformers' model differ from the family's map.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("data", "alone"))
     causal = causal_on_meta(family)
@@ -67,11 +70,11 @@ def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device
         else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     )
     for part in (*causal.model.layers, model):
-        # reshard the root too: it would otherwise keep the weights of the last pass, whatever is written to the shards
-        # meanwhile
+        # reshard the root too: it would otherwise keep the gathered weights of the last pass, even after the shards
+        # have changed
         fully_shard(part, mesh=mesh["data"], mp_policy=precision, reshard_after_forward=True)
         assert isinstance(part, FSDPModule)
-        # sums, not means: what they are divided by is the global count of tokens (and gloo cannot average)
+        # sum instead of average: gradients are divided by the global token count (and gloo cannot average)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     allocate(causal, device)
@@ -80,7 +83,7 @@ def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device
 
 
 def shards(model: ScoringModel) -> dict[str, DTensor]:
-    """The parameters by Hugging Face name."""
+    """Return the sharded parameters by Hugging Face name."""
     return {
         name.removeprefix(_PREFIX): parameter
         for name, parameter in model.named_parameters()

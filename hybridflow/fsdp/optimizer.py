@@ -1,4 +1,4 @@
-"""AdamW over shards, with the clipping, schedule and exemptions from weight decay that Megatron's optimizer has."""
+"""AdamW over shards, with the same clipping, schedule and weight-decay exemptions as Megatron's optimizer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hybridflow.config.schema import OptimConfig
 
 
 def learning_rate(config: OptimConfig, update: int) -> float:
-    """The rate of the `update`-th update, counted from 1: linear warm-up, then constant, or decay to `min_lr`.
+    """Return the learning rate of the `update`-th update, counted from 1: linear warm-up, then constant, or decay to
+    `min_lr`.
 
-    Megatron's `OptimizerParamScheduler.get_lr` gives the same (optimizer_param_scheduler.py).
+    Equal to Megatron's `OptimizerParamScheduler.get_lr` (optimizer_param_scheduler.py).
     """
     if update <= config.lr_warmup_steps:
         return config.lr * update / config.lr_warmup_steps
@@ -33,9 +34,9 @@ class Optimizer:
     """The optimizer and its learning-rate schedule, stepped together."""
 
     def __init__(self, shards: Mapping[str, DTensor], config: OptimConfig) -> None:
-        """`shards` by Hugging Face name; moments start at zero."""
+        """`shards` are keyed by Hugging Face name. Moments start at zero."""
         self.shards, self.config, self.updates = dict(shards), config, 0
-        # no decay of norms and biases, as in Megatron (optimizer/__init__.py, `_get_param_groups`)
+        # no weight decay for norms and biases, as in Megatron (optimizer/__init__.py, `_get_param_groups`)
         groups = [
             {
                 "params": [shard for shard in shards.values() if (shard.ndim > 1) is decays],
@@ -46,7 +47,7 @@ class Optimizer:
         self.inner = torch.optim.AdamW(
             groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps
         )
-        for shard in shards.values():  # now, so that a fresh optimizer can be loaded into
+        for shard in shards.values():  # allocated now, so that a checkpoint can be loaded into a fresh optimizer
             self.inner.state[shard] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(shard),
@@ -54,12 +55,12 @@ class Optimizer:
             }
 
     def zero_grad(self) -> None:
-        """Forget the gradients; called before each mini-batch."""
+        """Clear the gradients. Called before each mini-batch."""
         self.inner.zero_grad()
 
     def step(self) -> tuple[float, float]:
-        """Clip and apply. Returns (gradient norm before clipping, learning rate used). Collective; gradients are
-        finite."""
+        """Clip the gradients, which must be finite, and apply the update. Returns (gradient norm before clipping,
+        learning rate used). Collective."""
         norm = self._clip()
         self.updates += 1
         rate = self.learning_rate()
@@ -69,15 +70,15 @@ class Optimizer:
         return norm, rate
 
     def learning_rate(self) -> float:
-        """The learning rate of the last update."""
+        """Return the learning rate of the last update."""
         return learning_rate(self.config, max(1, self.updates))
 
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's shards of them."""
+        """Return this rank's shards of the gradients."""
         return [shard.grad.to_local() for shard in self.shards.values() if isinstance(shard.grad, DTensor)]
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """{exp_avg, exp_avg_sq: {Hugging Face name: this rank's shard}}."""
+        """Return {exp_avg, exp_avg_sq: {Hugging Face name: this rank's shard}}."""
         kinds = ("exp_avg", "exp_avg_sq")
         return {
             kind: {name: self.inner.state[shard][kind].to_local() for name, shard in self.shards.items()}
@@ -85,10 +86,10 @@ class Optimizer:
         }
 
     def resume(self, updates: int) -> None:
-        """Go on counting from so many updates."""
+        """Continue counting from this number of updates."""
         self.updates = updates
         for state in self.inner.state.values():
-            state["step"] = torch.tensor(float(updates))  # a tensor of its own: AdamW increments it in place
+            state["step"] = torch.tensor(float(updates))  # separate tensors: AdamW increments them in place
 
     @torch.no_grad()
     def _clip(self) -> float:

@@ -1,4 +1,4 @@
-"""Micro-batches of packed sequences: what is read of each sample (`lengths_read`) one after another, no padding."""
+"""Packed micro-batches: the tokens that are read from each sample (`lengths_read`), concatenated without padding."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from hybridflow.data.micro_batches import (
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed forward pass. t packed tokens, n response tokens that take part, s samples.
+    """One packed forward pass. t packed tokens, n response tokens that enter the loss, s samples.
 
     Attributes:
         samples: rows of the batch [s], in packed order.
         tokens, positions: [1, t]; positions restart at each sample.
-        segments: [t] which sample a token belongs to, counted in the micro-batch.
-        predict_rows: [n] the row whose output predicts a response token. targets: [n] those tokens.
-        lengths: [s] how many of the n each sample has.
+        segments: [t] index of each token's sample within the micro-batch.
+        predict_rows: [n] the row whose output predicts a response token.
+        targets: [n] those tokens.
+        lengths: [s] number of the n tokens in each sample.
         columns: per-response-token columns [n, ...] (old_log_probs, advantages, ...).
-        support: what each of the n targets was sampled among, where the batch says it.
+        support: sampling support of each of the n targets, if the batch has it.
     """
 
     samples: np.ndarray
@@ -46,7 +47,7 @@ class MicroBatch:
     support: Support | None = None
 
     def mask(self) -> torch.Tensor:
-        """[1, 1, t, t] which tokens a token attends to: those before it in its own sample, and itself."""
+        """Return the attention mask [1, 1, t, t]: a token attends to itself and to earlier tokens of its sample."""
         same = self.segments[:, None] == self.segments[None, :]
         return same.tril()[None, None]
 
@@ -57,9 +58,11 @@ def build_micro_batches(
     """Pack the samples of each bin.
 
     Args:
+        batch: the rows, with prompt_ids and response_ids.
         bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes part in collectives).
-        columns: jagged per-response-token columns to bring along. With `response_mask` among them, tokens that the
-            policy did not sample are context alone.
+        columns: jagged per-response-token columns to include. If they include `response_mask`, tokens that the policy
+            did not sample serve only as context.
+        device: the device of the tensors.
     """
     return [_pack(batch, np.asarray(rows, dtype=np.int64), columns, device) for rows in bins]
 
@@ -69,7 +72,7 @@ def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: to
     keep, counts = counted_tokens(batch, rows, columns)
     sizes = lengths_read(prompts.lengths + responses.lengths)
     starts, used = np.cumsum(sizes) - sizes, int(sizes.sum())
-    total = max(1, used)  # one token at least: a model cannot run on none
+    total = max(1, used)  # at least one token: a model cannot run on an empty input
     tokens, positions, segments = (np.zeros(total, np.int64) for _ in range(3))
     tokens[:used] = tokens_read(prompts, responses, sizes)
     predict_rows = ranges(starts + prompts.lengths - 1, responses.lengths)[keep]

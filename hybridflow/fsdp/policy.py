@@ -1,4 +1,4 @@
-"""A trainable causal language model whose parameters are sharded over all ranks: the second backend behind
+"""A trainable causal language model with parameters sharded over all ranks: the FSDP2 implementation of
 `workers.backend.Backend`."""
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from hybridflow.saving.saver import Saver
 
 
 class DenseReplay:
-    """A dense model has no routes."""
+    """Router replay of a dense model, which has no routes."""
 
     def during(self, action: str) -> AbstractContextManager[None]:
-        """ModelError: there is nothing to record or replay."""
+        """Raise ModelError: there is nothing to record or replay."""
         raise ModelError(
             f"router replay ({action}) needs a mixture of experts, which actor.backend=fsdp does not train"
         )
 
     def recorded(self) -> Jagged:
-        """ModelError, as `during`."""
+        """Raise ModelError: there are no routes."""
         raise ModelError("a dense model has no routes")
 
     def take_counts(self) -> Mapping[str, int]:
-        """None are counted."""
+        """Return no counts."""
         return {}
 
 
 class FsdpPolicy(HoldsReference):
-    """Model and optimizer of one rank. Every method is a collective: all ranks call it in the same order."""
+    """Model and optimizer of one rank. Every method is a collective: all ranks call them in the same order."""
 
     def __init__(
         self,
@@ -69,10 +69,13 @@ class FsdpPolicy(HoldsReference):
         logits_chunk_tokens: int,
         on_nonfinite: str,
     ) -> None:
-        """Shard the model over the world (`rendezvous.join_world`) and fill it from `source`.
+        """Shard the model over the world (`rendezvous.join_world`) and load it from `source`.
 
         Args:
-            dtype: of the computation; weights, gradients and moments are kept in fp32.
+            family: the architecture.
+            dtype: compute precision; weights, gradients and moments are kept in fp32.
+            source: the weights to load.
+            device: the device of this rank.
             logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
         """
         self.family, self.dtype, self.device = family, torch.bfloat16 if dtype == "bfloat16" else torch.float32, device
@@ -80,7 +83,8 @@ class FsdpPolicy(HoldsReference):
         self.model = build_model(family, self.dtype, source, device)
         self.optimizer: Optimizer | None = None
         self.replay = DenseReplay()
-        # FSDP2 pads uneven shards, and so moves them, in the first forward pass: from here on they stay where they are
+        # FSDP2 pads uneven shards, and thereby moves them, in the first forward pass; run one now so that they stay in
+        # place
         nothing = DataProto.from_columns(
             {name: Jagged.from_rows([], np.int64) for name in ("prompt_ids", "response_ids")}
         )
@@ -91,9 +95,9 @@ class FsdpPolicy(HoldsReference):
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
     ) -> tuple[Jagged, Jagged] | None:
-        """(log-probs, entropies) of every response token of this rank's rows, in their order.
+        """Compute (log-probs, entropies) of every response token of this rank's rows, in order.
 
-        Without `with_entropy` the second is the log-probs again.
+        Without `with_entropy` the second item is the log-probs again.
         """
         micro_batches = self._micro_batches(batch, max_tokens, ())
         values, entropies = self._forward(micro_batches, self._scoring(temperature, with_entropy))
@@ -110,7 +114,7 @@ class FsdpPolicy(HoldsReference):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """One optimizer update on `batch`, this rank's share of the mini-batch."""
+        """Run one optimizer update on `batch`, this rank's share of the mini-batch."""
         if self.optimizer is None:
             raise RuntimeError("an update before set_optimizer")
         micro_batches = self._micro_batches(batch, max_tokens, columns)
@@ -126,8 +130,8 @@ class FsdpPolicy(HoldsReference):
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], loss: LossFunction, scoring: Scoring, watch: Watch
     ) -> Metrics:
-        """Forward and backward of one mini-batch; gradients are left summed over ranks and divided by the global count
-        in the shards.
+        """Run forward and backward of one mini-batch. Leaves the gradients in the shards, summed over ranks and divided
+        by the global count.
 
         Returns:
             Metric sums and counts over this rank's micro-batches.
@@ -154,7 +158,7 @@ class FsdpPolicy(HoldsReference):
         return merged
 
     def set_optimizer(self, config: OptimConfig) -> None:
-        """A fresh optimizer (moments zero) over the present weights."""
+        """Create a fresh optimizer (moments zero) over the current weights."""
         self.optimizer = Optimizer(self.shards(), config)
 
     def _scoring(self, temperature: float, with_entropy: bool) -> Scoring:
@@ -179,7 +183,8 @@ class FsdpPolicy(HoldsReference):
             handle.remove()
 
     def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str]) -> list[MicroBatch]:
-        """The same number on all ranks: each pass gathers every rank's shards."""
+        """Pack the batch into the same number of micro-batches on all ranks, since each pass gathers every rank's
+        shards."""
         check_token_ids(batch, self.family.vocab_size)
         bins = pack_alike(
             lengths_read(sequence_lengths(batch)), max_tokens, lambda bins: self._all_ranks_max(max(bins, 1))
@@ -194,40 +199,42 @@ class FsdpPolicy(HoldsReference):
     # ---- weights
 
     def shards(self) -> dict[str, Any]:
-        """The sharded parameters by Hugging Face name."""
+        """Return the sharded parameters by Hugging Face name."""
         return dict(shards(self.model))
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's rows by Hugging Face name, over the live memory; tensors of which it has none are left out."""
+        """Return this rank's rows by Hugging Face name, as views of live memory; tensors without rows on this rank are
+        omitted."""
         local = {name: shard.detach().to_local() for name, shard in self.shards().items()}
         return {name: rows for name, rows in local.items() if rows.numel()}
 
     def release_copies(self) -> None:
-        """There are none."""
+        """Do nothing: there are no copies."""
 
     @property
     def copied_bytes(self) -> int:
-        """Nothing is copied."""
+        """Always 0: nothing is copied."""
         return 0
 
     @functools.cached_property
     def trainable_parameters(self) -> int:
-        """All of the model's. Counted once: every step reports them."""
+        """Number of parameters of the model; all are trained. Cached, since every step reports it."""
         return num_parameters(self.family)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The same: what a reference is a copy of."""
+        """Return `parameters`, the tensors that a reference copies."""
         return self.parameters()
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
-        """Builds the layout of `parameters` over all ranks."""
+        """Return a function that builds the layout of `parameters` over all ranks."""
         return lambda catalog: fsdp_layout(self.family, dist.get_world_size(), "float32", catalog)
 
     def settle(self) -> None:
-        """No communication is in flight between methods."""
+        """Do nothing: no communication is in flight between methods."""
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """For `Residency`; listed anew at each call, since an optimizer may be replaced and a reference appear."""
+        """Return functions that list the tensors of each part, for `Residency`. The list changes when the optimizer is
+        replaced or a reference is added."""
         return {
             "weights": lambda: [
                 *(shard.detach().to_local() for shard in self.shards().values()),
@@ -245,11 +252,11 @@ class FsdpPolicy(HoldsReference):
     # ---- process and disk
 
     def mesh_position(self) -> tuple[int, int, bool]:
-        """Every rank is a data-parallel rank of its own."""
+        """Return this rank's position: every rank is a separate data-parallel rank."""
         return dist.get_rank(), dist.get_world_size(), True
 
     def describe(self) -> dict[str, str]:
-        """What computes here, for the run's record."""
+        """Return the backend and its versions for the run's record."""
         import transformers
 
         return {
@@ -259,14 +266,14 @@ class FsdpPolicy(HoldsReference):
         }
 
     def saver(self, timeout_s: float) -> Saver:
-        """Saves the sharded state of this policy."""
+        """Return the object that saves this policy's sharded state."""
         return Saver(
             lambda folder, phase, step, exchange: checkpoint.job(self, folder, phase, step, exchange), timeout_s
         )
 
     def load(self, folder: Path) -> None:
-        """Restore what was saved, in place, whatever the number of ranks was then. CheckpointError: see
-        `checkpoint.load`."""
+        """Restore a checkpoint in place, whatever number of ranks it was saved with. Raises CheckpointError as
+        `checkpoint.load` does."""
         checkpoint.load(self, folder)
 
     def export(
