@@ -82,7 +82,7 @@ class PeerEvents:
             self._events = [_imported[handle] for handle in handles]
 
     def is_done(self, number: int) -> bool:
-        """Return whether the last recorded work has completed. Returns False if the driver cannot tell, which happens
+        """Return whether the last recorded work has completed. Returns False if the driver cannot tell, as can happen
         for events of a killed process; callers must watch that process as well."""
         try:
             return bool(self._events[number].query())

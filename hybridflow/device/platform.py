@@ -70,7 +70,7 @@ class Platform:
 
     @property
     def cores(self) -> int:
-        """Number of CPU cores used for compute; 1 on cuda, where the GPU computes."""
+        """Number of CPU cores used for compute; 1 on cuda."""
         return 1 if self.kind == "cuda" else len(os.sched_getaffinity(0))
 
     def device(self, local_rank: int = 0) -> torch.device:

@@ -6,8 +6,8 @@ valid: Megatron's flat buffers and the parameters in them, the distributed optim
 address changes. Megatron-Core 0.16.1 keeps no addresses between steps (NCCL-registered buffers, `nccl_ub`, would, but
 are not used).
 
-On CUDA the bytes go to pinned host memory, which is allocated once. On CPU, where device memory is the memory of the
-process, they go to an unlinked temporary file in TMPDIR, which disappears with the process.
+On CUDA the bytes go to pinned host memory that is allocated once. On CPU, device memory is the memory of the process,
+so the bytes go to an unlinked temporary file in TMPDIR. It disappears with the process.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def load(policy: Sharded, folder: Path) -> None:
     The random state is restored only if the number of ranks is the same.
 
     Raises:
-        CheckpointError: the folder is missing, torn, foreign, from another backend, or from another model. Nothing has
-            been loaded in that case.
+        CheckpointError: the folder is missing, incomplete, not a checkpoint, from another backend, or from another
+            model. Nothing has been loaded in that case.
     """
     exchange = shared_exchange()
     manifest, state = checked_manifest(policy, folder, exchange, _BACKEND), ShardedState(policy)

@@ -24,8 +24,8 @@ _PREFIX = "causal."
 
 
 class ScoringModel(nn.Module):
-    """The causal model with log-prob computation inside its forward pass, which is where FSDP2 has the output layer
-    gathered."""
+    """The causal model with log-prob computation inside its forward pass: FSDP2 has the output layer gathered only
+    there."""
 
     def __init__(self, causal: Any, alone: Any) -> None:
         """`alone` is a process group with only this rank, since the gathered output layer is not split over ranks."""

@@ -39,7 +39,7 @@ from hybridflow.saving.saver import Saver
 
 
 class DenseReplay:
-    """Router replay of a dense model, which has no routes."""
+    """Router replay of a dense model: there are no routes."""
 
     def during(self, action: str) -> AbstractContextManager[None]:
         """Raise ModelError: there is nothing to record or replay."""

@@ -44,8 +44,8 @@ def load(policy: Policy, folder: Path) -> None:
     configuration, not from the checkpoint; the schedule resumes at the saved update.
 
     Raises:
-        CheckpointError: the folder is missing, torn, foreign, or from another model. Nothing has been loaded in that
-            case.
+        CheckpointError: the folder is missing, incomplete, not a checkpoint, or from another model. Nothing has been
+            loaded in that case.
     """
     exchange = shared_exchange()
     manifest = checked_manifest(policy, folder, exchange, _BACKEND)

@@ -1,7 +1,8 @@
 """Zigzag layout: the rows of a packed micro-batch on each context-parallel rank.
 
-Every segment is cut into 2 c chunks of equal length (c ranks). Rank r has chunks r and 2 c - 1 - r, which balances the
-work under a causal mask. Megatron's rotary embedding (rope_utils.py:130) and Transformer Engine require this layout.
+Every segment is cut into 2 c chunks of equal length (c ranks). Rank r has chunks r and 2 c - 1 - r, so that all ranks
+have the same amount of work under a causal mask. Megatron's rotary embedding (rope_utils.py:130) and Transformer Engine
+require this layout.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _replace_factories() -> None:
-    """Map `device="cuda"` to the CPU and drop pinned memory, which needs a driver."""
+    """Map `device="cuda"` to the CPU and drop pinned memory, since it needs a driver."""
 
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)

@@ -63,8 +63,7 @@ class Adapter(torch.nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the adapter's output, which is added to the linear's. x is the linear's input as received, [s, b,
-        in]."""
+        """Return the addend to the linear's output. x is the linear's input as received, [s, b, in]."""
         if self._norm is not None:
             linear, epsilon = self._norm
             x = F.rms_norm(x, (x.shape[-1],), linear.layer_norm_weight, epsilon)
@@ -142,7 +141,7 @@ class Adapters:
         return sum(linear.weight.nbytes for linear, _ in self._linears)
 
     def release(self) -> None:
-        """Free the memory of the merged copies. Senders keep views of the tensors, which stay empty until the next
+        """Free the memory of the merged copies. Senders keep views of the tensors; these stay empty until the next
         `merged`."""
         for tensor in self._merged.values():
             tensor.untyped_storage().resize_(0)

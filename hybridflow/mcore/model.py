@@ -212,7 +212,7 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
 
 
 def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:
-    """Set the eps of the latents' norms, which are part of the up projections."""
+    """Set the eps of the latents' norms. They are part of the up projections."""
     for name, module in model.named_modules():
         if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")):
             module.eps = eps
@@ -262,8 +262,8 @@ def mark_experts(models: Sequence[torch.nn.Module]) -> None:
     """Mark experts, so that their gradients are reduced over the experts' data-parallel group.
 
     tensor_parallel/layers.py:829, 1149 mark them only if EP > 1. With ETP != TP and EP = 1 they would be reduced over
-    the dense group, which is silently wrong. The mark also makes the optimizer's parts, and therefore its checkpoints,
-    the same for every EP.
+    the dense group and be silently wrong. The mark also makes the optimizer's parts, and therefore its checkpoints, the
+    same for every EP.
     """
     for model in models:
         for name, parameter in model.named_parameters():
@@ -279,7 +279,7 @@ def by_chunk(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
 
 
 def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the parameters by Megatron name, plus the expert biases, which are buffers that training may update."""
+    """Return the parameters by Megatron name, and the expert biases (buffers that training may update)."""
     held: dict[str, torch.Tensor] = {}
     for prefix, model in by_chunk(models):
         biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias")]

@@ -1,4 +1,4 @@
-"""Megatron's optimizer, with fixes for torch's AdamW, which it falls back to without Transformer Engine and Apex."""
+"""Megatron's optimizer, with fixes for torch's AdamW, its fallback without Transformer Engine and Apex."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def adam_step(optimizer: Any) -> int:
 
 def set_adam_step(optimizer: Any, step: int) -> None:
     """Continue counting from `step`. Every parameter gets a separate tensor. distrib_optimizer.py:785 shares one tensor
-    between all states, and torch's AdamW then increments it once per parameter, which is silently wrong (5e-4 after a
-    resume)."""
+    between all states, and torch's AdamW then increments it once per parameter. The result is silently wrong (5e-4
+    after a resume)."""
     for inner in inner_optimizers(optimizer):
         if _counts_in_state(inner.optimizer):
             for state in inner.optimizer.state.values():

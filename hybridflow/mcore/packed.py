@@ -62,8 +62,8 @@ class MicroBatch:
         samples: rows of the batch, in packed order.
         length: t, the same for all micro-batches, so that pipeline stages know the shape to receive.
         tokens, positions: [1, t'].
-        packed: segment bounds for Megatron, before context parallelism; the padding tail is a separate segment.
-            `packed.bounds` is a copy on the CPU; `packed.real` [t'] is False at padding tokens of this rank
+        packed: bounds of the whole segments (over all context ranks) for Megatron; the padding tail is a separate
+            segment. `packed.bounds` is a copy on the CPU; `packed.real` [t'] is False at padding tokens of this rank
             (`expert_load`).
         predict_rows: [n'] this rank's rows whose output predicts a response token.
         targets: [n'] those tokens.

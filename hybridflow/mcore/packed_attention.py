@@ -46,7 +46,7 @@ class SegmentClasses:
         self.places[self.rows[self.real]] = self.real.nonzero()[:, 0]
 
     def upload(self, platform: Platform) -> SegmentClasses:
-        """Move all indices to the device without blocking the host."""
+        """Move all indices to the device without blocking the host. Returns self."""
         self.groups = [(platform.upload(gather), platform.upload(real)) for gather, real in self.groups]
         self.rows, self.real, self.places = map(platform.upload, (self.rows, self.real, self.places))
         return self
@@ -116,7 +116,7 @@ class ContextClasses:
             behind += queries.numel()
 
     def upload(self, platform: Platform) -> ContextClasses:
-        """Move all indices to the device without blocking the host."""
+        """Move all indices to the device without blocking the host. Returns self."""
         self.groups = [tuple(map(platform.upload, group)) for group in self.groups]  # type: ignore[misc]
         self.places = platform.upload(self.places)
         return self

@@ -174,8 +174,8 @@ class Policy(HoldsReference):
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
     def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (live tensor, copy) of the expert biases, which the end of a backward pass changes before the
-        optimizer runs (finalize_model_grads.py:476)."""
+        """Return (live tensor, copy) of the expert biases. The end of a backward pass changes them before the optimizer
+        runs (finalize_model_grads.py:476)."""
         return [
             (tensor, tensor.clone())
             for name, tensor in held_weights(self.stages).items()

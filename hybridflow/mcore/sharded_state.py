@@ -204,8 +204,16 @@ def _rows_of(shard: ShardedTensor, parameter: torch.Tensor) -> tuple[int, int]:
 def _cut(
     name: str, flat: torch.Tensor, held: tuple[int, int], shard: ShardedTensor, start: int, owned_once: bool
 ) -> Iterator[ShardedTensor]:
-    """Yield the rectangles of `shard`'s global tensor covered by the elements [held) of the parameter; `flat` has those
-    elements."""
+    """Yield the rectangles of `shard`'s global tensor that are covered by this rank's elements of the parameter.
+
+    Args:
+        name: kind of optimizer state.
+        flat: this rank's elements, flattened.
+        held: (start, end) of these elements in the parameter.
+        shard: a shard of the parameter.
+        start: offset of the shard in the parameter.
+        owned_once: whether each element is on a single data-parallel rank.
+    """
     lead, end = shard.prepend_axis_num, start + shard.data.numel()
     low, high = max(held[0], start), min(held[1], end)
     position = low - held[0]

@@ -196,5 +196,5 @@ def counted(loss_function: LossFunction, micro: MicroBatch) -> torch.Tensor:
 
 
 def metrics_to_floats(metrics: Metrics) -> dict[str, tuple[float, float]]:
-    """Convert each metric to a plain (sum, count), which the driver merges over data-parallel ranks."""
+    """Convert each metric to a plain (sum, count). The driver merges these over data-parallel ranks."""
     return {name: (float(total), float(count)) for name, (total, count) in metrics.items()} if is_last_stage() else {}

@@ -37,8 +37,8 @@ from hybridflow.mcore.torch_functions import GroupedProduct, SwiGlu, permute, rm
 class RMSNorm(nn.Module):
     """RMS norm whose weight is marked with `sequence_parallel`.
 
-    Megatron's WrappedTorchNorm does not support sequence parallelism (torch_norm.py:32), which tensor-parallel MoE
-    training requires.
+    Megatron's WrappedTorchNorm does not support sequence parallelism (torch_norm.py:32), but tensor-parallel MoE
+    training requires it.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -255,8 +255,8 @@ class ExpertCounts:
         self.counts = counts
 
     def tolist(self) -> ExpertCounts:
-        """Return self: `TEGroupedMLP` calls `tolist` and passes the result to `GroupedLinear`, which does not need a
-        list."""
+        """Return self: `TEGroupedMLP` calls `tolist` and passes the result to `GroupedLinear`. No list is needed
+        there."""
         return self
 
 

@@ -89,8 +89,8 @@ class GroupedAttention:
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Heads and KV groups must divide by the tensor parallel size; with fewer groups than ranks, the size must
-        divide by the groups."""
+        """Require heads and KV groups divisible by the tensor parallel size. With fewer groups than ranks, the size
+        must be a multiple of the groups instead."""
         divisions: list[Division] = [("num_attention_heads", self.heads, TENSOR, at.tp_size)]
         if self.groups >= at.tp_size:
             divisions.append(("num_key_value_heads", self.groups, TENSOR, at.tp_size))
@@ -130,8 +130,7 @@ def gated_tensors(source: str, hidden: int, ffn: int, names: MlpNames) -> Shapes
 def gated_local(
     fc1: str, fc2: str, source: str, hidden: int, ffn: int, names: MlpNames, rank: int, size: int
 ) -> list[LocalTensor]:
-    """Return a rank's `fc1`, which stacks its rows of gate on its rows of up, and `fc2`, which has its columns of
-    down."""
+    """Return a rank's `fc1` (its rows of gate stacked on its rows of up) and `fc2` (its columns of down)."""
     rows = ffn // size
     parts = [(f"{source}{name}.weight", rank * rows, rows) for name in (names.gate, names.up)]
     return [stacked(fc1, parts, (hidden,)), split(fc2, f"{source}{names.down}.weight", (hidden, ffn), 1, rank, size)]
@@ -158,7 +157,7 @@ class DenseMlp:
         return [norm, *gated_local(f"{fc1}weight", fc2, hf, self.hidden, self.ffn, self.names, at.tp_rank, at.tp_size)]
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """The intermediate size must divide by the tensor parallel size."""
+        """Require an intermediate size divisible by the tensor parallel size."""
         return [("intermediate_size", self.ffn, TENSOR, at.tp_size)]
 
 
@@ -229,8 +228,8 @@ class Experts:
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Experts must divide by the expert parallel size, and their intermediate sizes by the respective tensor
-        parallel size."""
+        """Require experts divisible by the expert parallel size, and intermediate sizes divisible by the respective
+        tensor parallel size."""
         ffn, experts = self.keys
         divisions: list[Division] = [
             (ffn, self.ffn, "the expert tensor parallel size", at.etp_size),

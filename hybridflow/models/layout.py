@@ -98,7 +98,7 @@ class Coordinates:
 
     def chunk_layers(self, num_layers: int) -> list[int]:
         """Return the number of layers of each virtual stage in model order: the first virtual stage of every pipeline
-        stage, then the second of every one, and so on. This is the single source for which layers a rank holds."""
+        stage, then the second of every one, and so on. All code that needs a rank's layers goes through this method."""
         if self.layers_per_stage:
             return list(self.layers_per_stage)
         return [count // self.vpp_size for count in self.stage_layers(num_layers)] * self.vpp_size

@@ -69,5 +69,5 @@ class LatentAttention:
         ]
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Heads must divide by the tensor parallel size."""
+        """Require heads divisible by the tensor parallel size."""
         return [("num_attention_heads", self.heads, TENSOR, at.tp_size)]

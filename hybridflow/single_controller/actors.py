@@ -95,8 +95,8 @@ def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]
 
 def _pinned_as_asked(user: Mapping[str, str]) -> str:
     """Return the user's allocator settings, plus exact sizes for pinned blocks over 128 MB. By default torch rounds
-    pinned blocks up to a power of two (CachingHostAllocator.h:303), which is wasteful for offloaded weights and
-    checkpoints."""
+    pinned blocks up to a power of two (CachingHostAllocator.h:303). Offloaded weights and checkpoints are such
+    blocks."""
     settings = user.get("PYTORCH_ALLOC_CONF") or user.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if _PINNED in settings:
         return settings
@@ -104,7 +104,7 @@ def _pinned_as_asked(user: Mapping[str, str]) -> str:
 
 
 def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables read by torch.distributed, one thread per process, and `extra`, which takes precedence."""
+    """Return the variables read by torch.distributed, with one thread per process. `extra` takes precedence."""
     env = {
         "RANK": str(context.rank),
         "WORLD_SIZE": str(context.world_size),

@@ -184,7 +184,7 @@ class Future:
                 raise self._hung()
 
     def _look(self, within_s: float) -> bool:
-        """Receive replies for up to `within_s`. Returns whether any arrived. Raises if a rank failed or is stopped."""
+        """Wait up to `within_s` for a reply. Returns whether one arrived. Raises if a rank failed or is stopped."""
         import ray
 
         ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=within_s)
@@ -213,7 +213,7 @@ class Future:
         return self._worker_error("the worker process was stopped (SIGSTOP) and stands still", rank)
 
     def _take_at_once(self, timeout: float) -> None:
-        """Fetch all replies with a single request to Ray. Most calls are short and succeed; checking the ranks one by
+        """Fetch all replies with a single request to Ray. Most calls are short and succeed, and checking ranks one by
         one costs two requests each."""
         import ray
 

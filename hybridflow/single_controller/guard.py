@@ -2,8 +2,8 @@
 only the standard library.
 
 Ray's gcs and raylet exit with the driver, but its agents linger for a minute, trying to send a last report to the dead
-gcs (ray/_private/process_watcher.py, report_raylet_error_logs). They are identified by an open file in the cluster's
-private temporary folder, which every process of the cluster has.
+gcs (ray/_private/process_watcher.py, report_raylet_error_logs). They are identified by their open file in the cluster's
+private temporary folder; every process of the cluster has one.
 """
 
 from __future__ import annotations

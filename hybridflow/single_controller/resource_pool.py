@@ -95,7 +95,7 @@ class ResourcePool:
         return tuple(slot.node for slot in self.slots)
 
     def split(self, sizes: Sequence[int]) -> list[ResourcePool]:
-        """Split into consecutive sub-pools of these sizes, which must add up to all slots."""
+        """Split into consecutive sub-pools. Their `sizes` must add up to all slots."""
         if sum(sizes) != len(self) or min(sizes, default=0) < 1:
             raise ResourceError(f"sub-pools of {list(sizes)} slots do not make up a pool of {len(self)}")
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]

@@ -159,7 +159,7 @@ def stored_results(refs: Mapping[int, Mapping[str, Any]], headers: Mapping[int, 
 
 
 def is_small(value: Any) -> bool:
-    """Return whether to send a value inside each call. Larger values go through the object store once, which costs a
+    """Return whether to send a value inside each call. Larger values go through the object store once, at a cost of a
     millisecond."""
     if isinstance(value, (DataProto, np.ndarray)):
         return value.nbytes <= INLINE_BYTES

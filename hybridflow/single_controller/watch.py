@@ -2,8 +2,8 @@
 and whenever one of the processes exits.
 
 Ray's own client waits a minute for a dead gcs and then aborts the driver; for a stopped gcs it waits forever. Here the
-main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster` raises the reason on exit. The main thread
-cannot be interrupted inside Ray's C++ code, which handles no signals; in that case the driver process is terminated.
+main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster` raises the reason on exit. Only Ray's C++ code
+handles no signals; if the main thread is stuck there, the driver process is terminated.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Watch:
     """Watchdog thread that runs until `stop` is called or something is lost.
 
     Args:
-        watched: what to monitor.
-        keep: called on each poll to restart helper processes if needed; returns the pids of those processes, whose exit
-            also triggers a poll.
+        watched: the components to monitor.
+        keep: called on each poll to replace helper processes if necessary; returns the pids of those processes. Their
+            exit also triggers a poll.
     """
 
     def __init__(self, watched: Watched, keep: Callable[[], Sequence[int]] = tuple) -> None:

@@ -93,7 +93,7 @@ class WorkerGroup:
 
     @classmethod
     def join(cls, cluster: Cluster, worker_class: type, name: str) -> WorkerGroup:
-        """Connect to the detached group `name`, which another driver started.
+        """Connect to the detached group `name` that another driver started.
 
         Raises:
             ResourceError: there is no group of that name.

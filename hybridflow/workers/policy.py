@@ -81,7 +81,7 @@ class PolicyWorker(RoleWorker):
 
         Reads prompt_ids, response_ids and the columns declared by the policy loss. Replays routed_experts if the batch
         has it. With `notes`, the first update keeps its log-probs for `take_update_log_probs`. A batch without
-        old_log_probs must be a single update, which uses its own log-probs as the old ones.
+        old_log_probs must be a single update and uses its own log-probs as the old ones.
         """
         with self.model.replay.during("replay") if ROUTES in batch else nullcontext():
             return self._update(batch, rows_per_update, notes)

@@ -166,7 +166,7 @@ class RolloutWorker:
         """Send the batch's prompt_ids to the engine without waiting for responses. A stop token is included in the
         response.
 
-        Each row has a ticket, which identifies its response in `collect`, and max_new_tokens. If the engine is lost, or
+        Each row has max_new_tokens and a ticket that identifies its response in `collect`. If the engine is lost, or
         has not received complete weights since its last start, nothing is sent and the rows are cut short.
         """
         prompts = batch.jagged("prompt_ids")

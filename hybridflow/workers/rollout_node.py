@@ -1,4 +1,4 @@
-"""The worker on all nodes of a multi-node engine except the first, which has the `RolloutWorker`."""
+"""The worker on every node of a multi-node engine except the first; `RolloutWorker` runs on the first."""
 
 from __future__ import annotations
 
