@@ -64,8 +64,11 @@ class Events:
             self._events[number].record()
 
     def release(self) -> None:
-        """Return the events to the pool for the next session. Another process may still query them. That is safe: the
-        work it waits for completes before anything recorded later."""
+        """Return the events to the pool for the next session.
+
+        Another process may still query them. That is safe: the work it waits for completes before anything recorded
+        later.
+        """
         with _lock:
             _free.setdefault(self._device, []).extend(self._events)
         self._events = []
@@ -82,8 +85,11 @@ class PeerEvents:
             self._events = [_imported[handle] for handle in handles]
 
     def is_done(self, number: int) -> bool:
-        """Return whether the last recorded work has completed. Returns False if the driver cannot tell, as can happen
-        for events of a killed process; callers must watch that process as well."""
+        """Return whether the last recorded work has completed.
+
+        Returns False if the driver cannot tell, as can happen for events of a killed process; callers must watch that
+        process as well.
+        """
         try:
             return bool(self._events[number].query())
         except RuntimeError:

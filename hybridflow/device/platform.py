@@ -91,8 +91,10 @@ class Platform:
         return torch.device("cuda", torch.cuda.current_device()) if self.kind == "cuda" else torch.device("cpu")
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a CPU tensor to the current device without blocking the host. The tensor is pinned first; a copy from
-        pageable memory would wait for the work queued on the device."""
+        """Copy a CPU tensor to the current device without blocking the host.
+
+        The tensor is pinned first; a copy from pageable memory would wait for the work queued on the device.
+        """
         if self.kind == "cpu":
             return tensor
         return tensor.pin_memory().to(self.current_device(), non_blocking=True)
@@ -161,8 +163,10 @@ def _cuda() -> Any:
 
 
 def _why_no_cuda() -> str:
-    """Return why torch cannot use a GPU here. `torch.cuda.is_available` returns False without a reason;
-    `torch.cuda.init` raises with one."""
+    """Return why torch cannot use a GPU here.
+
+    `torch.cuda.is_available` returns False without a reason; `torch.cuda.init` raises with one.
+    """
     import torch
 
     try:

@@ -36,16 +36,20 @@ class HoldsReference(ABC):
         self._reference = {name: tensor.detach().clone() for name, tensor in self.weights().items()}
 
     def reference_state(self) -> dict[str, torch.Tensor]:
-        """Return the reference's local tensors, with the same names as `weights`. Raises RuntimeError if there is no
-        reference."""
+        """Return the reference's local tensors, with the same names as `weights`.
+
+        Raises RuntimeError if there is no reference.
+        """
         if self._reference is None:
             raise RuntimeError("no reference weights: freeze_reference was not called")
         return self._reference
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Context manager: compute with the reference weights. They are swapped in place, so no second model is
-        needed."""
+        """Context manager: compute with the reference weights.
+
+        They are swapped in place, so no second model is needed.
+        """
         live, held = self.weights(), self.reference_state()
         _exchange(live, held)
         try:

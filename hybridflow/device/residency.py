@@ -107,8 +107,10 @@ class Residency:
     def resident(
         self, *, weights: bool = False, gradients: bool = False, optimizer: bool = False, reference: bool = False
     ) -> Iterator[None]:
-        """Context manager: keep these parts on the device. Parts that it had to bring back are offloaded again on exit.
-        Can be nested."""
+        """Context manager: keep these parts on the device.
+
+        Parts that it had to bring back are offloaded again on exit. Can be nested.
+        """
         wanted = zip(PARTS, (weights, gradients, optimizer, reference), strict=True)
         brought: tuple[Part, ...] = tuple(part for part, wish in wanted if wish and part in self._asleep)
         self.wake(*brought)
@@ -141,8 +143,10 @@ class Residency:
 
 
 class _FileStore:
-    """An unlinked temporary file, overwritten by each offload. `key` is the configuration key that offloads the part,
-    used in messages."""
+    """An unlinked temporary file, overwritten by each offload.
+
+    `key` is the configuration key that offloads the part, used in messages.
+    """
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -172,8 +176,10 @@ class _FileStore:
 
 
 class _PinnedStore:
-    """Pinned host memory, one block per storage. Blocks are reused, since pinning costs more than the copy. `key` is
-    the same as in `_FileStore`."""
+    """Pinned host memory, one block per storage.
+
+    Blocks are reused, since pinning costs more than the copy. `key` is the same as in `_FileStore`.
+    """
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []

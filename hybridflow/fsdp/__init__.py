@@ -1,2 +1,4 @@
-"""FSDP2 backend for dense families, sharded over all ranks. The only package that uses `torch.distributed.fsdp` and
-transformers' modelling classes."""
+"""FSDP2 backend for dense families, sharded over all ranks.
+
+The only package that uses `torch.distributed.fsdp` and transformers' modelling classes.
+"""

@@ -59,8 +59,10 @@ class Optimizer:
         self.inner.zero_grad()
 
     def step(self) -> tuple[float, float]:
-        """Clip the gradients, which must be finite, and apply the update. Returns (gradient norm before clipping,
-        learning rate used). Collective."""
+        """Clip the gradients, which must be finite, and apply the update.
+
+        Returns (gradient norm before clipping, learning rate used). Collective.
+        """
         norm = self._clip()
         self.updates += 1
         rate = self.learning_rate()

@@ -130,8 +130,9 @@ class FsdpPolicy(HoldsReference):
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], loss: LossFunction, scoring: Scoring, watch: Watch
     ) -> Metrics:
-        """Run forward and backward of one mini-batch. Leaves the gradients in the shards, summed over ranks and divided
-        by the global count.
+        """Run forward and backward of one mini-batch.
+
+        Leaves the gradients in the shards, summed over ranks and divided by the global count.
 
         Returns:
             Metric sums and counts over this rank's micro-batches.
@@ -233,8 +234,10 @@ class FsdpPolicy(HoldsReference):
         """Do nothing: no communication is in flight between methods."""
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """Return functions that list the tensors of each part, for `Residency`. The list changes when the optimizer is
-        replaced or a reference is added."""
+        """Return functions that list the tensors of each part, for `Residency`.
+
+        The list changes when the optimizer is replaced or a reference is added.
+        """
         return {
             "weights": lambda: [
                 *(shard.detach().to_local() for shard in self.shards().values()),
@@ -272,8 +275,10 @@ class FsdpPolicy(HoldsReference):
         )
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint in place, whatever number of ranks it was saved with. Raises CheckpointError as
-        `checkpoint.load` does."""
+        """Restore a checkpoint in place, whatever number of ranks it was saved with.
+
+        Raises CheckpointError as `checkpoint.load` does.
+        """
         checkpoint.load(self, folder)
 
     def export(

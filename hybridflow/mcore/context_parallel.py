@@ -26,8 +26,10 @@ class ZigZag:
 
     @classmethod
     def of(cls, bounds: np.ndarray, size: int) -> ZigZag:
-        """Build the layout for segment bounds `bounds` [s + 1]. Every segment's length must be a multiple of 2 x `size`
-        (any length if `size` is 1)."""
+        """Build the layout for segment bounds `bounds` [s + 1].
+
+        Every segment's length must be a multiple of 2 x `size` (any length if `size` is 1).
+        """
         lengths = np.diff(bounds)
         starts, total = np.repeat(bounds[:-1], lengths), int(bounds[-1])
         step = np.arange(total) - starts

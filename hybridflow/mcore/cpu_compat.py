@@ -1,5 +1,6 @@
-"""Replacements of CUDA functions that let Megatron-Core 0.16.1 run on CPU. `bootstrap` installs them there before
-megatron is imported; they are never installed with CUDA.
+"""Replacements of CUDA functions that let Megatron-Core 0.16.1 run on CPU.
+
+`bootstrap` installs them there before megatron is imported; they are never installed with CUDA.
 
 Megatron queries torch.cuda for its device, streams and random state without checking that CUDA exists, creates tensors
 with `device="cuda"`, and compares type strings. Each replacement below names its caller. Limitations of gloo are
@@ -74,8 +75,10 @@ class _Event:
 
 
 class _Generators:
-    """`torch.cuda.default_generators`, where tensor_parallel/random.py keeps its states. Every index is the CPU
-    generator."""
+    """`torch.cuda.default_generators`, where tensor_parallel/random.py keeps its states.
+
+    Every index is the CPU generator.
+    """
 
     class _Default:
         def get_state(self) -> torch.Tensor:

@@ -141,8 +141,10 @@ class Adapters:
         return sum(linear.weight.nbytes for linear, _ in self._linears)
 
     def release(self) -> None:
-        """Free the memory of the merged copies. Senders keep views of the tensors; these stay empty until the next
-        `merged`."""
+        """Free the memory of the merged copies.
+
+        Senders keep views of the tensors; these stay empty until the next `merged`.
+        """
         for tensor in self._merged.values():
             tensor.untyped_storage().resize_(0)
 
@@ -167,6 +169,9 @@ def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 
 
 def _start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Make the embedding output require a gradient. Nothing before the first adapter does, but a recomputed layer
-    passes a gradient on only if its input requires one (random.py:564)."""
+    """Make the embedding output require a gradient.
+
+    Nothing before the first adapter does, but a recomputed layer passes a gradient on only if its input requires one
+    (random.py:564).
+    """
     return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -32,7 +32,9 @@ def install() -> None:
 
 def _norms_and_projections(attention: Any, submodules: Any) -> dict[str, Any]:
     """Undo a change of 0.19: without a query latent it adds a norm to the query projection (mla_qk_norm_config.py:151).
-    No supported family has one; `qk_layernorm` refers only to the latents."""
+
+    No supported family has one; `qk_layernorm` refers only to the latents.
+    """
     from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 
     found: dict[str, Any] = QKNormConfigResolver(attention.config, submodules).resolve()

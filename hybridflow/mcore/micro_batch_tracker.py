@@ -1,5 +1,6 @@
-"""Identify the micro-batch that a router is processing. Megatron does not pass it to routers, and computes some
-micro-batches twice.
+"""Identify the micro-batch that a router is processing.
+
+Megatron does not pass it to routers, and computes some micro-batches twice.
 
 A forward hook of the model stores an attribute of the micro-batch's `PackedSeqParams`. A router called outside of any
 forward pass is recomputing activations for the backward pass. Under 1F1B, forward passes of later micro-batches
@@ -51,16 +52,20 @@ class MicroBatchTracker:
 
 
 class RecomputationQueue:
-    """The micro-batches that one router will recompute. Each router has a separate queue, since a pipeline stage
-    recomputes its layers one after another."""
+    """The micro-batches that one router will recompute.
+
+    Each router has a separate queue, since a pipeline stage recomputes its layers one after another.
+    """
 
     def __init__(self, tracker: MicroBatchTracker) -> None:
         self._tracker = tracker
         self._pending: deque[Any] = deque()
 
     def take(self) -> tuple[Any, bool]:
-        """Return (the tracked attribute of the micro-batch or None, whether this is a recomputation). Must be called
-        once per router call."""
+        """Return (the tracked attribute of the micro-batch or None, whether this is a recomputation).
+
+        Must be called once per router call.
+        """
         tracker = self._tracker
         if not tracker.computing:
             return (self._pending.popleft() if self._pending else None), True

@@ -221,8 +221,10 @@ def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:
 def _hidden_states(
     layer: Any, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
 ) -> tuple[torch.Tensor, None]:
-    """Return the input of a ColumnParallelLinear's matrix product: hidden [s, b, h] of all tokens. The backward pass
-    sums the gradient over the tensor-parallel ranks."""
+    """Return the input of a ColumnParallelLinear's matrix product: hidden [s, b, h] of all tokens.
+
+    The backward pass sums the gradient over the tensor-parallel ranks.
+    """
     if layer.sequence_parallel:
         return gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=True, group=layer.tp_group

@@ -12,8 +12,10 @@ from hybridflow.mcore.policy import Policy
 
 
 def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-    """Return a function for each part that lists its current tensors. The list changes when the optimizer is replaced
-    or a reference is added."""
+    """Return a function for each part that lists its current tensors.
+
+    The list changes when the optimizer is replaced or a reference is added.
+    """
     return {
         "weights": lambda: [*_held(policy), *_flat(policy, "param_data")],
         "gradients": lambda: [*_flat(policy, "grad_data"), *_gradients(policy)],

@@ -86,8 +86,9 @@ class Optimizer:
         self.inner.zero_grad()
 
     def step(self) -> tuple[bool, float, float]:
-        """Clip the gradients and apply the update. Returns (applied, gradient norm before clipping, learning rate
-        used).
+        """Clip the gradients and apply the update.
+
+        Returns (applied, gradient norm before clipping, learning rate used).
 
         Gradients must be finite: Megatron checks for NaN only if it scales the loss, while `nonfinite` always checks.
         """
@@ -104,8 +105,10 @@ class Optimizer:
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return the inner optimizers: dense and expert parameters have separate ones. Stubs, used on ranks without
-    parameters of a kind, are skipped."""
+    """Return the inner optimizers: dense and expert parameters have separate ones.
+
+    Stubs, used on ranks without parameters of a kind, are skipped.
+    """
     return [
         inner
         for inner in getattr(optimizer, "chained_optimizers", [optimizer])
@@ -149,9 +152,11 @@ def adam_step(optimizer: Any) -> int:
 
 
 def set_adam_step(optimizer: Any, step: int) -> None:
-    """Continue counting from `step`. Every parameter gets a separate tensor. distrib_optimizer.py:785 shares one tensor
-    between all states, and torch's AdamW then increments it once per parameter. The result is silently wrong (5e-4
-    after a resume)."""
+    """Continue counting from `step`.
+
+    Every parameter gets a separate tensor. distrib_optimizer.py:785 shares one tensor between all states, and torch's
+    AdamW then increments it once per parameter. The result is silently wrong (5e-4 after a resume).
+    """
     for inner in inner_optimizers(optimizer):
         if _counts_in_state(inner.optimizer):
             for state in inner.optimizer.state.values():
@@ -162,6 +167,8 @@ def set_adam_step(optimizer: Any, step: int) -> None:
 
 
 def _counts_in_state(adam: Any) -> bool:
-    """Return whether this Adam counts steps in each parameter's state, as torch's does. Transformer Engine's and Apex's
-    count in the group, and would treat a `step` in the state as another moment."""
+    """Return whether this Adam counts steps in each parameter's state, as torch's does.
+
+    Transformer Engine's and Apex's count in the group, and would treat a `step` in the state as another moment.
+    """
     return isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))

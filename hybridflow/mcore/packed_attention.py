@@ -53,8 +53,11 @@ class SegmentClasses:
 
 
 class _Padded(torch.autograd.Function):
-    """Expand packed rows to the padded rows of all classes. No gradient reaches the padding: nothing attends to it, and
-    its outputs are dropped. The gradient of a packed row is therefore that of its one place, without a sum."""
+    """Expand packed rows to the padded rows of all classes.
+
+    No gradient reaches the padding: nothing attends to it, and its outputs are dropped. The gradient of a packed row is
+    therefore that of its one place, without a sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, classes: SegmentClasses) -> torch.Tensor:

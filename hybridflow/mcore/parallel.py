@@ -84,8 +84,10 @@ def context_rank() -> int:
 
 
 def data_parallel_position() -> tuple[int, int, bool]:
-    """Return (data-parallel rank, data-parallel size, whether this rank returns its group's results). The last is true
-    on the last stage with tensor and context rank 0."""
+    """Return (data-parallel rank, data-parallel size, whether this rank returns its group's results).
+
+    The last is true on the last stage with tensor and context rank 0.
+    """
     return (
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),

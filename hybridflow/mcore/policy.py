@@ -158,8 +158,10 @@ class Policy(HoldsReference):
         return metrics | self.router_losses.end(), facts
 
     def _update(self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]) -> tuple[Sums, dict[str, float]]:
-        """Run one optimizer update on the gradients that `accumulate` leaves in the buffers. Returns and raises the
-        same as `train_mini_batch`."""
+        """Run one optimizer update on the gradients that `accumulate` leaves in the buffers.
+
+        Returns and raises the same as `train_mini_batch`.
+        """
         if self.optimizer is None:
             raise RuntimeError("an update before set_optimizer")
         self.optimizer.zero_grad()
@@ -174,8 +176,10 @@ class Policy(HoldsReference):
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
     def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (live tensor, copy) of the expert biases. The end of a backward pass changes them before the optimizer
-        runs (finalize_model_grads.py:476)."""
+        """Return (live tensor, copy) of the expert biases.
+
+        The end of a backward pass changes them before the optimizer runs (finalize_model_grads.py:476).
+        """
         return [
             (tensor, tensor.clone())
             for name, tensor in held_weights(self.stages).items()
@@ -208,8 +212,11 @@ class Policy(HoldsReference):
         together: int = 1,
         last_token: bool = False,
     ) -> list[MicroBatch]:
-        """Pack the batch into micro-batches. Each run of `together` consecutive rows stays in one micro-batch, in
-        order. `last_token` is the same as in `lengths_read`."""
+        """Pack the batch into micro-batches.
+
+        Each run of `together` consecutive rows stays in one micro-batch, in order. `last_token` is the same as in
+        `lengths_read`.
+        """
         check_token_ids(batch, self.family.vocab_size)
         cut, lengths = self._cut(), lengths_read(sequence_lengths(batch), last_token)
         # the interleaved schedule runs micro-batches in groups of the number of stages (schedules.py:1007)
@@ -265,8 +272,10 @@ class Policy(HoldsReference):
         return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
     def settle(self) -> None:
-        """Wait for weights that the next forward pass would gather (`overlap_param_gather`). Until then, other ranks'
-        shards of the local weights are those from before the last update."""
+        """Wait for weights that the next forward pass would gather (`overlap_param_gather`).
+
+        Until then, other ranks' shards of the local weights are those from before the last update.
+        """
         if self.config.overlap_param_gather and self.trains:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)

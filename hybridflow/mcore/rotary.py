@@ -38,6 +38,7 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
 
 def install() -> None:
     """Replace Megatron's unfused rotation of packed sequences with one that does not wait for their lengths.
+
     Idempotent.
 
     Latent attention, and any rotary type with a factor of cosines and sines, uses it with and without Transformer

@@ -48,8 +48,11 @@ class RouterLosses:
         self._sums = torch.zeros(2, device=device())
 
     def begin(self, micro_batches: Sequence[MicroBatch], count: torch.Tensor) -> None:
-        """Start an update. `count` is the count of the policy's loss over this data-parallel rank's micro-batches.
-        Collective over the data-parallel and context-parallel ranks."""
+        """Start an update.
+
+        `count` is the count of the policy's loss over this data-parallel rank's micro-batches. Collective over the
+        data-parallel and context-parallel ranks.
+        """
         if not any(self.coefs.values()):
             return
         for queue in self._queues:
@@ -89,7 +92,9 @@ class RouterLosses:
 
     def end(self) -> dict[str, tuple[float, float]]:
         """Return (sum, count) of the losses of the finished update, averaged over layers; empty outside the last stage.
-        Collective over all ranks."""
+
+        Collective over all ranks.
+        """
         if not any(self.coefs.values()):
             return {}
         found = torch.cat([self._sums, torch.tensor([float(len(self._queues))], device=device())])

@@ -67,8 +67,10 @@ class RouterReplay:
     """Replays, records or compares the routes of all routers of this rank. Inactive outside of `during`."""
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
-        """`stages` are the rank's model chunks before wrapping. A dense model has no routers, and `during` raises an
-        error for it."""
+        """`stages` are the rank's model chunks before wrapping.
+
+        A dense model has no routers, and `during` raises an error for it.
+        """
         self.config: Any = stages[0].config
         # MTP heads process different tokens than the decoder and are not part of an engine's routes
         routers = [router for name, router in routers_of(stages) if "mtp." not in name]
@@ -101,8 +103,9 @@ class RouterReplay:
                 router.queue.clear()
 
     def attach(self, batch: DataProto, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Attach to each micro-batch its routes, taken from the column `routed_experts` of `batch`. Does nothing
-        outside of `during`.
+        """Attach to each micro-batch its routes, taken from the column `routed_experts` of `batch`.
+
+        Does nothing outside of `during`.
 
         Raises:
             RouterReplayError: the column does not match the batch or the model.
@@ -121,8 +124,9 @@ class RouterReplay:
         return micro_batches
 
     def recorded(self) -> Jagged:
-        """Return the routes of the last recording pass: jagged int16 [prompt + response tokens, layers, k]. Collective
-        over the model's ranks.
+        """Return the routes of the last recording pass: jagged int16 [prompt + response tokens, layers, k].
+
+        Collective over the model's ranks.
 
         Layers without experts are `FREE`, and so is the last token of a sample, which no pass reads.
         """
@@ -226,8 +230,10 @@ class RouterReplay:
         return torch.from_numpy(whole[self._rows(micro)]).to(micro.tokens.device)
 
     def _gathered(self, micro: MicroBatch) -> np.ndarray:
-        """Return the routes [t, layers, k] of all stages and token shards. They are summed: each (token, layer) is on
-        one rank and zero on the others."""
+        """Return the routes [t, layers, k] of all stages and token shards.
+
+        They are summed: each (token, layer) is on one rank and zero on the others.
+        """
         shape = (int(_segment_bounds(micro)[-1]), self.config.num_layers, self.config.moe_router_topk)
         # NCCL does not support int16
         whole = torch.zeros(shape, dtype=torch.int32, device=micro.tokens.device)
@@ -263,8 +269,10 @@ class _RouterHook:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores [t, k] with gradient, expert ids [t, k]) for scores [t, experts]. Called from
-        moe_utils.py:705."""
+        """Return (scores [t, k] with gradient, expert ids [t, k]) for scores [t, experts].
+
+        Called from moe_utils.py:705.
+        """
         routes = self._active
         if routes is None or routes.action != "replay":
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -313,7 +321,9 @@ class _RouterHook:
 
 def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
     """Return the experts [t, k] of each row of a routing map [t, experts] with k marks per row, in ascending order.
-    Unlike `nonzero`, this does not force a device sync."""
+
+    Unlike `nonzero`, this does not force a device sync.
+    """
     return routing_map.to(torch.int8).topk(topk, dim=1).indices.sort(dim=1).values
 
 

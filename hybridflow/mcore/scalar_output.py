@@ -33,8 +33,10 @@ class ScalarOutput(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """[s (over ranks), b, hidden] -> [s, b, 1] fp32, equal on all tensor-parallel ranks. The other arguments are
-        required by Megatron and ignored."""
+        """[s (over ranks), b, hidden] -> [s, b, 1] fp32, equal on all tensor-parallel ranks.
+
+        The other arguments are required by Megatron and ignored.
+        """
         values = F.linear(hidden_states, self.weight, self.bias).float()
         if self.sequence_parallel:
             # all ranks compute the same loss from the gathered values, so each keeps its own slice of the gradient

@@ -139,6 +139,7 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
 
 def _adapter_shards(adapters: Adapters) -> dict[str, list[ShardedTensor]]:
     """Return the rectangles of each local adapter parameter, by name (one for each HF linear whose rows of B it holds).
+
     Their global tensors have PEFT's names.
 
     Megatron has no description of these parameters and would treat each as replicated over the tensor-parallel ranks.

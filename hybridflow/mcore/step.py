@@ -33,8 +33,10 @@ OutputLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tens
 def forward(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Compute log-probs (and entropies) of every response token without gradient. Empty lists outside the last
-    stage."""
+    """Compute log-probs (and entropies) of every response token without gradient.
+
+    Empty lists outside the last stage.
+    """
 
     def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         log_probs, entropy, _ = response_log_probs(chunks, hidden, micro, scoring)
@@ -47,8 +49,10 @@ def forward(
 def forward_top(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring, k: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Compute the [n, k] log-probs and token ids of the k most likely tokens at every response token. Empty lists
-    outside the last stage."""
+    """Compute the [n, k] log-probs and token ids of the k most likely tokens at every response token.
+
+    Empty lists outside the last stage.
+    """
 
     def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows, weight, group = _predicting(chunks, hidden, micro)
@@ -67,8 +71,9 @@ def backward(
     scoring: Scoring,
     watch: Watch,
 ) -> Metrics:
-    """Run forward and backward of one mini-batch. Leaves the gradients in the model's buffers, reduced and divided by
-    the global count.
+    """Run forward and backward of one mini-batch.
+
+    Leaves the gradients in the model's buffers, reduced and divided by the global count.
 
     Returns:
         Metric sums and counts over this data-parallel rank's micro-batches; empty outside the last stage.
@@ -84,8 +89,10 @@ def backward(
 def forward_outputs(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], collect: Callable[[MicroBatch, torch.Tensor], Any]
 ) -> list[Any]:
-    """Apply `collect` to the model's output [1, t', ...] of each micro-batch, without gradient. Returns the results on
-    the last stage, an empty list elsewhere."""
+    """Apply `collect` to the model's output [1, t', ...] of each micro-batch, without gradient.
+
+    Returns the results on the last stage, an empty list elsewhere.
+    """
     with torch.no_grad():
         return run(chunks, micro_batches, lambda _, micro, output: collect(micro, output))
 
@@ -153,8 +160,9 @@ def run(
     on_output: Callable[[int, MicroBatch, torch.Tensor], Any],
     watch: Watch | None = None,
 ) -> list[Any]:
-    """Run Megatron's schedule. Returns the results of `on_output(number, micro-batch, output)` in order; empty outside
-    the last stage.
+    """Run Megatron's schedule.
+
+    Returns the results of `on_output(number, micro-batch, output)` in order; empty outside the last stage.
 
     With `watch`, each forward pass is followed by a backward pass, and `on_output` returns (loss, count, anything).
     """
@@ -181,8 +189,10 @@ def run(
 
 
 def all_ranks_max(value: int) -> int:
-    """Return the maximum over the world. All ranks must run the same number of micro-batches, since the experts'
-    collectives span data-parallel ranks."""
+    """Return the maximum over the world.
+
+    All ranks must run the same number of micro-batches, since the experts' collectives span data-parallel ranks.
+    """
     tensor = torch.tensor([value], dtype=torch.int64, device=device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return int(tensor)

@@ -21,8 +21,9 @@ def rotate(
     cp_rank: int = 0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Rotate t [t, heads, d] of packed sequences by the angles of each token's position in its sequence. Replaces
-    Transformer Engine's `fused_apply_rotary_pos_emb_thd` in Megatron.
+    """Rotate t [t, heads, d] of packed sequences by the angles of each token's position in its sequence.
+
+    Replaces Transformer Engine's `fused_apply_rotary_pos_emb_thd` in Megatron.
 
     Args:
         t: queries or keys of this rank's tokens.
@@ -50,8 +51,10 @@ def rotate(
 def rotate_unfused(
     t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *settings: Any, cp_group: Any, **named: Any
 ) -> torch.Tensor:
-    """Rotate t [t, heads, d] of packed sequences with Megatron's own formula. Replaces Megatron's
-    `_apply_rotary_pos_emb_thd`, which loops over the sequences and waits for their lengths in every layer.
+    """Rotate t [t, heads, d] of packed sequences with Megatron's own formula.
+
+    Replaces Megatron's `_apply_rotary_pos_emb_thd`, which loops over the sequences and waits for their lengths in every
+    layer.
 
     Args:
         t, cu_seqlens, freqs: as for `rotate`.
@@ -66,8 +69,9 @@ def rotate_unfused(
 
 
 def _positions(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Return the position [t] of each of this rank's `tokens`. The rank holds two of the 2 cp_size equal pieces of a
-    sequence.
+    """Return the position [t] of each of this rank's `tokens`.
+
+    The rank holds two of the 2 cp_size equal pieces of a sequence.
 
     The number of tokens is an argument because reading it from the bounds would force a device sync.
     """
@@ -226,8 +230,11 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Compute the gradients of input and weight. The sum over rows for the weight and the sum within a row for the
-        scale are both matrix-vector products of the elementwise product of gradient and input."""
+        """Compute the gradients of input and weight.
+
+        The sum over rows for the weight and the sum within a row for the scale are both matrix-vector products of the
+        elementwise product of gradient and input.
+        """
         x, weight, scale = ctx.saved_tensors
         products, scales = (grad * x).view(-1, x.shape[-1]), scale.view(-1)
         of_weight = torch.mv(products.t(), scales)

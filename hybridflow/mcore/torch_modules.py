@@ -62,8 +62,10 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """x [s, b, hidden]. The norm runs on this rank's share of the sequence, before sequence parallelism gathers
-        it."""
+        """x [s, b, hidden].
+
+        The norm runs on this rank's share of the sequence, before sequence parallelism gathers it.
+        """
         return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
 
 
@@ -126,8 +128,11 @@ class GroupedLinear(nn.Module):
             setattr(self, f"weight{index}", weight)
 
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
-        """Apply expert i to the i-th run of rows of x [rows, in]. `m_splits` has the row count of each expert, as a
-        list or `ExpertCounts`. Returns ([rows, out], None for the bias)."""
+        """Apply expert i to the i-th run of rows of x [rows, in].
+
+        `m_splits` has the row count of each expert, as a list or `ExpertCounts`. Returns ([rows, out], None for the
+        bias).
+        """
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         on_device = isinstance(m_splits, ExpertCounts)
         if takes_grouped_product(x, weights[0]):
@@ -255,14 +260,18 @@ class ExpertCounts:
         self.counts = counts
 
     def tolist(self) -> ExpertCounts:
-        """Return self: `TEGroupedMLP` calls `tolist` and passes the result to `GroupedLinear`. No list is needed
-        there."""
+        """Return self: `TEGroupedMLP` calls `tolist` and passes the result to `GroupedLinear`.
+
+        No list is needed there.
+        """
         return self
 
 
 def _where_they_are(original: Any) -> Any:
-    """Keep expert counts on the device without expert parallelism. No other rank has to be told its row counts, so the
-    host need not wait for them (token_dispatcher.py:803)."""
+    """Keep expert counts on the device without expert parallelism.
+
+    No other rank has to be told its row counts, so the host need not wait for them (token_dispatcher.py:803).
+    """
 
     def _maybe_dtoh_and_synchronize(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
         if dispatcher.ep_size > 1 or dispatcher.tp_size > 1 or tokens_per_expert is None:

@@ -30,8 +30,10 @@ def response_values(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_scores(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
-    """Return the scores [s] at the last token of each sample. Context parallelism is not supported; `config.roles`
-    rejects it for these roles."""
+    """Return the scores [s] at the last token of each sample.
+
+    Context parallelism is not supported; `config.roles` rejects it for these roles.
+    """
     samples = len(micro.lengths)
     return _chosen(output, micro.packed.cu_seqlens_q[1 : samples + 1].long() - 1)
 
@@ -61,15 +63,19 @@ class ValueModel(MegatronPolicy):
     def train_values(
         self, batch: DataProto, loss: ScalarLoss, *, columns: Sequence[str], max_tokens: int
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """Run one optimizer update on the values of response tokens. Returns metrics as (sum, count) pairs and
-        {grad_norm, lr, applied}."""
+        """Run one optimizer update on the values of response tokens.
+
+        Returns metrics as (sum, count) pairs and {grad_norm, lr, applied}.
+        """
         return self._train(self._micro_batches(batch, max_tokens, columns), loss, response_values)
 
     def train_pairs(
         self, batch: DataProto, loss: ScalarLoss, *, max_tokens: int
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """Run one optimizer update on pairs of scores. Rows 2i and 2i + 1 form a pair and stay in one micro-batch, in
-        order."""
+        """Run one optimizer update on pairs of scores.
+
+        Rows 2i and 2i + 1 form a pair and stay in one micro-batch, in order.
+        """
         micro_batches = self._micro_batches(batch, max_tokens, (), together=2, last_token=True)
         return self._train(micro_batches, loss, sequence_scores)
 

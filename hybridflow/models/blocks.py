@@ -89,8 +89,10 @@ class GroupedAttention:
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Require heads and KV groups divisible by the tensor parallel size. With fewer groups than ranks, the size
-        must be a multiple of the groups instead."""
+        """Require heads and KV groups divisible by the tensor parallel size.
+
+        With fewer groups than ranks, the size must be a multiple of the groups instead.
+        """
         divisions: list[Division] = [("num_attention_heads", self.heads, TENSOR, at.tp_size)]
         if self.groups >= at.tp_size:
             divisions.append(("num_key_value_heads", self.groups, TENSOR, at.tp_size))

@@ -54,8 +54,10 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
 
 
 def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
-    """Raise ModelError if a model of this config cannot be sharded this way. The vocabulary is padded, so any size
-    works."""
+    """Raise ModelError if a model of this config cannot be sharded this way.
+
+    The vocabulary is padded, so any size works.
+    """
     family = family_of({"vocab_size": 1, **hf_config})
     family.check(
         Coordinates(

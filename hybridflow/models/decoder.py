@@ -16,8 +16,10 @@ PIPELINE = "actor.parallel.pipeline"
 
 
 class Decoder:
-    """Base class of the families. Subclasses declare their fields and override the blocks of layers that are not
-    grouped-query attention with a gated MLP.
+    """Base class of the families.
+
+    Subclasses declare their fields and override the blocks of layers that are not grouped-query attention with a gated
+    MLP.
 
     Args:
         hf: the contents of config.json.
@@ -132,8 +134,10 @@ class Decoder:
         return shapes
 
     def aliases(self) -> dict[str, str]:
-        """Return the HF tensors that duplicate others, as {name: name of the original}. MTP heads repeat the embedding
-        and the output head."""
+        """Return the HF tensors that duplicate others, as {name: name of the original}.
+
+        MTP heads repeat the embedding and the output head.
+        """
         aliases = {}
         for head in range(self.num_mtp):
             prefix = f"model.layers.{self.num_layers + head}."

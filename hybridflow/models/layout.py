@@ -154,7 +154,9 @@ def vocabulary(
     name: str, source: str, vocab: int, hidden: int, rank: int, size: int, padded: int | None = None
 ) -> LocalTensor:
     """Split `[vocab, hidden]` over ranks, with the vocabulary padded to `padded` rows (None: to a multiple of `size`).
-    Padding rows have no source."""
+
+    Padding rows have no source.
+    """
     rows = (padded or padded_vocab_size(vocab, size)) // size
     start = min(rank * rows, vocab)
     real = min(rows, vocab - start)
@@ -168,8 +170,10 @@ def padded_vocab_size(vocab: int, tp_size: int) -> int:
 
 
 def stacked(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int]) -> LocalTensor:
-    """Stack rows of several HF tensors. `parts` are (HF name, first row, number of rows); `tail` are the other
-    dimensions."""
+    """Stack rows of several HF tensors.
+
+    `parts` are (HF name, first row, number of rows); `tail` are the other dimensions.
+    """
     pieces, row, zeros = [], 0, (0,) * len(tail)
     for source, first, rows in parts:
         pieces.append(Piece(source, (first, *zeros), (row, *zeros), (rows, *tail)))
@@ -193,8 +197,10 @@ def stacked_rows(
 
 
 def boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Decompose the elements [low, high) of a row-major array into (start, size) rectangles, in order. Each is
-    contiguous in the flat array."""
+    """Decompose the elements [low, high) of a row-major array into (start, size) rectangles, in order.
+
+    Each is contiguous in the flat array.
+    """
     if low >= high:
         return
     if len(shape) <= 1:

@@ -30,8 +30,10 @@ _STRIP = 4 << 20  # number of weight elements merged at a time, in fp32
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """A rank's weight with its factors `a` [rank, in] and `b` [out, rank]. `cut` is the dimension of the weight that
-    tensor parallelism splits."""
+    """A rank's weight with its factors `a` [rank, in] and `b` [out, rank].
+
+    `cut` is the dimension of the weight that tensor parallelism splits.
+    """
 
     weight: LocalTensor
     a: LocalTensor
@@ -90,8 +92,10 @@ class AdapterMap:
         return [self._adapted(local) for local in tensors if any(piece.source in self._uncut for piece in local.pieces)]
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a region of a factor's initial value, independent of the layout. B is zero, so that training starts
-        exactly at the base model."""
+        """Return a region of a factor's initial value, independent of the layout.
+
+        B is zero, so that training starts exactly at the base model.
+        """
         if not is_a(name):
             return torch.zeros(shape)
         return self._noise.read(name, start, shape) / math.sqrt(3 * self._noise.tensors[name][1])

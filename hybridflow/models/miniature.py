@@ -24,8 +24,9 @@ _DROPPED = ("auto_map", "quantization_config", "num_nextn_predict_layers", "num_
 
 
 def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with widths, layers, heads, experts and vocabulary reduced. Everything else is unchanged:
-    rotary settings, norms, biases, the router, and which layers are dense.
+    """Return the config with widths, layers, heads, experts and vocabulary reduced.
+
+    Everything else is unchanged: rotary settings, norms, biases, the router, and which layers are dense.
 
     Args:
         hf: the contents of a config.json.

@@ -16,8 +16,10 @@ from hybridflow.models.layout import Coordinates, LocalTensor, split, whole
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Latent attention, including the preceding `input_layernorm`. `q_rank` is None if queries have no latent
-    (Moonlight, DeepSeek-V2-Lite)."""
+    """Latent attention, including the preceding `input_layernorm`.
+
+    `q_rank` is None if queries have no latent (Moonlight, DeepSeek-V2-Lite).
+    """
 
     hidden: int
     heads: int

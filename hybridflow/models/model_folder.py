@@ -1,5 +1,7 @@
-"""Check before start-up that the weights of a Hugging Face folder are complete. Reads only the file headers and does
-not need torch."""
+"""Check before start-up that the weights of a Hugging Face folder are complete.
+
+Reads only the file headers and does not need torch.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +100,10 @@ def _is_pointer(file: Path) -> bool:
 
 
 def _again(folder: Path, *, pointer: bool = False) -> str:
-    """Return the advice for the error message: the download command. Running it again resumes an interrupted
-    download."""
+    """Return the advice for the error message: the download command.
+
+    Running it again resumes an interrupted download.
+    """
     rest = len(list(folder.glob(".cache/huggingface/download/**/*.incomplete")))
     was = f" (it was interrupted: {rest} .incomplete files are left)" if rest else ""
     pull = f"run `git lfs pull` in {folder}, or" if pointer else "run"

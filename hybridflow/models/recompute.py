@@ -1,5 +1,7 @@
-"""Check which modules of a model support selective recomputation. Megatron silently ignores modules that the model does
-not have."""
+"""Check which modules of a model support selective recomputation.
+
+Megatron silently ignores modules that the model does not have.
+"""
 
 from __future__ import annotations
 

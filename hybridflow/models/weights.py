@@ -151,8 +151,10 @@ class SafetensorsFolder:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return {tensor: file} of an index. File names must be plain names, so that an untrusted folder cannot refer to
-    files outside of it."""
+    """Return {tensor: file} of an index.
+
+    File names must be plain names, so that an untrusted folder cannot refer to files outside of it.
+    """
     try:
         found = read_outside_json(index).get("weight_map")
     except ValueError as error:

@@ -94,9 +94,11 @@ def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]
 
 
 def _pinned_as_asked(user: Mapping[str, str]) -> str:
-    """Return the user's allocator settings, plus exact sizes for pinned blocks over 128 MB. By default torch rounds
-    pinned blocks up to a power of two (CachingHostAllocator.h:303). Offloaded weights and checkpoints are such
-    blocks."""
+    """Return the user's allocator settings, plus exact sizes for pinned blocks over 128 MB.
+
+    By default torch rounds pinned blocks up to a power of two (CachingHostAllocator.h:303). Offloaded weights and
+    checkpoints are such blocks.
+    """
     settings = user.get("PYTORCH_ALLOC_CONF") or user.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if _PINNED in settings:
         return settings

@@ -29,8 +29,9 @@ class Colocated:
 
 
 def colocated(**roles: type) -> type:
-    """Create a worker class whose processes hold one worker of each role. The group's `args` has a tuple of arguments
-    for each role.
+    """Create a worker class whose processes hold one worker of each role.
+
+    The group's `args` has a tuple of arguments for each role.
 
     Methods are called as usual: `group.run(Actor.update, ...)`. If several roles have the method, select one with
     `role`: `group.run(Model.save, ..., role="critic")`. `mesh_position` is taken from the first role that defines it.

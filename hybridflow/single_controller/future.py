@@ -117,8 +117,10 @@ class Future:
         self._finished = False
 
     def done(self) -> bool:
-        """Return whether `result` would return or raise immediately. Runs the same checks as `result` does while
-        waiting. The timeout starts with the first call."""
+        """Return whether `result` would return or raise immediately.
+
+        Runs the same checks as `result` does while waiting. The timeout starts with the first call.
+        """
         if not self._finished:
             self._deadline = self._deadline or time.monotonic() + self._default_timeout_s
             try:
@@ -213,8 +215,10 @@ class Future:
         return self._worker_error("the worker process was stopped (SIGSTOP) and stands still", rank)
 
     def _take_at_once(self, timeout: float) -> None:
-        """Fetch all replies with a single request to Ray. Most calls are short and succeed, and checking ranks one by
-        one costs two requests each."""
+        """Fetch all replies with a single request to Ray.
+
+        Most calls are short and succeed, and checking ranks one by one costs two requests each.
+        """
         import ray
 
         refs = list(self._pending)
@@ -247,8 +251,10 @@ class Future:
         return dict(failed)
 
     def _first_cause(self, failed: dict[int, Failure | Exception]) -> HybridFlowError:
-        """Build one error for the whole call. A dead or stopped rank takes precedence, since it explains the lost
-        connections that its peers report."""
+        """Build one error for the whole call.
+
+        A dead or stopped rank takes precedence, since it explains the lost connections that its peers report.
+        """
         import ray
 
         began = time.monotonic()

@@ -1,5 +1,6 @@
-"""A small watchdog process that cleans up a local cluster after its driver was killed. It runs as a script and imports
-only the standard library.
+"""A small watchdog process that cleans up a local cluster after its driver was killed.
+
+It runs as a script and imports only the standard library.
 
 Ray's gcs and raylet exit with the driver, but its agents linger for a minute, trying to send a last report to the dead
 gcs (ray/_private/process_watcher.py, report_raylet_error_logs). They are identified by their open file in the cluster's

@@ -61,8 +61,10 @@ class Identity:
 
 
 class Host:
-    """One rank. The controller calls `describe`, `set_up` and `construct` in this order, then `call` any number of
-    times."""
+    """One rank.
+
+    The controller calls `describe`, `set_up` and `construct` in this order, then `call` any number of times.
+    """
 
     def __init__(self) -> None:
         self._worker: Any = None
@@ -79,8 +81,10 @@ class Host:
         return self._identity
 
     def set_up(self, role: str, context: WorkerContext, env: Mapping[str, str], path: Sequence[str]) -> None:
-        """Set environment, import path, log file and crash reports. Must run before the worker class is unpickled,
-        which may import torch."""
+        """Set environment, import path, log file and crash reports.
+
+        Must run before the worker class is unpickled, which may import torch.
+        """
         die_with_parent()  # the parent is the raylet; a worker stuck in a collective would outlive it
         log_path = context.log_path
         self._identity = Identity(role, context.world_size, context.node, log_path, os.getpid())
@@ -114,8 +118,10 @@ class Host:
             return failure(error)
 
     def call_stored(self, together: Sequence[Sequence[str]], inline_bytes: int, request: Request, *objects: Any) -> Any:
-        """Same as `call`, for a method that returns a batch. Returns a `Header`, followed by one batch per group of
-        columns, so that each group becomes an object in the store.
+        """Same as `call`, for a method that returns a batch.
+
+        Returns a `Header`, followed by one batch per group of columns, so that each group becomes an object in the
+        store.
 
         Args:
             together: the groups of columns. If empty (a rank whose result is not collected), the result is dropped.

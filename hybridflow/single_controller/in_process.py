@@ -1,5 +1,7 @@
-"""A group of one worker in the driver's process, without Ray, messages or other threads. Breakpoints work in every
-method of the worker."""
+"""A group of one worker in the driver's process, without Ray, messages or other threads.
+
+Breakpoints work in every method of the worker.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ class InProcessGroup:
     """
 
     def __init__(self, worker_class: type, *, role: str, args: Sequence[Any] = (), log_dir: str | Path) -> None:
-        """Construct the worker. A process can have one such group at a time; its worker may be `colocated` from several
-        roles."""
+        """Construct the worker.
+
+        A process can have one such group at a time; its worker may be `colocated` from several roles.
+        """
         self.worker_class = worker_class
         log_path = Path(log_dir).resolve() / f"{role}-rank0.log"
         context = WorkerContext(0, 1, 0, LOOPBACK, free_port(LOOPBACK, PORTS), LOOPBACK, log_path)
@@ -42,8 +46,9 @@ class InProcessGroup:
         self._mesh = Mesh((self._worker.mesh_position(),)) if hasattr(worker_class, "mesh_position") else None
 
     def run(self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any) -> Any:
-        """Call a method of the worker class. `method`, `role` and the return value are the same as for
-        `WorkerGroup.run`.
+        """Call a method of the worker class.
+
+        `method`, `role` and the return value are the same as for `WorkerGroup.run`.
 
         Raises:
             SchemaError: arguments or results do not match the declaration of the method.

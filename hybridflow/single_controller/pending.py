@@ -89,8 +89,10 @@ class Pending(Generic[T]):
 
 @waiting()
 def first_done(pending: Sequence[Pending[Any]]) -> int:
-    """Wait until one of `pending` has finished or failed, and return its index. While waiting, failures of all calls
-    are detected and their timeouts apply."""
+    """Wait until one of `pending` has finished or failed, and return its index.
+
+    While waiting, failures of all calls are detected and their timeouts apply.
+    """
     while True:
         for number, one in enumerate(pending):
             if one.done():

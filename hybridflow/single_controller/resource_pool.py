@@ -116,8 +116,10 @@ class ResourcePool:
         return ResourcePool(tuple(slots), pools[0].gpus, pools[0].max_colocate)
 
     def release(self) -> None:
-        """Release the reservation, including that of all pools reserved, split or merged with this one. Kill the groups
-        first."""
+        """Release the reservation, including that of all pools reserved, split or merged with this one.
+
+        Kill the groups first.
+        """
         from ray.util.placement_group import remove_placement_group
 
         for group in {slot.placement_group.id: slot.placement_group for slot in self.slots}.values():
@@ -133,8 +135,9 @@ def reserve(
     timeout_s: float | None = None,
     detached: bool = False,
 ) -> tuple[Placement, dict[str, ResourcePool]]:
-    """Place `pools` on the free resources and reserve them, all or nothing. Returns the placement and the slots of each
-    role.
+    """Place `pools` on the free resources and reserve them, all or nothing.
+
+    Returns the placement and the slots of each role.
 
     The arguments are the same as for `ResourcePool.allocate`; `max_colocate` is raised to the number of roles on a
     pool.
@@ -185,8 +188,10 @@ def _usable(cluster: Cluster, kind: str) -> list[NodeState]:
 
 
 def _shape(cluster: Cluster, states: Sequence[NodeState], kind: Kind, everything: bool = False) -> ClusterShape:
-    """Return the free (or, with `everything`, the total) resources of each node. A process on a GPU also needs a
-    CPU."""
+    """Return the free (or, with `everything`, the total) resources of each node.
+
+    A process on a GPU also needs a CPU.
+    """
     names = ("CPU", "GPU") if kind == "cuda" else ("CPU",)
     total = [int(min(state.total.get(name, 0) for name in names)) for state in states]
     free = total if everything else [int(min(state.free.get(name, 0) for name in names)) for state in states]
@@ -197,8 +202,10 @@ def _shape(cluster: Cluster, states: Sequence[NodeState], kind: Kind, everything
 def _reserve(
     placement: Placement, states: Sequence[NodeState], deadline: float, detached: bool
 ) -> PlacementGroup | None:
-    """Reserve a bundle on each node in use. Returns None, with nothing reserved, if another driver took some of the
-    resources first."""
+    """Reserve a bundle on each node in use.
+
+    Returns None, with nothing reserved, if another driver took some of the resources first.
+    """
     from ray.util.placement_group import placement_group, remove_placement_group
 
     gpus = placement.cluster.kind == "cuda"

@@ -102,8 +102,10 @@ class Outgoing:
     _at: dict[Any, int] = field(default_factory=dict)
 
     def recipe(self, batch: DataProto, store: Callable[[Any], Any]) -> Recipe:
-        """Return the recipe from which the receiver builds `batch`. `store` puts its local columns into the object
-        store."""
+        """Return the recipe from which the receiver builds `batch`.
+
+        `store` puts its local columns into the object store.
+        """
         columns = []
         for name, held in batch.items():
             if isinstance(held, StoredColumn):
@@ -159,8 +161,10 @@ def stored_results(refs: Mapping[int, Mapping[str, Any]], headers: Mapping[int, 
 
 
 def is_small(value: Any) -> bool:
-    """Return whether to send a value inside each call. Larger values go through the object store once, at a cost of a
-    millisecond."""
+    """Return whether to send a value inside each call.
+
+    Larger values go through the object store once, at a cost of a millisecond.
+    """
     if isinstance(value, (DataProto, np.ndarray)):
         return value.nbytes <= INLINE_BYTES
     return _weight(value, INLINE_BYTES) <= INLINE_BYTES

@@ -1,5 +1,7 @@
-"""Detect that Ray itself is lost. The local Ray processes, or the address of a joined cluster, are checked every second
-and whenever one of the processes exits.
+"""Detect that Ray itself is lost.
+
+The local Ray processes, or the address of a joined cluster, are checked every second and whenever one of the processes
+exits.
 
 Ray's own client waits a minute for a dead gcs and then aborts the driver; for a stopped gcs it waits forever. Here the
 main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster` raises the reason on exit. Only Ray's C++ code

@@ -130,8 +130,10 @@ class WorkerGroup:
             hook()
 
     def is_alive(self) -> bool:
-        """Return whether every rank's process is running and no call has marked the group as broken. A busy rank counts
-        as alive."""
+        """Return whether every rank's process is running and no call has marked the group as broken.
+
+        A busy rank counts as alive.
+        """
         import ray
 
         here = [rank for rank in self._ranks if rank.remote is None]
@@ -154,8 +156,9 @@ class WorkerGroup:
         role: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call a method of the worker class on the group and wait for the result. A method registered with
-        `blocking=False` returns a `Future` immediately.
+        """Call a method of the worker class on the group and wait for the result.
+
+        A method registered with `blocking=False` returns a `Future` immediately.
 
         Args:
             method: the function on the class, e.g. `PolicyWorker.compute_log_probs`.

@@ -36,8 +36,10 @@ class Replay(Protocol):
 
 
 class Model(Holder, Protocol):
-    """The model of one rank of a role, with an optimizer if the role trains. Every method is a collective: all ranks
-    call them in the same order."""
+    """The model of one rank of a role, with an optimizer if the role trains.
+
+    Every method is a collective: all ranks call them in the same order.
+    """
 
     def mesh_position(self) -> tuple[int, int, bool]:
         """Return (data-parallel rank, data-parallel size, whether this rank returns its group's results)."""
@@ -49,8 +51,10 @@ class Model(Holder, Protocol):
         """Wait for communication that still writes to the weights."""
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """Return a function for each part that lists its current tensors. The list changes when the optimizer is
-        replaced or a reference is added."""
+        """Return a function for each part that lists its current tensors.
+
+        The list changes when the optimizer is replaced or a reference is added.
+        """
 
     def saver(self, timeout_s: float) -> Saver:
         """Return the object that writes this rank's checkpoints."""
@@ -90,8 +94,9 @@ class Backend(Model, Protocol):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """Run one optimizer update on this rank's rows. Returns metrics as (sum, count) pairs, and {grad_norm, lr,
-        applied}.
+        """Run one optimizer update on this rank's rows.
+
+        Returns metrics as (sum, count) pairs, and {grad_norm, lr, applied}.
 
         Raises:
             NonFiniteError: a loss or gradient is NaN or infinite and the policy is configured to stop. Raised on all
@@ -105,8 +110,10 @@ class Backend(Model, Protocol):
         """Context manager: forward passes inside use the reference weights."""
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's tensors by their layout names. They are views of live memory, except that adapters are
-        merged into copies; `release_copies` frees those."""
+        """Return this rank's tensors by their layout names.
+
+        They are views of live memory, except that adapters are merged into copies; `release_copies` frees those.
+        """
 
     def release_copies(self) -> None:
         """Free the copies made by `parameters`. The tensors it returned stay empty until it is called again."""
@@ -120,8 +127,10 @@ class Backend(Model, Protocol):
         """Number of trainable parameters in the whole model."""
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
-        """Gather the mesh positions of all ranks. Returns a function that builds the layout from them; only one rank
-        needs to call it."""
+        """Gather the mesh positions of all ranks.
+
+        Returns a function that builds the layout from them; only one rank needs to call it.
+        """
 
 
 def open_backend(config: RunConfig, hf_config: Mapping[str, Any], platform: Platform, local_rank: int) -> Backend:

@@ -107,8 +107,9 @@ class PolicyLoss:
     def _corrected(
         self, tokens: Tokens, entropy: torch.Tensor | None
     ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, Metrics]:
-        """Apply rollout correction. Returns the tokens that were not rejected, their entropies and importance weights,
-        and metrics.
+        """Apply rollout correction.
+
+        Returns the tokens that were not rejected, their entropies and importance weights, and metrics.
 
         The engine's log-probs are compared with those of the policy before this step's updates. If updates use the
         engine's log-probs as the old ones (actor.old_log_probs=engine), they are compared with those of the current

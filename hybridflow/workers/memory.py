@@ -104,8 +104,10 @@ class RoleMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` reports that memory ran out. On CPU torch raises a plain RuntimeError for it
-    (c10/core/impl/alloc_cpu.cpp)."""
+    """Return whether `error` reports that memory ran out.
+
+    On CPU torch raises a plain RuntimeError for it (c10/core/impl/alloc_cpu.cpp).
+    """
     import torch
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

@@ -52,8 +52,11 @@ class ModelWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "gradients", "optimizer")
     def fill(self, folder: Path) -> None:
-        """Load the weights of a Hugging Face folder. If the role needs a head that the folder does not have, a fresh
-        one is created. Call `set_optimizer` again afterwards."""
+        """Load the weights of a Hugging Face folder.
+
+        If the role needs a head that the folder does not have, a fresh one is created. Call `set_optimizer` again
+        afterwards.
+        """
         self.model.load_from(_source(self.model.family, str(folder), self.spec.config.seed))
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("values",))
@@ -103,8 +106,10 @@ class ModelWorker(RoleWorker):
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids", *ValueLoss.columns))
     @needs("weights", "gradients", "optimizer")
     def update_critic(self, batch: DataProto, rows_per_update: int) -> list[Report]:
-        """Critic: run regression updates over this rank's share in order, `rows_per_update` rows each. Returns one
-        report per update."""
+        """Critic: run regression updates over this rank's share in order, `rows_per_update` rows each.
+
+        Returns one report per update.
+        """
         config, reports = self.config, []
         loss = ValueLoss(config)
         for mini_batch in batch.split(rows_per_update):
@@ -143,8 +148,10 @@ def interleave_pairs(batch: DataProto) -> DataProto:
 
 
 def role_family(hf_config: Mapping[str, Any], head: str | None) -> Family:
-    """Return the parameter map of a role's model, built from its config.json. With a scalar head, it wraps the map of
-    the causal model."""
+    """Return the parameter map of a role's model, built from its config.json.
+
+    With a scalar head, it wraps the map of the causal model.
+    """
     if head is None:
         return family_of(hf_config)
     architecture = str((hf_config.get("architectures") or [""])[0])
@@ -153,8 +160,10 @@ def role_family(hf_config: Mapping[str, Any], head: str | None) -> Family:
 
 
 def _source(family: Family, path: str | None, seed: int) -> WeightSource:
-    """Return the weights of a folder, or random weights if `path` is None. A scalar head is freshly initialised if the
-    weights do not include one."""
+    """Return the weights of a folder, or random weights if `path` is None.
+
+    A scalar head is freshly initialised if the weights do not include one.
+    """
     scalar = family if isinstance(family, ScalarHead) else None
     if path is not None:
         folder = SafetensorsFolder(path)

@@ -1,5 +1,8 @@
-"""The policy worker. It trains the actor, computes log-probs under actor and reference weights, and sends weights to
-the engines, with any training backend."""
+"""The policy worker.
+
+It trains the actor, computes log-probs under actor and reference weights, and sends weights to the engines, with any
+training backend.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +79,9 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.DP_METRIC)
     @needs("weights", "gradients", "optimizer")
     def update_policy(self, batch: DataProto, rows_per_update: int, notes: bool = False) -> list[Report]:
-        """Run policy updates over this rank's share in order, `rows_per_update` rows each. Returns one report per
-        update.
+        """Run policy updates over this rank's share in order, `rows_per_update` rows each.
+
+        Returns one report per update.
 
         Reads prompt_ids, response_ids and the columns declared by the policy loss. Replays routed_experts if the batch
         has it. With `notes`, the first update keeps its log-probs for `take_update_log_probs`. A batch without
@@ -107,8 +111,10 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.DP, reads=("uid",), writes=("old_log_probs", "entropys"))
     def take_update_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Return the log-probs and entropies from the step's first update, computed before the weights changed. `batch`
-        must have the same rows in the same order. Can be called once per update."""
+        """Return the log-probs and entropies from the step's first update, computed before the weights changed.
+
+        `batch` must have the same rows in the same order. Can be called once per update.
+        """
         noted, self._noted = self._noted, None
         return noted
 
@@ -142,8 +148,10 @@ class PolicyWorker(RoleWorker):
     )
     @needs("weights")
     def compute_log_probs_along_routes(self, batch: DataProto) -> DataProto | None:
-        """Compute log-probs and entropies while replaying the engine's experts (R3). With
-        `actor.router_replay=compare`, the engine's experts are only compared with the router's own choice."""
+        """Compute log-probs and entropies while replaying the engine's experts (R3).
+
+        With `actor.router_replay=compare`, the engine's experts are only compared with the router's own choice.
+        """
         with self.model.replay.during("compare" if self.config.router_replay == "compare" else "replay"):
             return self._log_probs(batch, "old_log_probs", "entropys")
 
@@ -191,8 +199,10 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.RANK_ZERO)
     def open_sync_store(self) -> tuple[str, int]:
-        """Open the store used by trainer and engines to coordinate syncs, and post the tensor catalog to it. Returns
-        (host, port)."""
+        """Open the store used by trainer and engines to coordinate syncs, and post the tensor catalog to it.
+
+        Returns (host, port).
+        """
         self._store = master_store(self.host, 0, self.sync.timeout_s)
         post_catalog(self._store, self.model.family.tensors(), self.spec.config.model.dtype, self._quantisation)
         return self.host, self._store.port
@@ -204,8 +214,10 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> PlanFacts | None:
-        """Plan and verify the weight transfer. Runs once; every rank reads its part of the plan. Rank 0 returns a
-        summary of the plan."""
+        """Plan and verify the weight transfer.
+
+        Runs once; every rank reads its part of the plan. Rank 0 returns a summary of the plan.
+        """
         layout, facts, wait_s = self.model.weight_layout(), None, self.sync.timeout_s
         if self._store is not None:
             source = layout(Catalog.of(self.model.family.tensors(), self._quantisation))
@@ -221,8 +233,10 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
-        """Send this rank's slices for all orders concurrently. Returns the outcome of each order in which the rank
-        takes part."""
+        """Send this rank's slices for all orders concurrently.
+
+        Returns the outcome of each order in which the rank takes part.
+        """
         try:
             return self._sender.send(orders, go_timeout_s)
         finally:
@@ -231,8 +245,10 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.RANK_ZERO)
     @needs("weights")
     def copy_weights(self, target: Mapping[str, torch.Tensor]) -> int:
-        """Copy the weights into the tensors of an engine in this process, keyed by Hugging Face name. Returns the bytes
-        copied. Requires a policy with a single rank."""
+        """Copy the weights into the tensors of an engine in this process, keyed by Hugging Face name.
+
+        Returns the bytes copied. Requires a policy with a single rank.
+        """
         catalog = Catalog.of(self.model.family.tensors())
         try:
             [layout] = self.model.weight_layout()(catalog).classes
@@ -243,8 +259,10 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     @needs(*PARTS)
     def load(self, folder: Path, optim: OptimConfig, with_reference: bool = False) -> None:
-        """Restore a checkpoint that `save` wrote in the same phase. `optim` and `with_reference` must match that
-        phase."""
+        """Restore a checkpoint that `save` wrote in the same phase.
+
+        `optim` and `with_reference` must match that phase.
+        """
         self.model.set_optimizer(optim)
         if with_reference:
             self.model.freeze_reference()

@@ -49,8 +49,10 @@ class EngineRequests:
         self._ended: list[Ended] = []
 
     def ask(self, engine: Engine, start: int, tickets: Sequence[int], requests: TokenRequests) -> None:
-        """Send requests to the engine. `start` is the number of times the engine was restarted. Raises EngineError if
-        the engine rejects the requests."""
+        """Send requests to the engine.
+
+        `start` is the number of times the engine was restarted. Raises EngineError if the engine rejects the requests.
+        """
         part = _Part(tickets, requests, set(range(len(tickets))), start)
         with self._changed:
             self._parts.append(part)
@@ -96,8 +98,11 @@ class EngineRequests:
                 self._cut_short(part)
 
     def abort(self, tickets: Collection[int]) -> None:
-        """Abort these requests in the engine. Returns once the engine has been notified. Each request finishes with the
-        tokens generated so far and the finish reason `abort`, unless it finishes on its own first."""
+        """Abort these requests in the engine.
+
+        Returns once the engine has been notified. Each request finishes with the tokens generated so far and the finish
+        reason `abort`, unless it finishes on its own first.
+        """
         wanted: list[tuple[Asking, list[int]]] = []
         with self._changed:
             for part in self._parts:
@@ -134,7 +139,9 @@ class EngineRequests:
 
     def so_far(self, extras: Extras) -> list[Ended]:
         """Return the partial results of requests with these extras that have not been taken, without stopping them.
-        Unfinished ones have the finish reason `CUT_SHORT`."""
+
+        Unfinished ones have the finish reason `CUT_SHORT`.
+        """
         with self._changed:
             found = [one for one in self._ended if one.extras == extras]
             parts = [part for part in self._parts if part.requests.extras == extras]

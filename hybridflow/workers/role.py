@@ -108,15 +108,19 @@ class RoleWorker:
     @register(Dispatch.ONE_TO_ALL)
     @needs(*PARTS)
     def save(self, folder: Path, phase: str, step: int, background: bool) -> None:
-        """Write model, reference, optimizer and random state. With `background`, return as soon as they have been
-        copied."""
+        """Write model, reference, optimizer and random state.
+
+        With `background`, return as soon as they have been copied.
+        """
         assert self._saver is not None, f"{self.spec.role} does not train"
         (self._saver.start if background else self._saver.save)(folder, phase=phase, step=step)
 
     @register(Dispatch.ONE_TO_ALL)
     def is_saved(self) -> bool:
-        """Return whether this rank has no save in progress. Raises CheckpointError if the last background save
-        failed."""
+        """Return whether this rank has no save in progress.
+
+        Raises CheckpointError if the last background save failed.
+        """
         return self._saver is None or self._saver.done()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -129,8 +133,10 @@ class RoleWorker:
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def export(self, folder: Path) -> list[str]:
-        """Write a Hugging Face folder. Returns log lines about the other files copied from the model's source
-        folder."""
+        """Write a Hugging Face folder.
+
+        Returns log lines about the other files copied from the model's source folder.
+        """
         source = None if self.spec.path is None else Path(self.spec.path)
         return self.model.export(folder, self._hf_config, self.spec.tokenizer, source=source)
 

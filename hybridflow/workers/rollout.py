@@ -60,8 +60,10 @@ def engine_spec(
     fork_server: str = "",
     tokenizes: bool = False,
 ) -> EngineSpec:
-    """Return the spec of engine `number` of a run. For a multi-node engine it is the first node's, with no address
-    yet."""
+    """Return the spec of engine `number` of a run.
+
+    For a multi-node engine it is the first node's, with no address yet.
+    """
     return EngineSpec(
         name=f"engine-{number}",
         model_path=str(model_folder),
@@ -163,8 +165,9 @@ class RolloutWorker:
 
     @register(Dispatch.ALL_TO_ALL)
     def ask(self, batch: DataProto, sampling: SamplingConfig, stop_token_ids: Sequence[int], extras: Extras) -> None:
-        """Send the batch's prompt_ids to the engine without waiting for responses. A stop token is included in the
-        response.
+        """Send the batch's prompt_ids to the engine without waiting for responses.
+
+        A stop token is included in the response.
 
         Each row has max_new_tokens and a ticket that identifies its response in `collect`. If the engine is lost, or
         has not received complete weights since its last start, nothing is sent and the rows are cut short.
@@ -212,14 +215,18 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES))
     def so_far(self) -> DataProto:
-        """Return partial responses of all uncollected requests without stopping them. Unfinished ones have the finish
-        reason `CUT_SHORT`; those without any token are omitted."""
+        """Return partial responses of all uncollected requests without stopping them.
+
+        Unfinished ones have the finish reason `CUT_SHORT`; those without any token are omitted.
+        """
         return self._answers(self.requests.so_far(NO_EXTRAS))
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES))
     def so_far_with_routes(self) -> DataProto:
-        """Same as `so_far`, for requests that record experts. The experts of an unfinished response are not known
-        yet."""
+        """Same as `so_far`, for requests that record experts.
+
+        The experts of an unfinished response are not known yet.
+        """
         return self._answers(self.requests.so_far(_ROUTES), _ROUTES)
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, *SUPPORT))
@@ -234,8 +241,10 @@ class RolloutWorker:
 
     @register(Dispatch.ALL_TO_ALL)
     def abort_requests(self, tickets: Sequence[int]) -> None:
-        """Abort these requests in the engine. `collect` returns the tokens generated so far, with the finish reason
-        `abort`."""
+        """Abort these requests in the engine.
+
+        `collect` returns the tokens generated so far, with the finish reason `abort`.
+        """
         self.requests.abort(frozenset(tickets))
 
     @register(Dispatch.ONE_TO_ALL)
@@ -259,8 +268,10 @@ class RolloutWorker:
         return state.state != UP or state.restarts != start or start != self._served_start
 
     def _settle(self, error: EngineError, start: int) -> bool:
-        """Decide whether this start of the engine is lost after `error`. A hung engine is restarted and counts as
-        lost."""
+        """Decide whether this start of the engine is lost after `error`.
+
+        A hung engine is restarted and counts as lost.
+        """
         settled = time.monotonic() + _SETTLE_S
         while not self._lost(start):
             if not isinstance(error, EngineSilent):
@@ -296,8 +307,11 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def wake(self, tags: Sequence[str]) -> None:
-        """Reallocate the memory of these parts. Weights stay empty until the next sync. Does nothing if the engine was
-        restarted since, because a restarted engine already has its memory."""
+        """Reallocate the memory of these parts.
+
+        Weights stay empty until the next sync. Does nothing if the engine was restarted since, because a restarted
+        engine already has its memory.
+        """
         state, (start, asleep) = self.supervisor.state(), self._asleep
         again = [tag for tag in tags if tag in asleep]
         if state.state == UP and state.restarts == start and again:
@@ -336,8 +350,10 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def engine_state(self, wait_s: float = 0.0) -> EngineState:
-        """Return the engine's state, waiting up to `wait_s` for a restart in progress. An engine that has exited is
-        restarted."""
+        """Return the engine's state, waiting up to `wait_s` for a restart in progress.
+
+        An engine that has exited is restarted.
+        """
         self.supervisor.state()
         state = self.supervisor.wait_restarted(wait_s)
         return replace(state, has_weights=state.state == UP and state.restarts == self._served_start)

@@ -13,8 +13,10 @@ from hybridflow.workers.rollout import engine_spec, placed
 
 
 class RolloutNodeWorker:
-    """Owns the server of one node of one engine. Rank r belongs to engine r // (nodes - 1) and is its node r % (nodes -
-    1) + 1."""
+    """Owns the server of one node of one engine.
+
+    Rank r belongs to engine r // (nodes - 1) and is its node r % (nodes - 1) + 1.
+    """
 
     def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
         """Takes the same arguments as `RolloutWorker`. Nothing is started before `follow`."""
@@ -27,8 +29,10 @@ class RolloutNodeWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def follow(self, first_nodes: Sequence[tuple[str, int]]) -> None:
-        """Start and stop this node's server when the engine's first node requests it. `first_nodes` has the store
-        address of every engine (`node_store`)."""
+        """Start and stop this node's server when the engine's first node requests it.
+
+        `first_nodes` has the store address of every engine (`node_store`).
+        """
         self.stop()
         self._node = OtherNode(self._kind, self._spec, self._log_path, *first_nodes[self.engine])
 
