@@ -1,2 +1,4 @@
-"""Device abstraction: the only package that uses `torch.cuda`, and the one that moves model parts on and off the
-device."""
+"""Device abstraction, and movement of model parts on and off the device.
+
+The only package that uses `torch.cuda`.
+"""

@@ -1,5 +1,4 @@
-"""Offloading of model parts: weights, gradients, optimizer state and reference weights move off the device and back
-without changing a byte.
+"""Offloading of weights, gradients, optimizer state and reference weights, exact to the byte.
 
 Tensor objects keep their identity. A storage is resized to zero and later back to its old size, so all views stay
 valid: Megatron's flat buffers and the parameters in them, the distributed optimizer's shards, and `main_grad`. Only the

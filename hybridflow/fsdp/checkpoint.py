@@ -1,5 +1,7 @@
-"""Checkpoints of model, reference, optimizer, schedule and random state as row shards of the Hugging Face tensors, one
-file per rank."""
+"""Checkpoints of an FSDP policy: model, reference, optimizer, schedule and random state.
+
+They are stored as row shards of the Hugging Face tensors, one file per rank.
+"""
 
 from __future__ import annotations
 

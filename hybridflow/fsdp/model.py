@@ -24,8 +24,10 @@ _PREFIX = "causal."
 
 
 class ScoringModel(nn.Module):
-    """The causal model with log-prob computation inside its forward pass: FSDP2 has the output layer gathered only
-    there."""
+    """The causal model with log-prob computation inside its forward pass.
+
+    FSDP2 has the output layer gathered only there.
+    """
 
     def __init__(self, causal: Any, alone: Any) -> None:
         """`alone` is a process group with only this rank, since the gathered output layer is not split over ranks."""
@@ -35,8 +37,10 @@ class ScoringModel(nn.Module):
     def forward(
         self, micro: MicroBatch, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the [n] log-probs and, if requested, entropies of the response tokens; if the micro-batch has teacher
-        tokens, also their log-probs [n, k]."""
+        """Return the [n] log-probs and, if requested, entropies of the response tokens.
+
+        If the micro-batch has teacher tokens, also returns their log-probs [n, k].
+        """
         hidden = self.causal.model(
             input_ids=micro.tokens, position_ids=micro.positions, attention_mask=micro.mask(), use_cache=False
         ).last_hidden_state

@@ -13,10 +13,10 @@ from hybridflow.config.schema import OptimConfig
 
 
 def learning_rate(config: OptimConfig, update: int) -> float:
-    """Return the learning rate of the `update`-th update, counted from 1: linear warm-up, then constant, or decay to
-    `min_lr`.
+    """Return the learning rate of the `update`-th update, counted from 1.
 
-    Equal to Megatron's `OptimizerParamScheduler.get_lr` (optimizer_param_scheduler.py).
+    Linear warm-up, then constant, or decay to `min_lr`. Equal to Megatron's `OptimizerParamScheduler.get_lr`
+    (optimizer_param_scheduler.py).
     """
     if update <= config.lr_warmup_steps:
         return config.lr * update / config.lr_warmup_steps

@@ -1,5 +1,7 @@
-"""A trainable causal language model with parameters sharded over all ranks: the FSDP2 implementation of
-`workers.backend.Backend`."""
+"""A trainable causal language model with parameters sharded over all ranks.
+
+The FSDP2 implementation of `workers.backend.Backend`.
+"""
 
 from __future__ import annotations
 
@@ -184,8 +186,10 @@ class FsdpPolicy(HoldsReference):
             handle.remove()
 
     def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str]) -> list[MicroBatch]:
-        """Pack the batch into the same number of micro-batches on all ranks, since each pass gathers every rank's
-        shards."""
+        """Pack the batch into the same number of micro-batches on all ranks.
+
+        Each pass gathers every rank's shards.
+        """
         check_token_ids(batch, self.family.vocab_size)
         bins = pack_alike(
             lengths_read(sequence_lengths(batch)), max_tokens, lambda bins: self._all_ranks_max(max(bins, 1))
@@ -204,8 +208,10 @@ class FsdpPolicy(HoldsReference):
         return dict(shards(self.model))
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return this rank's rows by Hugging Face name, as views of live memory; tensors without rows on this rank are
-        omitted."""
+        """Return this rank's rows by Hugging Face name, as views of live memory.
+
+        Tensors without rows on this rank are omitted.
+        """
         local = {name: shard.detach().to_local() for name, shard in self.shards().items()}
         return {name: rows for name, rows in local.items() if rows.numel()}
 

@@ -1,7 +1,7 @@
-"""Megatron backend: model construction, forward/backward, log-probs, checkpoints, and the changes that let Megatron run
-without CUDA. The only package that imports megatron.
+"""Megatron backend: model construction, forward/backward, log-probs and checkpoints, with or without CUDA.
 
-Import order matters: `bootstrap` must run before anything of megatron is imported, so this package imports it first.
+The only package that imports megatron. Import order matters: `bootstrap` must run before anything of megatron is
+imported, so this package imports it first.
 """
 
 import hybridflow.mcore.bootstrap  # noqa: F401

@@ -158,8 +158,10 @@ def _replace_factories() -> None:
 
 
 def _replace_moves() -> None:
-    """Make `.cuda()` and `.to("cuda")` no-ops (used for tied embeddings with pipeline stages and by some optimizer
-    saves)."""
+    """Make `.cuda()` and `.to("cuda")` no-ops.
+
+    Tied embeddings with pipeline stages and some optimizer saves call them.
+    """
     tensor: Any = torch.Tensor
     original_to = tensor.to
 

@@ -1,10 +1,10 @@
-"""Correct the expert load, from which expert biases are updated: Megatron's router also counts the padding of packed
-micro-batches.
+"""Correct the expert load, from which expert biases are updated.
 
-Megatron-Core 0.16.1 has a padding mask for this purpose, but it is not passed to later pipeline stages
-(gpt_model.py:308) and has the wrong shape where it is used (router.py:542: [t] against a routing map [t, experts]).
-Instead, each router's count is corrected afterwards with the routing map that the router returns. The micro-batch's
-`PackedSeqParams` marks padding rows; `micro_batch_tracker` identifies the micro-batch.
+Megatron's router also counts the padding of packed micro-batches. Megatron-Core 0.16.1 has a padding mask for this
+purpose, but it is not passed to later pipeline stages (gpt_model.py:308) and has the wrong shape where it is used
+(router.py:542: [t] against a routing map [t, experts]). Instead, each router's count is corrected afterwards with the
+routing map that the router returns. The micro-batch's `PackedSeqParams` marks padding rows; `micro_batch_tracker`
+identifies the micro-batch.
 """
 
 from __future__ import annotations

@@ -158,8 +158,10 @@ class Adapters:
 
 
 def _mark_sequence_parallel(whole: Sequence[torch.nn.Parameter]) -> None:
-    """Mark factors applied only to this rank's share of the sequence; finalize_model_grads.py:354 sums their
-    gradients."""
+    """Mark factors applied only to this rank's share of the sequence.
+
+    finalize_model_grads.py:354 sums their gradients.
+    """
     for factor in whole:
         factor.sequence_parallel = True  # type: ignore[attr-defined]
 

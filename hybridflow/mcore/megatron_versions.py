@@ -1,8 +1,7 @@
-"""Differences between Megatron-Core 0.16 and 0.19 that affect the supported families, with and without Transformer
-Engine.
+"""Differences between Megatron-Core 0.16 and 0.19 that affect the supported families.
 
-Differences that affect only the modules without Transformer Engine are in `torch_modules`: its spec provider and
-`install`.
+They apply with and without Transformer Engine. Differences that affect only the modules without Transformer Engine are
+in `torch_modules`: its spec provider and `install`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ _TRANSFORMER_ENGINE = {"0.19": ("2.9", "2.21"), "0": ("2.9", "2.12")}
 
 
 def transformer_engine_range(megatron: str) -> tuple[str, str]:
-    """Return the supported Transformer Engine versions for this Megatron-Core version: from the first (inclusive) to
-    the second (exclusive)."""
+    """Return the range of Transformer Engine versions supported by this Megatron-Core version.
+
+    The first version is inclusive, the second exclusive.
+    """
     return next(found for first, found in _TRANSFORMER_ENGINE.items() if Version(megatron) >= Version(first))
 
 

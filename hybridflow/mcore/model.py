@@ -59,8 +59,10 @@ def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def stage_contents(family: Family, parallel: ParallelConfig) -> list[list[str]] | None:
-    """Translate `actor.parallel.layers_per_stage` to Megatron's `pipeline_model_parallel_layout`: the contents of each
-    (virtual) stage in model order. None if it is not set."""
+    """Translate `actor.parallel.layers_per_stage` to Megatron's `pipeline_model_parallel_layout`.
+
+    Returns the contents of each (virtual) stage in model order; None if it is not set.
+    """
     if not parallel.layers_per_stage or parallel.pipeline == 1:
         return None
     stages = [["decoder"] * count for count in parallel.layers_per_stage]
@@ -76,8 +78,7 @@ def transformer_config(
     recompute: str = "none",
     recompute_modules: Sequence[str] = CORE_ATTENTION,
 ) -> TransformerConfig:
-    """Build Megatron's config from the family, the parallel layout, and device-dependent settings
-    (`device_settings`)."""
+    """Build Megatron's config from family, parallel layout and device (`device_settings`)."""
     is_cuda, params_dtype = Platform.detect().kind == "cuda", DTYPES[dtype]
     settings: dict[str, Any] = {
         "activation_func": F.silu,
@@ -122,8 +123,10 @@ def transformer_config(
 
 
 def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> dict[str, Any]:
-    """Return the settings of Megatron's config that depend on the device and on Transformer Engine; docs/platforms.md
-    lists them."""
+    """Return the settings of Megatron's config that depend on the device and on Transformer Engine.
+
+    docs/platforms.md lists them.
+    """
     config = family.megatron_config()
     is_latent, is_mixture = (bool(config.get(name)) for name in ("multi_latent_attention", "num_moe_experts"))
     is_swiglu = bool(config.get("gated_linear_unit")) and not config.keys() & OTHER_ACTIVATIONS
@@ -274,8 +277,10 @@ def mark_experts(models: Sequence[torch.nn.Module]) -> None:
 
 
 def by_chunk(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield (prefix of its tensors' names, model): `chunk0.`, `chunk1.`, ... with virtual stages (as in
-    `rank_tensors`), else an empty prefix."""
+    """Yield (prefix of its tensors' names, model) for each model chunk.
+
+    Prefixes are `chunk0.`, `chunk1.`, ... with virtual stages (as in `rank_tensors`), else empty.
+    """
     for chunk, model in enumerate(models):
         yield f"chunk{chunk}." if len(models) > 1 else "", model
 
@@ -290,8 +295,9 @@ def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def local_parameters(models: Sequence[torch.nn.Module], family: Family) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
-    """Return every parameter of this rank, and every buffer stored in checkpoints (expert biases), with the family's
-    description. Adapters are described separately (`mcore.lora`).
+    """Return every parameter of this rank with the family's description.
+
+    Includes every buffer stored in checkpoints (expert biases). Adapters are described separately (`mcore.lora`).
 
     Raises:
         ModelError: a name or shape differs between the model and the family's map.

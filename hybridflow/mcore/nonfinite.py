@@ -1,5 +1,7 @@
-"""`algorithms.nonfinite` for Megatron's stages: checks the gradient entering and leaving each stage, and the flat
-buffers."""
+"""`algorithms.nonfinite` for Megatron's stages.
+
+Checks the gradient entering and leaving each stage, and the flat buffers.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ class Watch(nonfinite.Watch):
 
     @contextlib.contextmanager
     def stage(self, model: Any, micro_batch: int) -> Iterator[None]:
-        """Context manager for a stage's forward pass: watch the gradient that will leave the stage (of the embedding's
-        output, or of the received activation)."""
+        """Context manager for a stage's forward pass: watch the gradient that will leave the stage.
+
+        It is the gradient of the embedding's output, or of the received activation.
+        """
         if not model.pre_process:
             self.gradient_of(model.decoder.input_tensor, micro_batch)
             yield

@@ -117,8 +117,10 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def prime_adam_state(optimizer: Any) -> None:
-    """Allocate Adam's state before the first step, so that a fresh optimizer can be saved and loaded into (and the
-    assertion on 'step' in distrib_optimizer.py:641 holds)."""
+    """Allocate Adam's state before the first step.
+
+    A fresh optimizer can then be saved and loaded into, and the assertion on 'step' in distrib_optimizer.py:641 holds.
+    """
     for inner in inner_optimizers(optimizer):
         counts_in_state = _counts_in_state(inner.optimizer)
         for group in inner.optimizer.param_groups:
@@ -136,8 +138,10 @@ def prime_adam_state(optimizer: Any) -> None:
 
 
 def is_precision_aware(inner: Any) -> bool:
-    """Return whether Adam holds the main weights, in which case `_get_main_param_and_optimizer_states` may return
-    copies."""
+    """Return whether Adam holds the main weights.
+
+    In that case `_get_main_param_and_optimizer_states` may return copies.
+    """
     return bool(getattr(inner.config, "use_precision_aware_optimizer", False))
 
 

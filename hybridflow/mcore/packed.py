@@ -1,5 +1,7 @@
-"""Packed micro-batches: the tokens that are read from each sample (`lengths_read`), concatenated without padding
-between samples."""
+"""Packed micro-batches: samples are concatenated without padding between them.
+
+`lengths_read` determines how many tokens are read from each sample.
+"""
 
 from __future__ import annotations
 

@@ -126,8 +126,10 @@ class ContextClasses:
 
 
 class PackedAttention(MegatronModule):
-    """Causal grouped-query attention on `thd` (packed) or `sbhd` inputs; a drop-in replacement for
-    DotProductAttention."""
+    """Causal grouped-query attention on `thd` (packed) or `sbhd` inputs.
+
+    A drop-in replacement for DotProductAttention.
+    """
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -143,8 +145,10 @@ class PackedAttention(MegatronModule):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, heads*v], as returned by Transformer
-        Engine. sbhd: [s, b, ...] -> [s, b, heads*v].
+        """Compute causal attention.
+
+        thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, heads*v], as returned by Transformer Engine.
+        sbhd: [s, b, ...] -> [s, b, heads*v].
 
         v may differ from d (latent attention). Megatron 0.19 first pads the values to d and slices the result, for
         which it expects three dimensions with sbhd (multi_latent_attention.py:106).
@@ -173,8 +177,10 @@ class PackedAttention(MegatronModule):
     def _context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any
     ) -> torch.Tensor:
-        """Attend with this rank's queries to the keys and values of all context-parallel ranks (all-gather; the
-        backward pass reduce-scatters)."""
+        """Attend with this rank's queries to the keys and values of all context-parallel ranks.
+
+        Keys and values are all-gathered; the backward pass reduce-scatters.
+        """
         group = parallel_state.get_context_parallel_group()
         classes = getattr(params, "context_classes", None)
         if classes is None:

@@ -52,8 +52,10 @@ def device() -> torch.device:
 
 
 def coordinates() -> Coordinates:
-    """Return this rank's coordinates; with virtual stages, those of its first chunk (`Coordinates.virtual_stages`
-    returns all)."""
+    """Return this rank's coordinates.
+
+    With virtual stages they are those of its first chunk (`Coordinates.virtual_stages` returns all).
+    """
     return Coordinates(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -98,8 +100,10 @@ def data_parallel_position() -> tuple[int, int, bool]:
 
 
 def tensor_share(tokens: Any) -> Any:
-    """Return this tensor-parallel rank's share of the tokens [t] under sequence parallelism; `tokens` is a tensor or an
-    array."""
+    """Return this tensor-parallel rank's share of the tokens [t] under sequence parallelism.
+
+    `tokens` is a tensor or an array.
+    """
     size = parallel_state.get_tensor_model_parallel_world_size()
     return tokens.reshape(size, -1)[parallel_state.get_tensor_model_parallel_rank()]
 

@@ -1,5 +1,7 @@
-"""A trainable causal language model on this rank: the Megatron model, its optimizer, and the passes used by the
-roles."""
+"""A trainable causal language model on this rank.
+
+It has the Megatron model, its optimizer, and the passes used by the roles.
+"""
 
 from __future__ import annotations
 
@@ -239,10 +241,10 @@ class Policy(HoldsReference):
     # ---- weights
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the local parameters by Megatron name (prefixed with `chunk0.`... with virtual stages), checked
-        against the family's map.
+        """Return the local parameters by Megatron name, checked against the family's map.
 
-        Adapters are merged into copies of their weights, valid until the next call or `release_copies`.
+        Names are prefixed with `chunk0.`... with virtual stages. Adapters are merged into copies of their weights,
+        valid until the next call or `release_copies`.
         """
         self.settle()
         held = {name: parameter.detach() for name, (parameter, _) in local_parameters(self.stages, self.family).items()}
@@ -259,8 +261,10 @@ class Policy(HoldsReference):
         return self.adapters.merged_bytes if self.adapters else 0
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the live parameters that training may change, with the same names as `parameters`; with adapters, only
-        the adapters."""
+        """Return the live parameters that training may change; with adapters, only the adapters.
+
+        Names are the same as in `parameters`.
+        """
         self.settle()
         if self.adapters:
             return {name: parameter for name, (parameter, _) in self.adapters.parameters().items()}

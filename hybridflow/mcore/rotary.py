@@ -30,8 +30,10 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         self.factor = rotary.attention_factor if config.multi_latent_attention else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the angles [s, 1, 1, dim] of positions 0 to s - 1; for latent attention also the factor of their
-        cosines."""
+        """Return the angles [s, 1, 1, dim] of positions 0 to s - 1.
+
+        For latent attention, also returns the factor of their cosines.
+        """
         angles: torch.Tensor = super().forward(*args, **kwargs)
         return angles if self.factor is None else (angles, self.factor)
 

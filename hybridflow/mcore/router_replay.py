@@ -212,16 +212,20 @@ class RouterReplay:
     # ---- which tokens are this rank's
 
     def _rows(self, micro: MicroBatch) -> np.ndarray:
-        """Return the packed rows routed by this rank, in local order: those of its context rank, split evenly under
-        sequence parallelism."""
+        """Return the packed rows routed by this rank, in local order.
+
+        They are those of its context rank, split evenly under sequence parallelism.
+        """
         rows = ZigZag.of(_segment_bounds(micro), parallel_state.get_context_parallel_world_size()).rows_of(
             parallel_state.get_context_parallel_rank()
         )
         return tensor_share(rows) if self.config.sequence_parallel else rows
 
     def _given(self, routes: Jagged, micro: MicroBatch, read: np.ndarray) -> torch.Tensor:
-        """Return the routes [t, layers, k] of this rank's tokens, limited to the tokens read from each sample; padding
-        is `FREE`."""
+        """Return the routes [t, layers, k] of this rank's tokens.
+
+        They are limited to the tokens read from each sample; padding is `FREE`.
+        """
         bounds = _segment_bounds(micro)
         whole = np.full((int(bounds[-1]), *routes.values.shape[1:]), FREE, dtype=np.int16)
         for sample, start in zip(micro.samples.tolist(), bounds.tolist(), strict=False):
@@ -328,6 +332,8 @@ def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def _segment_bounds(micro: MicroBatch) -> np.ndarray:
-    """Return [segments + 1] packed rows at which the samples, in order, and the padding tail begin; the last is the
-    length."""
+    """Return [segments + 1] packed rows at which the samples, in order, and the padding tail begin.
+
+    The last element is the length.
+    """
     return np.asarray(micro.packed.bounds.numpy())

@@ -38,8 +38,10 @@ _OPTIMIZER = "optimizer.state."
 
 
 class ShardedState:
-    """The rectangles of one policy: `tensors` over its live memory, including replicas, and `hf`, the locations of the
-    model's HF tensors."""
+    """The rectangles of one policy.
+
+    `tensors` are over its live memory and include replicas; `hf` yields the locations of the model's HF tensors.
+    """
 
     def __init__(self, policy: Policy, *, with_random_state: bool = True) -> None:
         policy.settle()
@@ -78,19 +80,25 @@ class ShardedState:
         return found
 
     def put_back(self) -> None:
-        """Write loaded values back to an optimizer that keeps its state in lower precision, for which `tensors` are
-        float32 copies."""
+        """Write loaded values back to an optimizer that keeps its state in lower precision.
+
+        `tensors` has only float32 copies of such a state.
+        """
         for inner, parameter, tensors in self._copies:
             inner._set_main_param_and_optimizer_states(parameter, tensors)
 
     def owned(self) -> list[ShardedTensor]:
-        """Return the rectangles that this rank writes: of every replicated rectangle, one rank holds the main
-        replica."""
+        """Return the rectangles that this rank writes.
+
+        Of every replicated rectangle, only the main replica is written.
+        """
         return [tensor for tensor in self.tensors if is_main_replica(tensor.replica_id)]
 
     def hf(self) -> Iterator[HfSlice]:
-        """Yield where the HF regions of this rank's model weights are stored in the checkpoint; replicas are left to
-        their main rank. Adapters are listed under PEFT's names, including those that share an A."""
+        """Yield where the HF regions of this rank's model weights are stored in the checkpoint.
+
+        Replicas are left to their main rank. Adapters are listed under PEFT's names, including those that share an A.
+        """
         if self.policy.adapters:
             yield from _adapter_slices(self.policy.adapters, self._shards)
         for name, (parameter, local) in local_parameters(self.policy.stages, self.policy.family).items():

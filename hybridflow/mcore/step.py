@@ -124,11 +124,10 @@ def backward_outputs(
 def response_log_probs(
     chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor | None, MicroBatch]:
-    """Compute the [n] log-probs and entropies of all response tokens of the micro-batch, on every tensor and context
-    rank of the last stage.
+    """Compute the [n] log-probs and entropies of all response tokens of the micro-batch.
 
-    Also returns the micro-batch; if it has teacher tokens, the policy's log-probs of them are added. `hidden` [1, t',
-    h] is the output of the last chunk.
+    They are on every tensor and context rank of the last stage. Also returns the micro-batch; if it has teacher tokens,
+    the policy's log-probs of them are added. `hidden` [1, t', h] is the output of the last chunk.
     """
     rows, weight, group = _predicting(chunks, hidden, micro)
     log_probs, entropy = log_probs_and_entropy(rows, weight, micro.targets, scoring, group, micro.support)
@@ -199,8 +198,10 @@ def all_ranks_max(value: int) -> int:
 
 
 def counted(loss_function: LossFunction, micro: MicroBatch) -> torch.Tensor:
-    """Return the loss count of a micro-batch before any forward pass: the number of tokens, unless the loss defines
-    `count`."""
+    """Return the loss count of a micro-batch before any forward pass.
+
+    It is the number of tokens, unless the loss defines `count`.
+    """
     count = getattr(loss_function, "count", None)
     return torch.as_tensor(count(micro.lengths) if count else micro.lengths.sum()).cpu()
 

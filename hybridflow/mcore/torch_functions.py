@@ -161,8 +161,10 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def takes_grouped_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether `GroupedProduct` supports rows [t, in] with weights [out, in]: torch's kernel requires a GPU,
-    bfloat16 and rows that are multiples of 16 bytes."""
+    """Return whether `GroupedProduct` supports rows [t, in] with weights [out, in].
+
+    torch's kernel requires a GPU, bfloat16 and rows that are multiples of 16 bytes.
+    """
     on_device = x.device.type != "cpu" and x.dtype == weight.dtype == torch.bfloat16
     return on_device and len(x) > 0 and not any(size % 8 for size in weight.shape)
 
@@ -176,8 +178,10 @@ def permute(
     fused: bool = False,
     drop_and_pad: bool = False,
 ) -> Any:
-    """Sort tokens [t, h] by expert, like Megatron's `moe_utils.permute`, without a device sync if the caller knows
-    their number (`num_out_tokens` is a number). All other calls go to `original`."""
+    """Sort tokens [t, h] by expert, like Megatron's `moe_utils.permute`, without a device sync.
+
+    This needs their number from the caller (`num_out_tokens` is a number). All other calls go to `original`.
+    """
     if fused or drop_and_pad or not isinstance(num_out_tokens, int):
         return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
     chosen = torch.nonzero_static(routing_map.t().reshape(-1), size=num_out_tokens)[:, 0]

@@ -70,11 +70,10 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class DuplicatedLinear(nn.Module):
-    """A linear replicated on every tensor-parallel rank (TELinear with parallel_mode "duplicated"): latent attention's
-    down projections.
+    """A linear replicated on every tensor-parallel rank (TELinear with parallel_mode "duplicated").
 
-    Under sequence parallelism each rank applies it to its share of the sequence, so its gradient must be summed over
-    the tensor-parallel ranks. The `sequence_parallel` mark requests that.
+    Used for latent attention's down projections. Under sequence parallelism each rank applies it to its share of the
+    sequence, so its gradient must be summed over the tensor-parallel ranks. The `sequence_parallel` mark requests that.
     """
 
     def __init__(
@@ -97,8 +96,11 @@ class DuplicatedLinear(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """One weight per local expert, applied to consecutive runs of rows, with TEGroupedLinear's names (weight0, weight1,
-    ...). The experts' first linear: split by output rows."""
+    """One weight per local expert, applied to consecutive runs of rows.
+
+    Parameters have TEGroupedLinear's names (weight0, weight1, ...). This is the experts' first linear, split by output
+    rows.
+    """
 
     split_dim = 0  # dimension of the weight split by expert tensor parallelism
 
@@ -297,8 +299,10 @@ def _without_fp8(**_: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def _to_host(original: Any) -> Any:
-    """Convert the all-to-all's split sizes to numpy on CPU too: gloo's all_to_all_single expects a list, and
-    moe_utils.py:1092 only converts CUDA tensors."""
+    """Convert the all-to-all's split sizes to numpy on CPU too.
+
+    gloo's all_to_all_single expects a list, and moe_utils.py:1092 only converts CUDA tensors.
+    """
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         moved = original(tensor, as_numpy, record_stream)

@@ -1,5 +1,7 @@
-"""A trainable model with a scalar head on this rank: values of response tokens (critic) or scores of sequences (reward
-model)."""
+"""A trainable model with a scalar head on this rank.
+
+It computes values of response tokens (critic) or scores of sequences (reward model).
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ Pick = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 
 
 def response_values(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
-    """Return the values [n] of the states in which the response tokens were sampled, the rows that hold their logits in
-    the policy."""
+    """Return the values [n] of the states in which the response tokens were sampled.
+
+    They are read at the rows that hold the tokens' logits in the policy.
+    """
     return gather_tokens(_chosen(output, micro.predict_rows), micro.places, micro.num_targets)
 
 

@@ -1,5 +1,4 @@
-"""Building blocks of decoder layers: a block's tensors in a Hugging Face checkpoint and their sharding over Megatron
-ranks.
+"""Building blocks of decoder layers: their tensors in a checkpoint and their sharding over Megatron ranks.
 
 Every block has three methods. `tensors(source)` returns the HF tensors below the layer's prefix with their shapes,
 `local(source, target, at)` the parameters of a rank, and `divisions(at)` the divisibility requirements. Megatron names
@@ -67,8 +66,7 @@ class GroupedAttention:
         return shapes
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return the fused query, key and value projection, split by rows, and the output projection, split by
-        columns."""
+        """Return the fused QKV projection, split by rows, and the output projection, split by columns."""
         hf, mine, out = f"{source}self_attn.", f"{target}self_attention.", self.heads * self.head_dim
         tensors = [
             whole(f"{mine}linear_qkv.layer_norm_weight", f"{source}input_layernorm.weight", (self.hidden,)),
@@ -165,15 +163,14 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts, including the preceding `post_attention_layernorm`: router, routed experts and optional
-    shared experts.
+    """A mixture of experts: router, routed experts and optional shared experts.
 
-    Routed experts are sharded by expert parallelism and expert tensor parallelism, shared experts by regular tensor
-    parallelism (`moe/shared_experts.py`). `expert_bias` is the score correction of loss-free balancing, a fp32 buffer
-    in Megatron. `grouped` selects Megatron's names: grouped GEMM (`experts.linear_fc1.weight3`) or one module per
-    expert (`experts.local_experts.3`). `shared` is the checkpoint's name of the shared experts; with `shared_gate`
-    their output is scaled by the sigmoid of a projection of the hidden state. `keys` are the family's config keys for
-    `ffn` and `num_experts`, used in messages.
+    Includes the preceding `post_attention_layernorm`. Routed experts are sharded by expert parallelism and expert
+    tensor parallelism, shared experts by regular tensor parallelism (`moe/shared_experts.py`). `expert_bias` is the
+    score correction of loss-free balancing, a fp32 buffer in Megatron. `grouped` selects Megatron's names: grouped GEMM
+    (`experts.linear_fc1.weight3`) or one module per expert (`experts.local_experts.3`). `shared` is the checkpoint's
+    name of the shared experts; with `shared_gate` their output is scaled by the sigmoid of a projection of the hidden
+    state. `keys` are the family's config keys for `ffn` and `num_experts`, used in messages.
     """
 
     hidden: int
@@ -230,8 +227,10 @@ class Experts:
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """Require experts divisible by the expert parallel size, and intermediate sizes divisible by the respective
-        tensor parallel size."""
+        """Require experts divisible by the expert parallel size.
+
+        Their intermediate sizes must be divisible by the respective tensor parallel size.
+        """
         ffn, experts = self.keys
         divisions: list[Division] = [
             (ffn, self.ffn, "the expert tensor parallel size", at.etp_size),

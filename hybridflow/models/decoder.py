@@ -1,5 +1,7 @@
-"""A decoder-only model assembled from blocks: embedding, layers of (attention, MLP), final norm, output head and MTP
-heads."""
+"""A decoder-only model assembled from blocks.
+
+It consists of embedding, layers of (attention, MLP), final norm, output head and MTP heads.
+"""
 
 from __future__ import annotations
 
@@ -87,8 +89,10 @@ class Decoder:
         return DenseMlp(self.hidden, int(self.values["intermediate_size"]))
 
     def megatron_config(self) -> dict[str, Any]:
-        """Return the keyword arguments of Megatron's TransformerConfig (MLATransformerConfig if they include
-        `multi_latent_attention`)."""
+        """Return the keyword arguments of Megatron's TransformerConfig.
+
+        If they include `multi_latent_attention`, they are for MLATransformerConfig.
+        """
         ffn = self.values.get("intermediate_size")
         return {
             "num_layers": self.num_layers,

@@ -91,8 +91,7 @@ def num_parameters(family: Family) -> int:
 
 
 def kept_dtypes(family: Family) -> dict[str, torch.dtype]:
-    """Return {HF tensor: dtype} of tensors with a fixed precision that does not depend on the model's dtype (expert
-    biases)."""
+    """Return {HF tensor: dtype} of tensors whose dtype does not follow the model's (expert biases)."""
     import torch
 
     local = family.local_tensors(Coordinates())

@@ -107,8 +107,10 @@ class BlockQuantisation:
         return (*shape[:-2], -(-shape[-2] // self.block[0]), -(-shape[-1] // self.block[1]))
 
     def checkpoint(self, tensors: Mapping[str, Sequence[int]]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-        """Return ({HF name: shape}, each scale directly after its tensor, and {HF name: dtype} for quantised tensors
-        and scales)."""
+        """Return ({HF name: shape}, {HF name: dtype}) of a quantised checkpoint.
+
+        Shapes list each scale directly after its tensor. Dtypes are given for quantised tensors and scales.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}
         for name, shape in tensors.items():

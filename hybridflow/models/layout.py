@@ -97,8 +97,11 @@ class Coordinates:
         return not (self.first_stage_layers or self.last_stage_layers or self.layers_per_stage)
 
     def chunk_layers(self, num_layers: int) -> list[int]:
-        """Return the number of layers of each virtual stage in model order: the first virtual stage of every pipeline
-        stage, then the second of every one, and so on. All code that needs a rank's layers goes through this method."""
+        """Return the number of layers of each virtual stage in model order.
+
+        The order is the first virtual stage of every pipeline stage, then the second of every one, and so on. All code
+        that needs a rank's layers goes through this method.
+        """
         if self.layers_per_stage:
             return list(self.layers_per_stage)
         return [count // self.vpp_size for count in self.stage_layers(num_layers)] * self.vpp_size
@@ -114,8 +117,10 @@ class Coordinates:
         return counts
 
     def layers(self, num_layers: int) -> range:
-        """Return the global indices of this (virtual) stage's layers, consistent with `get_transformer_layer_offset` of
-        Megatron-Core 0.16."""
+        """Return the global indices of this (virtual) stage's layers.
+
+        They are consistent with `get_transformer_layer_offset` of Megatron-Core 0.16.
+        """
         counts, chunk = self.chunk_layers(num_layers), self.vpp_rank * self.pp_size + self.pp_rank
         start = sum(counts[:chunk])
         return range(start, start + counts[chunk])

@@ -162,11 +162,10 @@ def is_adapter(parameter: str) -> bool:
 def merge(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute weight [o, i] + scale * b [o, r] @ a [r, i] in fp32, rounded once, into `out` or a new tensor of the
-    weight's dtype.
+    """Compute weight [o, i] + scale * b [o, r] @ a [r, i] in fp32, rounded once.
 
-    Works in strips to limit the fp32 temporary. Merging the same region under another sharding may differ in the last
-    bit of fp32.
+    The result is written to `out` or a new tensor of the weight's dtype. Works in strips to limit the fp32 temporary.
+    Merging the same region under another sharding may differ in the last bit of fp32.
     """
     out = torch.empty_like(weight) if out is None else out
     wide, rows = a.float(), max(1, _STRIP // max(1, weight.shape[1]))

@@ -1,5 +1,7 @@
-"""Scaled-down copies of a model's architecture, so that the effect of a checkpoint's config can be computed on a
-laptop."""
+"""Scaled-down copies of a model's architecture.
+
+They show the effect of a checkpoint's config with sizes that a laptop can compute.
+"""
 
 from __future__ import annotations
 

@@ -49,8 +49,9 @@ class Rotary:
     def of(
         cls, hf: Mapping[str, Any], head_dim: int, *, theta: float, positions: int, partial: float | None = None
     ) -> Rotary:
-        """Read the settings from a config.json: from the top level, `rope_scaling` or `rope_parameters` (transformers
-        5).
+        """Read the settings from a config.json.
+
+        They are at the top level, in `rope_scaling` or in `rope_parameters` (transformers 5).
 
         Args:
             hf: the contents of config.json.

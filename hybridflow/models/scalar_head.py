@@ -50,8 +50,10 @@ class ScalarHead:
         return self.backbone.megatron_config()
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Return the backbone's keyword arguments of GPTModel with untied embeddings, since the scalar head cannot
-        share them."""
+        """Return the backbone's keyword arguments of GPTModel with untied embeddings.
+
+        The scalar head cannot share them.
+        """
         return self.backbone.gpt_model_kwargs() | {"share_embeddings_and_output_weights": False}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -67,8 +69,10 @@ class ScalarHead:
         self.backbone.check(at)
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """Return the backbone's local tensors with the head, which is replicated on the tensor-parallel ranks of the
-        last stage."""
+        """Return the backbone's local tensors with the head.
+
+        The head is replicated on the tensor-parallel ranks of the last stage.
+        """
         tensors = [local for local in self.backbone.local_tensors(at) if local.name != "output_layer.weight"]
         if at.is_last_stage:
             tensors.append(whole("output_layer.weight", WEIGHT, (1, self.hidden)))
@@ -78,10 +82,10 @@ class ScalarHead:
 
 
 class FreshHead:
-    """A checkpoint's backbone weights with a newly initialised head: N(0, 1 / (hidden + 1)), so that values start near
-    0.
+    """A checkpoint's backbone weights with a newly initialised head.
 
-    The head depends only on the seed, not on the layout or the checkpoint.
+    The head is N(0, 1 / (hidden + 1)), so that values start near 0. It depends only on the seed, not on the layout or
+    the checkpoint.
     """
 
     def __init__(self, backbone: WeightSource, family: ScalarHead, seed: int) -> None:

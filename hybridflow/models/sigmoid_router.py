@@ -1,5 +1,7 @@
-"""The layers of DeepSeek-V3 and GLM-4.5, and Megatron's settings for their router: sigmoid scores, groups, expert bias,
-shared experts."""
+"""The layers of DeepSeek-V3 and GLM-4.5, and Megatron's settings for their router.
+
+Sigmoid scores, groups, expert bias, shared experts.
+"""
 
 from __future__ import annotations
 

@@ -100,8 +100,10 @@ class SafetensorsFolder:
         return self.files.keys() - scales
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Read only this region from disk, plus the scales of its blocks if the weight is fp8; an fp8 weight is
-        returned in fp32."""
+        """Read only this region from disk.
+
+        For an fp8 weight, also reads the scales of the region's blocks and returns fp32.
+        """
         values = self._region(name, start, shape)
         if values.element_size() > 1:
             return values

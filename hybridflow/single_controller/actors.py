@@ -84,8 +84,11 @@ def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
 
 
 def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]:
-    """Return the environment variables that bind a process to its slot: the device type, its visible devices, and the
-    network interface of the node's address. Without the last, gloo would listen on the address of the host name."""
+    """Return the environment variables that bind a process to its slot.
+
+    They set the device type, the visible devices, and the network interface of the node's address. Without the last,
+    gloo would listen on the address of the host name.
+    """
     env = {"HYBRIDFLOW_PLATFORM": "cuda" if gpus else "cpu"}
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)

@@ -44,8 +44,9 @@ def colocated(**roles: type) -> type:
 
 
 def address_of(worker_class: type, method: Callable[..., Any], role: str | None) -> str:
-    """Return the name under which a process of `worker_class` calls `method`, including the role if the class is
-    colocated.
+    """Return the name under which a process of `worker_class` calls `method`.
+
+    It includes the role if the class is colocated.
 
     Raises:
         TypeError: the class or role has no such method, or several roles have it and `role` is None.

@@ -30,8 +30,10 @@ _waited_s = 0.0
 
 
 def waited_seconds() -> float:
-    """Return the seconds this process has spent waiting for calls since it started, that is, the time in which workers
-    and engines were working."""
+    """Return the seconds this process has spent waiting for calls since it started.
+
+    This is the time in which workers and engines were working.
+    """
     return _waited_s
 
 
@@ -203,9 +205,11 @@ class Future:
         return bool(ready)
 
     def _stopped(self, looks: dict[int, int]) -> int | None:
-        """Return a pending rank that has been in the stopped state for some time; `looks` counts the consecutive polls
-        of each. Only the process state is used: a call may legitimately take long, so the lack of a reply means
-        nothing."""
+        """Return a pending rank that has been in the stopped state for some time.
+
+        `looks` counts the consecutive polls of each rank. Only the process state is used: a call may legitimately take
+        long, so the lack of a reply means nothing.
+        """
         for rank in self._pending.values():
             looks[rank] = looks.get(rank, 0) + 1 if self._ranks[rank].is_in(STOPPED) else 0
         return next((rank for rank, count in looks.items() if count >= _STOPPED_LOOKS), None)

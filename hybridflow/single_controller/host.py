@@ -1,5 +1,7 @@
-"""The actor that runs in each worker process: it sets the process up as one rank, holds the worker and calls its
-methods."""
+"""The actor that runs in each worker process.
+
+It sets the process up as one rank, holds the worker and calls its methods.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker's exception as a plain value, so that it reaches the driver even if the exception itself cannot be
-    pickled."""
+    """A worker's exception as a plain value.
+
+    It reaches the driver even if the exception itself cannot be pickled.
+    """
 
     kind: str
     message: str
@@ -41,8 +45,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class HostInfo:
-    """The rank's process id, a port that was free on its node, and the network interface of the node's address (empty:
-    not found, or set by the user)."""
+    """The rank's process id, a port that was free on its node, and a network interface.
+
+    The interface is that of the node's address (empty: not found, or set by the user).
+    """
 
     pid: int
     free_port: int

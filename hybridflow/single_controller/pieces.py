@@ -80,8 +80,10 @@ class ColumnRecipe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A batch argument: `local` columns are included, the others are assembled from stored parts, in the order of
-    `names`."""
+    """A batch argument, assembled by the receiver.
+
+    `local` columns are included, the others are gathered from stored parts, in the order of `names`.
+    """
 
     local: DataProto | int  # an int is a position among the objects sent along
     columns: tuple[ColumnRecipe, ...]

@@ -1,5 +1,6 @@
-"""Observe and control processes on another node: an actor there reads process states, requests stack dumps and ends
-processes.
+"""Observe and control processes on another node.
+
+An actor there reads process states, requests stack dumps and ends processes.
 
 A stopped process does not reply, but neither does one that computes for minutes. Only the process state distinguishes
 them, and it can only be read on the process's own machine.

@@ -247,8 +247,9 @@ def _slots(placement: Placement, group: PlacementGroup, max_colocate: int) -> di
 
 
 def _device_names(placement: Placement, group: PlacementGroup, used: dict[int, list[int]]) -> dict[int, dict[int, str]]:
-    """Map the devices of the placement to the indices reserved by Ray, as used in CUDA_VISIBLE_DEVICES: {node: {device:
-    name}}.
+    """Map the devices of the placement to the indices reserved by Ray: {node: {device: name}}.
+
+    The names are as used in CUDA_VISIBLE_DEVICES.
 
     Raises:
         ResourceError: a node has a Ray setting that overrides device lists, or does not reply.

@@ -127,8 +127,10 @@ class Outgoing:
 
 
 def keep_in_store(batch: DataProto) -> DataProto:
-    """Move the batch's jagged columns above 64 KiB to the object store, so that they are sent once even if several
-    calls read them. Requires a running cluster."""
+    """Move the batch's jagged columns above 64 KiB to the object store.
+
+    They are then sent once even if several calls read them. Requires a running cluster.
+    """
     import ray
 
     large = {

@@ -108,13 +108,16 @@ class WorkerGroup:
         return group
 
     def on_restart(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after each `restart`, in registration order, for example to load a checkpoint or to resend the
-        weights."""
+        """Call `hook` after each `restart`, for example to load a checkpoint or to resend the weights.
+
+        Hooks run in registration order.
+        """
         self._restart_hooks.append(hook)
 
     def restart(self) -> None:
-        """Restart a group that lost a rank or hangs: kill the remaining processes, start new ones in the same slots,
-        and run the hooks.
+        """Restart a group that lost a rank or hangs.
+
+        Kills the remaining processes, starts new ones in the same slots, and runs the hooks.
 
         Raises:
             ResourceError: the group was joined; only the driver that started it can restart it.
@@ -323,8 +326,10 @@ class WorkerGroup:
             raise TypeError(f"{error}, which {self.role} runs") from None
 
     def _note_loss(self, error: HybridFlowError) -> None:
-        """Mark the group as broken: after a death or hang the ranks are out of step, so every later call would hang
-        too."""
+        """Mark the group as broken.
+
+        After a death or hang the ranks are out of step, so every later call would hang too.
+        """
         self._broken = error
 
 
@@ -345,8 +350,11 @@ def _message(name: str, call: RankCall, sent: dict[int, Any]) -> tuple[Any, ...]
 
 
 def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:
-    """Encode one argument: a small value is sent inline, a batch with stored columns becomes a recipe, and anything
-    else becomes the position of an object sent along."""
+    """Encode one argument of a call.
+
+    A small value is sent inline, a batch with stored columns becomes a recipe, and anything else becomes the position
+    of an object sent along.
+    """
     if isinstance(value, DataProto) and value.deferred:
         return outgoing.recipe(value, lambda local: _stored(local, sent, id(value)))
     return value if is_small(value) else At(outgoing.add(_stored(value, sent, id(value))))

@@ -1,2 +1,4 @@
-"""SPMD roles: thin worker classes whose `@register`-ed methods are called by a worker group or directly from plain
-processes."""
+"""SPMD roles: thin worker classes with `@register`-ed methods.
+
+The methods are called by a worker group or directly from plain processes.
+"""

@@ -81,8 +81,10 @@ class Backend(Model, Protocol):
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
     ) -> tuple[Jagged, Jagged] | None:
-        """Return (log-probs, entropies) of every response token of this rank's rows; None on ranks that return no
-        results."""
+        """Return (log-probs, entropies) of every response token of this rank's rows.
+
+        Returns None on ranks that return no results.
+        """
 
     def train_mini_batch(
         self,

@@ -191,8 +191,10 @@ class Noted:
         return count(lengths) if count else lengths.sum()
 
     def take(self, batch: DataProto) -> DataProto | None:
-        """Return old_log_probs and entropys for the rows of `batch`, as seen by the loss; 0 at tokens that the policy
-        did not sample. None on a rank without the output layer."""
+        """Return old_log_probs and entropys for the rows of `batch`, as seen by the loss.
+
+        Tokens that the policy did not sample are 0. Returns None on a rank without the output layer.
+        """
         if not self._seen:
             return None
         micros, log_probs, entropies = zip(*self._seen, strict=True)

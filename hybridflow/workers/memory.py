@@ -16,11 +16,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def needs(*parts: Part) -> Callable[[F], F]:
-    """Decorator for methods of a worker that has `memory: RoleMemory`: keep these parts on the device for the duration
-    of the method.
+    """Decorator: keep these model parts on the device for the duration of the method.
 
-    Place it below `@register`. An out-of-memory error inside the method becomes a MemoryExhaustedError with the
-    method's name.
+    The worker must have `memory: RoleMemory`. Place the decorator below `@register`. An out-of-memory error inside the
+    method becomes a MemoryExhaustedError with the method's name.
     """
 
     def mark(function: F) -> F:

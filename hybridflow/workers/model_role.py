@@ -129,15 +129,19 @@ class ModelWorker(RoleWorker):
 
 
 def teacher_method(config: DistillationConfig) -> Callable[..., DataProto | None]:
-    """Return the teacher's forward method: log-probs of the sampled tokens if the loss reads them, otherwise the top-k
-    tokens."""
+    """Return the teacher's forward method for the configured loss.
+
+    It computes log-probs of the sampled tokens if the loss reads them, otherwise the top-k tokens.
+    """
     sampled = config.coef and config.loss != "forward_kl_topk"
     return ModelWorker.compute_teacher_log_probs if sampled else ModelWorker.compute_teacher_top
 
 
 def interleave_pairs(batch: DataProto) -> DataProto:
-    """Convert pairs [B] to rows [2 B] in the order chosen, rejected, chosen, ..., each with its prompt, as
-    `ValueModel.train_pairs` expects."""
+    """Convert pairs [B] to rows [2 B] as `ValueModel.train_pairs` expects.
+
+    Rows are in the order chosen, rejected, chosen, ..., each with its prompt.
+    """
     prompts = batch.select(["prompt_ids"])
     chosen, rejected = (
         prompts.with_columns(response_ids=batch.jagged(name)) for name in ("chosen_ids", "rejected_ids")

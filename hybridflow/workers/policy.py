@@ -186,11 +186,10 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
-        """Return statistics since the last call: the fields of `RoleMemory.take`, and routes from
-        `RouterReplay.take_counts`.
+        """Return statistics since the last call.
 
-        Also: trainable, the number of trainable parameters; and copied, the bytes that a weight sync copies on this
-        rank.
+        These are the fields of `RoleMemory.take`, and routes from `RouterReplay.take_counts`. Also: trainable, the
+        number of trainable parameters; and copied, the bytes that a weight sync copies on this rank.
         """
         model = {"trainable": self.model.trainable_parameters, "copied": self.model.copied_bytes}
         return {**super().take_observations(), "routes": self.model.replay.take_counts(), **model}

@@ -76,8 +76,10 @@ class EngineRequests:
             self._changed.wait_for(lambda: not self._parts or any(map(_is_done, self._parts)), seconds)
 
     def failed(self) -> tuple[BaseException, int] | None:
-        """Return an error that left requests unanswered, with the start number of their engine; None if there is
-        none."""
+        """Return an error that left requests unanswered, with the start number of their engine.
+
+        Returns None if there is none.
+        """
         with self._changed:
             for part in [part for part in self._parts if _is_done(part)]:
                 assert part.asking is not None

@@ -91,8 +91,10 @@ class RoleWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
-        """Offload those of `parts` that are enabled in the role's `offload`, until a method needs them or `wake` is
-        called. Returns the bytes freed."""
+        """Offload those of `parts` that are enabled in the role's `offload`.
+
+        They stay off the device until a method needs them or `wake` is called. Returns the bytes freed.
+        """
         return self.memory.sleep(parts)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -142,6 +144,8 @@ class RoleWorker:
 
 
 def own_rows(batch: DataProto) -> DataProto:
-    """Drop the padding rows that the controller added to make the batch divisible; training on them would count them
-    twice."""
+    """Drop the padding rows that the controller added to make the batch divisible.
+
+    Training on them would count them twice.
+    """
     return batch.unpad(int(batch.meta.get(PADDING_META, 0)))

@@ -125,8 +125,11 @@ class RolloutWorker:
     """Owns one engine. Rank r of the group owns engine r."""
 
     def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
-        """Start the server process without waiting for it, so that engines start up in parallel with other work;
-        `wait_ready` waits. `engine` are the arguments of `engine_spec` from `model_folder` on."""
+        """Start the server process without waiting for it; `wait_ready` waits.
+
+        Engines thus start up in parallel with other work. `engine` are the arguments of `engine_spec` from
+        `model_folder` on.
+        """
         self.rank, self.world_size, self.config = context.rank, context.world_size, config
         spec = placed(engine_spec(config, context.rank, *engine), config, context)
         nodes = None
@@ -151,8 +154,10 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def node_store(self) -> tuple[str, int]:
-        """Return the address of the store through which the engine's other nodes are told to start
-        (`RolloutNodeWorker.follow`). Only valid for multi-node engines."""
+        """Return the address of the store that starts the engine's other nodes.
+
+        `RolloutNodeWorker.follow` connects to it. Only valid for multi-node engines.
+        """
         assert self.supervisor.nodes is not None
         return self.supervisor.nodes.address
 
@@ -199,8 +204,10 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES))
     def collect_with_routes(self, wait_s: float) -> DataProto:
-        """Same as `collect`, for requests that record the experts of each prompt and response token
-        (`batch.routes`)."""
+        """Same as `collect`, for requests that record the experts of each token.
+
+        Both prompt and response tokens are recorded (`batch.routes`).
+        """
         return self._answers(self._ended(wait_s, _ROUTES), _ROUTES)
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, *SUPPORT))
@@ -367,8 +374,7 @@ class RolloutWorker:
         return engine.describe(*self._sync_store, self.config.sync.timeout_s)
 
     def _check_layout(self, engine: Engine) -> None:
-        """Raise WeightSyncError if a restarted engine has a different weight layout than the one the plan was made
-        for."""
+        """Raise WeightSyncError if a restarted engine's weight layout does not match the plan."""
         if self._described is not None and self._describe(engine) != self._described:
             raise WeightSyncError(
                 f"{engine.spec.name} holds its weights otherwise than before its restart; start the run again"
@@ -393,8 +399,10 @@ def response_columns(completions: list[Completion], extras: Extras = NO_EXTRAS) 
 
 
 def _versions(completion: Completion) -> np.ndarray:
-    """Return the weight version that sampled each token [t]; -1 for a version name that is not a number (before the
-    first sync)."""
+    """Return the weight version that sampled each token [t].
+
+    It is -1 for a version name that is not a number (before the first sync).
+    """
     versions = np.full(len(completion.token_ids), -1, dtype=np.int64)
     for span in completion.weight_versions:
         versions[span.start : span.end] = int(span.version) if span.version.isdecimal() else -1

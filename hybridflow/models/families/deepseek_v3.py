@@ -1,5 +1,7 @@
-"""DeepSeek-V3 and models with the same architecture (Moonlight): latent attention, sigmoid router with expert bias,
-shared experts."""
+"""DeepSeek-V3 and models with the same architecture (Moonlight).
+
+Latent attention, sigmoid router with expert bias, shared experts.
+"""
 
 from __future__ import annotations
 
