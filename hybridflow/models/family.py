@@ -12,7 +12,7 @@ from hybridflow.models.layout import Coordinates, LocalTensor
 from hybridflow.models.rotary import Rotary
 
 if TYPE_CHECKING:
-    import torch  # imported at first use: a plan is made without it
+    import torch  # imported lazily: planning does not need torch
 
 
 class Family(Protocol):

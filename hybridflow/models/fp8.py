@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.errors import ModelError
 
 if TYPE_CHECKING:
-    import torch  # imported at first use: a plan is made without it
+    import torch  # imported lazily: planning does not need torch
 
 FP8 = "float8_e4m3fn"
 SCALE_SUFFIX = "_scale_inv"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.errors import ModelError
 
 if TYPE_CHECKING:
-    import torch  # imported at first use: a plan is made without it
+    import torch  # imported lazily: planning does not need torch
 
 # required settings of each rope_type
 _NEEDS: Mapping[str, tuple[str, ...]] = {

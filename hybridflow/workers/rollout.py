@@ -265,7 +265,7 @@ class RolloutWorker:
             error, start = failed
             if not isinstance(error, EngineError) or not self._settle(error, start):
                 raise error
-            print(f"{error}", flush=True)  # the worker's log
+            print(f"{error}", flush=True)  # goes to the worker's log
             self.requests.cut_short(start)
         return self.requests.take(extras)
 
