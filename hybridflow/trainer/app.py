@@ -55,7 +55,7 @@ from hybridflow.single_controller import (
 )
 from hybridflow.trainer import assets, planned
 from hybridflow.trainer.check_devices import check_devices
-from hybridflow.trainer.folder import exclusive, make_room
+from hybridflow.trainer.folder import exclusive, make_output_dir, make_room
 from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation, NoEngines, start_both
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps, tell_backend
 from hybridflow.trainer.layout import layout_text
@@ -392,13 +392,7 @@ def _run_job(
 ) -> None:
     """Open the run folder, run the job, write summary and report; on an interrupt, say how to resume."""
     os.environ.update(without_proxy(os.environ))  # rewards, tools and episodes ask this machine's addresses as well
-    folder = derived.run_dir(config)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # in /proc for example, which no look at it tells
-        raise ConfigError(
-            f"output_dir={config.output_dir} cannot be made ({error.strerror}); choose another output_dir"
-        ) from error
+    folder = make_output_dir(config)
     with Progress(0, "") as progress, exclusive(folder, progress.message):
         make_room(config, folder, total_steps, progress)
         folder.mkdir(parents=True, exist_ok=True)

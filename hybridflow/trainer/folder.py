@@ -15,10 +15,27 @@ from pathlib import Path
 
 import yaml
 
+from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError, naming
 from hybridflow.observe.progress import Progress
 from hybridflow.saving.store import CheckpointStore, Retention
+
+
+def make_output_dir(config: RunConfig) -> Path:
+    """Create `output_dir` and return the run folder in it, which is not created.
+
+    Raises:
+        ConfigError: the folder cannot be created (in /proc, for example, which its mode does not show).
+    """
+    folder = derived.run_dir(config)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={config.output_dir} cannot be made ({error.strerror}); choose another output_dir"
+        ) from error
+    return folder
 
 
 def make_room(config: RunConfig, folder: Path, total_steps: int | None, progress: Progress) -> None:

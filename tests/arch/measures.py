@@ -57,7 +57,12 @@ def main(root: Path) -> None:
         if parts[0] == "hybridflow":
             for text in docstrings(file):
                 words["all"] += len(text.split())
-                words.update({word: len(re.findall(rf"(?<!\w){word}(?!\w)", text.lower())) for word in DIALECT})
+                words.update(
+                    {
+                        word: len(re.findall(rf"\b{word}\b" if word[0] != "," else rf"{word}\b", text.lower()))
+                        for word in DIALECT
+                    }
+                )
     product = sum((counts for room, counts in rooms.items() if room.startswith("hybridflow")), Counter())
     print(f"{'room':32}{'nodes':>9}{'lines':>8}{'tokens/line':>13}{'parallel':>10}{'compr.':>8}{'wide':>7}")
     for room, counts in [*rooms.items(), ("hybridflow, all", product)]:

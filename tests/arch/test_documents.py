@@ -7,18 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.arch.journeys import JOURNEYS, steps
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += sorted((ROOT / "examples").glob("*/README.md"))
 DECISIONS = sorted((ROOT / "docs" / "adr").glob("*.md"))
-JOURNEYS = {"A prompt on its way to a gradient": 30, "A weight on its way to an engine": 22}
 COLUMNS = 120
-
-
-def steps(journey: str) -> list[str]:
-    """The files of a journey of docs/design.md, in order."""
-    section = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split(f"## {journey}\n")[1].split("\n## ")[0]
-    return [line.split("`")[1] for line in section.splitlines() if re.match(r"\d+\. ", line)]
 
 
 @pytest.mark.parametrize("journey", JOURNEYS)

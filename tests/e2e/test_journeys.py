@@ -9,7 +9,7 @@ import pytest
 
 from hybridflow.config.load import load_config
 from hybridflow.data.prepare import prepare
-from tests.arch.test_documents import JOURNEYS, steps
+from tests.arch.journeys import JOURNEYS, steps
 from tests.e2e.runs import REWARD, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]

@@ -23,7 +23,7 @@ OUT = Path(__file__).with_name("trl_algorithms.json")
 
 
 def answers(case: Case) -> dict[str, Any]:
-    """Of each row whether it is kept and its weight; of each token whether its entropy is high."""
+    """Whether each row is kept, and its weight; whether the entropy of each token is high."""
     mask, new, old = case.padded(case.mask.double()), case.padded(case.new), case.padded(case.old)
     advantages = case.by_row()[:, None]
     kept = GRPOTrainer.get_off_policy_mask(advantages, new, case.padded(case.rollout), mask, TRL_OPTIONS["most"])

@@ -1,8 +1,9 @@
-"""Notes the files of the package that processes of a run enter, in one of its steps. Imported by every Python that starts
-with this folder on PYTHONPATH.
+"""Records the files of the package that a run's processes enter in one step. Imported by every Python that starts with
+this folder on PYTHONPATH.
 
-Byte 0 of the file `$TRACED/journey` is the journey under way in all processes: 1 a prompt's, 2 a weight's, 0 neither. The
-driver sets it by the phases that it begins and ends. Each process appends the files that it enters to `$TRACED/PID`.
+Byte 0 of the file `$TRACED/journey` is the current journey, shared by all processes: 1 a prompt's, 2 a weight's, 0
+neither. The driver sets it when the phases of its timeline begin and end. Each process appends the files that it enters
+to `$TRACED/PID`.
 """
 
 from __future__ import annotations

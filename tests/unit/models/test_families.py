@@ -144,7 +144,10 @@ def test_settings_of_the_others() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' has no parameter map; supported: deepseek_v3, glm4_moe, glm4_moe_lite, kimi_k2"),
+        (
+            {"model_type": "gpt2"},
+            "'gpt2' has no parameter map; supported: deepseek_v3, glm4_moe, glm4_moe_lite, ki",
+        ),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' without factor"),
