@@ -21,6 +21,9 @@ from hybridflow.planning.training import Cut, Training
 from hybridflow.reshard.engine_layouts import EngineShape
 
 _MARGINS = (1.0, 1.1, 1.25, 1.5, 2.0)  # by which a search counts more than the memory of training roles
+# generations that differ by less are equally long as far as the model can tell: the published one is 28% off
+_ABOUT = 1.15
+_SEVERAL = 4  # engines of which one may end without most of a generation
 _TENSOR, _PIPELINE, _EXPERT = (1, 2, 4, 8), (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16), (1, 2, 4, 8, 16, 32, 64, 128)
 
 # keys of a layout that a mapping chooses
@@ -64,6 +67,18 @@ class Search:
         return [replace(option, held=margin * option.held, working=margin * option.working) for option in known]
 
     def _engine_options(self, size: int) -> Iterator[Option]:
+        """Engines of all numbers of ranks, but larger ones than are needed for a generation about as short as any."""
+        found = list(self._all_engines(size))
+        shortest = min((option.seconds[0] for option in found), default=0.0)
+        near = [option for option in found if option.seconds[0] <= _ABOUT * shortest]
+        several = [option for option in near if option.layout.count >= _SEVERAL] or near[:1]
+        chosen = min(several, key=lambda option: option.seconds[0], default=None)
+        for option in found:
+            is_larger = chosen is not None and option.layout.count < chosen.layout.count
+            if chosen is None or not is_larger or option.held + option.working < chosen.held + chosen.working:
+                yield option
+
+    def _all_engines(self, size: int) -> Iterator[Option]:
         job = self.job
         for tensor in (1, 2, 4, 8, 16, 32):
             count = self._engines_of(tensor, size)

@@ -24,7 +24,8 @@ source), its model with the hub id of the checkpoint (`configs/model/`), and a l
 and the data sets into the Hugging Face cache, where a run finds them; `hybridflow train --config-name NAME --explain`
 names the commands that are still to be given. Other places: `model.path=FOLDER`, whose config.json must be that of the
 recipe's model, and `data=files data.train_files=[...] data.val_files=[...]`. Half of the longest prompt and answer in
-the mean is assumed here.
+the mean is assumed here. `+scale=laptop ~model.hf_config` takes any of them to its end on a tiny model without a GPU
+([laptop.md](laptop.md)).
 
 No recipe computes activations again that fit without, and `hybridflow plan --auto` finds no layout of the same settings
 that is more than 5% faster; a test keeps it so.

@@ -16,6 +16,7 @@ from hybridflow.config.build import build, to_plain
 from hybridflow.config.check import check, problems
 from hybridflow.config.keys import Above, AtLeast, Bound, all_keys
 from hybridflow.config.load import load_config
+from hybridflow.config.locate import shipped_config_dir
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.prepare import prepare
 from hybridflow.errors import ConfigError
@@ -471,3 +472,13 @@ def test_losses_of_routers_are_refused_where_they_cannot_be_trained(
     (line,) = [line for line in found(f"actor.{key}=0.01", *others, name="tiny-moe-grpo") if key in line]
     assert said in line
     assert not [line for line in found(*others, name="tiny-moe-grpo") if key in line]
+
+
+CLUSTERS = sorted(path.stem for path in shipped_config_dir().glob("*x8.yaml"))
+COVERING = ("grpo-llama-3.1-405b-28x8", "ppo-qwen3-30b-a3b-4x8")  # roles of their own, replay, engines over nodes
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in COVERING else [pytest.mark.full]) for n in CLUSTERS])
+def test_every_recipe_of_a_cluster_has_a_form_for_one_process(name: str) -> None:
+    config = load_config(name, ["+scale=laptop", "~model.hf_config"])
+    assert [line for line in problems(config, files=False) if not line.startswith("model.path=")] == []

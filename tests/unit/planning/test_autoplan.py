@@ -41,6 +41,26 @@ def test_the_mapping_is_legal_fits_and_is_no_slower(name: str, nodes: int, overl
     assert overlaps or found.seconds == pytest.approx(best.seconds + rest, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "count"),
+    [
+        ("grpo-qwen3-8b-1x8", 2, 4),  # one engine of 8 is planned 9% shorter
+        ("grpo-qwen2.5-14b-1x8", 4, 2),  # four engines of 2 are planned 17% longer
+    ],
+)
+def test_few_engines_are_taken_only_where_four_would_take_much_longer(name: str, tensor: int, count: int) -> None:
+    config = load_config(name)
+    machines = read_cluster(None, config.cluster.nodes, 8)
+    change, _ = auto(config, machines, Assumed(), None, False)
+    assert (change["rollout.tensor"], change["rollout.num_engines"]) == (tensor, count)
+    assert (config.rollout.tensor, config.rollout.num_engines) == (tensor, count)
+    seconds = [
+        make_plan(job_of(with_values(config, {"rollout.tensor": one, "rollout.num_engines": of}), machines)).seconds
+        for one, of in ((tensor, count), *([(8, count * tensor // 8)] if tensor < 8 else []))
+    ]
+    assert seconds[0] <= 1.15 * seconds[-1]
+
+
 @pytest.mark.parametrize(("name", "nodes"), [("grpo-qwen3-8b-1x8", 3)])
 def test_mini_batches_that_three_ranks_cannot_share_take_three_pipeline_stages(name: str, nodes: int) -> None:
     config, machines = load_config(name), read_cluster(None, nodes, 8)
