@@ -212,10 +212,21 @@ class ChatTemplate:
     @cached_property
     def closes_answer(self) -> str:
         """What the template writes after an answer that is the last message; empty where it refuses one."""
+        return self._behind_answer()
+
+    @cached_property
+    def closing_token(self) -> str | None:
+        """The added token that stands directly behind an answer which a message follows: the end of the answer, or the
+        mark of the next role. None where there is none."""
+        found = next(self._added.find(self._behind_answer(_OPENING)), None)
+        return found.token if found is not None and found.begin == 0 else None
+
+    def _behind_answer(self, *following: Message) -> str:
         try:
-            return self._render([_OPENING, {"role": "assistant", "content": _ANSWER}], False).partition(_ANSWER)[2]
+            shown = self._render([_OPENING, {"role": "assistant", "content": _ANSWER}, *following], False)
         except DataError:
             return ""
+        return shown.partition(_ANSWER)[2]
 
     @property
     def ends_answer(self) -> str | None:

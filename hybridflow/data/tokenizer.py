@@ -20,7 +20,6 @@ from hybridflow.data.tiktoken_files import is_tiktoken_folder, read_tiktoken
 from hybridflow.errors import DataError
 
 _NOT_A_TOKEN = "\ufffd"
-_MARK = "HYBRIDFLOW-MESSAGE-"
 # names of the files that hold a vocabulary
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "merges.txt")
 
@@ -84,9 +83,13 @@ class Tokenizer:
                 f"chat_template_kwargs.{unread[0]}: the chat template of {self.path} does not read it; correct the "
                 "name, or leave it out"
             )
+        return self._with(template_kwargs=dict(kwargs))
+
+    def _with(self, **values: Any) -> Tokenizer:
         made = copy.copy(self)
-        made.__dict__.pop("template", None)  # what was found out about it with other values
-        made.template_kwargs = dict(kwargs)
+        for found_out in ("template", "end_id"):  # with other values
+            made.__dict__.pop(found_out, None)
+        vars(made).update(values)
         return made
 
     def encode(self, text: str) -> list[int]:
@@ -210,17 +213,6 @@ class Tokenizer:
         """A token as its vocabulary writes it."""
         return str(self._hf.convert_ids_to_tokens(token))
 
-    def turn_ends(self) -> set[int]:
-        """The special token that the chat template puts behind an assistant's text: {its id}, or nothing where it puts
-        none."""
-        messages = [{"role": role, "content": f"{_MARK}{role}."} for role in ("user", "assistant", "user")]
-        try:
-            _, found, rest = self.render_chat(messages).partition(messages[1]["content"])
-        except DataError:
-            return set()
-        ids = self.encode(rest) if found else []
-        return {ids[0]} & self._hf.added_tokens_decoder.keys() if ids else set()
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; stop ids at the end are left out, and padding behind them.
 
@@ -297,11 +289,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if hf.chat_template and (problem := trial([partial(render_all, partial(hf.apply_chat_template, tokenize=False))])):
         raise DataError(f"{folder}: the chat template is not fit for use: a conversation of two turns {problem}")
     found = Tokenizer(hf, folder, ())
-    stops = {found.eos_id, *found.turn_ends()}
+    stops = {found.eos_id}
     for name in ("config.json", "generation_config.json"):
         stops |= _listed_stop_ids(folder / name)
-    found.stop_ids = tuple(sorted(stops))
-    return found
+    if hf.chat_template and (token := found.template.closing_token) is not None:
+        stops.add(int(hf.convert_tokens_to_ids(token)))
+    return found._with(stop_ids=tuple(sorted(stops)))
 
 
 def _read(folder: Path) -> Any:

@@ -23,7 +23,7 @@ OUT = Path(__file__).with_name("trl_algorithms.json")
 
 
 def answers(case: Case) -> dict[str, Any]:
-    """Whether each row is kept, and its weight; whether the entropy of each token is high."""
+    """TRL's answers for a batch: rows that are kept, their weights, and tokens of high entropy."""
     mask, new, old = case.padded(case.mask.double()), case.padded(case.new), case.padded(case.old)
     advantages = case.by_row()[:, None]
     kept = GRPOTrainer.get_off_policy_mask(advantages, new, case.padded(case.rollout), mask, TRL_OPTIONS["most"])
