@@ -119,11 +119,15 @@ def last_box(text: str) -> Box | None:
     spans: list[tuple[int, int, int]] = []  # start, begin of the content, its end; in the order in which they end
     begins: dict[int, int] = {}
     for found in _BRACE.finditer(text):
-        if found["box"] or found.group() == "{":
-            open_braces.append(found.start() if found["box"] else -1)
+        sign = found[0]
+        if sign == "{":
+            open_braces.append(-1)
+        elif sign == "}":
+            if open_braces and (start := open_braces.pop()) >= 0:
+                spans.append((start, begins[start], found.start()))
+        elif found["box"]:
+            open_braces.append(found.start())
             begins[found.start()] = found.end()
-        elif found.group() == "}" and open_braces and (start := open_braces.pop()) >= 0:
-            spans.append((start, begins[start], found.start()))
     last_open, last = max(open_braces, default=-1), max(spans, default=None)
     if last is None or last_open > last[0]:
         return Box(None, last_open) if last_open >= 0 else None

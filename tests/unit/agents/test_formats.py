@@ -210,3 +210,8 @@ def test_reading_stops_after_many_calls_that_cannot_be_read(name: str) -> None:
 def test_a_number_that_is_not_finite_is_told() -> None:
     [call] = read_calls("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', DECLARED)
     assert "1e999 is no number of JSON" in call.problem
+
+
+def test_an_answer_that_repeats_itself_has_a_thousand_calls() -> None:
+    declared = {"search": {"properties": {"query": {"type": "string"}}}}
+    assert len(read_calls("tags", "<search>x</search>" * 1500, declared)) == 1000
