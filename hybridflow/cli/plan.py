@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.command import add_actions, add_command, add_recipe
+from hybridflow.cli.command import add_actions, add_command, add_recipe, say
 from hybridflow.errors import ConfigError, naming
 from hybridflow.observe.jsonl import finite
 
@@ -110,11 +110,11 @@ def _run_recipe(args: argparse.Namespace) -> int:
         figures = plan.figures() | ({"transfer": transfer.figures()} if transfer else {})
         print(json.dumps(finite(figures), indent=2))
         return 0
-    print(text)
+    say(text)
     if transfer is not None:
         from hybridflow.reshard.report import table as transfer_table
 
-        print(f"\nThe weight sync\n{transfer_table(transfer)}")
+        say(f"\nThe weight sync\n{transfer_table(transfer)}")
     return 0
 
 
@@ -140,7 +140,7 @@ def _run_auto(args: argparse.Namespace, config: RunConfig, machines: Machines, a
     if args.json:
         print(json.dumps(finite(plan.figures() | {"settings": change, "mapped_seconds": mapped.seconds}), indent=2))
         return 0
-    print(f"{pools}: {mapped.seconds:,.1f} s a step\n\n{recipe}\n{text}")
+    say(f"{pools}: {mapped.seconds:,.1f} s a step\n\n{recipe}\n{text}")
     return 0
 
 
@@ -180,7 +180,7 @@ def run_transfer(args: argparse.Namespace) -> int:
     if args.write is not None:
         with naming(args.write):
             args.write.write_text(json.dumps(made.plan.to_dict()), encoding="utf-8")
-    print(json.dumps(finite(made.figures()), indent=2) if args.json else report.table(made))
+    say(json.dumps(finite(made.figures()), indent=2) if args.json else report.table(made))
     return 0
 
 
