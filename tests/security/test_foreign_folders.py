@@ -19,7 +19,7 @@ from hybridflow.config.outside_yaml import read_outside_yaml
 from hybridflow.observe.rollouts import dump_path
 from tests.security.foreign import HOSTILE, SECRET, run_folder
 
-FEW = ("pipes", "sparse", "links", "steering", "wrong_content")
+FEW = ("pipes", "sparse", "links", "steering")
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # what the report, and verify of the checkpoint, say of it
 SAID = {
@@ -152,7 +152,7 @@ def test_a_group_in_a_run_folder_does_not_count(tmp_path: Path, capsys: pytest.C
     assert "theirs" not in capsys.readouterr().err.replace(str(run), "")
 
 
-@pytest.mark.parametrize("name", ["tiny-moe-grpo", "tiny-moe-ppo", "gsm8k-smoke", "grpo-qwen3-8b-1x8"])
+@pytest.mark.parametrize("name", ["tiny-moe-ppo", "grpo-qwen3-8b-1x8"])
 def test_what_a_run_writes_can_be_replayed(tmp_path: Path, name: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(dump_yaml(load_config(name)))
