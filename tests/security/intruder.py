@@ -321,7 +321,7 @@ def on_engines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for path, data in asked.items():
             for name, header in keys.items():
                 yield f"{path} with {name}", refused(_http, url + path, data, header)
-        yield from door.attempts(door.Door(url.removeprefix("http://"), "", 50, {}))
+        yield from door.attempts(door.Door(url.removeprefix("http://"), "", 50, {}, is_ours=False))
 
 
 def _http(url: str, body: Any, headers: dict[str, str]) -> str:
