@@ -1,9 +1,8 @@
-"""Each door of a run, opened again, is seen by the inventory or by the intruder: else to find nothing would show
-nothing. Some are opened in a live run by hand, the others by replacing the function that keeps them closed."""
+"""Each door of a run, opened again, is seen: else to find nothing would show nothing. Some are opened in a live run by
+hand, others by a process that does what none may."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -17,12 +16,11 @@ import pytest
 import yaml
 
 from tests.security import launchers
-from tests.security.attempts import attempts_of_nobody, facts_of
 from tests.security.inventory import edges_of, take
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user to make the attempts"),
+    pytest.mark.skipif(os.getuid() != 0, reason="only root can start processes of another user"),
 ]
 # ---- by hand, in a live run
 
@@ -140,117 +138,19 @@ def test_the_inventory_sees_a_door_opened_by_hand(live: launchers.Live, door: st
     assert any(re.search(fault, line) for line in faults), faults
 
 
-# ---- by replacing the functions that keep them closed
+# ---- at the OpenAI endpoint
 
-# module → what is done to it as it is loaded, in every process of the run
-REPLACED = {
-    "hybridflow.process.private_folder": """
-made = module.make_private_folder
-def make_private_folder(*words):
-    folder = made(*words)
-    folder.chmod(0o755)
-    return folder
-module.make_private_folder = make_private_folder""",
-    "hybridflow.trainer.folder": """
-opened = module._open_lock
-def _open_lock(path):
-    lock = opened(path)
-    os.fchmod(lock, 0o644)
-    return lock
-module._open_lock = _open_lock""",
-    "hybridflow.single_controller.cluster": """
-def _set_environment(before=module._set_environment):
-    before()
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-module._set_environment = _set_environment""",
-    "hybridflow.process.fork_client": "module.peer_user = lambda connection: os.getuid()",
-    "hybridflow.engines.sglang.closed_paths": "module.close_paths = lambda: None",
-    "hybridflow.engines.sglang.closed_sockets": """
-module.bind = module.connect = lambda original, socket, *words, **more: original(socket, *words, **more)""",
-    "hybridflow.engines.sglang.server": """
-def _command(self, before=module.SglangEngine._command):
-    return [*before(self), "--api-key", self.admin_key]
-module.SglangEngine._command = _command""",
-}
-CUSTOMIZE = """
-import importlib.abc, importlib.machinery, os, sys
-REPLACED = {replaced!r}
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name not in REPLACED:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        run = spec.loader.exec_module
-        def exec_module(module):
-            run(module)
-            exec(REPLACED[name], {{"module": module, "os": os}})
-        spec.loader.exec_module = exec_module
-        return spec
-sys.meta_path.insert(0, Finder())
+UNBOUNDED = """
+from hybridflow.agents import callers
+callers._MOST_STRANGERS = 10**9
 """
-SHAPE = ("cluster=one-process", "rollout=tiny", "rollout.tensor=2", "rollout.data_parallel_attention=2")
-
-
-@pytest.fixture(scope="module")
-def opened() -> Iterator[list[str]]:
-    """What the inventory and the intruder find in a run whose doors are all open."""
-    with launchers.shared_folder() as shared, launchers.shared_folder() as mine:
-        (mine / "open").mkdir()
-        (mine / "open").chmod(0o777)
-        (mine / "sitecustomize.py").write_text(CUSTOMIZE.format(replaced=REPLACED))
-        with launchers.local(shared, SHAPE, {"PYTHONPATH": str(mine)}) as run:
-            processes = run.processes()
-            taken = take(processes, run.run_folders)
-            (mine / "facts.json").write_text(json.dumps(facts_of(taken, processes, mine)))
-            got = [f"{name}: {what}" for name, what in attempts_of_nobody(mine / "facts.json") if what]
-            yield [*taken.faults, *got]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "found",
-    [
-        pytest.param(r"folder .*/hf-ray-\w+ .*others can list, enter", id="the private folder around Ray's"),
-        pytest.param(r"lock .*\.e2e\.lock .* others can read", id="the mode of the lock"),
-        pytest.param(r"^hold .*\.e2e\.lock: held", id="the lock held"),
-        pytest.param(r"answers somebody without a key: gRPC answered", id="Ray's token"),
-        pytest.param(r"^without a token: keys of Ray's gcs: ", id="Ray's token, asked by the intruder"),
-        pytest.param(r"^have a process started by @hybridflow-fork-", id="who asks a fork server"),
-        pytest.param(r"^/health\w* with no key: 200", id="the key on health paths"),
-        pytest.param(r"answers somebody without a key: ZeroMQ NULL", id="CURVE"),
-        pytest.param(r"^push a pickle over ZeroMQ", id="CURVE, asked by the intruder"),
-        pytest.param(r"has a credential in its command line", id="the key in a command line"),
-        pytest.param(r"^find a key in a command line: found", id="the key in a command line, seen by the intruder"),
-    ],
-)
-def test_an_opened_door_is_found(opened: list[str], found: str) -> None:
-    assert any(re.search(found, line) for line in opened), "\n".join(opened)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("bound", ["_MOST_STRANGERS", "_LONGER"])
-def test_the_endpoints_bounds_are_what_the_attempts_meet(bound: str, tmp_path: Path) -> None:
-    """Without them the test of the endpoint fails."""
-    (tmp_path / "sitecustomize.py").write_text(
-        CUSTOMIZE.format(
-            replaced={
-                "hybridflow.agents.callers": "module._MOST_STRANGERS = 10**9" if bound == "_MOST_STRANGERS" else "",
-                "hybridflow.agents.completions": "module._LONGER = 10**9" if bound == "_LONGER" else "",
-            }
-        )
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/security/test_door.py",
-        "-k",
-        "few",
-    ]
+def test_without_places_for_strangers_the_attempts_at_the_endpoint_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(UNBOUNDED)
+    command = [sys.executable, "-m", "pytest", "-q", "tests/security/test_door.py", "-k", "few"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 1 and "assert most_open <= " in done.stdout, done.stdout[-3000:]
