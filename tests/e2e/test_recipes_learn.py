@@ -18,9 +18,10 @@ from tests.e2e.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ROOT = Path(__file__).resolve().parents[2]
-REACHED = 0.88  # the lowest of the three seeds of docs/results.md is 0.898; the engines' sampling differs by run
+REACHED = 0.88  # the lowest of the seeds of docs/results.md is 0.914; the engines' sampling differs by run
 START_S = 60.0
-SYNCHRONOUS = {1: 0.964, 2: 0.938, 3: 0.898}  # the demo's accuracy at its end by seed, docs/results.md
+EARLIER_WARM_START = "sft.steps=135"  # of the runs at several staleness bounds in docs/results.md
+SYNCHRONOUS = {1: 0.964, 2: 0.938, 3: 0.898}  # the accuracy at their end by seed, without staleness
 # the least held-out score at the end of each, below that of the weakest of the three seeds of docs/results.md
 ONE_PROCESS = {
     "tiny-rloo": 0.65,
@@ -49,7 +50,7 @@ def accuracies(folder: Path) -> list[float]:
     return [next(record[key] for key in ("val/score", "val/accuracy") if key in record) for record in records]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 5, 11])  # the warm starts of 5 and 11 are the weakest of docs/results.md
 def test_a_demo_that_was_killed_reaches_the_accuracy_of_one_that_was_not(tmp_path: Path, seed: int) -> None:
     words = [
         "--config-name",
@@ -77,7 +78,7 @@ def test_samples_of_older_weights_teach_as_much_as_present_ones(tmp_path: Path, 
     found = {}
     for seed in SYNCHRONOUS:
         words = (f"seed={seed}", f"name=seed-{seed}", f"trainer.max_staleness={staleness}", "algorithm=grpo-async")
-        finish(tmp_path, "train", "tiny-moe-grpo", *words)
+        finish(tmp_path, "train", "tiny-moe-grpo", *words, EARLIER_WARM_START)
         found[seed] = accuracies(tmp_path / f"seed-{seed}")[-1]
     # the standard error of one accuracy is 0.01, and which groups a step trains depends on timing
     assert np.mean([found[seed] - reached for seed, reached in SYNCHRONOUS.items()]) >= -0.02, found
