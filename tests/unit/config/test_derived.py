@@ -54,7 +54,7 @@ def test_derived_numbers_of_the_demo_layout() -> None:
     assert derived.samples_per_step(config) == 128
     assert derived.samples_per_mini_batch(config) == 32
     assert derived.updates_per_step(config) == 8
-    assert derived.total_updates(config) == 40
+    assert derived.updates_per_step(config) * (derived.total_steps(config, None) or 0) == 40
     assert not derived.needs_reference(config)
     assert derived.needs_reference(small("algorithm.kl_coef=0.1"))
     assert derived.run_dir(config) == Path("runs/tiny-moe-grpo")

@@ -141,7 +141,7 @@ def test_an_unknown_key_in_a_yaml_gets_the_same_message(own: Path) -> None:
         ("trainer.total_steps=three", ("trainer.total_steps", "'three'", "whole number")),
         ("trainer.total_steps=1.5", ("1.5", "whole number")),
         ("trainer.total_steps=true", ("True", "whole number")),
-        ("trainer.total_steps=null", ("None", "whole number")),
+        ("data.train_batch_size=null", ("None", "whole number")),
         ("actor.optim.lr=fast", ("actor.optim.lr", "'fast'", "number")),
         ("actor.optim.lr=false", ("False", "number")),
         ("trainer.report=1", ("trainer.report", "1", "true/false")),
