@@ -248,5 +248,8 @@ class CharacterTokenizer:
 
     eos_id = 0
 
+    def identity(self) -> None:
+        """Return nothing: its tokens are not cached."""
+
     def __getattr__(self, name: str) -> Any:
         return lambda messages, *args, **kwargs: [ord(sign) for message in messages for sign in message["content"]]
