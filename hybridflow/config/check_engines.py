@@ -90,7 +90,7 @@ def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[
             )
     elif expert > 1:
         yield f"rollout.expert={expert} needs a mixture of experts, but the model has none; set it to 1"
-    if not experts or sizes.get("first_k_dense_replace"):
+    if derived.has_dense_mlps(sizes):
         cuts.append(("intermediate_size", tensor, text))
     for name, parts, key in cuts:
         size = sizes.get(name)

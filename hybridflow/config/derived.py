@@ -81,6 +81,15 @@ def shared_expert_size(sizes: Mapping[str, Any]) -> int:
     return int(sizes.get("n_shared_experts") or 0) * int(sizes.get("moe_intermediate_size") or 0)
 
 
+def has_dense_mlps(sizes: Mapping[str, Any]) -> bool:
+    """Return whether some layer of a model has a dense MLP, by its HF config."""
+    if (kinds := sizes.get("mlp_layer_types")) is not None:
+        return "dense" in kinds
+    # of the families with this field, all have a first dense layer by default
+    first = sizes.get("first_k_dense_replace", int("n_routed_experts" in sizes))
+    return not num_experts(sizes) or bool(first)
+
+
 def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
     """The linears of a model that adapters can stand beside, by Megatron's names; routed experts are none of them."""
     if sizes.get("kv_lora_rank"):
@@ -88,7 +97,7 @@ def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
         attention = (*query, "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
     else:
         attention = ("linear_qkv", "linear_proj")
-    has_mlp = not num_experts(sizes) or shared_expert_size(sizes) or sizes.get("first_k_dense_replace")
+    has_mlp = has_dense_mlps(sizes) or shared_expert_size(sizes)
     return (*attention, *(("linear_fc1", "linear_fc2") if has_mlp else ()))
 
 
