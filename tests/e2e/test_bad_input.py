@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
-from hybridflow.saving.manifest import write_sealed
+from hybridflow.saving.manifest import Manifest, write_sealed
 from tests.e2e.runs import HYBRIDFLOW, Run
 
 pytestmark = pytest.mark.slow
@@ -114,6 +114,9 @@ def refused(tmp_path: Path, words: list[str], expected: str) -> None:
         (folder / name).write_text(text)
     driver = folder / "checkpoints" / "global_step_1" / "driver.json"
     write_sealed(driver, {"phase": "rl", "step": 1, "state": {"totals": {}, "sampler": {}}})
+    policy = driver.parent / "policy"
+    policy.mkdir()
+    Manifest("rl", 1, ("model",), {"world": 1}, "float32", {}, {}, "2026-01-01T00:00:00Z").write(policy)
     before["checkpoints/global_step_1/driver.json"] = driver.read_text()
     with Run(tmp_path / "output", "train", *words, f"output_dir={tmp_path}") as run:
         message = message_of(run, 2)
