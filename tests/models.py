@@ -253,6 +253,10 @@ FAMILIES: dict[str, HfConfig] = {
     },
 }
 
+# whose weights have not been brought into SGLang in a test yet; SGLang 0.5.23 has no model of Seed-OSS
+NOT_SYNCED = ("glm4_moe_lite", "mistral", "qwen2_moe", "seed_oss")
+SYNCED = {name: hf for name, hf in FAMILIES.items() if name not in NOT_SYNCED}
+
 # ---- engines
 
 _ENGINE_SIZES: HfConfig = {

@@ -21,14 +21,14 @@ from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, RankLayout, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import prove
-from tests.models import FAMILIES
+from tests.models import SYNCED
 from tests.unit.reshard import fp8_cases as fp8
 from tests.unit.reshard import reshard_cases as cases
 
 pytestmark = pytest.mark.slow
 SPARSE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 SHAPES = {
-    "tp2": (EngineShape(tensor=2), tuple(FAMILIES)),
+    "tp2": (EngineShape(tensor=2), tuple(SYNCED)),
     "tp2-ep2": (EngineShape(tensor=2, expert=2), SPARSE),
     "tp2-dpa2": (EngineShape(tensor=2, data_attention=2), ("qwen3_moe", "deepseek_v3")),
     "pp2": (EngineShape(pipeline=2), ("qwen2", "deepseek_v3")),
@@ -50,7 +50,7 @@ def checkpoint_config(model: str) -> dict[str, Any]:
         if model in ("deepseek_v3", "moonlight")
         else {}
     )
-    return {**FAMILIES[model], **published, "architectures": [family_of(FAMILIES[model]).architecture]}
+    return {**SYNCED[model], **published, "architectures": [family_of(SYNCED[model]).architecture]}
 
 
 @pytest.fixture(scope="module")

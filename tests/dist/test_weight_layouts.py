@@ -16,7 +16,7 @@ import pytest
 from tests.dist.harness.rounding import FACTOR, larger_epsilon, larger_scale
 from tests.dist.harness.sync_world import SyncWorld
 from tests.engine_weights import load_weights_from_disk, weights_checksum
-from tests.models import FAMILIES
+from tests.models import SYNCED
 
 pytestmark = pytest.mark.slow
 LAYOUTS = {
@@ -74,7 +74,7 @@ def marked(names: Iterable[str], standard: Sequence[str]) -> list[Any]:
 
 @pytest.fixture(
     scope="module",
-    params=marked(FAMILIES, IN_MAKE_TEST),
+    params=marked(SYNCED, IN_MAKE_TEST),
 )
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
     model = published(request.param)
@@ -89,7 +89,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def published(family: str) -> dict[str, Any]:
-    return PUBLISHED | FAMILIES[family] | OF_FAMILY.get(family, {})
+    return PUBLISHED | SYNCED[family] | OF_FAMILY.get(family, {})
 
 
 def is_sparse(model: dict[str, Any]) -> bool:
@@ -115,7 +115,7 @@ def test_every_layout_reaches_every_engine(world: SyncWorld) -> None:
         assert weights_checksum(client) == streamed, number
 
 
-@pytest.mark.parametrize("family", marked(sorted(FAMILIES.keys() - {"qwen3_moe", "moonlight"}), TRAINED_IN_MAKE_TEST))
+@pytest.mark.parametrize("family", marked(sorted(SYNCED.keys() - {"qwen3_moe", "moonlight"}), TRAINED_IN_MAKE_TEST))
 def test_megatron_ranks_of_a_family_reach_an_engine(tmp_path: Path, family: str) -> None:
     """Two tensor-parallel ranks that have trained a step; `test_weight_sync` has a Qwen3-MoE. The oracle of the weights
     is transformers on the ranks' own export."""
