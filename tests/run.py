@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("tests/arch", "tests/unit")
 WHOLE_RUNS = ("tests/e2e", "tests/dist", "tests/faults", "tests/security", "tests/walks")
-AT_A_TIME = 3  # files of whole runs: each waits for half of its time, and takes up to 7 GiB
+AT_A_TIME = 2  # files of whole runs: each waits for half of its time, and takes up to 8 GiB
 BY_FILE = ("--dist", "loadfile", "--max-worker-restart", "2")
 SLURM, SLURMCTLD = "tests/slurm", "slurmctld"
 CHECKS = ("ruff check .", "ruff format --check .", "mypy hybridflow", "requirements.advisories")
