@@ -20,30 +20,33 @@ def hub_cache(folder: Path) -> Iterator[Path]:
 
 
 def download(cache: Path, repository: str, files: dict[str, str], kind: str = "models") -> Path:
-    """What `hf download` leaves: blobs, a snapshot of links to them, and the commit that `main` stands for."""
-    folder = cache / f"{kind}--{repository.replace('/', '--')}"
-    snapshot = folder / "snapshots" / COMMIT
-    for number, (name, text) in enumerate(files.items()):
-        blob, link = folder / "blobs" / f"{number:064x}", snapshot / name
-        blob.parent.mkdir(parents=True, exist_ok=True)
-        link.parent.mkdir(parents=True, exist_ok=True)
+    """Write files into a cache as `hf download` would; returns the snapshot."""
+    snapshot, blobs = _snapshot(cache, repository, list(files), kind)
+    for blob, text in zip(blobs, files.values(), strict=True):
         blob.write_text(text)
-        link.symlink_to(blob)
-    (folder / "refs").mkdir(exist_ok=True)
-    (folder / "refs/main").write_text(COMMIT)
     return snapshot
 
 
 def adopt(cache: Path, repository: str, folder: Path, kind: str = "models") -> Path:
-    """Move the files of a folder into a cache, where they lie as `hf download` would have left them."""
-    target = cache / f"{kind}--{repository.replace('/', '--')}"
-    snapshot = target / "snapshots" / COMMIT
-    for number, file in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
-        blob, link = target / "blobs" / f"{number:064x}", snapshot / file.relative_to(folder)
+    """Move the files of a folder into a cache, as `hf download` would have stored them; returns the snapshot."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    snapshot, blobs = _snapshot(cache, repository, [str(file.relative_to(folder)) for file in files], kind)
+    for blob, file in zip(blobs, files, strict=True):
+        file.rename(blob)
+    return snapshot
+
+
+def _snapshot(cache: Path, repository: str, names: list[str], kind: str) -> tuple[Path, list[Path]]:
+    """Create a snapshot of links and the commit that `main` refers to; returns it and the blobs, which the caller
+    creates."""
+    folder = cache / f"{kind}--{repository.replace('/', '--')}"
+    snapshot = folder / "snapshots" / COMMIT
+    blobs = [folder / "blobs" / f"{number:064x}" for number in range(len(names))]
+    for blob, name in zip(blobs, names, strict=True):
+        link = snapshot / name
         blob.parent.mkdir(parents=True, exist_ok=True)
         link.parent.mkdir(parents=True, exist_ok=True)
-        file.rename(blob)
         link.symlink_to(blob)
-    (target / "refs").mkdir(exist_ok=True)
-    (target / "refs/main").write_text(COMMIT)
-    return snapshot
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs/main").write_text(COMMIT)
+    return snapshot, blobs

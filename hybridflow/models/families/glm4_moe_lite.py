@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hybridflow.errors import ModelError
 from hybridflow.models.families.deepseek_v3 import DeepseekV3
 from hybridflow.models.family import FAMILIES
-from hybridflow.models.fields import Fields
-from hybridflow.models.sigmoid_router import EXPERT_ALIASES, LAYER_SIZES, ROUTER_FIXED, ROUTER_UNUSED
+from hybridflow.models.sigmoid_router import LAYER_SIZES
 
 
 class Glm4MoeLite(DeepseekV3):
@@ -14,7 +15,8 @@ class Glm4MoeLite(DeepseekV3):
 
     architecture = "Glm4MoeLiteForCausalLM"
     positions = 202752
-    fields = Fields(
+    fields = replace(
+        DeepseekV3.fields,
         used={
             **LAYER_SIZES,
             "kv_lora_rank": 512,
@@ -29,19 +31,8 @@ class Glm4MoeLite(DeepseekV3):
             "rms_norm_eps": 1e-5,
             "mlp_layer_types": None,
         },
-        # the last three are fields of the published config only
-        fixed={
-            **ROUTER_FIXED,
-            "attention_bias": (False,),
-            "rope_interleave": (True,),
-            "moe_layer_freq": (1,),
-            "scoring_func": ("sigmoid",),
-            "topk_method": ("noaux_tc",),
-        },
         # transformers reads mlp_layer_types in place of first_k_dense_replace, which published configs keep
-        unused=ROUTER_UNUSED | {"pretraining_tp", "first_k_dense_replace"},
-        nullable=frozenset({"q_lora_rank"}),
-        aliases=EXPERT_ALIASES,
+        unused=DeepseekV3.fields.unused | {"first_k_dense_replace"},
     )
 
     def num_dense(self) -> int:
