@@ -11,7 +11,7 @@ from pathlib import Path
 import networkx
 import pytest
 
-from tests.arch.files import ROOT, nodes
+from tests.arch.files import ROOT, nodes, python_files
 
 OWNERS = {"ray": "single_controller", "megatron": "mcore", "sglang": "engines/sglang", "vllm": "engines/vllm"}
 
@@ -169,3 +169,42 @@ def test_the_driver_loads_what_ranks_and_engines_need_only_in_them() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120
     )
     assert found.stdout.strip() == "[]"
+
+
+def _top_level_names(module: Path) -> set[str]:
+    """Names that a module binds at its top level, under conditions too."""
+    found = set()
+    for node in nodes(module.read_text(encoding="utf-8")):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    return found
+
+
+def missing_imports(source: str) -> list[str]:
+    """`module.name` for each name that a file imports from the package and that is not there."""
+    missing = []
+    for node in nodes(source):
+        if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] not in ("hybridflow", "tests"):
+            continue
+        place = ROOT.joinpath(*node.module.split("."))
+        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        known = _top_level_names(file) if file.is_file() else set()
+        for alias in node.names:
+            is_module = (place / f"{alias.name}.py").is_file() or (place / alias.name).is_dir()
+            if alias.name not in known and not is_module:
+                missing.append(f"{node.module}.{alias.name}")
+    return missing
+
+
+def test_what_tests_and_benchmarks_import_from_the_package_exists() -> None:
+    """mypy checks the package alone, and a test that cannot be imported is otherwise found after half an hour."""
+    files = python_files("tests", "benchmarks", "hybridflow")
+    assert len(files) > 500
+    assert {str(file.relative_to(ROOT)): found for file in files if (found := missing_imports(file.read_text()))} == {}
+    assert missing_imports("from hybridflow.process.private_folder import LONGEST") == [
+        "hybridflow.process.private_folder.LONGEST"
+    ]
