@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 CASES = 4
+PEER_CASES = 200  # of TRL and slime
 # our loss: (verl's, aggregation, options of both by verl's names)
 LOSSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ppo": ("vanilla", "token-mean", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}),
@@ -40,9 +41,6 @@ REJECTIONS: dict[str, Any] = {
     "seq_max_k3": 0.1,
 }
 
-# the largest drift of a kept sequence, VESPO's exponents below 0, the share of tokens of high entropy
-TRL_OPTIONS: dict[str, Any] = {"most": 0.02, "k_neg": [3.0, 1.0], "share": 0.2}
-
 
 @dataclass(frozen=True)
 class Case:
@@ -60,6 +58,7 @@ class Case:
     greedy: torch.Tensor
     sum_squared: torch.Tensor  # of the probabilities at each token
     parts: torch.Tensor  # [2, B] whole numbers: two rewards of each sample
+    reference: torch.Tensor
 
     def by_row(self) -> torch.Tensor:
         """[B] the advantage of each sample."""
@@ -92,5 +91,20 @@ def drawn(seed: int) -> Case:
     greedy, others = random.normal(0, 1, len(groups)), random.random(total)
     sum_squared = np.exp(2 * old) + others * (1 - np.exp(old)) ** 2
     parts = random.integers(0, 3, (2, len(groups))).astype(float)
-    columns = (lengths, groups, mask, rewards, advantages, new, old, rollout, greedy, sum_squared, parts)
+    reference = np.minimum(new + random.normal(0, 0.4, total), -1e-3)
+    columns = (lengths, groups, mask, rewards, advantages, new, old, rollout, greedy, sum_squared, parts, reference)
     return Case(*(torch.tensor(values) for values in columns))
+
+
+def scores_of_groups(seed: int) -> torch.Tensor:
+    """[12] the scores of three groups of four, of which one is all equal in every third batch."""
+    scores = np.random.default_rng([seed, 1]).integers(0, 4, 12) / 3.0
+    scores[:4] = scores[0] if seed % 3 == 0 else scores[:4]
+    return torch.tensor(scores)
+
+
+def projected(values: torch.Tensor, seed: int) -> float:
+    """The product of the values with a random vector of their length, in 13 digits: 200 cases of many tokens in a small
+    file, in which no other value of any token goes unnoticed."""
+    weights = np.random.default_rng([seed, 2, values.numel()]).standard_normal(values.numel())
+    return float(f"{float(values.detach().double().reshape(-1) @ torch.tensor(weights)):.13g}")
