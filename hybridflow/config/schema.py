@@ -276,6 +276,7 @@ class AgentConfig:
     call_format: Annotated[str, CALL_FORMAT] = "hermes"  # how the model writes a call
     observation_role: Literal["tool", "user"] = "tool"  # of the messages that show what a tool returned
     max_answers: PositiveInt = 8  # turns: answers in a conversation
+    max_parallel_calls: PositiveInt = 16  # calls of one answer that run at the same time; further ones wait
     max_observation_tokens: PositiveInt = 1024  # what a tool returns is cut to so many tokens
     # of a call, and the policy is then told that it did not answer; of a step of an environment, whose process is then
     # ended with all its episodes

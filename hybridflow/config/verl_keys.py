@@ -97,6 +97,7 @@ RENAMED = {
     "rollout.multi_turn.max_assistant_turns": "rollout.agent.max_answers",
     "rollout.multi_turn.max_user_turns": "rollout.agent.max_answers",
     "rollout.multi_turn.max_tool_response_length": "rollout.agent.max_observation_tokens",
+    "rollout.multi_turn.max_parallel_calls": "rollout.agent.max_parallel_calls (further calls wait; verl drops them)",
     "rollout.multi_turn.tool_config_path": "rollout.agent.tools (names, or path/to/file.py:name)",
     "rollout.multi_turn.interaction_config_path": "rollout.agent.environment",
     "rollout.multi_turn.format": "rollout.agent.call_format",

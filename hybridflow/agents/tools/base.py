@@ -124,7 +124,7 @@ class Toolbox:
         FORMATS.get(config.call_format)
         self._format, self._thinking_open = config.call_format, thinking_open
         self._declared = {name: found.schema()["function"]["parameters"] for name, found in self.tools.items()}
-        self._timeout_s = config.tool_timeout_s
+        self._timeout_s, self._at_a_time = config.tool_timeout_s, config.max_parallel_calls
 
     def schemas(self) -> list[dict[str, Any]]:
         """What chat templates are told of the tools."""
@@ -136,12 +136,24 @@ class Toolbox:
         return read_calls(self._format, answer, self._declared, thinking_open=self._thinking_open)
 
     async def results(self, calls: Sequence[Call]) -> list[str]:
-        """What each call returned, or what was wrong with it, as text for the policy. The calls run at the same time.
+        """What each call returned, or what was wrong with it, as text for the policy. Up to
+        `rollout.agent.max_parallel_calls` run at the same time, in their order.
 
         Raises:
-            ToolLostError: what runs one of the tools has ended.
+            ToolLostError: what runs one of the tools has ended. Calls that wait are not started.
         """
-        return list(await asyncio.gather(*map(self._result, calls)))
+        places = asyncio.Semaphore(self._at_a_time)
+
+        async def placed(call: Call) -> str:
+            async with places:
+                return await self._result(call)
+
+        tasks = [asyncio.ensure_future(placed(call)) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _result(self, call: Call) -> str:
         problem = call.problem or self._problem(call)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hybridflow.agents.formats.base import Call
 from hybridflow.agents.tools import python
-from hybridflow.agents.tools.base import Toolbox
+from hybridflow.agents.tools.base import Toolbox, ToolLostError
 from hybridflow.agents.tools.calculator import calculator
 from hybridflow.config.schema import AgentConfig
 from hybridflow.errors import ConfigError, ResourceError
@@ -107,6 +107,34 @@ def test_a_tool_that_hangs_is_given_up(toolbox: Callable[..., Toolbox]) -> None:
         "error: hang did not answer within 2 s",
         "hello you ",
     ]
+
+
+@pytest.mark.parametrize(("most", "number"), [(4, 1000), (16, 3)])
+def test_so_many_calls_of_an_answer_run_at_a_time(tmp_path: Path, most: int, number: int) -> None:
+    (tmp_path / "counts.py").write_text(
+        "import asyncio\nfrom hybridflow.agents.tools.base import tool\nrunning, seen = [], []\n@tool('count')\n"
+        "async def count(n: int) -> str:\n    running.append(n)\n    seen.append(len(running))\n"
+        "    await asyncio.sleep(0)\n    running.remove(n)\n    return str(n)\n"
+    )
+    tools = Toolbox(AgentConfig(tools=(f"{tmp_path}/counts.py:count",), max_parallel_calls=most))
+    assert results(tools, *(Call("count", {"n": n}) for n in range(number))) == [str(n) for n in range(number)]
+    assert max(tools.tools["count"].function.__globals__["seen"]) == min(most, number)
+
+
+def test_no_further_call_starts_once_a_tool_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "lost.py").write_text(
+        "from hybridflow.agents.tools.base import ToolLostError, tool\nasked = []\n@tool('lost')\n"
+        "async def lost(n: int) -> str:\n    asked.append(n)\n    raise ToolLostError('gone')\n"
+    )
+    tools = Toolbox(AgentConfig(tools=(f"{tmp_path}/lost.py:lost",), max_parallel_calls=2))
+
+    async def ask() -> None:
+        with pytest.raises(ToolLostError):
+            await tools.results([Call("lost", {"n": n}) for n in range(100)])
+        await asyncio.sleep(0.01)
+
+    asyncio.run(ask())
+    assert len(tools.tools["lost"].function.__globals__["asked"]) < 10
 
 
 def test_a_thread_that_ends_after_the_deadline_disturbs_nobody(tmp_path: Path) -> None:
