@@ -252,7 +252,8 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 
         recipe = args.config_name.removesuffix(".yaml")
         print(explain(run, Origins.find(recipe, args.overrides, config_dirs(args.config_dir))))
-        print(f"\n{_epochs(run)}")
+        if job == "train":
+            print(f"\n{_epochs(run)}")
         print(f"\n{_placement(run, job)}")
         print(f"\n{_threads(run, job)}")
         print(f"\n{StartAllowance.of(run, hf_config(run.model)).describe(run)}")

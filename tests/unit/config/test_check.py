@@ -429,6 +429,17 @@ def test_sft_needs_steps_and_its_own_files_only() -> None:
     )
 
 
+@pytest.mark.parametrize(("job", "section"), [("sft", "sft"), ("train-reward", "reward_training")])
+def test_a_job_with_files_of_its_own_needs_no_prompts(tmp_path: Path, job: str, section: str) -> None:
+    """`data=files` names none; training on prompts asks for them."""
+    (tmp_path / "rows.parquet").touch()
+    words: tuple[str, ...] = ("data=files", f"model.tokenizer={tmp_path}", f"{section}.steps=2")
+    words = (*words, f"{section}.train_files=[{tmp_path}/rows.parquet]")
+    words = (*words, "reward_model.path=model") if job == "train-reward" else words
+    assert found(*words, job=job) == []
+    assert any("data.train_files is empty" in line for line in found(*words))
+
+
 def test_all_problems_come_at_once() -> None:
     config = small("data.train_batch_size=6", "actor.ppo_mini_batch_size=4", "reward.path=nowhere.py")
     with pytest.raises(ConfigError) as caught:
