@@ -25,7 +25,7 @@ _OPENER_OF = {closer: opener for opener, closer in _OPENERS.items()}
 _MARKER = re.compile("|".join(map(re.escape, [*_OPENERS, *_OPENER_OF])))
 
 _INDENT = 64  # how far from a marker the ends of its line are looked for: many markers in one line stay linear
-_BRACE = re.compile(r"\\(?P<box>boxed|fbox)\s{0,8}\{|\\.|[{}]", re.DOTALL)
+_BRACE = re.compile(r"\\(?P<box>boxed|fbox)\s{0,8}\{|\\.|\{++|\}++", re.DOTALL)
 # between boxes that state one answer together: "\boxed{1} and \boxed{2}"
 _BETWEEN_BOXES = re.compile(r"[\s$,;、，]{0,16}(?:\\text\{)?\s{0,8}(?:and|or|和|或)?\s{0,8}\}?[\s$,;、，]{0,16}")
 _FENCE = re.compile(r"(?P<fence>`{3,}|~{3,})[ \t]*(?P<label>[^\s`~{]*)[^`]*$")
@@ -115,16 +115,19 @@ class Box:
 
 def last_box(text: str) -> Box | None:
     r"""The last box of a text; boxes with nothing but a comma or "and" between them are one, \boxed{1}, \boxed{2}."""
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return None
     open_braces: list[int] = []  # for each the start of its box, or -1
     spans: list[tuple[int, int, int]] = []  # start, begin of the content, its end; in the order in which they end
     begins: dict[int, int] = {}
     for found in _BRACE.finditer(text):
         sign = found[0]
-        if sign == "{":
-            open_braces.append(-1)
-        elif sign == "}":
-            if open_braces and (start := open_braces.pop()) >= 0:
-                spans.append((start, begins[start], found.start()))
+        if sign[0] == "{":
+            open_braces += [-1] * len(sign)
+        elif sign[0] == "}":
+            for end in range(found.start(), found.start() + min(len(sign), len(open_braces))):
+                if (start := open_braces.pop()) >= 0:
+                    spans.append((start, begins[start], end))
         elif found["box"]:
             open_braces.append(found.start())
             begins[found.start()] = found.end()
