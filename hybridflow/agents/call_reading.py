@@ -8,12 +8,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from hybridflow.agents.formats.base import FORMATS, Call, json_at
+from hybridflow.agents.formats.base import FORMATS, MOST_CALLS, Call, json_at
 from hybridflow.rewards.reading import DRIVER_CHARACTERS, has_markers, read_response
 
 Schema = Mapping[str, Any]
 T = TypeVar("T")
-_MOST_CALLS = 1000  # of an answer; more are written by a policy that repeats itself
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -41,7 +40,7 @@ def read_calls(
     read = FORMATS.get(call_format)
     spans = [call.span for call in read(answer, names)] if has_markers(answer) else []
     spoken = read_response(answer, thinking_open, spans).answer
-    return [_typed(call, tools.get(call.name, {})) for call in read(spoken, names)[:_MOST_CALLS]]
+    return [_typed(call, tools.get(call.name, {})) for call in read(spoken, names)[:MOST_CALLS]]
 
 
 async def while_others_go_on(read: Callable[[str], T], answer: str) -> T:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hybridflow.agents.formats.base import MOST_UNREAD, Call, json_at, json_call, with_arguments
+from hybridflow.agents.formats.base import MOST_CALLS, MOST_UNREAD, Call, json_at, json_call, with_arguments
 
 _MORE = "the call is no JSON (text follows the value)"
 
@@ -26,6 +27,7 @@ class JsonCalls:
         lacks: what is told of a call without its header.
         fence: what may stand between the value and `end` beside white space.
         name_in_id: matches a whole id; its group `name` is the name.
+        value: reads the value that begins at a place, and where it ends. ValueError: there is none.
     """
 
     begin: str
@@ -34,13 +36,15 @@ class JsonCalls:
     lacks: str = ""
     fence: str = ""
     name_in_id: re.Pattern[str] | None = None
+    value: Callable[[str, int], tuple[Any, int]] = json_at
 
     def __call__(self, text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-        """The calls of the text, up to the last of `MOST_UNREAD` that cannot be read or do not end."""
+        """The first `MOST_CALLS` calls of the text, up to the last of `MOST_UNREAD` that cannot be read or do not
+        end."""
         del tools
         calls, unread = list[Call](), 0
         place = text.find(self.begin)
-        while place >= 0 and unread < MOST_UNREAD:
+        while place >= 0 and unread < MOST_UNREAD and len(calls) < MOST_CALLS:
             start = place + len(self.begin)
             header = self.header.match(text, start)
             call, stop = self._call(header, text) if header else (Call("", problem=self.lacks), start)
@@ -60,7 +64,7 @@ class JsonCalls:
         named = self.name_in_id.fullmatch(number) if self.name_in_id else None
         name = named["name"] if named else (groups.get("name") or groups.get("kind") or number).strip()
         try:
-            value, stop = json_at(text, header.end())
+            value, stop = self.value(text, header.end())
         except ValueError as error:
             what = f"the arguments of {name} are" if groups else "the call is"
             return Call(name, problem=f"{what} no JSON ({error})", id=number), header.end()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.agents.formats.base import Call
+from hybridflow.agents.formats.base import MOST_CALLS, Call, json_at
 
 
 def as_written(key: re.Match[str], text: str) -> str:
@@ -20,6 +20,15 @@ def without_breaks(key: re.Match[str], text: str) -> str:
     """The value without the line breaks that stand beside its tags."""
     del key
     return text.removeprefix("\n").removesuffix("\n")
+
+
+def json_or_text(text: str) -> Any:
+    """The value that the text writes in JSON; the text where it writes none."""
+    try:
+        value, end = json_at(text.strip(), 0)
+    except ValueError:
+        return text
+    return value if end == len(text.strip()) else text
 
 
 @dataclass(frozen=True)
@@ -48,11 +57,11 @@ class TaggedCalls:
     is_text: bool = True
 
     def __call__(self, text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-        """The calls of the text; one that cannot be read, or does not end, is a problem."""
+        """The first `MOST_CALLS` calls of the text; one that cannot be read, or does not end, is a problem."""
         del tools
         place = text.find(self.section)
         calls: list[Call] = []
-        while place >= 0 and (begin := self.begin.search(text, place)):
+        while place >= 0 and len(calls) < MOST_CALLS and (begin := self.begin.search(text, place)):
             calls.append(self._call(begin, text))
             place = calls[-1].span[1]
         if self.section and not calls and text.partition(self.section)[2].strip():

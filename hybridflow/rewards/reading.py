@@ -13,13 +13,17 @@ from dataclasses import dataclass
 # of a text that the driver reads itself, in at most some 10 ms; longer ones: a process of the pool, or a thread
 DRIVER_CHARACTERS = 100_000
 
-# DeepSeek-R1, Qwen3 and GLM-4.5 write <think>, Magistral [THINK], Kimi-VL ◁think▷ and Seed-OSS <seed:think>.
+# DeepSeek-R1, Qwen3 and GLM-4.5 write <think>, Magistral [THINK], Kimi-VL ◁think▷, Seed-OSS <seed:think>, MiniMax-M3
+# <mm:think>, and Kimi-K3 and Gemma 4 the last two.
 _OPENERS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
     "<seed:think>": "</seed:think>",
+    "<mm:think>": "</mm:think>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
+    "<|channel>thought": "<channel|>",
 }
 _OPENER_OF = {closer: opener for opener, closer in _OPENERS.items()}
 _MARKER = re.compile("|".join(map(re.escape, [*_OPENERS, *_OPENER_OF])))

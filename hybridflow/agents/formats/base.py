@@ -31,6 +31,7 @@ class Call:
     span: tuple[int, int] = field(default=(0, 0), compare=False)
 
 
+MOST_CALLS = 1000  # of an answer that are read; more are written by a policy that repeats itself
 # calls of an answer that cannot be read before reading stops: each error of Python's decoder counts the lines before it
 MOST_UNREAD = 100
 

@@ -6,21 +6,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hybridflow.agents.formats.base import FORMATS, json_at
-from hybridflow.agents.tagged_calls import TaggedCalls
+from hybridflow.agents.formats.base import FORMATS
+from hybridflow.agents.tagged_calls import TaggedCalls, json_or_text
 
 _MARK = "｜DSML｜"
 
 
 def _value(key: re.Match[str], text: str) -> Any:
-    """The text, or the value of its JSON where the tag says that it is none."""
-    if key["text"] == "true":
-        return text
-    try:
-        value, end = json_at(text.strip(), 0)
-    except ValueError:
-        return text
-    return value if end == len(text.strip()) else text
+    return text if key["text"] == "true" else json_or_text(text)
 
 
 FORMATS.register(

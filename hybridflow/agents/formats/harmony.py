@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import MOST_UNREAD, Call, call_format, json_at, with_arguments
+from hybridflow.agents.formats.base import MOST_CALLS, MOST_UNREAD, Call, call_format, json_at, with_arguments
 
 _MESSAGE = "<|message|>"
 _RECIPIENT = re.compile(r"to=functions\.(?P<name>[^\s<]+)")
@@ -21,7 +21,7 @@ def harmony(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     del tools
     calls, unread = list[Call](), 0
     place = 0
-    while unread < MOST_UNREAD and (message := text.find(_MESSAGE, place)) >= 0:
+    while unread < MOST_UNREAD and len(calls) < MOST_CALLS and (message := text.find(_MESSAGE, place)) >= 0:
         recipients = list(_RECIPIENT.finditer(text, place, message))
         start = message + len(_MESSAGE)
         if recipients:

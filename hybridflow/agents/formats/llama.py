@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import Call, call_format, json_at, json_call
+from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format, json_at, json_call
 
 _TAG = "<|python_tag|>"
 _OBJECT = re.compile(r"[\s;]*\{")
@@ -20,7 +20,7 @@ def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     rest, offset = text.strip(), len(text) - len(text.lstrip())
     tagged = rest.startswith(_TAG)
     place, calls = len(_TAG) if tagged else 0, list[Call]()
-    while begin := _OBJECT.match(rest, place):
+    while len(calls) < MOST_CALLS and (begin := _OBJECT.match(rest, place)):
         try:
             found, place = json_at(rest, begin.end() - 1)
         except ValueError:
@@ -30,6 +30,6 @@ def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
             return []
         call = json_call(found, key or "parameters")
         calls.append(dataclasses.replace(call, span=(offset + begin.end() - 1, offset + place)))
-    if rest[place:].strip(" ;\n") and (calls or tagged):
+    if rest[place:].strip(" ;\n") and (calls or tagged) and len(calls) < MOST_CALLS:
         calls.append(Call("", problem="the call is no JSON object"))
     return calls

@@ -6,7 +6,15 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import MOST_UNREAD, Call, call_format, json_at, json_call, with_arguments
+from hybridflow.agents.formats.base import (
+    MOST_CALLS,
+    MOST_UNREAD,
+    Call,
+    call_format,
+    json_at,
+    json_call,
+    with_arguments,
+)
 
 _BEGIN = "[TOOL_CALLS]"
 _SPACE = re.compile(r"\s*")
@@ -19,7 +27,7 @@ def mistral(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     del tools
     calls, unread = list[Call](), 0
     place = text.find(_BEGIN)
-    while place >= 0 and unread < MOST_UNREAD:
+    while place >= 0 and unread < MOST_UNREAD and len(calls) < MOST_CALLS:
         found, end = _calls(text, place + len(_BEGIN))
         calls += [dataclasses.replace(call, span=(place, end)) for call in found]
         unread += any(call.problem for call in found)

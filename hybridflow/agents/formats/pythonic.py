@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import Call, call_format
+from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format
 
 _START, _END = (re.compile(rf"<\|(?:python|tool_call)_{word}\|>") for word in ("start", "end"))
 _LIST = re.compile(r"\s*+\[\s*+(?P<name>[A-Za-z_]\w*+)\(")
@@ -29,7 +29,7 @@ def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [Call(first["name"], problem=f"the calls are no list of Python calls ({error})", span=span)]
     calls = listed.elts if isinstance(listed, ast.List) else [listed]
-    return [_call(one, span) for one in calls]
+    return [_call(one, span) for one in calls[:MOST_CALLS]]
 
 
 def _call(node: ast.expr, span: tuple[int, int]) -> Call:
@@ -38,9 +38,16 @@ def _call(node: ast.expr, span: tuple[int, int]) -> Call:
     name, arguments, problem = node.func.id, dict[str, object](), ""
     for one in node.keywords:
         try:
-            arguments[str(one.arg)] = json.loads(json.dumps(ast.literal_eval(one.value), allow_nan=False))
+            arguments[str(one.arg)] = _literal(one.value)
         except (ValueError, TypeError, RecursionError, MemoryError):
             problem = f"the argument {one.arg} of {name} is no literal"
     if node.args:
         problem = f"the arguments of {name} have no names"
     return Call(name, arguments, problem, span=span)
+
+
+def _literal(node: ast.expr) -> object:
+    """The value that a literal writes, as JSON has it. ValueError, TypeError: it writes none."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | None):
+        return node.value
+    return json.loads(json.dumps(ast.literal_eval(node), allow_nan=False))

@@ -8,15 +8,13 @@ import re
 from hybridflow.agents.formats.base import FORMATS
 from hybridflow.agents.tagged_calls import TaggedCalls, without_breaks
 
-FORMATS.register(
-    "qwen3_coder",
-    TaggedCalls(
-        begin=re.compile(r"<function=(?P<name>[^<>]*+)>"),
-        key=re.compile(r"\s*+<parameter=(?P<key>[^<>]*+)>"),
-        value_end=re.compile(r"</parameter>(?=\s*+(?:<parameter=|</function>))"),
-        end="</function>",
-        example="<parameter=key> blocks",
-        section="<tool_call>",
-        value=without_breaks,
-    ),
+FUNCTIONS = TaggedCalls(
+    begin=re.compile(r"<function=(?P<name>[^<>]*+)>"),
+    key=re.compile(r"\s*+<parameter=(?P<key>[^<>]*+)>"),
+    value_end=re.compile(r"</parameter>(?=\s*+(?:<parameter=|</function>))"),
+    end="</function>",
+    example="<parameter=key> blocks",
+    section="<tool_call>",
+    value=without_breaks,
 )
+FORMATS.register("qwen3_coder", FUNCTIONS)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import Call, call_format
+from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format
 
 
 @call_format("tags")
 def tags(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Every pair of tags that is named like a tool. A call ends at the last closing tag before another call, so that
-    its text may hold one."""
+    """The first `MOST_CALLS` pairs of tags that are named like a tool. A call ends at the last closing tag before
+    another call, so that its text may hold one."""
     names = "|".join(map(re.escape, sorted(tools, key=len, reverse=True)))
     calls: list[Call] = []
     opened: re.Match[str] | None = None
@@ -23,6 +23,8 @@ def tags(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
         elif not opened or closed:
             calls += [_call(opened, closed, tools)] if opened else []
             opened, closed = found, None
+            if len(calls) == MOST_CALLS:
+                return calls
     return [*calls, _call(opened, closed, tools)] if opened else calls
 
 

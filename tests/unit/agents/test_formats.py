@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from hybridflow.agents.call_reading import format_of, read_calls
 from hybridflow.agents.formats.base import FORMATS, Call
-from tests.unit.agents.written_calls import DECLARED, TOOLS, WRITTEN
+from tests.unit.agents.written_calls import DECLARED, TAGS, TOOLS, WRITTEN
 from tests.unit.data.chat_tokenizers import TEMPLATES, tokenizer_with
 
-TAGGED = ("glm", "qwen3_coder", "minimax", "step3")
+TAGGED = ("glm", "qwen3_coder", "seed_oss", "minimax", "step3")
 PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="<>", exclude_categories=["Cs"]), max_size=20)
 ARGUMENTS = st.fixed_dictionaries(
     {"a": st.integers(), "b": PLAIN | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()}
@@ -72,6 +72,11 @@ def test_several_calls_keep_their_order() -> None:
         ("minimax", "<minimax:tool_call>add(1)</minimax:tool_call>", "holds no call"),
         ("kimi", "<|tool_call_begin|>functions.add:0<|tool_call_end|>", "has no <|tool_call_argument_begin|>"),
         ("mistral", "[TOOL_CALLS]add(1)", "is no JSON"),
+        ("kimi_k3", "<|open|>tools<|sep|>add(1)", "holds no call"),
+        ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|>1', "is not closed"),
+        ("gemma4", "<|tool_call>add{a:1}<tool_call|>", "does not begin with call:NAME"),
+        ("gemma4", "<|tool_call>call:add{a:1", "is not closed"),
+        ("gemma4", '<|tool_call>call:add{a:<|"|>1}<tool_call|>', "no JSON"),
         ("harmony", " to=functions.add<|channel|>commentary json<|message|>{", "arguments of add are no JSON"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number of JSON"),
         ("hermes", '<tool_call>{"name": "add"} and</tool_call>', "text follows the value"),
@@ -179,6 +184,7 @@ def test_an_object_that_names_no_tool_and_has_no_parameters_is_an_answer() -> No
         ("MiniMax-M2", "minimax"),
         ("mistralai-Mistral-Nemo-Instruct-2407", "mistral"),
         ("openai-gpt-oss-120b", "harmony"),
+        ("ByteDance-Seed-OSS", "seed_oss"),
         ("Apertus-8B-Instruct", None),
     ],
 )
@@ -212,6 +218,11 @@ def test_a_number_that_is_not_finite_is_told() -> None:
     assert "1e999 is no number of JSON" in call.problem
 
 
-def test_an_answer_that_repeats_itself_has_a_thousand_calls() -> None:
-    declared = {"search": {"properties": {"query": {"type": "string"}}}}
-    assert len(read_calls("tags", "<search>x</search>" * 1500, declared)) == 1000
+@pytest.mark.parametrize("name", FORMATS.names())
+def test_a_thousand_calls_of_an_answer_that_repeats_itself_are_read(name: str) -> None:
+    frame, write = {**WRITTEN, "tags": TAGS}[name]
+    one = write("search", {"query": "x"})
+    answer = frame.replace("{}", ", ".join([one] * 1500)) if name == "pythonic" else frame.replace("{}", one) * 1500
+    answer = f"{one};" * 1500 if name == "llama" else answer
+    calls = FORMATS.get(name)(answer, TOOLS)
+    assert len(calls) == 1000 and all(call.arguments == {"query": "x"} for call in calls)

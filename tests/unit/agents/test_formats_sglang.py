@@ -10,19 +10,21 @@ from typing import Any
 import pytest
 
 from hybridflow.agents.call_reading import read_calls
-from tests.unit.agents.written_calls import WRITTEN
+from tests.unit.agents.written_calls import WRITTEN, written
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 # our format: SGLang's parsers of it
 PARSERS = {
-    "hermes": ("hermes", "qwen25"),
+    "hermes": ("hermes", "qwen25", "trinity"),
     "llama": ("llama3",),
     "deepseek": ("deepseekv3", "deepseekv31"),
-    "deepseek_v32": ("deepseekv32",),
-    "glm": ("glm45",),
-    "qwen3_coder": ("qwen3_coder", "step3p5"),
+    "deepseek_v32": ("deepseekv32", "deepseekv4"),
+    "glm": ("glm45", "glm47", "ling3"),
+    "qwen3_coder": ("qwen3_coder", "step3p5", "mimo"),
     "minimax": ("minimax-m2",),
     "kimi": ("kimi_k2",),
+    "kimi_k3": ("kimi_k3",),
+    "gemma4": ("gemma4",),
     "mistral": ("mistral",),
     "harmony": ("gpt-oss",),
     "step3": ("step3",),
@@ -30,9 +32,22 @@ PARSERS = {
 }
 # forms that its parser reads and `WRITTEN` does not have
 FORMS = {
+    "glm47": (
+        "I add.<tool_call>{}</tool_call>",
+        lambda called, given: (
+            called
+            + "".join(
+                f"<arg_key>{key}</arg_key><arg_value>{written(value)}</arg_value>" for key, value in given.items()
+            )
+        ),
+    ),
     "deepseekv31": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         lambda called, given: f"{called}<｜tool▁sep｜>{json.dumps(given)}",
+    ),
+    "deepseekv4": (
+        "I add.\n\n<｜DSML｜tool_calls>\n{}\n</｜DSML｜tool_calls>",
+        WRITTEN["deepseek_v32"][1],
     ),
     "gpt-oss": (
         "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary {}<|call|>",

@@ -21,6 +21,14 @@ def parameters(arguments: dict[str, object], opened: str) -> str:
     return "".join(f"<parameter{opened.format(key)}>{written(value)}</parameter>" for key, value in arguments.items())
 
 
+def gemma(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma, value))}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
 WRITTEN = {
     "hermes": (
         "I add. <tool_call>\n{}\n</tool_call>",
@@ -48,6 +56,10 @@ WRITTEN = {
 WRITTEN |= {
     "qwen3_coder": (
         "I add.\n<tool_call>\n{}\n</tool_call>",
+        lambda name, arguments: f"<function={name}>\n{parameters(arguments, '={}')}</function>",
+    ),
+    "seed_oss": (
+        "I add.\n<seed:tool_call>\n{}\n</seed:tool_call>",
         lambda name, arguments: f"<function={name}>\n{parameters(arguments, '={}')}</function>",
     ),
     "minimax": (
@@ -87,6 +99,22 @@ WRITTEN |= {
         lambda name, arguments: (
             f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
         ),
+    ),
+    "kimi_k3": (
+        "<|open|>response<|sep|>I add.<|close|>response<|sep|><|open|>tools<|sep|>{}<|close|>tools<|sep|>",
+        lambda name, arguments: (
+            f'<|open|>call tool="{name}" index="1"<|sep|>'
+            + "".join(
+                f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "any"}"<|sep|>'
+                f"{written(value)}<|close|>argument<|sep|>"
+                for key, value in arguments.items()
+            )
+            + "<|close|>call<|sep|>"
+        ),
+    ),
+    "gemma4": (
+        "I add.<|tool_call>{}<tool_call|>",
+        lambda name, arguments: f"call:{name}{gemma(arguments)}",
     ),
     "mistral": (
         "[TOOL_CALLS]{}",

@@ -36,6 +36,9 @@ from hybridflow.rewards.reading import (
         ("<think>a <think>b</think>c", False, "a <think>b", "c", True),
         ("[THINK]a </think> b[/THINK]c", False, "a </think> b", "c", True),
         ("◁think▷a◁/think▷b", False, "a", "b", True),
+        ("<mm:think>a</mm:think>b", False, "a", "b", True),
+        ("<|open|>think<|sep|>a<|close|>think<|sep|>b", False, "a", "b", True),
+        ("<|channel>thought\na<channel|>b", False, "a", "b", True),
     ],
 )
 def test_thinking_and_answer(text, thinking_open, thinking, answer, closed):

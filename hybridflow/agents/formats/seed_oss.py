@@ -1,0 +1,10 @@
+"""Calls as Seed-OSS writes them: those of Qwen3-Coder, in <seed:tool_call>."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hybridflow.agents.formats.base import FORMATS
+from hybridflow.agents.formats.qwen3_coder import FUNCTIONS
+
+FORMATS.register("seed_oss", dataclasses.replace(FUNCTIONS, section="<seed:tool_call>"))
