@@ -13,6 +13,7 @@ from hybridflow.rewards.reading import DRIVER_CHARACTERS, has_markers, read_resp
 
 Schema = Mapping[str, Any]
 T = TypeVar("T")
+_EMPTY: Mapping[str, Callable[[], Any]] = {"array": list, "object": dict}
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -66,7 +67,7 @@ def _typed(call: Call, schema: Schema) -> Call:
         kinds = _kinds(declared.get(name))
         is_said = "string" in kinds or not kinds  # a string of JSON is one, where it may be
         if not isinstance(value, str) or (is_said and not call.is_text):
-            arguments[name] = value
+            arguments[name] = _fitted(value, declared.get(name)) if call.is_text else value
             continue
         arguments[name] = _value(value, kinds)
         if kinds and not any(_is(arguments[name], kind) for kind in kinds):
@@ -75,6 +76,18 @@ def _typed(call: Call, schema: Schema) -> Call:
                 problem=f"the argument {name} of {call.name} must be {' or '.join(sorted(kinds))}, not {value!r:.80}",
             )
     return dataclasses.replace(call, arguments=arguments, is_text=False)
+
+
+def _fitted(value: Any, schema: Any) -> Any:
+    """A value whose parts are text, with the types that the schema declares for them."""
+    inner = schema if isinstance(schema, Mapping) else {}
+    if isinstance(value, list):
+        return [_fitted(one, inner.get("items")) for one in value]
+    if isinstance(value, dict):
+        declared = inner.get("properties")
+        known = declared if isinstance(declared, Mapping) else {}
+        return {name: _fitted(one, known.get(name)) for name, one in value.items()}
+    return _value(value, _kinds(inner))
 
 
 def _kinds(schema: Any) -> frozenset[str]:
@@ -101,6 +114,8 @@ def _is(value: Any, kind: str) -> bool:
 def _value(text: str, kinds: frozenset[str]) -> Any:
     """The value that the text writes; the text where it writes none of these types."""
     plain = text.strip()
+    if not plain and len(kinds) == 1 and (empty := _EMPTY.get(*kinds)) is not None:
+        return empty()
     try:
         found, end = json_at(plain, 0)
         found = found if end == len(plain) else text

@@ -11,7 +11,7 @@ from hybridflow.agents.formats.base import FORMATS, Call
 from tests.unit.agents.written_calls import DECLARED, TAGS, TOOLS, WRITTEN
 from tests.unit.data.chat_tokenizers import TEMPLATES, tokenizer_with
 
-TAGGED = ("glm", "qwen3_coder", "seed_oss", "minimax", "step3")
+TAGGED = ("glm", "qwen3_coder", "seed_oss", "minimax", "minimax_m3", "step3")
 PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="<>", exclude_categories=["Cs"]), max_size=20)
 ARGUMENTS = st.fixed_dictionaries(
     {"a": st.integers(), "b": PLAIN | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()}
@@ -72,6 +72,8 @@ def test_several_calls_keep_their_order() -> None:
         ("minimax", "<minimax:tool_call>add(1)</minimax:tool_call>", "holds no call"),
         ("kimi", "<|tool_call_begin|>functions.add:0<|tool_call_end|>", "has no <|tool_call_argument_begin|>"),
         ("mistral", "[TOOL_CALLS]add(1)", "is no JSON"),
+        ("minimax_m3", "]<]minimax[>[<tool_call>add(1)", "holds no call"),
+        ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="add">1', "is not closed"),
         ("kimi_k3", "<|open|>tools<|sep|>add(1)", "holds no call"),
         ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|>1', "is not closed"),
         ("gemma4", "<|tool_call>add{a:1}<tool_call|>", "does not begin with call:NAME"),

@@ -24,6 +24,7 @@ PARSERS = {
     "minimax": ("minimax-m2",),
     "kimi": ("kimi_k2",),
     "kimi_k3": ("kimi_k3",),
+    "minimax_m3": ("minimax-m3",),
     "gemma4": ("gemma4",),
     "mistral": ("mistral",),
     "harmony": ("gpt-oss",),
@@ -62,7 +63,12 @@ KINDS = {
     "items": "array",
     "more": "object",
 }
-DECLARED = {"look_up": {"type": "object", "properties": {name: {"type": kind} for name, kind in KINDS.items()}}}
+PARTS: dict[str, dict[str, Any]] = {
+    "items": {"items": {"type": "integer"}},
+    "more": {"properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "string"}}}},
+}
+PROPERTIES = {name: {"type": kind, **PARTS.get(name, {})} for name, kind in KINDS.items()}
+DECLARED = {"look_up": {"type": "object", "properties": PROPERTIES}}
 
 
 def some_text(draw: random.Random) -> str:

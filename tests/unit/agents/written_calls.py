@@ -21,6 +21,18 @@ def parameters(arguments: dict[str, object], opened: str) -> str:
     return "".join(f"<parameter{opened.format(key)}>{written(value)}</parameter>" for key, value in arguments.items())
 
 
+M3 = "]<]minimax[>["
+
+
+def m3(key: str, value: object) -> str:
+    """An argument of MiniMax-M3, or a part of one."""
+    inside = written(value)
+    if isinstance(value, list | dict):
+        parts = value.items() if isinstance(value, dict) else (("item", one) for one in value)
+        inside = "".join(m3(name, one) for name, one in parts)
+    return f"{M3}<{key}>{inside}{M3}</{key}>"
+
+
 def gemma(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{gemma(one)}" for key, one in value.items()) + "}"
@@ -65,6 +77,12 @@ WRITTEN |= {
     "minimax": (
         "I add.\n<minimax:tool_call>\n{}\n</minimax:tool_call>",
         lambda name, arguments: f'<invoke name="{name}">\n' + parameters(arguments, ' name="{}"') + "</invoke>",
+    ),
+    "minimax_m3": (
+        f"I add.\n{M3}<tool_call>\n{{}}{M3}</tool_call>",
+        lambda name, arguments: (
+            f'{M3}<invoke name="{name}">{"".join(map(m3, arguments, arguments.values()))}{M3}</invoke>\n'
+        ),
     ),
     "deepseek_v32": (
         "I add.\n\n<｜DSML｜function_calls>\n{}\n</｜DSML｜function_calls>",

@@ -1,0 +1,63 @@
+"""Calls as MiniMax-M3 writes them: tags behind a mark of its own, <invoke name="..."> with a tag for each argument,
+whose lists and objects are tags as well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format
+
+_MARK = "]<]minimax[>["
+_SECTION = f"{_MARK}<tool_call>"
+_TAG = re.compile(re.escape(_MARK) + r"\s*+<(?P<close>/?)(?P<name>[^<>]*+)>")
+_INVOKE = re.compile(r'invoke name="(?P<name>[^"]*+)"')
+
+
+@dataclass
+class _Open:
+    """A tag that is not closed yet: where its content begins, and the values of the tags in it."""
+
+    name: str
+    start: int
+    parts: list[tuple[str, Any]] = field(default_factory=list)
+
+    def value(self, text: str, end: int) -> Any:
+        """The text of a tag without tags in it, a list of items, or an object."""
+        if not self.parts:
+            return text[self.start : end]
+        if all(name == "item" for name, _ in self.parts):
+            return [value for _, value in self.parts]
+        return dict(self.parts)
+
+
+@call_format("minimax_m3")
+def minimax_m3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
+    """The first `MOST_CALLS` calls behind the opening of the section. A closing tag of another name than the one that
+    is open is text."""
+    del tools
+    place, calls, opened = text.find(_SECTION), list[Call](), list[_Open]()
+    begin, called = 0, ""
+    for tag in _TAG.finditer(text, place + len(_SECTION)) if place >= 0 else ():
+        if not opened:
+            invoked = _INVOKE.fullmatch(tag["name"])
+            if invoked and not tag["close"]:
+                begin, called = tag.start(), invoked["name"].strip()
+                opened.append(_Open("invoke", tag.end()))
+        elif not tag["close"]:
+            opened.append(_Open(tag["name"].strip(), tag.end()))
+        elif tag["name"].strip() == opened[-1].name:
+            closed = opened.pop()
+            if opened:
+                opened[-1].parts.append((closed.name, closed.value(text, tag.start())))
+                continue
+            calls.append(Call(called, dict(closed.parts), is_text=True, span=(begin, tag.end())))
+            if len(calls) == MOST_CALLS:
+                return calls
+    if opened:
+        calls.append(Call(called, problem=f"the call of {called} is not closed", span=(begin, len(text))))
+    if place >= 0 and not calls and text[place + len(_SECTION) :].strip():
+        return [Call("", problem=f"{_SECTION} holds no call")]
+    return calls
