@@ -1,8 +1,8 @@
 """Aggregation of token losses, and the KL penalty, over packed response tokens.
 
 Losses return (sum, count): one place scales by the global count over data-parallel ranks and micro-batches, so the
-gradient does not depend on how a batch was cut. T is the number of response tokens of a micro-batch, S the number of
-its sequences.
+gradient does not depend on how a batch was cut. If that count is 0, the gradient is that of the sum. T is the number of
+response tokens of a micro-batch, S the number of its sequences.
 """
 
 from __future__ import annotations
@@ -40,16 +40,19 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor | None, ResponseTokens], tup
 def aggregate(
     values_T: torch.Tensor, lengths_S: torch.Tensor, mode: str, norm: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum, count) of per-token values so that the global mean is sum / count over all micro-batches and ranks.
+    """(sum, count) of per-token values: the global loss is sum / max(count, 1) over all micro-batches and ranks.
 
     Args:
         values_T: [T] per-token values, sequences one after another.
         lengths_S: [S] response tokens of each sequence; sequences of length 0 take no part.
-        mode: token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm.
+        mode: token-mean | token-sum, with a count of 0 | seq-mean-token-sum | seq-mean-token-mean |
+            seq-mean-token-sum-norm.
         norm: what seq-mean-token-sum-norm divides sums by, a constant (Dr.GRPO, arXiv 2503.20783, section 3.2).
     """
     if mode == "token-mean":
         return values_T.sum(), lengths_S.sum()
+    if mode == "token-sum":
+        return values_T.sum(), torch.zeros_like(lengths_S).sum()
     sums = sums_of_rows(values_T, lengths_S)
     if mode == "seq-mean-token-mean":
         sums = sums / lengths_S.clamp(min=1)

@@ -39,7 +39,7 @@ from hybridflow.config.schema_rewards import (
     RolloutCorrectionConfig,
 )
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 _VERL_LOSSES = Aliases((("vanilla", "ppo"), ("geo_mean", "gmpo")))
 Placement = Literal["colocated", "own"]
 Section = Literal["actor", "critic", "reference", "reward_model", "teacher", "rollout"]
@@ -122,6 +122,7 @@ class ActorConfig:
     clip_ratio_low: NonNegative = 0.2
     clip_ratio_high: NonNegative = 0.2
     clip_ratio_c: Annotated[float, Above(1)] | None = 3.0  # dual clip; null switches it off
+    # how the losses of a mini-batch's tokens become one number; docs/algorithms.md compares the modes
     loss_agg_mode: Aggregation = "token-mean"
     # what seq-mean-token-sum-norm divides a sequence's sum by (Dr.GRPO; verl: data.max_response_length)
     loss_norm_tokens: PositiveInt = 1024

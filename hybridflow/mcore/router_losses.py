@@ -61,8 +61,8 @@ class RouterLosses:
         totals = torch.tensor([real, float(count) / parallel_state.get_context_parallel_world_size()]).to(device())
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         self._tokens, counted = totals.tolist()
-        # the final gradient is divided by the count of all micro-batches (finalize_model_grads.py:490)
-        self._weight = counted / max(self._tokens, 1.0)
+        # the final gradient is divided by the count of all micro-batches, if it is not 0 (finalize_model_grads.py:490)
+        self._weight = max(counted, 1.0) / max(self._tokens, 1.0)
         self._sums = torch.zeros(2, device=device())
 
     def _attach(

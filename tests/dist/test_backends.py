@@ -185,6 +185,7 @@ def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(backend: str
         assert result["norm"] < 1e-6
         assert result["weights"] < 1e-6
         assert result["moved"] > 1e-4
+        assert result["sum"] == pytest.approx(1, rel=1e-5)
         assert "the loss is not finite: rank 1 micro-batch 1" in result["poisoned"]["said"]
         assert result["poisoned"]["unchanged"]
         memory = result["memory"]

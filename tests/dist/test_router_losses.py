@@ -14,7 +14,7 @@ CASES = "tests.dist.cases.router_losses"
 
 def test_gradients_of_a_router_are_those_of_the_formulas() -> None:
     (results,) = run_ranks(1, f"{CASES}:by_formulas")
-    for (_, max_tokens), found in zip(FORMULAS, results, strict=True):
+    for (_, max_tokens, _), found in zip(FORMULAS, results, strict=True):
         assert (found["micro_batches"] > 1) == (max_tokens == 30)
         expected = np.array(found["expected"])
         assert np.abs(expected).max() > 1e-3

@@ -235,7 +235,8 @@ def with_columns() -> DataProto:
 
 
 def packings(policy: Any) -> dict[str, float]:
-    """Largest relative difference of gradient norm, and of the weights after one step, from one micro-batch a rank."""
+    """Largest relative difference of gradient norm, and of the weights after one step, from one micro-batch a rank; and
+    the gradient norm of a sum over tokens in units of that of the mean and the number of tokens."""
     from hybridflow.workers.losses import PolicyLoss
 
     loss = PolicyLoss(ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coef=0.1, kl_loss_coef=0.5))
@@ -251,11 +252,22 @@ def packings(policy: Any) -> dict[str, float]:
         with torch.no_grad():  # back to the first weights
             for name, tensor in policy.parameters().items():
                 tensor.copy_(policy.reference_state()[name])
+    norms = []
+    for mode in ("token-mean", "token-sum"):
+        policy.set_optimizer(OptimConfig(lr=0.0, clip_grad=0.0))
+        config: Any = {"loss_agg_mode": mode, "kl_loss_coef": 0.5}
+        rows = share(policy, batch)
+        loss = PolicyLoss(ActorConfig(**config))
+        _, info = policy.train_mini_batch(
+            rows, loss, columns=loss.columns, max_tokens=20, temperature=0.8, with_entropy=False
+        )
+        norms.append(info["grad_norm"])
     (norm, one), others = found[0], found[1:]
     return {
         "norm": max(abs(other / norm - 1) for other, _ in others),
         "weights": max(float((two[name] - one[name]).abs().max()) for _, two in others for name in one),
         "moved": max(float((one[name] - before[name]).abs().max()) for name in one),
+        "sum": norms[1] / norms[0] / int(batch.lengths("response_ids").sum()),
     }
 
 

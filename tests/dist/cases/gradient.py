@@ -23,7 +23,7 @@ LOSSES: dict[str, ActorConfig | None] = {
     "sft": None,
     **{
         mode: replace(_POLICY, loss_agg_mode=mode)
-        for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+        for mode in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
     },
     "entropy": replace(_POLICY, entropy_coef=0.1, loss_agg_mode="seq-mean-token-mean"),
     **{f"kl {kind}": replace(_POLICY, kl_loss_coef=0.5, kl_loss_type=kind) for kind in ("k1", "abs", "k2", "k3")},

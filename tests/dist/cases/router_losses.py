@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.algorithms.losses import aggregate
 from hybridflow.config.schema import OptimConfig
 from tests import models
 from tests.dist.cases.load import ROWS, Cut
@@ -21,7 +22,8 @@ CUTS = [
 ]
 
 
-FORMULAS = (("TINY", 4096), ("TINY", 30), ("DEEPSEEK", 30))  # model, tokens of a micro-batch
+# model, tokens of a micro-batch, aggregation of the main loss
+FORMULAS = (("TINY", 4096, "token-mean"), ("TINY", 30, "token-sum"), ("DEEPSEEK", 30, "token-mean"))
 
 
 def by_formulas() -> list[dict[str, Any]]:
@@ -29,7 +31,7 @@ def by_formulas() -> list[dict[str, Any]]:
     return [_by_formula(*case) for case in FORMULAS]
 
 
-def _by_formula(hf: str, max_tokens: int) -> dict[str, Any]:
+def _by_formula(hf: str, max_tokens: int, mode: str) -> dict[str, Any]:
     """On one rank: what the losses add to the gradient of the last layer's router (whose input they do not reach), and
     the same by the papers' formulas from that router's inputs and weight; the reported losses and the formulas' own.
     """
@@ -39,8 +41,8 @@ def _by_formula(hf: str, max_tokens: int) -> dict[str, Any]:
     layers = [list[torch.Tensor]() for _ in routers]
     for inputs, router in zip(layers, routers.values(), strict=True):
         router.register_forward_pre_hook(lambda _, given, into=inputs: into.append(given[0].detach()))
-    gradients, metrics = _update(policy, max_tokens)
-    plain, _ = _update(_policy({}, hf, 0.0, 0.0), max_tokens)
+    gradients, metrics = _update(policy, max_tokens, mode)
+    plain, _ = _update(_policy({}, hf, 0.0, 0.0), max_tokens, mode)
     micro_batches = policy._micro_batches(batch_of(ROWS, 1), max_tokens, ())
     real = [micro.packed.real for micro in micro_batches]
     weight = last.weight.detach().double().requires_grad_()
@@ -105,19 +107,32 @@ def _policy(parallel: dict[str, Any], hf: str, aux: float, z: float, **options: 
     return policy
 
 
-def _update(policy: Any, max_tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, tuple[float, float]]]:
+def _update(
+    policy: Any, max_tokens: int, mode: str = "token-mean"
+) -> tuple[dict[str, torch.Tensor], dict[str, tuple[float, float]]]:
     """Gradients of the routers by layer after an update, and its metrics."""
-    from hybridflow.workers.losses import sft_loss
-
     metrics, _ = policy.train_mini_batch(
         share_of(batch_of(ROWS, 1)),
-        sft_loss,
+        _Supervised(mode),
         columns=(),
         max_tokens=max_tokens,
         temperature=1.0,
         with_entropy=False,
     )
     return {name: router.weight.main_grad.clone() for name, router in _routers(policy).items()}, metrics
+
+
+class _Supervised:
+    """The cross-entropy under an aggregation."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+
+    def __call__(self, log_probs: torch.Tensor, entropy: Any, micro: Any) -> Any:
+        return *aggregate(-log_probs, micro.lengths, self.mode), {}
+
+    def count(self, lengths: torch.Tensor) -> torch.Tensor:
+        return aggregate(torch.zeros(int(lengths.sum())), lengths, self.mode)[1]
 
 
 def _routers(policy: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Every name that verl 0.9.1 gives to an estimator, a loss, a KL estimate, an aggregation or a reward manager is read
-as ours, or refused with what to set instead."""
+"""Every name that verl 0.9.1 gives to an estimator, a loss, a KL estimate, an aggregation or a reward manager, and its
+main branch to an aggregation, is read as ours, or refused with what to set instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ SAME = {
         *("gpg", "optimal_token_baseline", "gdpo"),
     ),
     "actor.policy_loss": ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "dro", "cispo"),
-    "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    "actor.loss_agg_mode": (
+        *("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    ),
     "actor.kl_loss_type": ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"),
     "algorithm.kl_penalty": ("k1", "abs", "k2", "k3"),
 }
@@ -34,7 +36,7 @@ OTHER = {
 }  # fmt: skip
 REFUSED = {
     "actor.policy_loss=bypass_mode": r"verl's bypass_mode is actor\.old_log_probs=engine",
-    "actor.loss_agg_mode=token-sum": "choose one of: token-mean",
+    "actor.loss_agg_mode=batch-mean": "choose one of: token-mean",
     "actor.kl_loss_type=full": "choose one of: k1",
     # its reward managers: naive, prime, dapo, batch, remote, rate_limited, gdpo
     "reward_model.reward_manager=dapo": r"dapo is reward\.overlong_tokens",
