@@ -63,6 +63,34 @@ def test_two_steps_with_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_conversation_that_fills_the_context_of_an_engine_ends_with_its_length(tmp_path: Path) -> None:
+    """Each token is an answer, so that an engine gets a prompt of every length up to its last token. SGLang takes none
+    that ends in the last six tokens of its KV cache; a cache without room for them is refused before anything starts.
+    """
+    (tmp_path / "own.py").write_text(
+        "from hybridflow.agents.loops.base import agent_loop\n@agent_loop('fill')\n"
+        "async def fill(conversation, tools):\n    while True:\n        await conversation.answer(1)\n"
+    )
+    prompt, most = 6, 12
+    words = ["--config-name", "e2e", f"output_dir={tmp_path}", f"data.prepare.out={tmp_path / 'data'}"]
+    words += ["cluster=one-process", "actor=tiny", "rollout=tiny", "sft=none", "trainer.total_steps=1", "rollout.n=2"]
+    words += [f"data.max_prompt_length={prompt}", f"data.max_response_length={most}"]
+    words += [f"rollout.agent.loop={tmp_path / 'own.py'}:fill", f"rollout.agent.max_answers={most}"]
+
+    def full(tokens: int) -> list[str]:
+        return [f"rollout.max_total_tokens={tokens}", f"+model.hf_config.max_position_embeddings={prompt + most + 6}"]
+
+    with Run(tmp_path / "refused", "train", *words, *full(prompt + most + 5)) as run:
+        assert run.end(60) == 2, run.out + run.err
+        assert "whose last 6 tokens take no prompt" in run.err
+    with Run(tmp_path / "output", "train", *words, *full(prompt + most + 6)) as run:
+        assert run.end(300) == 0, run.out + run.err
+    rows = list(read_rollouts(tmp_path / "e2e" / "rollouts" / "step_000001.parquet"))
+    assert rows and all(row["turns"] == row["response_length"] == most for row in rows)
+    assert {row["finish_reason"] for row in rows} == {"length"}
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_policy_learns_to_ask_the_calculator(tmp_path: Path, seed: int) -> None:
     words = ["--config-name", "tiny-calculator-grpo", f"output_dir={tmp_path}", f"data.prepare.out={tmp_path / 'data'}"]
