@@ -16,7 +16,7 @@ import pytest
 from hybridflow.agents.call_reading import read_calls
 from hybridflow.agents.formats.base import FORMATS
 from tests.unit.agents.written_calls import DECLARED, TAGS, WRITTEN
-from tests.unit.growth import grown, seconds
+from tests.unit.growth import grown, holds_up
 
 PIECE = re.compile(r"</?[^<>\s]*+>|\w+|\s+|.", re.DOTALL)
 COMMON = (
@@ -98,6 +98,6 @@ def test_reading_calls_does_not_hold_the_driver_up(name: str) -> None:
         parts = [start + run * draw.choice((1, 3, 1000)) + rest for start, run, rest in draw.choices(some, k=6)]
         text = "".join(parts)
         text = (text * (100_000 // len(text) + 1))[:100_000]
-        if seconds(reader(name), text) > 0.05:
+        if holds_up(reader(name), text):
             slow.append(text)
     assert not slow, (len(slow), slow[0][:200])
