@@ -1,7 +1,7 @@
 """Writes `verl_advantages.json`: what verl 0.9.1 answers for GAE, whitening, the value loss and the adaptive KL
 coefficient.
 
-Needs the peer: `make bench NAME=batch_ops` installs it beside the benchmarks. Run as
+Needs the peer: `make bench NAME=gae` installs it beside the benchmarks. Run as
 `PYTHONPATH=benchmarks/.cache/peer python tests/golden/make_verl_advantages.py`.
 """
 

@@ -1,7 +1,7 @@
 """Writes `verl_batch_ops.json`: what verl 0.9.1 answers for batch operations and dispatch on the cases that it and we
 define alike.
 
-Needs the peer: `make bench NAME=batch_ops` installs it beside the benchmarks. Run as
+Needs the peer: `make bench NAME=gae` installs it beside the benchmarks. Run as
 `PYTHONPATH=benchmarks/.cache/peer python tests/golden/make_verl_batch_ops.py`.
 """
 

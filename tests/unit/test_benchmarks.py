@@ -16,8 +16,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.mark.parametrize(
     "words",
-    [["train_step.py"], ["kernels.py"], ["trl_steps.py", "--peer", "/nowhere/python"]],
-    ids=["gpu", "kernels", "trl"],
+    [["kernels.py"], ["trl_steps.py", "--peer", "/nowhere/python"]],
+    ids=["kernels", "trl"],
 )
 def test_without_a_gpu_or_its_peer_no_figure_is_taken(words: list[str]) -> None:
     before = {path.name: path.read_bytes() for path in (BENCHMARKS / "results").iterdir()}

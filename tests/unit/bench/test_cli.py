@@ -168,7 +168,7 @@ def test_the_list_names_each_suite_and_what_needs_a_gpu(said) -> None:  # type: 
     for suite in ("preflight", "micro", "rollout", "train", "full", "scale"):
         section = text.split(f"{suite}: ")[1].split("\n")[1]
         assert section.startswith("  "), f"{suite} has no measurement"
-    assert "comparisons with peers, by name: asynchronous, asynchronous_engines, batch_ops" in text
+    assert "comparisons with peers, by name: conversations, dispatch, gae" in text
 
 
 def test_a_job_of_a_suite_is_bash_and_has_its_nodes(

@@ -41,7 +41,7 @@ def test_the_file_is_of_the_published_schema_and_says_what_follows_from_the_roun
     assert rate["spread"] == pytest.approx(1 / 3) and rate["limit"]["value"] == 6.0
 
 
-@pytest.mark.parametrize("name", ["gae", "dispatch", "hybridflow_table2"])
+@pytest.mark.parametrize("name", ["gae", "dispatch"])
 def test_files_of_the_former_form_are_read(name: str) -> None:
     folder = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
     found = read(folder / f"{name}.json")

@@ -8,7 +8,7 @@ import pytest
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.parser import parse_latex_cached
 
-from benchmarks.support.math_pairs import pairs
+from tests.unit.rewards.math_pairs import pairs
 from hybridflow.config.schema import RewardConfig
 from hybridflow.rewards import RewardManager
 from hybridflow.rewards.verifiers.base import VERIFIERS
