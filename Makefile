@@ -66,12 +66,8 @@ schema: setup ## write configs/schema.json again, after a change of hybridflow/c
 hooks: setup-dev ## let git run lint, types and import contracts before each commit (needs pre-commit)
 	@pre-commit install
 
-bench: setup-dev ## run one benchmark: make bench NAME=...
-	@if [ -n "$(NAME)" ] && [ -f "benchmarks/$(NAME).py" ]; then \
-	  $(PY) "benchmarks/$(NAME).py" $(ARGS); \
-	else \
-	  echo "make bench NAME=... with one of: $$(ls benchmarks/*.py 2>/dev/null | xargs -r -n1 basename -s .py | tr '\n' ' ')" >&2; exit 2; \
-	fi
+bench: setup-dev ## run one benchmark: make bench NAME=... ARGS="key=value ..."; without NAME, list them
+	@.venv/bin/hybridflow bench $(if $(NAME),run $(NAME) $(ARGS),list)
 
 clean: ## remove caches and build output; keeps .venv, data and runs
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,31 +1,30 @@
-"""Weights on their way: slices beside gather-then-broadcast and bare sends of gloo; shared memory beside verl's buckets
-and a copy.
+"""Weight syncs over tcp, gloo and shared memory beside bare sends, a copy, and verl's buckets.
 
-`make bench NAME=reshard_transfer`; `ARGS=gloo` or `ARGS=shm` runs one part and writes nothing. All sides of a part run
-in the same processes, in turns, on the same tensors: a sync is timed from the command to all ranks until the last has
-answered.
+All sides of a part run in the same processes, in turns, on the same tensors: a sync is timed from
+the command to all ranks until the last has answered. Every element of a sync is checked first.
 """
 
 from __future__ import annotations
 
-from support import conditions
-
-if __name__ == "__main__":
-    conditions.ensure()
-
-import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from hybridflow.bench.measurements.base import interleaved
-from support import peer
-from support.pool import Pool, free_port
-from support.report import Figure, faster, median, write
+from benchmarks.support import peer
+from benchmarks.support.bucket_ranks import BucketRanks
+from benchmarks.support.pool import Pool, free_port
+from benchmarks.support.reshard_ranks import Ranks
+
+from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.result import Metric, Reference, single
+from hybridflow.bench.rounds import Call, Side, Timed, rotated
+from hybridflow.reshard.engine_layouts import EngineShape
+from hybridflow.reshard.layout import ParallelShape
 
 ROUNDS = 9
 MIB = 1 << 20
-WIRES = {"p2p": "over gloo", "tcp": "over tcp"}  # transports of ours between any two hosts
+WIRES = {"p2p": "gloo", "tcp": "tcp"}  # transports between any two hosts
+MODES = {"in place": False, "staged": True}
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 8,
@@ -46,192 +45,123 @@ MOE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 128,
 }
-# two layers as Qwen3-235B-A22B's are (config.json of Qwen/Qwen3-235B-A22B), with 10 of their 128 experts
+# two layers as Qwen3-235B-A22B's are (config.json of Qwen/Qwen3-235B-A22B), with 10 of 128 experts
 LAYERS = MOE | {
     "num_hidden_layers": 2,
     "hidden_size": 4096,
     "num_attention_heads": 64,
-    "num_key_value_heads": 4,
     "head_dim": 128,
     "num_experts": 10,
     "moe_intermediate_size": 1536,
     "intermediate_size": 12288,
     "vocab_size": 4096,
 }
-MODELS = {"Qwen3-235B-A22B's layers": LAYERS, "MoE of small slices": MOE}  # an expert's slices: 6 MiB, 1 MiB
+MODELS = {"layers": LAYERS, "small": MOE}  # an expert's slices: 6 MiB, 1 MiB
 LARGER = {**MOE, "num_hidden_layers": 15}
-GLOO = {"staging": 80 * MIB, "gather_bytes": 64 * MIB, "bare": 16 * MIB}
-SHM = {"staging": 8 * MIB, "peer_mb": (2048, 512, 64)}
-# verl/workers/config/rollout.py:135, handed on in vllm_rollout.py:235; bucketed_weight_transfer.py:89
-PEER_DEFAULTS = {2048: " (its configuration's default)", 512: " (its class's default)"}
+# 2048: verl/workers/config/rollout.py:135, passed on in vllm_rollout.py:235; 512: the default of
+# bucketed_weight_transfer.py:89
+PEER_MIB = (2048, 512, 64)
 
 
-def gloo() -> list[Figure]:
-    """Four Megatron ranks (TP2, PP2, EP2) to one engine of two, each model."""
-    return [figure for name, hf in MODELS.items() for figure in _over_wires(f"{name}, TP2.PP2.EP2 to TP2", hf)]
+@measurement("reshard_transfer", timeout_s=1800, rounds=ROUNDS)
+def reshard_transfer(place: Place, part: str = "layers,small,one host") -> Iterator[Timed | Metric]:
+    """weight syncs over tcp and gloo beside bare sends, over shared memory beside verl and a
+    copy"""
+    for name in part.split(","):
+        if name in MODELS:
+            yield from _between_hosts(name, MODELS[name])
+        else:
+            yield from _on_one_host(place)
 
 
-def _over_wires(name: str, hf: dict[str, Any]) -> list[Figure]:
-    pool = Pool(
-        6,
-        "support.reshard_ranks:Ranks",
+def _between_hosts(name: str, hf: dict[str, Any]) -> Iterator[Timed | Metric]:
+    """Sync from four Megatron ranks (TP2, PP2, EP2) to one engine of two."""
+    make = partial(
+        Ranks,
         hf=hf,
-        trainer={"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2},
-        engine={"tensor": 2},
+        trainer=ParallelShape(4, tensor=2, pipeline=2, expert=2),
+        engine=EngineShape(tensor=2),
         port=free_port(),
-        dtype="bfloat16",
-        staging=GLOO["staging"],
+        staging=80 * MIB,
         transports=tuple(WIRES),
-        gather_bytes=GLOO["gather_bytes"],
     )
-    stats: list[dict[str, Any]] = []
-    commits: dict[str, list[float]] = {transport: [] for transport in WIRES}
-
-    def staged(transport: str) -> None:
-        stats[:] = pool.run("sync", True, transport)
-        commits[transport].append(max(rank["commit"] for rank in stats))
-
-    ours: dict[str, Callable[[], Any]] = {}
-    for transport, wire in WIRES.items():
-        ours[f"{wire}: staged"] = lambda transport=transport: staged(transport)
-        ours[f"{wire}: in place"] = lambda transport=transport: pool.run("sync", False, transport)
-    sides: dict[str, Callable[[], Any]] = {
-        **ours,
-        "gather and broadcast": lambda: pool.run("gather_and_broadcast"),
-        "bare": lambda: pool.run("bare", GLOO["bare"]),
-        "bare, cached": lambda: pool.run("bare", GLOO["bare"], True),
-    }
+    pool = Pool(6, make)
     try:
-        for method, values in (("open", ("wire",)), ("open_bare", ()), ("join", ())):
-            pool.run(method, *values)
-        for way in (sides["gather and broadcast"], *ours.values()):
-            pool.run("forget")
-            way()
-            assert not any(pool.run("check")), "wrong weights arrived"
-        times = {side: median(seconds) for side, seconds in interleaved(sides, ROUNDS).items()}
-        timed = [side for side in sides if side.endswith("in place") or side == "bare"]
-        cpu = {side: median([sum(used) for used in _cpu(pool, sides[side])]) for side in timed}
+        total = _checked(pool, tuple(WIRES), 4)
+        yield single(f"{name}: bytes", "count", total, "lower")
+        for transport, wire in WIRES.items():
+            label = f"{name} over {wire}"
+            bare = partial(pool.run, "bare", transport)
+            calls = _calls(pool, label, transport)
+            limit = Side("bare gloo", bare)
+            yield Timed(calls, limit, amount=total / 1e9, unit="GB/s", bound=0.15)
+            yield _processor_time(pool, f"{label}: in place", calls[f"{label}: in place"], bare)
+            commits = []
+            for _ in range(ROUNDS):
+                commits.append(max(seconds for _, seconds in pool.run("sync", transport, True)))
+            yield Metric("", f"{label}: commit of staged", "s", "none", tuple(commits))
     finally:
         pool.stop()
-    return _wire_figures(
-        name, stats, times, {transport: median(seconds) for transport, seconds in commits.items()}, cpu
+
+
+def _on_one_host(place: Place) -> Iterator[Timed | Metric]:
+    """Sync 1.7 GB from one rank to one rank."""
+    make = partial(
+        BucketRanks,
+        folder=str(place.local),
+        hf=LARGER,
+        trainer=ParallelShape(1),
+        engine=EngineShape(),
+        port=free_port(),
+        staging=8 * MIB,
+        transports=("shared_memory",),
     )
+    pool = Pool(2, make)
+    try:
+        total = _checked(pool, ("shared_memory",), 1)
+        yield single("one host: bytes", "count", total, "lower")
+        label = "one host"
+        calls = _calls(pool, label, "shared_memory")
+        copy = partial(pool.run, "copy")
+        buckets = []
+        for size in PEER_MIB:
+            call = partial(pool.run, "peer_sync", size)
+            buckets.append(Side(f"{peer.NAME}, {size} MiB", call))
+        yield Timed(calls, Side("a copy", copy), peers=buckets, bound=0.15)
+        for name, call in calls.items():
+            yield _processor_time(pool, name, call, copy)
+    finally:
+        pool.stop()
 
 
-def _cpu(pool: Pool, side: Callable[[], Any]) -> list[list[float]]:
-    """Processor seconds of each rank in each round: what a busy machine distorts least."""
-    found = []
-    for _ in range(ROUNDS):
-        before = pool.run("cpu")
-        side()
-        found.append([after - start for after, start in zip(pool.run("cpu"), before, strict=True)])
-    return found
+def _calls(pool: Pool, label: str, transport: str) -> dict[str, Call]:
+    return {
+        f"{label}: {mode}": partial(pool.run, "sync", transport, staged)
+        for mode, staged in MODES.items()
+    }
 
 
-def _processor(name: str, ours: float, limit: float) -> Figure:
-    return Figure(f"{name}, processor time", ours, "s", limit=limit, share=limit / ours)
+def _checked(pool: Pool, transports: tuple[str, ...], trainers: int) -> int:
+    """Return the bytes that engines receive, after a check of every side's weights."""
+    total = 0
+    for transport in transports:
+        for staged in MODES.values():
+            pool.run("forget")
+            moved = pool.run("sync", transport, staged)
+            assert all(pool.run("check")), f"{transport}: wrong weights arrived"
+            total = sum(nbytes for nbytes, _ in moved[trainers:])
+    return total
 
 
-def _wire_figures(
-    name: str, stats: list[dict[str, Any]], times: dict[str, float], commits: dict[str, float], cpu: dict[str, float]
-) -> list[Figure]:
-    total = sum(rank["payload_bytes"] for rank in stats[4:])
-    bare, cached = (total / times[side] / 1e9 for side in ("bare", "bare, cached"))
-    figures = [Figure(f"{name}: bytes", total, "bytes")]
-    for transport, wire in WIRES.items():
-        label, commit = f"{name} {wire}", commits[transport]
-        in_place, staged = times[f"{wire}: in place"], times[f"{wire}: staged"]
-        for mode, seconds in (("staged", staged), ("in place", in_place)):
-            figures.append(faster(f"{label}: {mode}", seconds, times["gather and broadcast"], "gather, then broadcast"))
-        # the copy into place of a staged sync moves nothing between processes
-        for mode, seconds in (("staged, without the commit", staged - commit), ("in place", in_place)):
-            rate = total / seconds / 1e9
-            figures.append(
-                Figure(f"{label}: {mode}, rate beside bare gloo", rate, "GB/s", limit=bare, share=rate / bare)
-            )
-            figures.append(
-                Figure(
-                    f"{label}: {mode}, rate beside bare gloo from the cache",
-                    rate,
-                    "GB/s",
-                    limit=cached,
-                    share=rate / cached,
-                )
-            )
-        figures.append(_processor(f"{label}: in place, all ranks", cpu[f"{wire}: in place"], cpu["bare"]))
-        figures.append(Figure(f"{label}: commit", commit, "s"))
-    figures.append(Figure(f"{name}: sender's staging", max(rank["peak_staging_bytes"] for rank in stats[:4]), "bytes"))
-    return figures
-
-
-def shm() -> list[Figure]:
-    """One rank to one rank of the same host, 1.6 GB."""
-    found: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        pool = Pool(
-            2,
-            "support.bucket_ranks:BucketRanks",
-            folder=folder,
-            hf=LARGER,
-            trainer={"ranks": 1},
-            engine={"tensor": 1},
-            port=free_port(),
-            dtype="bfloat16",
-            staging=SHM["staging"],
-            transports=("shared_memory",),
-            gather_bytes=64 * MIB,
-        )
-        try:
-            pool.run("open", "shm")
-            moved = pool.run("peer_sync", 64)[1]
-            stats = pool.run("sync", False)
-            sides: dict[str, Any] = {
-                "in place": lambda: pool.run("sync", False),
-                "staged": lambda: pool.run("sync", True),
-                "copy": lambda: pool.run("copy"),
-            }
-            for size in SHM["peer_mb"]:  # type: ignore[attr-defined]
-                sides[f"verl {size}"] = lambda size=size: pool.run("peer_sync", size)
-            found = {name: median(seconds) for name, seconds in interleaved(sides, ROUNDS).items()}
-            cpu = {
-                name: median([max(used) for used in _cpu(pool, sides[name])]) for name in ("in place", "staged", "copy")
-            }
-        finally:
-            pool.stop()
-    total = stats[1]["payload_bytes"]
-    figures = [Figure("one host: bytes", total, "bytes"), Figure("one host: bytes of the peer", moved, "bytes")]
-    for side in ("in place", "staged"):
-        for size in SHM["peer_mb"]:  # type: ignore[attr-defined]
-            label = f"{peer.NAME} bucketed transfer, {size} MiB" + PEER_DEFAULTS.get(size, "")
-            theirs = found[f"verl {size}"]
-            figures.append(
-                faster(
-                    f"one host, shared memory: {side}, beside {size} MiB",
-                    found[side],
-                    theirs,
-                    label,
-                    limit=found["copy"],
-                )
-            )
-    for side in ("in place", "staged"):
-        figures.append(_processor(f"one host, shared memory: {side}, busier rank", cpu[side], cpu["copy"]))
-    return figures
-
-
-def main() -> None:
-    """Run both parts, and write the results."""
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    figures = [figure for name, part in (("gloo", gloo), ("shm", shm)) if wanted in ("", name) for figure in part()]
-    if wanted:
-        for figure in figures:
-            print(f"{figure.metric:<66} {figure.value:.4g} {figure.unit}  ratio {figure.ratio}  share {figure.share}")
-        return
-    write(
-        "reshard_transfer",
-        figures,
-        {"models": MODELS, "larger": LARGER["num_hidden_layers"], "gloo": GLOO, "shared_memory": SHM},
+def _processor_time(pool: Pool, name: str, call: Call, limit: Call) -> Metric:
+    """Measure the processor seconds of all ranks, which a busy machine distorts least."""
+    sides = {"call": call, "limit": limit}
+    used: dict[str, list[float]] = {side: [] for side in sides}
+    for side in rotated(list(sides), ROUNDS):
+        before = sum(pool.run("cpu"))
+        sides[side]()
+        used[side].append(sum(pool.run("cpu")) - before)
+    reference = Reference("the limit's", tuple(used["limit"]))
+    return Metric(
+        "", f"{name}, processor time", "s", "lower", tuple(used["call"]), reference, bound=0.1
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,2 @@
-"""What the benchmarks share: the same conditions on both sides, the peer, interleaving, and the result files."""
+"""Shared code of the entries in `benchmarks/`: the peer's packages, processes that stay up, and
+workloads."""

@@ -1,11 +1,10 @@
-"""verl, the peer: installed beside the benchmarks, never into the project's environment."""
+"""verl, the peer: installed next to the benchmarks, never into the project's environment."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / ".cache" / "peer"
@@ -26,19 +25,17 @@ NAME = PACKAGES[0].replace("==", " ")
 
 
 def install() -> Path:
-    """The folder with the peer, made on first use. Appended to the import path, so that it shadows nothing of ours."""
+    """Return the folder with the peer, made on first use.
+
+    It is appended to the import path, so that it shadows nothing of the project.
+    """
     marker = FOLDER / "complete"
     if not marker.exists() or marker.read_text() != "\n".join(PACKAGES):
         shutil.rmtree(FOLDER, ignore_errors=True)
         print(f"installing {NAME} into {FOLDER} ...", flush=True)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(FOLDER), *PACKAGES]
-        subprocess.run(command, check=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*command, "--target", str(FOLDER), *PACKAGES], check=True)
         marker.write_text("\n".join(PACKAGES))
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     return FOLDER
-
-
-def versions() -> dict[str, str]:
-    """What is installed there."""
-    return {found.metadata["Name"]: found.version for found in metadata.distributions(path=[str(FOLDER)])}

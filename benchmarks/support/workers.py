@@ -1,62 +1,74 @@
-"""Worker classes of both sides: they return what they are given."""
+"""Worker classes of the sides of `dispatch`: they return what they are given."""
 
 from __future__ import annotations
+
+import os
+from typing import Any
 
 import numpy as np
 
 from hybridflow.batch import DataProto
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
-from support.batches import COLUMNS
+
+INTEGERS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "responses",
+    "response_mask",
+    "labels",
+)
+FLOATS = ("old_log_probs", "advantages")  # float64 keeps all columns of one width
+COLUMNS = INTEGERS + FLOATS
+
+
+class Plain:
+    """A bare Ray actor: the machine's limit."""
+
+    def echo(self, value: object) -> object:
+        """Return the value."""
+        return value
+
+    def nothing(self) -> None:
+        """Do nothing."""
+
+    def zeros(self, nbytes: int) -> np.ndarray:
+        """Return this many bytes, which the process writes into the store."""
+        return np.zeros(nbytes, np.uint8)
 
 
 class Echo:
-    """Ours: every rank is a data-parallel rank."""
+    """A worker of this project; every rank is a data-parallel rank."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 
     def mesh_position(self) -> MeshPosition:
-        """Data-parallel rank = rank."""
+        """The data-parallel rank is the rank."""
         return MeshPosition(self.context.rank, self.context.world_size, True)
 
     @register(Dispatch.DP, writes=COLUMNS)
     def echo(self, batch: DataProto) -> DataProto:
-        """The batch."""
+        """Return the batch."""
         return batch
 
     @register(Dispatch.ONE_TO_ALL)
     def nothing(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @register(Dispatch.ONE_TO_ALL)
     def zeros(self, nbytes: int) -> np.ndarray:
-        """As many bytes, which this process writes into the store."""
+        """Return this many bytes, which the process writes into the store."""
         return np.zeros(nbytes, np.uint8)
 
 
-def plain_actor() -> type:
-    """A bare Ray actor: the machine's limit."""
-
-    class Plain:
-        def echo(self, value: object) -> object:
-            return value
-
-        def nothing(self) -> None:
-            pass
-
-        def zeros(self, nbytes: int) -> object:
-            return np.zeros(nbytes, np.uint8)
-
-    return Plain
-
-
-def peer_worker() -> type:
-    """verl's worker. A function, so that verl is imported where it is installed."""
-    import os
-
+def peer_group(ranks: int) -> Any:
+    """Start verl's worker group without GPUs; its workers are echoes."""
+    import ray
     from verl.single_controller.base import Worker
     from verl.single_controller.base.decorator import Dispatch as PeerDispatch
     from verl.single_controller.base.decorator import register as peer_register
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
     class PeerEcho(Worker):
         @peer_register(dispatch_mode=PeerDispatch.ONE_TO_ALL)
@@ -71,7 +83,10 @@ def peer_worker() -> type:
         def nothing(self) -> None:
             pass
 
-        def zeros(self, nbytes: int) -> object:
+        def zeros(self, nbytes: int) -> np.ndarray:
             return np.zeros(nbytes, np.uint8)
 
-    return PeerEcho
+    prefix = f"peer{ranks}"
+    pool = RayResourcePool([ranks], use_gpu=False, max_colocate_count=1, name_prefix=prefix)
+    workers = RayClassWithInitArgs(ray.remote(PeerEcho))
+    return RayWorkerGroup(pool, workers, device_name="cpu")

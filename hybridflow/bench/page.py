@@ -1,45 +1,41 @@
-"""One self-contained HTML page: the last run of a suite, the history of each metric, and nodes that stand out."""
+"""One self-contained HTML page: the last run of a suite, the history of each metric, and node
+outliers."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from hybridflow.bench import show
-from hybridflow.bench.gate import outliers
+from hybridflow.bench.gate import Outlier, outliers
 from hybridflow.bench.measurements.base import SUITES
 from hybridflow.bench.result import Result, differences
-from hybridflow.observe.charts import Chart, Drawn, Series, draw
+from hybridflow.observe.charts import Chart, Drawn, Point, Series, draw
 
 
 def page(results: Sequence[Result]) -> str:
-    """The page of several runs, oldest first; tables are of the last one."""
+    """Return the page of several runs, oldest first; tables are of the last one."""
     last = results[-1]
-    environment = jinja2.Environment(loader=jinja2.PackageLoader("hybridflow.bench", "."), autoescape=True)
-    found = outliers(last)
-    names = list(dict.fromkeys(metric.name for metric in last.metrics))
-    cells = {(one.name, one.node): one for one in last.metrics}
-    worse = {(one.name, one.node): one for one in found}
+    loader = jinja2.PackageLoader("hybridflow.bench", ".")
+    environment = jinja2.Environment(loader=loader, autoescape=True)
+    worse = outliers(last)
     rows = [show.row(metric) for metric in last.metrics if not metric.node]
-    shown = [any(row[place] for row in rows) for place in range(len(show.COLUMNS))]  # empty columns are left out
+    # columns that are empty in every row are left out
+    columns = [index for index in range(len(show.COLUMNS)) if any(row[index] for row in rows)]
     return environment.get_template("page.html.j2").render(
         last=last,
         about=SUITES.get(last.suite, ""),
         count=len(results),
-        columns=[column for column, kept in zip(show.COLUMNS, shown, strict=True) if kept],
-        rows=[[cell for cell, kept in zip(row, shown, strict=True) if kept] for row in rows],
-        nodes=last.nodes,
-        by_node=[
-            (name, _unit(last, name), [(cells.get((name, node)), worse.get((name, node))) for node in last.nodes])
-            for name in names
-            if any((name, node) in cells for node in last.nodes)
-        ],
-        outliers=[show.sentence(one) for one in found],
+        columns=[show.COLUMNS[index] for index in columns],
+        numbers=show.NUMBERS,
+        rows=[[row[index] for index in columns] for row in rows],
+        by_node=_by_node(last, worse),
+        outliers=[show.sentence(one) for one in worse],
         fingerprint=_facts(last),
         changed=[(one.started, differences(before, one)) for before, one in pairwise(results)],
         charts=_history(results) if len(results) > 1 else [],
@@ -47,38 +43,54 @@ def page(results: Sequence[Result]) -> str:
     )
 
 
-def _unit(result: Result, name: str) -> str:
-    return next(metric.unit for metric in result.metrics if metric.name == name)
+def _by_node(result: Result, worse: Sequence[Outlier]) -> list[tuple[str, str, list[Any]]]:
+    """Return name, unit, and each node's metric and outlier, of the metrics that nodes have."""
+    marks = {(one.name, one.node): one for one in worse}
+    cells = {(one.name, one.node): one for one in result.metrics}
+    units = {one.name: one.unit for one in result.metrics if one.node}
+    found = []
+    for name, unit in units.items():
+        row = [(cells.get((name, node)), marks.get((name, node))) for node in result.nodes]
+        found.append((name, unit, row))
+    return found
 
 
-def _facts(result: Result) -> list[tuple[str, str]]:
-    hardware, software = result.fingerprint["hardware"], result.fingerprint["software"]
-    packages = ", ".join(f"{name} {version}" for name, version in (software.get("packages") or {}).items())
+def _facts(result: Result) -> dict[str, str]:
+    hardware = result.fingerprint["hardware"]
+    software = result.fingerprint["software"]
     commit = result.fingerprint["commit"] or {}
+    packages = (software.get("packages") or {}).items()
     modified = ", with changes that are not committed" if commit.get("modified") else ""
-    facts = [
-        ("processor", f"{hardware.get('processor') or 'unknown'}, {hardware.get('cores')} cores"),
-        ("memory", f"{hardware.get('memory_gib')} GiB"),
-        ("accelerators", ", ".join(hardware.get("accelerators") or []) or "none"),
-        ("system", f"{software.get('platform')}, Python {software.get('python')}"),
-        ("packages", packages),
-        ("commit", f"{commit.get('commit') or 'unknown'}{modified}"),
-        ("recipe", result.fingerprint["recipe"] or "none"),
-        ("nodes", ", ".join(result.fingerprint["placement"]["nodes"]) or "this machine"),
-    ]
-    return [(name, str(value)) for name, value in facts]
+    return {
+        "processor": f"{hardware.get('processor') or 'unknown'}, {hardware.get('cores')} cores",
+        "memory": f"{hardware.get('memory_gib')} GiB",
+        "accelerators": ", ".join(hardware.get("accelerators") or []) or "none",
+        "system": f"{software.get('platform')}, Python {software.get('python')}",
+        "packages": ", ".join(f"{name} {version}" for name, version in packages),
+        "commit": f"{commit.get('commit') or 'unknown'}{modified}",
+        "recipe": result.fingerprint["recipe"] or "none",
+        "nodes": ", ".join(result.fingerprint["placement"]["nodes"]) or "this machine",
+    }
 
 
 def _history(results: Sequence[Result]) -> list[Drawn]:
-    """A chart of each metric over the runs: its share of the limit where it has one, else its value."""
-    lines: dict[tuple[str, str], dict[str, list[tuple[float, float | None]]]] = defaultdict(lambda: defaultdict(list))
+    """Draw each metric over the runs: its share of the limit if it has one, otherwise its value."""
+    lines: dict[tuple[str, str], dict[str, list[Point]]] = {}
     for turn, result in enumerate(results, 1):
         for metric in result.metrics:
-            value, unit = (metric.value, metric.unit) if metric.share is None else (metric.share, "share of the limit")
-            lines[metric.name, unit][metric.node or "value"].append((float(turn), value))
-    drawn = [
-        draw(Chart(name, [Series(node, points, place % 8) for place, (node, points) in enumerate(nodes.items())], unit))
-        for (name, unit), nodes in lines.items()
-    ]
-    # the axis of these charts counts runs
-    return [replace(one, svg=Markup(one.svg.replace(">step<", ">run<"))) for one in drawn if one is not None]
+            value = metric.value
+            unit = metric.unit
+            if metric.share is not None:
+                value = metric.share
+                unit = "share of the limit"
+            nodes = lines.setdefault((metric.name, unit), {})
+            nodes.setdefault(metric.node or "value", []).append((float(turn), value))
+    charts = []
+    for (name, unit), nodes in lines.items():
+        series = [
+            Series(node, points, index % 8) for index, (node, points) in enumerate(nodes.items())
+        ]
+        if drawn := draw(Chart(name, series, unit)):
+            # the axis of these charts counts runs
+            charts.append(replace(drawn, svg=Markup(drawn.svg.replace(">step<", ">run<"))))
+    return charts

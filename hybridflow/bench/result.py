@@ -1,7 +1,7 @@
-"""What a suite leaves behind: metrics with all their rounds, what was not run and why, and where all of it ran.
+"""The result of a suite: metrics with all their rounds, what was not run and why, and where it ran.
 
-A result is one JSON file in the form of `result.schema.json`, which lies next to this module and is what other programs
-may rely on. A new form gets a new number in `FORMAT`; the reader goes on accepting the older ones.
+A result is one JSON file that follows `result.schema.json`, the published schema next to this
+module. A new form gets a new number in `FORMAT`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +19,15 @@ from hybridflow.errors import DataError, StorageError
 
 FORMAT = "hybridflow-bench/1"
 SCHEMA = Path(__file__).with_name("result.schema.json")
-REFERENCES = ("limit", "peer", "yardstick")  # what may stand next to a metric
+PARTS = ("hardware", "software", "commit", "recipe", "placement")  # of a fingerprint
+REFERENCES = ("limit", "peer", "yardstick")
 MIN_ROUNDS = 5  # a median of fewer rounds is not compared
 Better = Literal["lower", "higher", "none"]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What stands next to a metric: a limit of the machine or a peer, of the metric's unit, measured in the same
+    """A limit, a peer or a yardstick of a metric, in the metric's unit, measured in the same
     rounds."""
 
     name: str
@@ -43,17 +44,19 @@ class Metric:
     """One quantity of one measurement.
 
     Attributes:
-        measurement: the entry that took it.
+        measurement: name of the entry.
         name: `subject/quantity`, unique within a result and node.
-        unit: "s", "GB/s", "tokens/s"; "count" for what does not vary with the machine's load.
+        unit: "s", "GB/s", "tokens/s"; "count" for a value that does not vary with the machine's
+            load.
         better: whether lower or higher values are better; "none": shown, not judged.
-        rounds: the values without those of the warm-up.
-        limit: what the machine allows, as a plain copy of the same bytes.
-        peer: another system doing the same, where one runs here.
-        yardstick: of the same unit and rounds, where there is neither: it shows how fast the machine was just then.
-        node: where it was measured, empty for what belongs to no single node.
-        bound: change of the ratio to the limit (or peer) that counts as one, 0.05 for 5%.
-        processes: in how many processes, one after the other, the rounds were measured, as many in each.
+        rounds: values without those of the warm-up.
+        limit: the machine's limit, for example a plain copy of the same bytes.
+        peer: another system that does the same.
+        yardstick: how fast the machine was in the same rounds, for metrics without a limit or a
+            peer.
+        node: the node that measured, empty for a metric that belongs to no single node.
+        bound: relative change of the ratio to the reference that counts as one, 0.05 for 5%.
+        processes: number of processes that measured one after the other, each as many rounds.
     """
 
     measurement: str
@@ -75,29 +78,37 @@ class Metric:
 
     @property
     def spread(self) -> float:
-        """Median distance of a round from the value, over the value."""
+        """Median distance of a round from the value, relative to the value."""
         middle = self.value
-        return statistics.median(abs(one - middle) for one in self.rounds) / abs(middle) if middle else 0.0
+        distances = [abs(one - middle) for one in self.rounds]
+        return statistics.median(distances) / abs(middle) if middle else 0.0
 
     @property
     def share(self) -> float | None:
-        """How much of the limit is reached: 1 is the limit."""
+        """Reached share of the limit; 1 is the limit."""
         return self._against(self.limit)
 
     @property
     def ratio(self) -> float | None:
-        """How many times as good as the peer; above 1: better."""
+        """Factor to the peer; above 1 is better than the peer."""
         return self._against(self.peer)
 
     def _against(self, other: Reference | None) -> float | None:
         if other is None or not other.value or not self.value:
             return None
-        return other.value / self.value if self.better == "lower" else self.value / other.value
+        if self.better == "lower":
+            return other.value / self.value
+        return self.value / other.value
+
+
+def single(name: str, unit: str, value: float, better: Better = "none", **more: Any) -> Metric:
+    """Return a metric of one value; `more` are further attributes of `Metric`."""
+    return Metric("", name, unit, better, (float(value),), **more)
 
 
 @dataclass(frozen=True)
 class NotRun:
-    """A measurement without a figure, or the part of one, and why."""
+    """A measurement, or a part of one, without a figure, and the reason."""
 
     measurement: str
     why: str
@@ -106,27 +117,49 @@ class NotRun:
 
 @dataclass(frozen=True)
 class Result:
-    """One run of a suite. `fingerprint` has the parts hardware, software, commit, recipe and placement."""
+    """One run of a suite.
+
+    Attributes:
+        suite: name of the suite or of the single entry.
+        started: ISO 8601, UTC.
+        seconds: duration.
+        fingerprint: hardware, software, commit, recipe and placement.
+        metrics: of all entries and nodes.
+        not_run: entries without figures.
+        findings: of checks, each with node, name, level and what.
+    """
 
     suite: str
-    started: str  # ISO 8601, UTC
+    started: str
     seconds: float
     fingerprint: dict[str, Any]
     metrics: tuple[Metric, ...] = ()
     not_run: tuple[NotRun, ...] = ()
-    findings: tuple[dict[str, str], ...] = field(default=())  # of checks: node, name, level, what
+    findings: tuple[dict[str, str], ...] = ()
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """The nodes that measured something, sorted."""
         return tuple(sorted({metric.node for metric in self.metrics if metric.node}))
 
+    def joined(self, parts: Iterable[Result], **changes: Any) -> Result:
+        """Return this result followed by the entries of others; `changes` replace further
+        attributes."""
+        every = [self, *parts]
+        return replace(
+            self,
+            metrics=tuple(metric for part in every for metric in part.metrics),
+            not_run=tuple(entry for part in every for entry in part.not_run),
+            findings=tuple(entry for part in every for entry in part.findings),
+            **changes,
+        )
+
 
 def write(path: Path, result: Result) -> None:
     """Write the file whole or not at all.
 
     Raises:
-        StorageError: the disk is full, or the folder may not be written.
+        StorageError: the disk is full, or the folder is not writable.
     """
     write_text(path, json.dumps(as_dict(result), indent=1) + "\n")
 
@@ -139,8 +172,11 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A file to fill, which becomes `path` when all went well. StorageError: the disk is full, or may not be
-    written."""
+    """Yield a temporary file that becomes `path` if nothing fails.
+
+    Raises:
+        StorageError: the disk is full, or the folder is not writable.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,109 +188,94 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def read(path: Path) -> Result:
-    """Read a result of this form, or a list of figures as earlier versions wrote (`benchmarks/results/NAME.json`).
+    """Read a result.
 
     Raises:
-        DataError: no such file, a truncated one, or one of another program; says what is wrong in it.
+        DataError: the file is missing, truncated, or of another program; the message names the
+            wrong entry.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); give a file that `hybridflow bench run` wrote") from error
+        raise DataError(
+            f"{path}: cannot be read ({error}); give a file that `hybridflow bench run` wrote"
+        ) from error
     except ValueError as error:
         raise DataError(
-            f"{path}: is no whole JSON file ({error}); it was cut off while it was written or copied: take it again"
+            f"{path}: is no whole JSON file ({error}); it was cut off while it was written or "
+            "copied: take it again"
         ) from error
-    if isinstance(found, list):
-        return _old(path, found)
-    if not isinstance(found, dict) or not str(found.get("format", "")).startswith("hybridflow-bench/"):
+    form = str(found.get("format", "")) if isinstance(found, dict) else ""
+    if not form.startswith("hybridflow-bench/"):
         raise DataError(f"{path}: is no result of a benchmark (no `format: {FORMAT}` in it)")
-    if found["format"] != FORMAT:
-        raise DataError(f"{path}: has the form {found['format']}; this version reads {FORMAT} and older: update it")
+    if form != FORMAT:
+        raise DataError(f"{path}: has the form {form}; this version reads {FORMAT}: update it")
     _check(path, found)
-    return from_dict(found)
-
-
-def from_dict(found: dict[str, Any]) -> Result:
-    """The result that a checked mapping describes."""
-    not_run = tuple(NotRun(**entry) for entry in found["not_run"])
-    rest = {key: found[key] for key in ("suite", "started", "seconds", "fingerprint")}
     return Result(
-        **rest, metrics=tuple(map(_metric, found["metrics"])), not_run=not_run, findings=tuple(found["findings"])
+        suite=found["suite"],
+        started=found["started"],
+        seconds=found["seconds"],
+        fingerprint=found["fingerprint"],
+        metrics=tuple(map(_metric, found["metrics"])),
+        not_run=tuple(NotRun(**entry) for entry in found["not_run"]),
+        findings=tuple(found["findings"]),
     )
-
-
-def _metric(entry: dict[str, Any]) -> Metric:
-    own = {field.name: entry[field.name] for field in fields(Metric) if field.name in entry}
-    references = {name: _reference(own[name]) for name in REFERENCES}
-    return Metric(**own | references | {"rounds": tuple(own["rounds"])})
-
-
-def as_dict(result: Result) -> dict[str, Any]:
-    """The file's content: the result, and what follows from its rounds."""
-    plain = {"format": FORMAT, **asdict(result)}
-    for entry, metric in zip(plain["metrics"], result.metrics, strict=True):
-        entry |= {"value": metric.value, "median": metric.value, "spread": metric.spread}
-        entry |= {"share": metric.share, "ratio": metric.ratio}
-        for name in REFERENCES:
-            if (reference := getattr(metric, name)) is not None:
-                entry[name]["value"] = reference.value
-    return plain
-
-
-def _reference(entry: dict[str, Any] | None) -> Reference | None:
-    return Reference(entry["name"], tuple(entry["rounds"])) if entry else None
 
 
 def _check(path: Path, found: dict[str, Any]) -> None:
     import jsonschema
 
-    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
-    errors = sorted(validator.iter_errors(found), key=lambda error: list(map(str, error.absolute_path)))
-    if errors:
-        place = ".".join(map(str, errors[0].absolute_path)) or "the file"
-        raise DataError(f"{path}: {place}: {errors[0].message[:200]} (hybridflow/bench/{SCHEMA.name} says what it has)")
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    error = jsonschema.exceptions.best_match(
+        jsonschema.Draft202012Validator(schema).iter_errors(found)
+    )
+    if error:
+        place = ".".join(map(str, error.absolute_path)) or "the file"
+        raise DataError(
+            f"{path}: {place}: {error.message[:200]} (hybridflow/bench/{SCHEMA.name} has the form)"
+        )
 
 
-def _old(path: Path, figures: list[Any]) -> Result:
-    """Figures without rounds: one round each, so that they are shown and not compared."""
-    metrics = []
-    for number, figure in enumerate(figures):
-        if not isinstance(figure, dict) or not {"metric", "value", "unit"} <= set(figure):
-            raise DataError(f"{path}: entry {number} is no figure: it lacks metric, value or unit")
-        if not isinstance(figure["value"], (int, float)):
-            raise DataError(f"{path}: entry {number}: value is {figure['value']!r}, no number")
-        limit = Reference("limit", (float(figure["limit"]),)) if figure.get("limit") is not None else None
-        peer = None
-        if figure.get("peer") and figure.get("peer_value") is not None:
-            peer = Reference(str(figure["peer"]), (float(figure["peer_value"]),))
-        unit = str(figure["unit"])
-        better: Better = "lower" if unit in ("s", "bytes") else "higher" if unit.endswith("/s") else "none"
-        metrics.append(Metric(path.stem, str(figure["metric"]), unit, better, (float(figure["value"]),), limit, peer))
-    companion = path.with_name(f"{path.stem}.environment.json")
-    try:
-        environment: dict[str, Any] = json.loads(companion.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        environment = {}
-    return Result(path.stem, str(environment.get("date", "")), 0.0, fingerprint_of(environment), tuple(metrics))
+def _metric(entry: dict[str, Any]) -> Metric:
+    own = {one.name: entry[one.name] for one in fields(Metric) if one.name in entry}
+    for name in REFERENCES:
+        if own[name]:
+            own[name] = Reference(own[name]["name"], tuple(own[name]["rounds"]))
+    return Metric(**own | {"rounds": tuple(own["rounds"])})
+
+
+def as_dict(result: Result) -> dict[str, Any]:
+    """Return the file's content: the result, and the values that follow from its rounds."""
+    plain = {"format": FORMAT, **asdict(result)}
+    for entry, metric in zip(plain["metrics"], result.metrics, strict=True):
+        for name in ("value", "spread", "share", "ratio"):
+            entry[name] = getattr(metric, name)
+        entry["median"] = metric.value
+        for name in REFERENCES:
+            if reference := getattr(metric, name):
+                entry[name]["value"] = reference.value
+    return plain
 
 
 def fingerprint_of(
-    environment: dict[str, Any], recipe: str | None = None, nodes: Sequence[str] = (), model: str = ""
+    environment: dict[str, Any],
+    recipe: str | None = None,
+    nodes: Sequence[str] = (),
+    model: str = "",
 ) -> dict[str, Any]:
-    """The fingerprint from what `hybridflow.observe.environment` says.
+    """Return the fingerprint of a run.
 
     Args:
-        environment: versions, platform, cores, memory, accelerators, git.
-        recipe: hash of the recipe that ran, where one did.
+        environment: from `hybridflow.observe.environment`.
+        recipe: hash of the recipe that ran, if one did.
         nodes: names of the nodes that took part.
         model: of the processor.
     """
     hardware = {key: environment.get(key) for key in ("cores", "memory_gib", "accelerators")}
-    software = {key: environment.get(key) for key in ("hybridflow", "python", "platform", "packages")}
+    software = ("hybridflow", "python", "platform", "packages")
     return {
         "hardware": {"processor": model, **hardware},
-        "software": software,
+        "software": {key: environment.get(key) for key in software},
         "commit": environment.get("git"),
         "recipe": recipe,
         "placement": {"nodes": list(nodes), "cores_usable": environment.get("cores_usable")},
@@ -262,17 +283,16 @@ def fingerprint_of(
 
 
 def differences(one: Result, other: Result) -> dict[str, list[str]]:
-    """`part -> what differs` of two fingerprints, as `key: A, then B` in words."""
+    """Return the differences of two fingerprints by part, each as `key: A → B`."""
     found: dict[str, list[str]] = {}
-    for part in ("hardware", "software", "commit", "recipe", "placement"):
-        first, second = _flat(one.fingerprint.get(part)), _flat(other.fingerprint.get(part))
-        lines = [
-            f"{key or part}: {first.get(key)} → {second.get(key)}"
-            for key in sorted({*first, *second})
-            if first.get(key) != second.get(key)
-        ]
-        if lines:
-            found[part] = lines
+    for part in PARTS:
+        first = _flat(one.fingerprint.get(part))
+        second = _flat(other.fingerprint.get(part))
+        for key in sorted({*first, *second}):
+            if first.get(key) != second.get(key):
+                found.setdefault(part, []).append(
+                    f"{key or part}: {first.get(key)} → {second.get(key)}"
+                )
     return found
 
 
@@ -286,22 +306,19 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def merge(parts: Iterable[Result]) -> Result:
-    """One result of what several nodes measured in the same suite.
+    """Return one result of the measurements of several nodes in one suite.
 
     Raises:
         DataError: the parts are of several suites.
     """
-    several = list(parts)
-    first = several[0]
-    if len({part.suite for part in several}) > 1:
-        raise DataError(f"results of several suites cannot be merged: {', '.join(sorted({p.suite for p in several}))}")
-    nodes = sorted({node for part in several for node in part.fingerprint["placement"]["nodes"]})
-    placement = {**first.fingerprint["placement"], "nodes": nodes}
-    return replace(
-        first,
-        seconds=max(part.seconds for part in several),
+    first, *others = parts
+    suites = sorted({part.suite for part in (first, *others)})
+    if len(suites) > 1:
+        raise DataError(f"results of several suites cannot be merged: {', '.join(suites)}")
+    nodes = {node for part in (first, *others) for node in part.fingerprint["placement"]["nodes"]}
+    placement = {**first.fingerprint["placement"], "nodes": sorted(nodes)}
+    return first.joined(
+        others,
+        seconds=max(part.seconds for part in (first, *others)),
         fingerprint={**first.fingerprint, "placement": placement},
-        metrics=tuple(metric for part in several for metric in part.metrics),
-        not_run=tuple(entry for part in several for entry in part.not_run),
-        findings=tuple(entry for part in several for entry in part.findings),
     )

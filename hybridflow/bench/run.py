@@ -1,8 +1,8 @@
-"""Running a suite: one measurement after the other, each in a process of its own, with a log of its own."""
+"""Running a suite: one entry after the other, each in its own process with its own log."""
 
 from __future__ import annotations
 
-import difflib
+import json
 import os
 import platform
 import shutil
@@ -12,19 +12,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hybridflow.bench import result as results
-from hybridflow.bench.files import pooled
-from hybridflow.bench.measurements.base import MEASUREMENTS, SUITES, Measurement, builtin
+from hybridflow.bench.files import RESULT, pooled
+from hybridflow.bench.measurements.base import SUITES, Measurement, chosen, find
 from hybridflow.bench.result import NotRun, Result
 from hybridflow.config.registry import absolute_entry, is_user_entry
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.observe.environment import describe_environment
 
-# One thread, and torch's allocator on huge pages as numpy's is: otherwise the allocator decides, not the code.
+# One thread, and torch's allocator on huge pages like numpy's: otherwise the allocator decides,
+# not the code.
 CONDITIONS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -33,138 +34,138 @@ CONDITIONS = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_worker_niceness": "0",
 }
-RESULT_VARIABLE = "HYBRIDFLOW_BENCH_RESULT"  # where a script of benchmarks/ writes its metrics
-_SCRIPT_S = 1800.0
-_LAST = 300  # characters of what a failed measurement said
+_LAST = 300  # characters of a failed entry's last line
+_NO_GPU = "it needs a GPU, and there is none"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a suite on this node; `nodes` are all that take part."""
+    """One run of a suite or an entry on this node; `nodes` are all that take part."""
 
-    what: str  # a suite or a measurement
+    what: str
     folder: Path
     node: str = ""
     nodes: tuple[str, ...] = ("",)
+    settings: tuple[str, ...] = ()  # `key=value` of a single entry
 
     @property
     def is_first(self) -> bool:
-        """Whether this node runs what one node alone runs."""
+        """True on the node that runs the entries which only one node runs."""
         return self.node == self.nodes[0]
 
 
-def scripts() -> dict[str, Path]:
-    """The comparisons with peers, which a checkout has in `benchmarks/`, by name."""
-    folder = Path(__file__).resolve().parents[2] / "benchmarks"
-    return {path.stem: path for path in sorted(folder.glob("*.py"))} if (folder / "support").is_dir() else {}
-
-
-def chosen(what: str) -> list[str]:
-    """The measurements of a suite, or the one measurement called `what`.
-
-    Raises:
-        ConfigError: there is neither; names the nearest.
-    """
-    if what in SUITES:
-        return [name for name, entry in builtin() if what in entry.suites]
-    names = [*SUITES, *MEASUREMENTS.names(), *scripts()]
-    if is_user_entry(what) or what in names:
-        return [what]
-    near = difflib.get_close_matches(what, names, n=1, cutoff=0.0)
-    raise ConfigError(
-        f"there is no suite or measurement {what}; did you mean {near[0]}? (`hybridflow bench list` names them all)"
-    )
+def label_of(name: str) -> str:
+    """Return an entry's name for files and results: `my-mine` for `path/to/my.py:mine`."""
+    return Path(name).name.replace(".py:", "-") if is_user_entry(name) else name
 
 
 def run(job: Job, say: Callable[[str], None] = print) -> Result:
-    """Run a suite; writes `result.json`, or `nodes/NODE.json` where several nodes take part, after each measurement.
+    """Run a suite, and write its result after each entry.
 
-    What fails, takes too long or needs a device that is absent is in the result with its reason.
+    The file is `result.json`, or `nodes/NODE.json` if several nodes take part. An entry that fails,
+    takes too long or lacks a device is in the result with the reason.
 
     Raises:
-        ConfigError: no such suite or measurement.
+        ConfigError: no such suite, entry or setting.
         StorageError: the folder's disk is full.
     """
-    names, begun = chosen(job.what), time.time()
+    entries = {name: find(name) for name in chosen(job.what)}
+    if job.settings and job.what in SUITES:
+        raise ConfigError(f"{job.settings[0]}: a suite has no settings; run one of its entries")
+    for entry in entries.values():
+        entry.settings(job.settings)
+    begun = time.time()
     environment = describe_environment()
+    nodes = [node for node in job.nodes if node]
     found = Result(
-        job.what if job.what in SUITES or not is_user_entry(job.what) else Path(job.what).name.replace(".py:", "-"),
-        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
-        0.0,
-        results.fingerprint_of(environment, nodes=[node for node in job.nodes if node], model=_processor()),
+        suite=label_of(job.what),
+        started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
+        seconds=0.0,
+        fingerprint=results.fingerprint_of(environment, nodes=nodes, model=_processor()),
     )
-    path = job.folder / (f"nodes/{job.node}.json" if len(job.nodes) > 1 else "result.json")
-    for name in names:
-        entry = None if name in scripts() else MEASUREMENTS.get(name)
-        if not job.is_first and not (entry and entry.per_node):
-            continue
-        if entry and entry.needs_gpu and not environment["accelerators"]:
-            found = replace(
-                found, not_run=(*found.not_run, NotRun(name, "it needs a GPU, and there is none", job.node))
-            )
-            say(f"{name}: not run: it needs a GPU, and there is none")
+    several = len(job.nodes) > 1
+    path = job.folder / (f"nodes/{job.node}.json" if several else RESULT)
+    for name, entry in entries.items():
+        if not job.is_first and not entry.per_node:
             continue
         started = time.monotonic()
-        part = _measure(job, name, entry)
-        found = replace(
-            found,
+        if entry.needs_gpu and not environment["accelerators"]:
+            part = _without(job, name, _NO_GPU)
+        else:
+            part = _measure(job, name, entry)
+        recipe = part.fingerprint["recipe"] or found.fingerprint["recipe"]
+        found = found.joined(
+            [part],
             seconds=round(time.time() - begun, 1),
-            metrics=(*found.metrics, *part.metrics),
-            not_run=(*found.not_run, *part.not_run),
-            findings=(*found.findings, *part.findings),
-            fingerprint={**found.fingerprint, "recipe": part.fingerprint.get("recipe") or found.fingerprint["recipe"]},
+            fingerprint={**found.fingerprint, "recipe": recipe},
         )
         results.write(path, found)
-        why = "".join(f"; not run: {entry.why}" for entry in part.not_run)
-        say(f"{name}: {len(part.metrics)} metrics in {time.monotonic() - started:.1f} s{why}")
+        why = "".join(f"; not run: {one.why}" for one in part.not_run)
+        took = time.monotonic() - started
+        say(f"{name}: {len(part.metrics)} metrics in {took:.1f} s{why}")
     results.write(path, found)
     return found
 
 
-def _measure(job: Job, name: str, entry: Measurement | None) -> Result:
-    """The metrics of one measurement, of all its processes; of one that fails, a result with the reason alone."""
+def _without(job: Job, name: str, why: str) -> Result:
+    """Return a result that has only the reason."""
+    not_run = NotRun(label_of(name), why, job.node)
+    return Result(label_of(name), "", 0.0, results.fingerprint_of({}), not_run=(not_run,))
+
+
+def _measure(job: Job, name: str, entry: Measurement) -> Result:
+    """Return the pooled metrics of all processes of an entry, or the reason why one failed."""
     parts = []
-    # nodes measure each round side by side, which processes that start anew would not
-    for part in range(entry.processes if entry and len(job.nodes) == 1 else 1):
+    # nodes measure each round side by side, which processes that start again would not
+    for part in range(entry.processes if len(job.nodes) == 1 else 1):
         parts.append(_measure_once(job, name, entry, part))
         if not parts[-1].metrics:
             return parts[-1]
     return pooled(parts)
 
 
-def _measure_once(job: Job, name: str, entry: Measurement | None, part: int) -> Result:
-    """The metrics that one process takes; of one that fails, a result with the reason alone."""
-    label = absolute_entry(name).rpartition("/")[2].replace(".py:", "-") if is_user_entry(name) else name
+def _measure_once(job: Job, name: str, entry: Measurement, part: int) -> Result:
+    label = label_of(name)
     log = job.folder / "logs" / (f"{label}.{job.node}.log" if job.node else f"{label}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    limit_s = entry.timeout_s if entry else _SCRIPT_S
     local = Path(tempfile.mkdtemp(prefix="hybridflow-bench-"))
-    out = local / "metrics.json"
-    words: Sequence[str] = [sys.executable, "-P", "-m", "hybridflow.bench", absolute_entry(name), "--out", str(out)]
-    words = [*words, "--folder", str(job.folder.resolve()), "--local", str(local), "--node", job.node]
-    words = [*words, "--part", str(part), "--nodes", *job.nodes] if entry else [sys.executable, str(scripts()[name])]
-    environment = {**os.environ, **CONDITIONS, RESULT_VARIABLE: str(out)}
+    described: dict[str, Any] = {
+        "name": absolute_entry(name),
+        "label": label,
+        "settings": job.settings,
+        "node": job.node,
+        "nodes": job.nodes,
+        "folder": str(job.folder.resolve()),
+        "local": str(local),
+        "part": part,
+        "out": str(local / "metrics.json"),
+    }
+    (local / "job.json").write_text(json.dumps(described), encoding="utf-8")
+    words = [sys.executable, "-P", "-m", "hybridflow.bench", str(local / "job.json")]
     try:
         with log.open("ab" if part else "wb") as stream:
-            code = finish(words, environment, stream, limit_s)
-        if code == 0 and out.exists():
-            found = results.read(out)
-            metrics = tuple(replace(metric, measurement=label) for metric in found.metrics)
-            return replace(found, metrics=metrics)
-        last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        why = last[-1][:_LAST].removeprefix("hybridflow: ") if last else f"it ended with status {code} in silence"
+            code = finish(words, {**os.environ, **CONDITIONS}, stream, entry.timeout_s)
+        if code == 0:
+            return results.read(local / "metrics.json")
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+        last = next((line for line in reversed(lines) if line), "")
+        why = last[:_LAST].removeprefix("hybridflow: ")
+        why = why or f"it ended with status {code} in silence"
     except subprocess.TimeoutExpired:
-        why = f"it was ended after {limit_s:.0f} s; {log.name} has what it said"
+        why = f"it was ended after {entry.timeout_s:.0f} s; {log.name} has its output"
     except DataError as error:
         why = str(error)
     finally:
         shutil.rmtree(local, ignore_errors=True)
-    return Result(label, "", 0.0, results.fingerprint_of({}), not_run=(NotRun(label, why, job.node),))
+    return _without(job, name, why)
 
 
-def finish(words: Sequence[str], environment: Mapping[str, str], log: IO[bytes], limit_s: float) -> int:
-    """The exit status of a command. A command that takes too long, or that is interrupted, ends with all that it has
-    started in its session.
+def finish(
+    words: Sequence[str], environment: Mapping[str, str], log: IO[bytes], limit_s: float
+) -> int:
+    """Return the exit status of a command.
+
+    A command that takes too long, or that is interrupted, ends with all processes of its session.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than `limit_s`.
@@ -175,7 +176,8 @@ def finish(words: Sequence[str], environment: Mapping[str, str], log: IO[bytes],
         try:
             return process.wait(limit_s)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # the command itself has not been waited for: its group exists
+            # the command itself has not been waited for: its group exists
+            os.killpg(process.pid, signal.SIGKILL)
             raise
 
 
@@ -184,4 +186,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

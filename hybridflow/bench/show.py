@@ -1,140 +1,172 @@
-"""A result as text: a table for a terminal, CSV, markdown, and a file for Prometheus' node exporter."""
+"""A result as text: a table for a terminal, CSV, and a file for Prometheus' node exporter."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hybridflow.bench.gate import Comparison, Outlier, outliers
 from hybridflow.bench.result import Metric, Reference, Result
 
-COLUMNS = ("metric", "node", "value", "unit", "spread", "of the limit", "limit", "against the peer", "peer")
+COLUMNS = (
+    "metric",
+    "node",
+    "value",
+    "unit",
+    "spread",
+    "of the limit",
+    "limit",
+    "against the peer",
+    "peer",
+)
+NUMBERS = ("value", "spread", "of the limit", "against the peer")  # columns with numbers
+_COMPARED = ("metric", "node", "A", "B", "unit", "cost", "interval", "bound", "verdict")
+_CSV = ("measurement", "name", "node", "unit", "better", "value", "spread", "share", "ratio")
+_HELP = {
+    "value": "Median of a metric of a benchmark suite, in its own unit.",
+    "share": "Part of the limit that a metric reaches.",
+    "node_excess": "How much worse than the other nodes a node is that stands out.",
+}
 
 
 def number(value: float | None) -> str:
-    """Four digits; empty for None."""
+    """Format with four digits; empty for None."""
     return "" if value is None else f"{value:.4g}"
 
 
 def row(metric: Metric) -> tuple[str, ...]:
-    """The columns of a metric."""
-    share = "" if metric.share is None else f"{metric.share:.0%}"
-    ratio = "" if metric.ratio is None else f"{metric.ratio:.2f} x"
+    """Return the columns of a metric."""
+    share = metric.share
+    ratio = metric.ratio
     return (
-        metric.name, metric.node, number(metric.value), metric.unit, f"{metric.spread:.1%}", share,
-        _name(metric.limit), ratio, _name(metric.peer),
-    )  # fmt: skip
+        metric.name,
+        metric.node,
+        number(metric.value),
+        metric.unit,
+        f"{metric.spread:.1%}",
+        "" if share is None else f"{share:.0%}",
+        _name(metric.limit),
+        "" if ratio is None else f"{ratio:.2f} x",
+        _name(metric.peer),
+    )
 
 
 def table(result: Result) -> str:
-    """The result for a terminal: metrics, what was not run, findings, and nodes that stand out."""
-    rows = [COLUMNS, *map(row, result.metrics)]
+    """Return the result for a terminal: metrics, gaps, findings, and nodes that stand out."""
     nodes = ", ".join(result.nodes) or "one node"
-    lines = [f"{result.suite}, {result.started}, {result.seconds:.0f} s, {nodes}", "", *_aligned(rows)]
-    return "\n".join([*lines, *_not_run_and_found(result), *map(sentence, outliers(result))])
-
-
-def _not_run_and_found(result: Result) -> list[str]:
-    lines = [f"not run: {_on(entry.measurement, entry.node)}: {entry.why}" for entry in result.not_run]
-    return lines + [f"{one['level']}: {_on(one['name'], one['node'])}: {one['what']}" for one in result.findings]
+    lines = [f"{result.suite}, {result.started}, {result.seconds:.0f} s, {nodes}", ""]
+    lines += _aligned([COLUMNS, *map(row, result.metrics)])
+    for gap in result.not_run:
+        lines.append(f"not run: {_on(gap.measurement, gap.node)}: {gap.why}")
+    for one in result.findings:
+        lines.append(f"{one['level']}: {_on(one['name'], one['node'])}: {one['what']}")
+    return "\n".join([*lines, *map(sentence, outliers(result))])
 
 
 def sentence(outlier: Outlier) -> str:
-    """What a node that stands out does worse than the others."""
+    """Describe how a node that stands out is worse than the others."""
     return (
-        f"node {outlier.node} stands out: {outlier.name} is {outlier.excess:.0%} worse than the other nodes' "
-        f"({number(outlier.value)} against {number(outlier.others)} {outlier.unit}; bound {outlier.bound:.0%})"
+        f"node {outlier.node} stands out: {outlier.name} is {outlier.excess:.0%} worse than the "
+        f"other nodes' ({number(outlier.value)} against {number(outlier.others)} {outlier.unit}; "
+        f"bound {outlier.bound:.0%})"
     )
 
 
 def compared(found: Comparison) -> str:
-    """The comparison for a terminal: what differs around it, each metric, and the verdict on the last line."""
+    """Return the comparison for a terminal; the verdict is the last line."""
     lines = []
     for part, words in found.differences.items():
-        lines.append(f"other {part}: {'; '.join(words[:6])}{' ...' if len(words) > 6 else ''}")
-    head = ("metric", "node", "A", "B", "unit", "cost", "interval", "bound", "verdict")
-    rows = [head]
-    for change in found.changes:
-        shown = "" if change.change is None else f"{change.change:+.1%}"
-        between = "" if change.low is None or change.high is None else f"{change.low:+.1%} to {change.high:+.1%}"
-        why = f" ({change.why})" if change.why else ""
+        more = " ..." if len(words) > 6 else ""
+        lines.append(f"other {part}: {'; '.join(words[:6])}{more}")
+    rows = [_COMPARED]
+    for one in found.changes:
+        interval = ""
+        if one.low is not None and one.high is not None:
+            interval = f"{one.low:+.1%} to {one.high:+.1%}"
         rows.append(
-            (change.name, change.node, number(change.first), number(change.second), change.unit, shown, between,
-             f"{change.bound:.0%}", f"{change.verdict}{why}")
-        )  # fmt: skip
+            (
+                one.name,
+                one.node,
+                number(one.first),
+                number(one.second),
+                one.unit,
+                "" if one.change is None else f"{one.change:+.1%}",
+                interval,
+                f"{one.bound:.0%}",
+                f"{one.verdict} ({one.why})" if one.why else one.verdict,
+            )
+        )
     lines += ["", *_aligned(rows), *map(sentence, found.outliers), "", verdict(found)]
     return "\n".join(lines).lstrip("\n")
 
 
 def verdict(found: Comparison) -> str:
-    """One line: passed, or what is slower and where."""
+    """Return one line: passed, or the slower metrics and their nodes."""
     if not found.same_hardware:
-        return "not judged: A and B are of other hardware; take a baseline on this one (hybridflow bench baseline)"
-    slow = [_on(change.name, change.node) for change in found.changes if change.verdict == "slower"]
-    lost = [_on(change.name, change.node) for change in found.changes if change.verdict == "only in A"]
-    nodes = sorted({outlier.node for outlier in found.outliers})
-    said = [f"slower: {', '.join(slow)}"] if slow else []
-    said += [f"missing: {', '.join(lost)}"] if lost else []
-    said += [f"nodes that stand out: {', '.join(nodes)}"] if nodes else []
-    judged = sum(change.verdict in ("same", "slower", "faster") for change in found.changes)
-    unclear = sum(change.verdict == "unclear" for change in found.changes)
+        return (
+            "not judged: A and B are of other hardware; take a baseline on this one "
+            "(hybridflow bench baseline)"
+        )
+    by_verdict: dict[str, list[str]] = {}
+    for change in found.changes:
+        by_verdict.setdefault(change.verdict, []).append(_on(change.name, change.node))
+    bad = {
+        "slower": by_verdict.get("slower"),
+        "missing": by_verdict.get("only in A"),
+        "nodes that stand out": sorted({outlier.node for outlier in found.outliers}),
+    }
+    said = [f"{what}: {', '.join(names)}" for what, names in bad.items() if names]
+    judged = sum(len(by_verdict.get(name, ())) for name in ("same", "slower", "faster"))
+    unclear = len(by_verdict.get("unclear", ()))
     quiet = f"; {unclear} unclear: repeat both on a quieter machine" if unclear else ""
-    return (f"failed; {'; '.join(said)}" if said else f"passed: {judged} metrics judged, none is slower") + quiet
+    if said:
+        return f"failed; {'; '.join(said)}{quiet}"
+    return f"passed: {judged} metrics judged, none is slower{quiet}"
 
 
 def as_csv(results: Sequence[Result]) -> str:
-    """One line a metric and run."""
+    """Return one line for each metric and run."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    head = ("suite", "started", "commit", "measurement", "metric", "node", "unit", "better", "value", "spread")
-    writer.writerow((*head, "rounds", "limit", "share", "peer", "peer_value", "ratio"))
+    writer.writerow(("suite", "started", "commit", *_CSV, "rounds", "limit", "peer", "peer_value"))
     for result in results:
         commit = (result.fingerprint.get("commit") or {}).get("commit", "")
         for metric in result.metrics:
-            peer = metric.peer.value if metric.peer else ""
             writer.writerow(
-                (result.suite, result.started, commit, metric.measurement, metric.name, metric.node, metric.unit,
-                 metric.better, metric.value, metric.spread, len(metric.rounds),
-                 metric.limit.value if metric.limit else "", metric.share, _name(metric.peer), peer, metric.ratio)
-            )  # fmt: skip
+                (
+                    result.suite,
+                    result.started,
+                    commit,
+                    *(getattr(metric, name) for name in _CSV),
+                    len(metric.rounds),
+                    metric.limit.value if metric.limit else "",
+                    _name(metric.peer),
+                    metric.peer.value if metric.peer else "",
+                )
+            )
     return out.getvalue()
 
 
-def markdown(result: Result) -> str:
-    """A table, and lists of what was not run and found."""
-    lines = [f"# {result.suite}, {result.started}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row(metric)) + " |" for metric in result.metrics]
-    ends = [*map(sentence, outliers(result)), *_not_run_and_found(result)]
-    return "\n".join([*lines, "", *(f"- {line}" for line in ends)]).rstrip() + "\n"
-
-
 def prometheus(result: Result) -> str:
-    """Text for the node exporter's textfile collector: values, shares of limits, and nodes that stand out."""
-    lines = [
-        "# HELP hybridflow_bench_value Median of a metric of a benchmark suite, in its own unit.",
-        "# TYPE hybridflow_bench_value gauge",
-    ]
-    lines += [f"hybridflow_bench_value{_labels(result, one)} {one.value!r}" for one in result.metrics]
-    shares = [one for one in result.metrics if one.share is not None]
-    lines += [
-        "# HELP hybridflow_bench_share Part of the limit that a metric reaches.",
-        "# TYPE hybridflow_bench_share gauge",
-        *(f"hybridflow_bench_share{_labels(result, one)} {one.share!r}" for one in shares),
-        "# HELP hybridflow_bench_node_excess How much worse than the other nodes a node is that stands out.",
-        "# TYPE hybridflow_bench_node_excess gauge",
-    ]
-    lines += [
-        f'hybridflow_bench_node_excess{{suite="{_escaped(result.suite)}",metric="{_escaped(one.name)}",'
-        f'node="{_escaped(one.node)}"}} {one.excess!r}'
-        for one in outliers(result)
-    ]
+    """Return values, shares and node outliers for the node exporter's textfile collector."""
+    lines: list[str] = []
+
+    def family(name: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> None:
+        full = f"hybridflow_bench_{name}"
+        lines.extend((f"# HELP {full} {_HELP[name]}", f"# TYPE {full} gauge"))
+        for labels, value in samples:
+            pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+            lines.append(f"{full}{{{pairs}}} {value!r}")
+
+    def labels(one: Metric | Outlier, **more: str) -> dict[str, str]:
+        return {"suite": result.suite, "metric": one.name, **more, "node": one.node}
+
+    family("value", ((labels(one, unit=one.unit), one.value) for one in result.metrics))
+    shares = ((labels(one, unit=one.unit), one.share) for one in result.metrics)
+    family("share", ((found, share) for found, share in shares if share is not None))
+    family("node_excess", ((labels(one), one.excess) for one in outliers(result)))
     return "\n".join(lines) + "\n"
-
-
-def _labels(result: Result, metric: Metric) -> str:
-    labels = {"suite": result.suite, "metric": metric.name, "unit": metric.unit, "node": metric.node}
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
 
 
 def _escaped(text: str) -> str:
@@ -150,6 +182,11 @@ def _on(name: str, node: str) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    kept = [place for place in range(len(rows[0])) if any(row[place] for row in rows[1:])]
-    widths = {place: max(len(row[place]) for row in rows) for place in kept}
-    return ["  ".join(row[place].ljust(widths[place]) for place in kept).rstrip() for row in rows]
+    """Pad the columns to one width each; empty columns are left out."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for cells in zip(*columns, strict=True):
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return lines

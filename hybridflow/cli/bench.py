@@ -14,6 +14,7 @@ BENCH = """\
 examples:
   hybridflow bench list                                   suites, and what each measures
   hybridflow bench run micro                              a suite; or one measurement by its name
+  hybridflow bench run gate tries=5                       settings of a measurement
   hybridflow bench compare runs/bench/A runs/bench/B      what is slower in B; exit status 1 when something is
   hybridflow bench baseline runs/bench/A runs/bench/B     the runs together are the baseline of this kind of machine
   hybridflow bench compare runs/bench/C                   against that baseline
@@ -23,7 +24,7 @@ examples:
 
 docs/benchmarking.md says what each suite proves and what to do when it fails.
 """
-FORMATS = ("table", "csv", "markdown", "html", "prometheus", "json")
+FORMATS = ("table", "csv", "html", "prometheus", "json")
 _RUNS = Path("runs/bench")
 
 
@@ -33,6 +34,7 @@ def add(commands: Any) -> None:
     add_command(actions, "list", "the suites and their measurements", BENCH, run_list)
     run = add_command(actions, "run", "run a suite, or one measurement", BENCH, run_suite)
     run.add_argument("what", metavar="SUITE", help="a suite, a measurement, or path/to/file.py:name")
+    run.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of a measurement")
     run.add_argument("--out", type=Path, metavar="DIR", help="folder of this run (default: runs/bench/SUITE-TIME)")
     run.add_argument("--node", default="", metavar="NAME", help="this node's name among --nodes")
     run.add_argument("--nodes", nargs="+", metavar="NAME", help="all nodes that run this suite into the same folder")
@@ -58,18 +60,19 @@ def add(commands: Any) -> None:
 
 def run_list(args: argparse.Namespace) -> int:
     """`hybridflow bench list`."""
-    from hybridflow.bench.measurements.base import SUITES, builtin
-    from hybridflow.bench.run import scripts
+    from hybridflow.bench.measurements.base import MEASUREMENTS, SUITES, comparisons, find
 
-    entries = list(builtin())
+    entries = {name: find(name) for name in MEASUREMENTS.names()}
     for suite, about in SUITES.items():
         print(f"{suite}: {about}")
-        for name, entry in entries:
+        for name, entry in entries.items():
             if suite in entry.suites:
                 marks = ", each node" * entry.per_node + ", needs a GPU" * entry.needs_gpu
                 print(f"  {name:<12} {entry.summary}{marks}")
-    if found := scripts():
-        print(f"comparisons with peers, by name: {', '.join(found)}")
+    if found := comparisons():
+        print("in no suite, by name:")
+        for name in found:
+            print(f"  {name:<21} {find(name).summary}")
     return 0
 
 
@@ -78,15 +81,15 @@ def run_suite(args: argparse.Namespace) -> int:
     from hybridflow.bench import files, show
     from hybridflow.bench import result as results
     from hybridflow.bench.page import page
-    from hybridflow.bench.run import Job, chosen, run
+    from hybridflow.bench.run import Job, run
 
-    chosen(args.what)
     nodes = tuple(args.nodes or [args.node])
     if args.node not in nodes or len(set(nodes)) < len(nodes):
         raise ConfigError(f"--node {args.node!r} is not one of --nodes {' '.join(nodes)}, or a node is named twice")
     label = args.what.replace("/", "-").replace(".py:", "-")
     folder = args.out or _RUNS / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
-    found = run(Job(args.what, folder, args.node, nodes), lambda line: print(line, flush=True))
+    job = Job(args.what, folder, args.node, nodes, tuple(args.settings))
+    found = run(job, lambda line: print(line, flush=True))
     if len(nodes) == 1:
         results.write_text(folder / "report.html", page([found]))
         print(f"\n{show.table(found)}\n\nwritten: {folder / files.RESULT}, {folder / 'report.html'}")
@@ -146,7 +149,7 @@ def run_report(args: argparse.Namespace) -> int:
     elif args.format == "csv":
         text = show.as_csv(runs)
     else:
-        text = {"table": show.table, "markdown": show.markdown, "prometheus": show.prometheus}[args.format](last)
+        text = {"table": show.table, "prometheus": show.prometheus}[args.format](last)
     if args.out:
         results.write_text(args.out, text)
         print(args.out)

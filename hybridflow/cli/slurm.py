@@ -205,7 +205,7 @@ def _site(args: argparse.Namespace) -> Site:
 
 def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
     """A job that runs a suite of benchmarks on each of its nodes, without Ray."""
-    from hybridflow.bench.run import chosen
+    from hybridflow.bench.measurements.base import chosen
     from hybridflow.launch.job import Job
 
     refused = {"--config-name": args.config_name, "--spares": args.spares, "--other-nodes": args.other_nodes,

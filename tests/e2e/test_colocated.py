@@ -13,7 +13,7 @@ from tests.e2e.runs import Run
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
-def test_two_steps_in_turns_over_shared_memory(tmp_path: Path, settings: list[str]) -> None:
+def test_two_steps_rotated_over_shared_memory(tmp_path: Path, settings: list[str]) -> None:
     words = [
         "actor.offload={weights: true, gradients: true, optimizer: true}",
         "rollout.sleep_while_training=true",

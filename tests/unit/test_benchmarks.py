@@ -1,35 +1,45 @@
-"""Benchmarks that need what this machine lacks say so, and touch no result."""
+"""Entries of `benchmarks/`: one runs here in seconds, and one without its peer takes no figure."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from hybridflow.bench.result import read
+from hybridflow.cli.main import main
+
 pytestmark = pytest.mark.slow  # starts processes
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+def test_conversations_are_measured_with_their_yardstick_and_the_limit_of_memory(
+    tmp_path: Path,
+) -> None:
+    assert main(["bench", "run", "conversations", "count=64", "--out", str(tmp_path)]) == 0
+    found = read(tmp_path / "result.json")
+    rate, memory = found.metrics
+    assert found.suite == "conversations" and not found.not_run
+    assert (rate.unit, rate.better, len(rate.rounds)) == ("requests/s", "higher", 5)
+    assert rate.yardstick is not None and len(rate.yardstick.rounds) == 5 and rate.value > 0
+    assert memory.share is not None and memory.share > 1
+    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["kernels.py"], ["trl_steps.py", "--peer", "/nowhere/python"]],
-    ids=["kernels", "trl"],
+    ("setting", "why"),
+    [
+        ("peer=/nowhere/python", "peer=/nowhere/python is no Python with TRL; no figure was taken"),
+        ("case=tiny-9", "case=tiny-9 sides=TRL,2+2: cases are tiny-8, tiny-8-reference"),
+        ("sides=TRL,3+3", "sides are TRL, in-process, 1+1, 2+2"),
+    ],
 )
-def test_without_a_gpu_or_its_peer_no_figure_is_taken(words: list[str]) -> None:
-    before = {path.name: path.read_bytes() for path in (BENCHMARKS / "results").iterdir()}
-    env = {**os.environ, "HYBRIDFLOW_PLATFORM": "cpu"}
-    run = subprocess.run(
-        [sys.executable, *words],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        cwd=BENCHMARKS,
-    )
-    assert "no figure was taken" in run.stdout
-    assert {path.name: path.read_bytes() for path in (BENCHMARKS / "results").iterdir()} == before
+def test_steps_beside_trl_need_trl_and_a_known_case(tmp_path: Path, setting: str, why: str) -> None:
+    from benchmarks.trl_steps import trl_steps
+    from hybridflow.bench.measurements.base import Place, find
+    from hybridflow.errors import ConfigError
+
+    place = Place("", ("",), tmp_path, tmp_path)
+    assert find("trl_steps").summary.startswith(str(trl_steps.__doc__)[:20])
+    with pytest.raises(ConfigError) as raised:
+        list(find("trl_steps").measure(place, [setting]))
+    assert why in str(raised.value) and not list(tmp_path.iterdir())

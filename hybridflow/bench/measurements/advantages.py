@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import PROCESSES, ROUNDS_EACH, Place, interleaved, measurement
-from hybridflow.bench.result import Metric, Reference
+from hybridflow.bench.measurements.base import PROCESSES, ROUNDS_EACH, Place, measurement
+from hybridflow.bench.rounds import Side, Timed
 
-ROWS, LONGEST = 256, 2048
+ROWS = 256
+LONGEST = 2048
+COPIES = 20
 
 
-@measurement("advantages", "micro", processes=PROCESSES)
-def advantages(place: Place) -> Iterator[Metric]:
-    """GAE and whitening of 256 responses of 1 to 2,048 tokens beside a copy of what is read and written"""
+@measurement(
+    "advantages", "micro", processes=PROCESSES, rounds=ROUNDS_EACH, warm_up=3, cpu_time=True
+)
+def advantages(place: Place) -> Iterator[Timed]:
+    """GAE and whitening of 256 responses of 1 to 2,048 tokens beside a copy of their columns"""
     import torch
 
     from hybridflow.algorithms.whitening import whiten
@@ -22,16 +25,16 @@ def advantages(place: Place) -> Iterator[Metric]:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, LONGEST + 1, (ROWS,), generator=generator)
-    rewards, values = (torch.randn(int(lengths.sum()), generator=generator) for _ in range(2))
-    found = interleaved(
-        {
-            "gae": lambda: whiten(gae(rewards, values, lengths, gamma=1.0, lam=0.95)[0]),
-            "copy": lambda: [(rewards.clone(), values.clone()) for _ in range(20)],
-        },
-        rounds=ROUNDS_EACH,
-        warm_up=3,
-        clock=time.process_time,
-    )
-    copies = tuple(one / 10 for one in found["copy"])  # two columns read, two written
-    limit = Reference("a copy of two columns read and two written", copies)
-    yield Metric("advantages", "advantages/gae and whitening", "s", "lower", tuple(found["gae"]), limit, bound=0.1)
+    rewards = torch.randn(int(lengths.sum()), generator=generator)
+    values = torch.randn(int(lengths.sum()), generator=generator)
+
+    def estimate() -> None:
+        whiten(gae(rewards, values, lengths, gamma=1.0, lam=0.95)[0])
+
+    def copy() -> None:
+        for _ in range(COPIES):
+            rewards.clone()
+            values.clone()
+
+    limit = Side("a copy of two columns read and two written", copy, scale=2 / COPIES)
+    yield Timed({"advantages/gae and whitening": estimate}, limit, bound=0.1)

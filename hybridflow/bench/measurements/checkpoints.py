@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import Place, interleaved, measurement, rates
-from hybridflow.bench.result import Metric, Reference
+from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.rounds import Side, Timed
 
 BYTES = 32 << 20
 
 
-@measurement("checkpoints", "micro")
-def checkpoints(place: Place) -> Iterator[Metric]:
-    """a safetensors file of 32 MiB, saved, synchronized and hashed, beside a plain write and fsync"""
+@measurement("checkpoints", "micro", rounds=15)
+def checkpoints(place: Place) -> Iterator[Timed]:
+    """a safetensors file of 32 MiB, saved, synchronized and hashed, beside a plain write and
+    fsync"""
     import torch
     from safetensors.torch import save_file
 
@@ -21,20 +22,19 @@ def checkpoints(place: Place) -> Iterator[Metric]:
 
     tensors = {f"t{number}": torch.randn(BYTES // 32) for number in range(8)}
     data = os.urandom(BYTES)
+    saved = place.local / "saved.safetensors"
 
     def save() -> None:
-        path = place.local / "saved.safetensors"
-        save_file(tensors, path)
-        with path.open("rb") as stream:
+        save_file(tensors, saved)
+        with saved.open("rb") as stream:
             os.fsync(stream.fileno())
-        digest_of(path)
+        digest_of(saved)
 
     def plain() -> None:
         with (place.local / "plain").open("wb", buffering=0) as stream:
             stream.write(data)
             os.fsync(stream.fileno())
 
-    found = interleaved({"save": save, "plain": plain}, rounds=15)
-    limit = Reference("a plain write and fsync", rates(BYTES / 1e9, found["plain"]))
-    yield Metric("checkpoints", "checkpoints/save and hash", "GB/s", "higher", rates(BYTES / 1e9, found["save"]), limit,
-                 bound=0.25)  # fmt: skip
+    limit = Side("a plain write and fsync", plain)
+    calls = {"checkpoints/save and hash": save}
+    yield Timed(calls, limit, amount=BYTES / 1e9, unit="GB/s", bound=0.25)

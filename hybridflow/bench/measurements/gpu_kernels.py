@@ -1,90 +1,141 @@
-"""The kernels of `hybridflow_kernels` on one GPU."""
+"""The kernels of `hybridflow_kernels` on one GPU, beside torch and the machine's limits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridflow.bench.measurements.base import Place, interleaved, measurement
-from hybridflow.bench.result import Metric, Reference
+from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.rounds import Call, Side, Timed
 
 BYTES = 1 << 28  # of a message
-TOKENS, VOCAB, HIDDEN = 8192, 151936, 4096
+ROW = 4096  # elements of a bf16 row in the message
+BLOCK = (128, 128)  # of fp8 scales
+VOCAB = 151936
+HIDDEN = 4096
 
 
-@measurement("gpu_kernels", "micro", needs_gpu=True, timeout_s=180.0)
-def gpu_kernels(place: Place) -> Iterator[Metric]:
-    """packing, checksum and fp8 of a weight message, GAE and log-probabilities beside the least that they must move"""
+@measurement("gpu_kernels", "micro", needs_gpu=True, timeout_s=300.0, rounds=7, warm_up=2)
+def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
+    """weight messages, checksum, fp8, GAE and log-probabilities beside torch and a limit"""
+    import torch
+
     from hybridflow.device.platform import Platform
 
-    platform = Platform.detect()
-    copy, moved = _moved(platform.device())
-    product, log_probs = _log_probs(platform.device())
+    device = Platform.detect().device()
+    source = torch.zeros(BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
 
-    def waited(form: Callable[[], Any]) -> Callable[[], None]:
-        def run() -> None:
-            form()
-            platform.synchronize()
+    def copy() -> None:
+        target.copy_(source)
 
-        return run
-
-    sides = {"copy": copy, "product": product, "log_probs": log_probs} | {
-        name: form for name, (form, _) in moved.items()
-    }
-    found = interleaved({name: waited(form) for name, form in sides.items()}, rounds=7, warm_up=2)
-    for name, (_, nbytes) in moved.items():
-        least = tuple(one * nbytes / (2 * BYTES) for one in found["copy"])
-        limit = Reference("a copy of the least bytes", least)
-        yield Metric("gpu_kernels", f"gpu_kernels/{name}", "s", "lower", tuple(found[name]), limit)
-    limit = Reference("the matrix product alone", tuple(found["product"]))
-    yield Metric("gpu_kernels", "gpu_kernels/log_probs", "s", "lower", tuple(found["log_probs"]), limit)
+    for name, (call, nbytes) in _memory_bound(source, target).items():
+        limit = Side("a copy of the least bytes", copy, scale=nbytes / (2 * BYTES))
+        yield Timed({f"gpu_kernels/{name}": call}, limit, peers=[Side("torch", _in_torch(call))])
+    yield from _log_probs(tokens, device)
 
 
-def _moved(device: Any) -> tuple[Callable[[], Any], dict[str, tuple[Callable[[], Any], int]]]:
-    """A copy of BYTES, and by name the operations that memory bounds, each with the least bytes read and written."""
+def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
+    """Return operations that memory bounds by name, each with the least bytes read and written."""
     import torch
 
     from hybridflow_kernels.digest import digest
-    from hybridflow_kernels.scans import gae
+    from hybridflow_kernels.scans import gae, vtrace
     from hybridflow_kernels.slices import Slice, Slices
 
-    body, target = (torch.zeros(BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    rows = BYTES // 8192
-    weights = torch.randn(1, rows, 8192, device=device)[
-        :, :, 2048:6144
-    ]  # half of each row of 4,096 bf16 in the message
-    size, blocks = (1, rows, 4096), (1, -(-rows // 128), 32)
-    cast = Slices([Slice(weights, 0, size, torch.bfloat16)], BYTES)
+    rows = BYTES // (2 * ROW)
+    size = (1, rows, ROW)
+    wide = torch.randn(1, rows, 2 * ROW, device=body.device)
+    weights = wide[:, :, ROW // 2 : -ROW // 2]  # half of each row
     half = weights.bfloat16()
-    scales = Slice(half, 0, blocks, torch.float32, (128, 128))
-    values = Slice(half, scales.end, size, torch.float8_e4m3fn, (128, 128))
-    made = Slices([scales, values], values.end)
-    buffer = torch.empty(1, rows, 8192, dtype=torch.bfloat16, device=device)[:, :, :4096]
+    cast = Slices([Slice(weights, 0, size, torch.bfloat16)], BYTES)
+    scales = Slice(half, 0, (1, -(-rows // BLOCK[0]), ROW // BLOCK[1]), torch.float32, BLOCK)
+    values = Slice(half, scales.end, size, torch.float8_e4m3fn, BLOCK)
+    quantized = Slices([scales, values], values.end)
+    buffer = torch.empty_like(wide, dtype=torch.bfloat16)[:, :, :ROW]
     back = Slices([Slice(buffer, 0, size, torch.bfloat16)], BYTES)
-    lengths = torch.randint(1, 4097, (BYTES // 65536,), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 4097, (BYTES // 65536,), generator=generator)
     tokens = int(lengths.sum())
-    rewards, state_values = (torch.randn(tokens, device=device) for _ in range(2))
-    sizes = lengths.to(device)
-    return lambda: target.copy_(body), {
+    lengths = lengths.to(body.device)
+    rewards, state_values, log_ratios = torch.randn(3, tokens, device=body.device)
+    return {
         "checksum": (lambda: digest(body, 7), BYTES),
         "pack fp32 as bf16": (lambda: cast.pack(target, 7), 3 * BYTES),
-        "pack bf16 as fp8": (lambda: made.pack(target[: values.end], 7), BYTES + values.end),
+        "pack bf16 as fp8": (lambda: quantized.pack(target[: values.end], 7), BYTES + values.end),
         "scatter bf16": (lambda: back.scatter(body, 7), 2 * BYTES),
-        "GAE": (lambda: gae(rewards, state_values, sizes, gamma=1.0, lam=0.95), 16 * tokens),
+        "GAE": (lambda: gae(rewards, state_values, lengths, gamma=1.0, lam=0.95), 16 * tokens),
+        "V-trace": (
+            lambda: vtrace(rewards, state_values, log_ratios, lengths, gamma=0.99),
+            20 * tokens,
+        ),
     }
 
 
-def _log_probs(device: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The bare product and the sums behind log-probabilities and entropies."""
+def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
+    """Yield forward, highest logits and gradients, each beside the bare matrix products."""
     import torch
 
-    from hybridflow_kernels.linear_log_probs import partial_sums
+    from hybridflow_kernels.linear_log_probs import Upstream, gradients, partial_sums
 
-    hidden, weight = (torch.randn(rows, HIDDEN, device=device).bfloat16() for rows in (TOKENS, VOCAB))
-    targets = torch.randint(0, VOCAB, (TOKENS,), device=device)
-    logits = torch.empty(TOKENS, VOCAB, dtype=torch.bfloat16, device=device)
+    hidden = torch.randn(tokens, HIDDEN, device=device).bfloat16()
+    weight = (torch.randn(VOCAB, HIDDEN, device=device) / HIDDEN**0.5).bfloat16()
+    targets = torch.randint(0, VOCAB, (tokens,), device=device)
+    logits = torch.empty(tokens, VOCAB, dtype=torch.bfloat16, device=device)
+    grad_weight = torch.zeros(VOCAB, HIDDEN, device=device)
+    highest = min(32, VOCAB)
+    best_values = torch.empty(tokens, highest, device=device)
+    best = (best_values, torch.empty(tokens, highest, device=device, dtype=torch.int64))
+    ones = torch.ones(tokens, device=device)
+    options: dict[str, Any] = {"temperature": 1.0, "chunk": 1024}
 
-    def sums() -> object:
-        return partial_sums(hidden, weight, targets, temperature=1.0, with_entropy=True, chunk=1024)
+    def forward() -> tuple[Any, Any]:
+        return partial_sums(hidden, weight, targets, with_entropy=True, **options)
 
-    return lambda: torch.mm(hidden, weight.t(), out=logits), sums
+    def with_best() -> None:
+        partial_sums(hidden, weight, targets, with_entropy=False, best=best, **options)
+
+    def with_gradients() -> None:
+        tops, sums = forward()
+        entropies = sums[0].log() - sums[2] / sums[0]
+        upstream = Upstream(ones, ones, tops + sums[0].log(), entropies)
+        gradients(hidden, weight, targets, upstream, grad_weight_VH=grad_weight, **options)
+
+    def product() -> None:
+        torch.mm(hidden, weight.t(), out=logits)
+
+    def three_products() -> None:
+        product()
+        torch.mm(logits, weight)
+        torch.mm(logits.t(), hidden)
+
+    cases: dict[str, tuple[Call, Call]] = {
+        "log_probs": (forward, product),
+        "log_probs and top 32": (with_best, product),
+        "log_probs with gradients": (with_gradients, three_products),
+    }
+    for name, (call, limit) in cases.items():
+        yield Timed(
+            {f"gpu_kernels/{name}": call},
+            Side("the matrix products alone", limit),
+            peers=[Side("torch", _in_torch(call))],
+        )
+
+
+def _in_torch(call: Callable[[], object]) -> Call:
+    """Return the same call with the torch form of every operation."""
+    from hybridflow_kernels import digest, fp8_cast, linear_log_probs, scans, slices
+
+    modules: list[Any] = [digest, fp8_cast, linear_log_probs, scans, slices]
+
+    def run() -> None:
+        kept = [module.uses_triton for module in modules]
+        for module in modules:
+            module.uses_triton = lambda tensor: False
+        try:
+            call()
+        finally:
+            for module, uses_triton in zip(modules, kept, strict=True):
+                module.uses_triton = uses_triton
+
+    return run

@@ -1,56 +1,63 @@
-"""Links: what a node sends to its neighbours, all nodes at the same time; alone, what loopback carries."""
+"""Links: each node's bandwidth to its neighbours, all nodes at the same time; loopback on a single
+node."""
 
 from __future__ import annotations
 
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
+from functools import partial
 
-from hybridflow.bench.measurements.base import Place, measurement, rates
-from hybridflow.bench.result import Metric, Reference
+from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.rounds import Side, Timed
 from hybridflow.errors import ResourceError
 from hybridflow.launch import records
 from hybridflow.launch.preflight import node_address
 from hybridflow.process.secret import read_exactly
 
-BYTES, CHUNK = 32 << 20, 1 << 20
-ROUNDS, NEIGHBOURS = 15, 3
+BYTES = 32 << 20
+CHUNK = 1 << 20
+NEIGHBOURS = 3
 _DEADLINE_S = 30.0
+_LOOPBACK = "127.0.0.1"
 
 
-@measurement("links", "preflight", per_node=True)
-def links(place: Place) -> Iterator[Metric]:
+@measurement("links", "preflight", per_node=True, rounds=15)
+def links(place: Place) -> Iterator[Timed]:
     """bandwidth over TCP from each node to its neighbours"""
-    address = "127.0.0.1" if len(place.nodes) == 1 else node_address(place.node, None)
-    with socket.create_server((address, 0)) as server, socket.create_server(("127.0.0.1", 0)) as loopback:
+    alone = len(place.nodes) == 1
+    address = _LOOPBACK if alone else node_address(place.node, None)
+    with (
+        socket.create_server((address, 0)) as server,
+        socket.create_server((_LOOPBACK, 0)) as loopback,
+    ):
         for listener in (server, loopback):
             threading.Thread(target=_serve, args=(listener,), daemon=True).start()
-        where = place.folder / "links"
-        records.write(where / f"{place.node or 'node'}.json", {"address": address, "port": server.getsockname()[1]})
-        if len(place.nodes) == 1:
-            seconds = [_send(("127.0.0.1", loopback.getsockname()[1])) for _ in range(ROUNDS + 1)][1:]
-            yield Metric("links", "links/loopback", "GB/s", "none", rates(BYTES / 1e9, seconds))
+        local = partial(_send, _LOOPBACK, loopback.getsockname()[1], "this node")
+        gigabytes = BYTES / 1e9
+        if alone:
+            calls = {"links/loopback": local}
+            yield Timed(calls, amount=gigabytes, unit="GB/s", better="none")
             return
+        where = place.folder / "links"
+        own = {"address": address, "port": server.getsockname()[1]}
+        records.write(where / f"{place.node}.json", own)
         place.meet("links-open")
-        own = place.nodes.index(place.node)
         for step in range(1, min(len(place.nodes) - 1, NEIGHBOURS) + 1):
-            other = place.nodes[(own + step) % len(place.nodes)]
-            found = json.loads((where / f"{other}.json").read_text(encoding="utf-8"))
+            index = (place.nodes.index(place.node) + step) % len(place.nodes)
+            node = place.nodes[index]
+            found = json.loads((where / f"{node}.json").read_text(encoding="utf-8"))
             place.meet(f"links-{step}")
-            sent, local = [], []
-            for _ in range(ROUNDS + 1):
-                sent.append(_send((found["address"], int(found["port"])), other))
-                local.append(_send(("127.0.0.1", loopback.getsockname()[1])))
-            limit = Reference("loopback", rates(BYTES / 1e9, local[1:]))
-            yield Metric("links", f"links/to neighbour {step}", "GB/s", "higher", rates(BYTES / 1e9, sent[1:]), limit,
-                         bound=0.2)  # fmt: skip
+            remote = partial(_send, found["address"], int(found["port"]), node)
+            calls = {f"links/to neighbour {step}": remote}
+            limit = Side("loopback", local)
+            yield Timed(calls, limit, amount=gigabytes, unit="GB/s", bound=0.2)
         place.meet("links-done")  # others may still be sending to this node
 
 
 def _serve(listener: socket.socket) -> None:
-    """Read what comes over one connection after the other, and answer each with one byte."""
+    """Read each connection to its end in a thread, and answer it with one byte."""
     buffer = bytearray(CHUNK)
     while True:
         try:
@@ -72,15 +79,13 @@ def _read(connection: socket.socket, buffer: bytearray) -> None:
             return
 
 
-def _send(address: tuple[str, int], node: str = "this node") -> float:
-    """Seconds until the other end has read everything."""
+def _send(address: str, port: int, node: str) -> None:
+    """Send, and return when the other end has read everything."""
+    chunk = bytes(CHUNK)
     try:
-        with socket.create_connection(address, timeout=_DEADLINE_S) as connection:
-            chunk = bytes(CHUNK)
-            start = time.perf_counter()
+        with socket.create_connection((address, port), timeout=_DEADLINE_S) as connection:
             for _ in range(BYTES // CHUNK):
                 connection.sendall(chunk)
             read_exactly(connection, 1)
-            return time.perf_counter() - start
     except (OSError, EOFError) as error:
-        raise ResourceError(f"{node} at {address[0]}:{address[1]} does not take data ({error})") from error
+        raise ResourceError(f"{node} at {address}:{port} does not take data ({error})") from error

@@ -8,77 +8,123 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import Place, interleaved, measurement, rates
-from hybridflow.bench.result import Metric, Reference
+from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.result import Metric, single
+from hybridflow.bench.rounds import Side, Timed
 
-# Layers as Qwen3-30B-A3B's are in their proportions, so small that two cores do a step in a tenth of a second.
+# Layers in the proportions of Qwen3-30B-A3B's, so small that two cores take a tenth of a second
+# for a step.
 MODEL: dict[str, Any] = {
-    "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 768, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "tie_word_embeddings": False, "max_position_embeddings": 1024, "vocab_size": 1024,
-}  # fmt: skip
-SEQUENCES, TOKENS, PRODUCT = 8, 64, 512
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1024,
+    "vocab_size": 1024,
+}
+SEQUENCES = 8
+TOKENS = 64
+PRODUCT = 512
+PRODUCTS = 10
 
 
-@measurement("training", "train", timeout_s=240)
-def training(place: Place) -> Iterator[Metric]:
-    """a supervised update of a small dense model: tokens a second, and its share of the matrix peak of this machine"""
+@measurement("training", "train", timeout_s=240, warm_up=3)
+def training(place: Place) -> Iterator[Timed | Metric]:
+    """a supervised update of a small dense model: tokens a second, and its share of this machine's
+    matrix peak"""
     import torch
 
-    from hybridflow.batch import DataProto, Jagged
-    from hybridflow.config.schema import OptimConfig, ParallelConfig
     from hybridflow.device.platform import Platform
+    from hybridflow.workers.losses import sft_loss
+
+    platform = Platform.detect()
+    policy = _policy(platform)
+    batch = _batch()
+    left = torch.randn(PRODUCT, PRODUCT, device=platform.device())
+    right = torch.randn(PRODUCT, PRODUCT, device=platform.device())
+
+    def step() -> None:
+        policy.train_mini_batch(
+            batch,
+            sft_loss,
+            columns=(),
+            max_tokens=SEQUENCES * TOKENS,
+            temperature=1.0,
+            with_entropy=False,
+        )
+        platform.synchronize()
+
+    def product() -> None:
+        for _ in range(PRODUCTS):
+            left @ right
+        platform.synchronize()
+
+    flops = _flops() / 1e9
+    scale = flops / (PRODUCTS * 2 * PRODUCT**3 / 1e9)  # seconds of the products of a step
+    yield Timed(
+        {"train/matrix products": step},
+        Side("bare products", product, scale),
+        amount=flops,
+        unit="GFLOP/s",
+        bound=0.1,
+    )
+    tokens = SEQUENCES * TOKENS
+    yield Timed({"train/tokens": step}, amount=tokens, unit="tokens/s", better="none")
+    if platform.kind == "cuda":
+        yield single("train/peak memory", "GB", platform.peak_memory_bytes() / 1e9)
+
+
+def _policy(platform: Any) -> Any:
+    """Return a random policy with its optimizer on one rank."""
+    from hybridflow.config.schema import OptimConfig, ParallelConfig
     from hybridflow.mcore import parallel
     from hybridflow.mcore.policy import Policy
     from hybridflow.models import family_of
     from hybridflow.models.weights import RandomWeights
     from hybridflow.process.secret import VARIABLE, job_secret
-    from hybridflow.workers.losses import sft_loss
 
-    platform, config = Platform.detect(), ParallelConfig()
     os.environ.setdefault(VARIABLE, job_secret())
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}  # one rank: nobody else has to find its store
+    # port 0: no other rank has to find the store of a single one
+    os.environ |= {"MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
     platform.set_device(0)
+    config = ParallelConfig()
     parallel.initialize(config, seed=1, backend=platform.collective_backend, timeout_s=60)
     family = family_of(MODEL)
     policy = Policy(family, config, "float32", RandomWeights(family.tensors(), 1, 0.02))
     policy.set_optimizer(OptimConfig())
-    half = SEQUENCES * TOKENS // 2
-    ids = np.random.default_rng(0).integers(2, MODEL["vocab_size"], (2, half))
-    columns = ("prompt_ids", "response_ids")
+    return policy
+
+
+def _batch() -> Any:
+    """Return sequences that are half prompt, half response."""
+    from hybridflow.batch import DataProto, Jagged
+
+    random = np.random.default_rng(0)
     lengths = [TOKENS // 2] * SEQUENCES
-    batch = DataProto.from_columns(
-        {name: Jagged.from_lengths(values, lengths) for name, values in zip(columns, ids, strict=True)}
-    )
-    left, right = (torch.randn(PRODUCT, PRODUCT, device=platform.device()) for _ in range(2))
-
-    def step() -> None:
-        policy.train_mini_batch(
-            batch, sft_loss, columns=(), max_tokens=SEQUENCES * TOKENS, temperature=1.0, with_entropy=False
-        )
-        platform.synchronize()
-
-    def product() -> None:
-        for _ in range(10):
-            left @ right
-        platform.synchronize()
-
-    found = interleaved({"step": step, "product": product}, warm_up=3)
-    yield Metric("training", "train/tokens", "tokens/s", "none", rates(SEQUENCES * TOKENS, found["step"]))
-    peak = Reference("bare products", rates(10 * 2 * PRODUCT**3 / 1e9, found["product"]))
-    reached = rates(_flops() / 1e9, found["step"])
-    yield Metric("training", "train/matrix products", "GFLOP/s", "higher", reached, peak, bound=0.1)
-    if platform.kind == "cuda":
-        yield Metric("training", "train/peak memory", "GB", "none", (platform.peak_memory_bytes() / 1e9,))
+    columns = {}
+    for name in ("prompt_ids", "response_ids"):
+        ids = random.integers(2, MODEL["vocab_size"], SEQUENCES * TOKENS // 2)
+        columns[name] = Jagged.from_lengths(ids, lengths)
+    return DataProto.from_columns(columns)
 
 
 def _flops() -> float:
-    """Operations of all matrix products of an update: three times the forward pass's, causal attention as half; the
-    head's are those of response tokens."""
-    hidden, heads, groups, width = (
-        MODEL[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    attention = hidden * width * (heads + 2 * groups) + heads * width * hidden + heads * width * TOKENS
-    layers = MODEL["num_hidden_layers"] * (attention + 3 * hidden * MODEL["intermediate_size"])
-    return float(3 * 2 * SEQUENCES * TOKENS * (layers + hidden * MODEL["vocab_size"] / 2))
+    """Return the operations of all matrix products of an update: three times the forward pass's.
+
+    Causal attention counts as half; the head's products are those of response tokens.
+    """
+    hidden = MODEL["hidden_size"]
+    heads = MODEL["num_attention_heads"]
+    width = MODEL["head_dim"]
+    projections = hidden * width * (2 * heads + 2 * MODEL["num_key_value_heads"])
+    mlp = 3 * hidden * MODEL["intermediate_size"]
+    layer = projections + heads * width * TOKENS + mlp
+    head = hidden * MODEL["vocab_size"] / 2
+    return float(3 * 2 * SEQUENCES * TOKENS * (MODEL["num_hidden_layers"] * layer + head))

@@ -1,4 +1,5 @@
-"""Weights on the wire: the transport `tcp` between two threads beside a bare socket with the same messages."""
+"""Weights on the wire: the transport `tcp` between two threads beside a bare socket with the same
+messages."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from hybridflow.bench.measurements.base import Place, interleaved, measurement, rates
-from hybridflow.bench.result import Metric, Reference
+from hybridflow.bench.measurements.base import Place, measurement
+from hybridflow.bench.rounds import Call, Side, Timed
 
-MESSAGE, MESSAGES = 1 << 20, 48
+MESSAGE = 1 << 20
+MESSAGES = 48
 
 
-@measurement("transports", "micro")
-def transports(place: Place) -> Iterator[Metric]:
+@measurement("transports", "micro", warm_up=2)
+def transports(place: Place) -> Iterator[Timed]:
     """messages of 1 MiB over the transport tcp beside a bare socket"""
     import torch
 
@@ -30,43 +32,46 @@ def transports(place: Place) -> Iterator[Metric]:
     endpoint = Endpoint("tcp", "bench", "127.0.0.1", store.port, (0,), (0,), MESSAGE, 30.0)
     cpu = torch.device("cpu")
     ends: dict[str, Any] = {}
-    opening = threading.Thread(target=lambda: ends.update(receiver=tcp.open_receiver(endpoint, 0, cpu)))
+    opening = threading.Thread(
+        target=lambda: ends.update(receiver=tcp.open_receiver(endpoint, 0, cpu))
+    )
     opening.start()
     sender = tcp.open_sender(endpoint, 0, cpu)
     opening.join(30)
     receiver = ends["receiver"]
-    source, target = (Payload(torch.zeros(MESSAGE, dtype=torch.uint8)) for _ in range(2))
+    source = Payload(torch.zeros(MESSAGE, dtype=torch.uint8))
+    target = Payload(torch.zeros(MESSAGE, dtype=torch.uint8))
+    tags = (*range(MESSAGES - 1), LAST_TAG)
+    near, far = socket.socketpair()
+    chunk = bytes(MESSAGE)
+    buffer = bytearray(MESSAGE)
 
     def receive() -> None:
-        for tag in (*range(MESSAGES - 1), LAST_TAG):
+        for tag in tags:
             receiver.receive(0, tag, target).wait()
 
-    def stream() -> None:
-        reader = threading.Thread(target=receive)
-        reader.start()
-        works = [sender.send(0, tag, source) for tag in (*range(MESSAGES - 1), LAST_TAG)]
-        for work in works:
+    def send() -> None:
+        for work in [sender.send(0, tag, source) for tag in tags]:
             work.wait()
-        reader.join()
-
-    near, far = socket.socketpair()
-    found = interleaved({"tcp": stream, "bare": lambda: _bare(near, far)}, warm_up=2)
-    for end in (sender, receiver, near, far):
-        end.close()
-    total = MESSAGE * MESSAGES / 1e9
-    limit = Reference("a bare socket", rates(total, found["bare"]))
-    yield Metric("transports", "transports/tcp", "GB/s", "higher", rates(total, found["tcp"]), limit, bound=0.1)
-
-
-def _bare(near: socket.socket, far: socket.socket) -> None:
-    chunk, buffer = bytes(MESSAGE), bytearray(MESSAGE)
 
     def read() -> None:
-        for _ in range(MESSAGES):
+        for _ in tags:
             far.recv_into(buffer, MESSAGE, socket.MSG_WAITALL)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    for _ in range(MESSAGES):
-        near.sendall(chunk)
-    reader.join()
+    def write() -> None:
+        for _ in tags:
+            near.sendall(chunk)
+
+    limit = Side("a bare socket", lambda: _together(read, write))
+    calls = {"transports/tcp": lambda: _together(receive, send)}
+    yield Timed(calls, limit, amount=MESSAGE * MESSAGES / 1e9, unit="GB/s", bound=0.1)
+    for end in (sender, receiver, near, far):
+        end.close()
+
+
+def _together(other: Call, own: Call) -> None:
+    """Run one call in a thread and the other in this one."""
+    thread = threading.Thread(target=other)
+    thread.start()
+    own()
+    thread.join()

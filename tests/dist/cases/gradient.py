@@ -179,11 +179,11 @@ def _check_by_hand(policy: Any, batch: DataProto, found: dict[str, dict[str, tor
 def _gradient(policy: Any, batch: DataProto, config: Any, max_tokens: int) -> dict[str, torch.Tensor]:
     """The reduced gradient of one mini-batch as HF tensors, on each stage's leader. `config` makes a policy loss, is a
     loss with its columns, or None: the supervised one."""
-    from benchmarks.support.gather import gather_stage, plan_stages
     from hybridflow.mcore.nonfinite import Watch
     from hybridflow.mcore.parallel import all_coordinates
     from hybridflow.mcore.step import backward
     from hybridflow.workers.losses import PolicyLoss, sft_loss
+    from tests.dist.cases.gather import gather_stage, plan_stages
 
     loss = PolicyLoss(config) if isinstance(config, ActorConfig) else config or sft_loss
     columns, with_entropy = (loss.columns, loss.with_entropy) if config else ((), False)

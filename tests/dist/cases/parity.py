@@ -253,8 +253,8 @@ def _log_probs(policy: Any) -> torch.Tensor:
 
 def _weights(policy: Any) -> dict[str, torch.Tensor]:
     """The HF tensors that this rank assembles as its stage's leader."""
-    from benchmarks.support.gather import gather_stage, plan_stages
     from hybridflow.mcore.parallel import all_coordinates
+    from tests.dist.cases.gather import gather_stage, plan_stages
 
     ranks, found = all_coordinates(), {}
     for plan in plan_stages(policy.family, ranks, 1 << 16, 4):

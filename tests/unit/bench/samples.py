@@ -19,8 +19,10 @@ def simulated(
     slow: Mapping[tuple[str, str], float] | None = None,
     noise: float = 0.05,
 ) -> Result:
-    """One run. The machine's speed wanders by a third within the run (a factor that all that is measured in a round
-    shares), and every value has noise of its own; in one round of ten something else takes half as much time again.
+    """One run on a machine whose speed wanders by a third.
+
+    All that is measured in a round shares that factor. Every value has noise in addition, and one
+    round of ten takes half as much time again.
 
     Args:
         seed: of the run.
@@ -39,7 +41,15 @@ def simulated(
             values *= np.where(random.random(ROUNDS) < 0.1, 1.5, 1.0)
             limit = Reference("copy", tuple((0.004 * weather * limits).tolist()))
             metrics.append(
-                Metric("simulated", name, "s", "lower", tuple((base * weather * values).tolist()), limit, node=node)
+                Metric(
+                    "simulated",
+                    name,
+                    "s",
+                    "lower",
+                    tuple((base * weather * values).tolist()),
+                    limit,
+                    node=node,
+                )
             )
     print_of = fingerprint_of({**HARDWARE, "git": None}, nodes=[node for node in nodes if node])
     return Result("micro", "2026-01-01T00:00:00Z", 1.0, print_of, tuple(metrics))

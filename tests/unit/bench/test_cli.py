@@ -19,7 +19,7 @@ from hybridflow.cli.main import main
 from tests.unit.bench.samples import METRICS, simulated
 
 ENTRY = """
-from hybridflow.bench.measurements.base import interleaved, measurement
+from hybridflow.bench.measurements.base import measurement
 from hybridflow.bench.result import Metric, Reference
 
 @measurement("{name}", "micro")
@@ -50,7 +50,10 @@ def save(folder: Path, seed: int, slow: float = 1.0, nodes: tuple[str, ...] = ("
 
 
 def test_a_slower_run_fails_by_name_and_an_equal_one_passes(tmp_path: Path, said) -> None:  # type: ignore[no-untyped-def]
-    a, b, c = (save(tmp_path / name, seed, slow) for name, seed, slow in (("a", 1, 1.0), ("b", 2, 1.0), ("c", 3, 1.3)))
+    a, b, c = (
+        save(tmp_path / name, seed, slow)
+        for name, seed, slow in (("a", 1, 1.0), ("b", 2, 1.0), ("c", 3, 1.3))
+    )
     assert f"passed: {METRICS} metrics judged" in said(["compare", a, b])
     assert said(["compare", a, c], 1).splitlines()[-1] == "failed; slower: room1/seconds"
     assert "failed" in said(["compare", a, c / "result.json"], 1)
@@ -70,7 +73,9 @@ def test_a_baseline_of_other_hardware_is_refused_with_what_differs(tmp_path: Pat
     said(["baseline", run, *words])
     other = read(run / "result.json")
     hardware = {**other.fingerprint["hardware"], "cores": 96}
-    write(tmp_path / "b.json", replace(other, fingerprint={**other.fingerprint, "hardware": hardware}))
+    write(
+        tmp_path / "b.json", replace(other, fingerprint={**other.fingerprint, "hardware": hardware})
+    )
     assert "no baseline of micro on this hardware (one of cores: 2 → 96)" in said(
         ["compare", tmp_path / "b.json", *words], 2
     )
@@ -84,6 +89,11 @@ def test_a_baseline_of_other_hardware_is_refused_with_what_differs(tmp_path: Pat
         (["run", "mirco"], "no suite or measurement mirco; did you mean micro?"),
         (["run", "colums"], "did you mean columns?"),
         (["run", "nowhere/my.py:entry"], "is no file"),
+        (["run", "gate", "trise=3"], "trise=3: there is no such setting; settings: tries=20"),
+        (["run", "gate", "tries"], "there is no such setting"),
+        (["run", "gate", "tries=many"], "tries=many: the value must be of type int"),
+        (["run", "columns", "rounds=3"], "settings: none"),
+        (["run", "micro", "rounds=3"], "a suite has no settings"),
         (["run", "micro", "--node", "a", "--nodes", "b", "c"], "is not one of --nodes b c"),
         (["compare", "absent.json"], "cannot be read"),
         (["compare", ".", "."], "has no result.json"),
@@ -92,7 +102,9 @@ def test_a_baseline_of_other_hardware_is_refused_with_what_differs(tmp_path: Pat
         (["compare", "absent.json", "b", "--bound", "-1"], "a share is needed"),
     ],
 )
-def test_what_is_wrong_is_one_message(tmp_path: Path, monkeypatch, said, words: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_wrong_is_one_message(
+    tmp_path: Path, monkeypatch, said, words: list[str], message: str
+) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
     text = said(words, 2)
     assert message in text and "Traceback" not in text
@@ -105,19 +117,29 @@ def test_reports_in_every_form(tmp_path: Path, said) -> None:  # type: ignore[no
     result = read(last / "result.json")
     write(last / "result.json", replace(result, not_run=(NotRun("kernels", "it needs a <GPU>"),)))
     table = said(["report", last])
-    assert "node n3 stands out: room1/seconds" in table and "not run: kernels: it needs a <GPU>" in table
+    assert (
+        "node n3 stands out: room1/seconds" in table
+        and "not run: kernels: it needs a <GPU>" in table
+    )
     rows = list(csv.DictReader(io.StringIO(said(["report", first, last, "--format", "csv"]))))
     assert len(rows) == 2 * 3 * METRICS and {row["node"] for row in rows} == {"n1", "n2", "n3"}
-    assert "| room1/seconds | n3 |" in said(["report", last, "--format", "markdown"])
     assert json.loads(said(["report", last, "--format", "json"]))["suite"] == "micro"
     said(["report", tmp_path, "--format", "html", "--out", tmp_path / "page.html"])
     page = (tmp_path / "page.html").read_text()
-    assert "Nodes that stand out" in page and "the last of 2 runs" in page and page.count("<svg") == METRICS
-    assert "it needs a &lt;GPU&gt;" in page and "http://" not in page.replace("http://www.w3.org", "")
+    assert (
+        "Nodes that stand out" in page
+        and "the last of 2 runs" in page
+        and page.count("<svg") == METRICS
+    )
+    assert "it needs a &lt;GPU&gt;" in page and "http://" not in page.replace(
+        "http://www.w3.org", ""
+    )
     assert said(["report", last, "--strict"], 1)
 
 
-def test_the_prometheus_file_has_one_sample_a_line_in_the_exposition_form(tmp_path: Path, said) -> None:  # type: ignore[no-untyped-def]
+def test_the_prometheus_file_has_one_sample_a_line_in_the_exposition_form(
+    tmp_path: Path, said
+) -> None:  # type: ignore[no-untyped-def]
     import re
 
     run = save(tmp_path / "a", 1, 1.4, nodes=("n1", 'n"2', "n3"))
@@ -146,7 +168,9 @@ def test_an_archive_has_results_and_logs_without_names_of_users(tmp_path: Path, 
         ("import os; os._exit(9)", "it ended with status 9 in silence"),
     ],
 )
-def test_what_a_measurement_dies_of_is_in_the_result(tmp_path: Path, said, body: str, why: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_a_measurement_dies_of_is_in_the_result(
+    tmp_path: Path, said, body: str, why: str
+) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "my.py").write_text(ENTRY.format(name="entry", body=body))
     text = said(["run", f"{tmp_path}/my.py:entry", "--out", tmp_path / "run"], int(bool(why)))
     found = read(tmp_path / "run" / "result.json")
@@ -154,7 +178,9 @@ def test_what_a_measurement_dies_of_is_in_the_result(tmp_path: Path, said, body:
         assert why in found.not_run[0].why and why in text and not found.metrics
     else:
         assert [metric.share for metric in found.metrics] == [0.5] and not found.not_run
-        assert found.fingerprint["hardware"]["cores"] and (tmp_path / "run" / "report.html").exists()
+        assert (
+            found.fingerprint["hardware"]["cores"] and (tmp_path / "run" / "report.html").exists()
+        )
 
 
 def test_nodes_measure_into_one_folder_and_the_report_joins_them(tmp_path: Path, said) -> None:  # type: ignore[no-untyped-def]
@@ -168,7 +194,8 @@ def test_the_list_names_each_suite_and_what_needs_a_gpu(said) -> None:  # type: 
     for suite in ("preflight", "micro", "rollout", "train", "full", "scale"):
         section = text.split(f"{suite}: ")[1].split("\n")[1]
         assert section.startswith("  "), f"{suite} has no measurement"
-    assert "comparisons with peers, by name: conversations, dispatch, gae" in text
+    for name in ("conversations", "dispatch", "reshard_transfer", "trl_steps"):
+        assert f"\n  {name} " in text.split("in no suite")[1]
 
 
 def test_a_job_of_a_suite_is_bash_and_has_its_nodes(
@@ -178,11 +205,20 @@ def test_a_job_of_a_suite_is_bash_and_has_its_nodes(
     monkeypatch.delenv("HYBRIDFLOW_SITE", raising=False)
     assert main(["slurm", "render", "--bench", "preflight", "--nodes", "3"]) == 0
     text = capsys.readouterr().out
-    assert "#SBATCH --nodes=3\n" in text and "TRAIN=(bench run preflight)\n" in text and "RAY_AUTH" not in text
+    assert (
+        "#SBATCH --nodes=3\n" in text
+        and "TRAIN=(bench run preflight)\n" in text
+        and "RAY_AUTH" not in text
+    )
     (tmp_path / "job.sbatch").write_text(text)
     # SC2034: settings that only a training job's body uses
-    for words in (["bash", "-n"], *([["shellcheck", "-e", "SC2034"]] if shutil.which("shellcheck") else [])):
-        assert subprocess.run([*words, "job.sbatch"], check=False, capture_output=True).returncode == 0, words
+    for words in (
+        ["bash", "-n"],
+        *([["shellcheck", "-e", "SC2034"]] if shutil.which("shellcheck") else []),
+    ):
+        assert (
+            subprocess.run([*words, "job.sbatch"], check=False, capture_output=True).returncode == 0
+        ), words
 
 
 @pytest.mark.parametrize(

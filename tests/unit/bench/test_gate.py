@@ -1,4 +1,4 @@
-"""The gate stays quiet between equal runs on a restless machine and finds a slowdown of a fifth, by name."""
+"""The gate: quiet between equal runs on a restless machine; a slowdown of a fifth is named."""
 
 from __future__ import annotations
 
@@ -35,26 +35,34 @@ def test_a_metric_that_is_a_fifth_slower_is_named() -> None:
 
 
 def in_processes(seed: int, slow: float = 1.0, known: bool = True) -> Result:
-    """One metric of five processes, each with its own layout of memory: 4% from process to process, 1% within one."""
+    """One metric of five processes: 4% from process to process, 1% within one."""
     draw = np.random.default_rng(seed)
     costs = np.exp(draw.normal(0.0, 0.04, (5, 1)) + draw.normal(0.0, 0.01, (5, 9))).ravel() * slow
     limit = Reference("a copy", (1.0,) * costs.size)
-    metric = Metric("copy", "copy/seconds", "s", "lower", tuple(costs), limit, processes=5 if known else 1)
+    metric = Metric(
+        "copy", "copy/seconds", "s", "lower", tuple(costs), limit, processes=5 if known else 1
+    )
     return replace(simulated(1), metrics=(metric,))
 
 
 def test_what_differs_between_processes_of_equal_code_is_no_change() -> None:
     def alarms(known: bool) -> int:
-        pairs = [(in_processes(700 + i, known=known), in_processes(800 + i, known=known)) for i in range(5 * TRIES)]
+        pairs = [
+            (in_processes(700 + i, known=known), in_processes(800 + i, known=known))
+            for i in range(5 * TRIES)
+        ]
         return sum(compare(one, other).changes[0].verdict == "slower" for one, other in pairs)
 
     assert alarms(known=True) <= 5 and alarms(known=True) < alarms(known=False)
-    found = [compare(in_processes(700 + i), in_processes(900 + i, slow=1.2)).changes[0] for i in range(5 * TRIES)]
+    found = [
+        compare(in_processes(700 + i), in_processes(900 + i, slow=1.2)).changes[0]
+        for i in range(5 * TRIES)
+    ]
     assert sum(change.verdict == "slower" for change in found) >= 90
 
 
 def test_medians_of_the_values_alone_would_raise_false_alarms() -> None:
-    """The reason for ratios: without them the same runs differ by more than a tenth in many tries."""
+    """Without ratios the same runs differ by more than a tenth in many tries."""
     alarms = 0
     for i in range(TRIES):
         first, second = simulated(100 + i), simulated(200 + i)
@@ -79,13 +87,17 @@ def test_one_of_four_nodes_that_is_a_fifth_slower_is_named() -> None:
 
 def test_of_two_nodes_the_slower_one_is_named() -> None:
     slow = {("n2", "room3/seconds"): 1.3}
-    assert [(o.node, o.name) for o in outliers(simulated(7, ("n1", "n2"), slow))] == [("n2", "room3/seconds")]
+    assert [(o.node, o.name) for o in outliers(simulated(7, ("n1", "n2"), slow))] == [
+        ("n2", "room3/seconds")
+    ]
 
 
 def test_a_faster_run_passes_and_a_missing_metric_does_not() -> None:
     first = simulated(1)
     faster = compare(first, simulated(2, slow={("", "room1/seconds"): 0.7}))
-    assert [c.name for c in faster.changes if c.verdict == "faster"] == ["room1/seconds"] and faster.exit_code == 0
+    assert [c.name for c in faster.changes if c.verdict == "faster"] == [
+        "room1/seconds"
+    ] and faster.exit_code == 0
     fewer = compare(first, replace(first, metrics=first.metrics[1:]))
     assert fewer.exit_code == 1 and fewer.changes[0].verdict == "only in A"
     assert compare(replace(first, metrics=first.metrics[1:]), first).exit_code == 0
@@ -94,7 +106,9 @@ def test_a_faster_run_passes_and_a_missing_metric_does_not() -> None:
 def test_other_hardware_is_said_and_not_judged() -> None:
     first = simulated(1)
     print_of = fingerprint_of({"cores": 8, "memory_gib": 24.0, "accelerators": []})
-    found = compare(first, replace(simulated(2, slow={("", "room1/seconds"): 2.0}), fingerprint=print_of))
+    found = compare(
+        first, replace(simulated(2, slow={("", "room1/seconds"): 2.0}), fingerprint=print_of)
+    )
     assert found.exit_code == 3 and found.differences["hardware"] == ["cores: 2 → 8"]
     assert {change.verdict for change in found.changes} == {"not judged"}
 
@@ -106,9 +120,13 @@ def test_other_software_is_said_and_judged() -> None:
     assert found.exit_code == 0 and "packages.torch: None → 2.0" in found.differences["software"]
 
 
-@pytest.mark.parametrize(("value", "verdict"), [(100, "same"), (104, "same"), (106, "slower"), (90, "faster")])
+@pytest.mark.parametrize(
+    ("value", "verdict"), [(100, "same"), (104, "same"), (106, "slower"), (90, "faster")]
+)
 def test_counts_are_compared_as_they_are(value: float, verdict: str) -> None:
-    first = replace(simulated(1), metrics=(Metric("plan", "plan/slices", "count", "lower", (100.0,)),))
+    first = replace(
+        simulated(1), metrics=(Metric("plan", "plan/slices", "count", "lower", (100.0,)),)
+    )
     second = replace(first, metrics=(Metric("plan", "plan/slices", "count", "lower", (value,)),))
     assert [change.verdict for change in compare(first, second).changes] == [verdict]
 
@@ -128,8 +146,8 @@ def test_higher_is_better_for_rates() -> None:
         base = simulated(seed).metrics[0]
         assert base.limit is not None
         rates = tuple(factor / one for one in base.rounds)
-        return replace(base, unit="GB/s", better="higher", rounds=rates,
-                       limit=Reference("copy", tuple(1 / one for one in base.limit.rounds)))  # fmt: skip
+        limit = Reference("copy", tuple(1 / one for one in base.limit.rounds))
+        return replace(base, unit="GB/s", better="higher", rounds=rates, limit=limit)
 
     first, second = (replace(simulated(1), metrics=(run(*pair),)) for pair in ((1.0, 1), (0.75, 2)))
     assert [c.verdict for c in compare(first, second).changes] == ["slower"]

@@ -17,7 +17,9 @@ def test_what_a_late_measurement_has_started_ends_with_it(tmp_path: Path) -> Non
     pids = tmp_path / "pids"
     with (tmp_path / "log").open("wb") as log, pytest.raises(subprocess.TimeoutExpired):
         finish(["sh", "-c", f"sleep 300 & echo $$ $! > {pids}; wait"], os.environ, log, 2.0)
-    started = pids.read_text().split() if pids.exists() else []  # on a machine that did not run it for two seconds
+    started = (
+        pids.read_text().split() if pids.exists() else []
+    )  # on a machine that did not run it for two seconds
     deadline = time.monotonic() + 60
     while alive := [pid for pid in map(int, started) if is_running(pid)]:
         assert time.monotonic() < deadline, alive

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.support.compiled_kernels import stand_in
 from hybridflow_kernels import digest, fp8_cast, linear_log_probs, scans, slices
+from tests.unit.kernels.sm90 import stand_in
 
 BF16, FP16, FP32, FP8, U8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8
 SEEDS = (0, 1, 16, 7, 2**63, 2**64 - 1)

@@ -8,10 +8,10 @@ import pytest
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.parser import parse_latex_cached
 
-from tests.unit.rewards.math_pairs import pairs
 from hybridflow.config.schema import RewardConfig
 from hybridflow.rewards import RewardManager
 from hybridflow.rewards.verifiers.base import VERIFIERS
+from tests.unit.rewards.math_pairs import pairs
 
 
 def score(name: str, response: str, truth: Any) -> float:

@@ -1,0 +1,17 @@
+"""Figures of other systems, read from `benchmarks/published.yaml`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PUBLISHED: dict[str, Any] = yaml.safe_load(
+    Path(__file__).parents[1].joinpath("published.yaml").read_text(encoding="utf-8")
+)
+
+
+def sync_seconds(system: str, model: str) -> float:
+    """Return the shortest published seconds of a system's weight sync of a model."""
+    return float(min(PUBLISHED["syncs"][system][model]))

@@ -1,0 +1,127 @@
+"""Calls that are timed in turns: every measurement's rounds, warm-up, references and ratios."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridflow.bench.result import Better, Metric, Reference
+
+Call = Callable[[], object]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A reference of a metric: a call that is timed in the metric's own rounds.
+
+    Attributes:
+        name: shown next to the metric.
+        call: timed once in each round.
+        scale: seconds of the reference over seconds of the call; 0.1 for a tenth of it.
+    """
+
+    name: str
+    call: Call
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Calls to time in turns. Each of `calls` becomes a metric, or one metric for each of several
+    peers.
+
+    Attributes:
+        calls: metric name -> call.
+        limit: a limit of the machine, for example a copy of the same bytes.
+        yardstick: a call that shows how fast the machine is at that moment.
+        peers: other systems that do the same.
+        amount: quantity of `unit` that a call handles, which makes the metric a rate; 0: seconds.
+        unit: of the metric.
+        better: "none" shows the metric without judging it; by default lower seconds and higher
+            rates are better.
+        bound: relative change that counts as one.
+    """
+
+    calls: Mapping[str, Call]
+    limit: Side | None = None
+    yardstick: Side | None = None
+    peers: Sequence[Side] = ()
+    amount: float = 0.0
+    unit: str = "s"
+    better: Better | None = None
+    bound: float = 0.05
+
+    def sides(self) -> dict[str, Call]:
+        """Return calls and references by name, in the order of the first round."""
+        references = [self.limit, self.yardstick, *self.peers]
+        return {**self.calls, **{side.name: side.call for side in references if side}}
+
+    def metrics(self, seconds: Mapping[str, Sequence[float]]) -> Iterator[Metric]:
+        """Yield the metrics, from the seconds of each side in each round."""
+
+        def reference(side: Side | None) -> Reference | None:
+            if side is None:
+                return None
+            return Reference(side.name, self._values([s * side.scale for s in seconds[side.name]]))
+
+        better = self.better or ("higher" if self.amount else "lower")
+        peers: Sequence[Side | None] = self.peers or [None]
+        for name in self.calls:
+            for peer in peers:
+                yield Metric(
+                    measurement="",
+                    name=f"{name}, beside {peer.name}" if peer and len(peers) > 1 else name,
+                    unit=self.unit,
+                    better=better,
+                    rounds=self._values(seconds[name]),
+                    limit=reference(self.limit),
+                    peer=reference(peer),
+                    yardstick=reference(self.yardstick),
+                    bound=self.bound,
+                )
+
+    def _values(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        return tuple(self.amount / one if self.amount else one for one in seconds)
+
+
+def interleaved(
+    sides: Mapping[str, Call],
+    rounds: int,
+    warm_up: int = 1,
+    clock: Clock = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Return the seconds of each side in each round, without the `warm_up` rounds.
+
+    Every round runs all sides, in an order that rotates, so that a disturbance hits all of them.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for name in rotated(list(sides), warm_up + rounds):
+        start = clock()
+        sides[name]()
+        seconds[name].append(clock() - start)
+    return {name: found[warm_up:] for name, found in seconds.items()}
+
+
+def rotated(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Yield every name once in each round, in an order that rotates."""
+    for turn in range(rounds):
+        first = turn % len(names)
+        yield from (*names[first:], *names[:first])
+
+
+def loop() -> int:
+    """Run Python's own work for about a hundredth of a second: the yardstick of interpreted
+    code."""
+    total = 0
+    table: dict[int, int] = {}
+    for number in range(60_000):
+        total += number & 7
+        table[number & 1023] = total
+    return len(table)
+
+
+def loops(count: int, scale: float = 1.0) -> Side:
+    """Return `count` of Python's own loops as a yardstick."""
+    return Side("Python's own loop", lambda: [loop() for _ in range(count)], scale)
