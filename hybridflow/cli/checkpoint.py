@@ -14,13 +14,15 @@ from hybridflow.process.memory_limit import memory_limit
 
 CHECKPOINT = """\
 examples:
-  hybridflow checkpoint inspect runs/tiny-moe-grpo                          the latest checkpoint of a run
+  hybridflow checkpoint inspect runs/tiny-moe-grpo                   the latest checkpoint of a run
   hybridflow checkpoint verify runs/tiny-moe-grpo/checkpoints/global_step_150
-  hybridflow checkpoint export runs/tiny-moe-grpo exported --dtype bfloat16  a Hugging Face folder; no GPU, one process
-  hybridflow checkpoint export runs/lora adapter --adapter         its low-rank adapters alone, for PEFT and engines
-  hybridflow checkpoint import downloads/Qwen3-30B-A3B models/start          checked weights for model.path
+  hybridflow checkpoint export runs/tiny-moe-grpo exported --dtype bfloat16
+                                                                     a Hugging Face folder, no GPU
+  hybridflow checkpoint export runs/lora adapter --adapter           low-rank adapters alone
+  hybridflow checkpoint import downloads/Qwen3-30B-A3B models/start  checked weights for model.path
 
-CHECKPOINT is a run folder, its checkpoints/ (the latest then), one checkpoint, or its policy/ folder.
+CHECKPOINT is a run folder, its checkpoints/ (the latest then), one checkpoint, or its policy/
+folder.
 """
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 

@@ -10,9 +10,9 @@ from hybridflow.cli.command import add_actions, add_command
 
 CONFIG = """\
 examples:
-  hybridflow config keys actor.optim                  type, default and meaning of each key of a group
-  hybridflow config keys                              every key
-  hybridflow config schema > configs/schema.json      for editors: completion and checks of recipes
+  hybridflow config keys actor.optim              type, default and meaning of each key of a group
+  hybridflow config keys                          every key
+  hybridflow config schema > configs/schema.json  for editors: completion and checks of recipes
 """
 
 

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 DOCTOR = """\
 examples:
-  hybridflow doctor                                     this machine
-  hybridflow doctor --config-name tiny-moe-grpo         and what this recipe needs
+  hybridflow doctor                              this machine
+  hybridflow doctor --config-name tiny-moe-grpo  and what this recipe needs
   srun --nodes=4 --ntasks-per-node=1 hybridflow doctor --errors-only
-  hybridflow doctor --nodes                             the same on every node of the Slurm job this shell is in
-  hybridflow doctor --model downloads/Qwen3-8B          a model folder: what a run would read, without a GPU
+  hybridflow doctor --nodes                      the same on every node of this shell's Slurm job
+  hybridflow doctor --model downloads/Qwen3-8B   a model folder as a run would read it, without a GPU
   hybridflow doctor --model downloads/Qwen3-8B --recipe grpo-qwen3-8b-1x8
 
-Levels: ok; unused, with the reason; warning, slower or at risk; error, a run would end. The exit status is 1 when
-there is an error.
+Levels: ok; unused, with the reason; warning, slower or at risk; error, a run would end. The exit
+status is 1 when there is an error.
 """
 
 

@@ -31,14 +31,15 @@ if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
 
 TOP = """\
-Reinforcement learning of large language models: Megatron trains, engines generate, Ray starts the processes.
+Reinforcement learning of large language models: Megatron trains, engines generate, Ray starts the
+processes.
 
 examples:
   hybridflow train                                             list the recipes
   hybridflow train --config-name tiny-moe-grpo                 run the demo
   hybridflow train --config-name tiny-moe-grpo --print-config  show every setting, start nothing
-  hybridflow train --config-name tiny-moe-grpo --explain       what the batch sizes mean, and who set them
-  hybridflow plan --config-name grpo-qwen3-8b-1x8              memory and seconds of a step, before a GPU is held
+  hybridflow train --config-name tiny-moe-grpo --explain       batch sizes and where they are set
+  hybridflow plan --config-name grpo-qwen3-8b-1x8              memory and seconds of a step, no GPU
   hybridflow report runs/tiny-moe-grpo                         write report.html again
 """
 
@@ -46,12 +47,12 @@ JOB = """\
 examples:
   hybridflow {job} --config-name tiny-moe-grpo
   hybridflow {job} --config-name tiny-moe-grpo trainer.total_steps=3 actor.optim.lr=1e-4
-  hybridflow {job} --config-name tiny-moe-grpo algorithm=dr-grpo         choose a file of configs/algorithm/
-  hybridflow {job} --config-dir my-configs --config-name my-recipe       recipes of your own
+  hybridflow {job} --config-name tiny-moe-grpo algorithm=dr-grpo    a file of configs/algorithm/
+  hybridflow {job} --config-dir my-configs --config-name my-recipe  your own recipes
 
-Any key of the configuration can be overridden, whether or not the recipe mentions it; lists are written key=[a,b],
-null is null. An interrupted run goes on from its last checkpoint when the same command is given again
-(trainer.resume=disable starts anew).
+Any key of the configuration can be overridden, whether or not the recipe mentions it; lists are
+written key=[a,b], null is null. An interrupted run goes on from its last checkpoint when the same
+command is given again (trainer.resume=disable starts anew).
 """
 
 PREPARE = """\
@@ -60,7 +61,7 @@ tasks:
 
 examples:
   hybridflow prepare arithmetic --out data/arithmetic num_train=4000
-  hybridflow prepare dapo_math 'evaluate=["aime24","aime25"]'    from the Hugging Face cache (hf download)
+  hybridflow prepare dapo_math 'evaluate=["aime24","aime25"]'  from the Hugging Face cache
   hybridflow prepare gsm8k --source downloads/gsm8k --out data/gsm8k
 """
 

@@ -21,22 +21,25 @@ PLAN = """\
 examples:
   hybridflow plan --config-name grpo-qwen3-30b-a3b-4x8
   hybridflow plan --config-name grpo-qwen3-30b-a3b-4x8 actor.parallel.expert=4 --mean-response 3000
-  hybridflow plan --config-name grpo-kimi-k2-256x8 --transfer     with the plan of the weight sync itself
-  hybridflow plan --config-name my-recipe --cluster cluster.yaml  device, nodes, devices_per_node, devices of your own
-  hybridflow plan --config-name ppo-qwen3-8b-1x8 --cluster cluster.yaml --auto --write my-configs/mapped.yaml
-  hybridflow plan --published                                     published runs beside what the planner says of them
+  hybridflow plan --config-name grpo-kimi-k2-256x8 --transfer     with the plan of the weight sync
+  hybridflow plan --config-name my-recipe --cluster cluster.yaml  your own device, nodes and links
+  hybridflow plan --config-name ppo-qwen3-8b-1x8 --cluster cluster.yaml --auto --write mapped.yaml
+  hybridflow plan --published                                     published runs and our predictions
 
-Neither a GPU nor weights are needed. docs/planning.md says what is modelled and how well it agrees with published runs.
+Neither a GPU nor weights are needed. docs/planning.md describes the model and how well it agrees
+with published runs.
 """
 RESHARD = """\
 example:
-  hybridflow reshard plan --model kimi-k2 --trainer ranks=2048,tp=8,pp=16,ep=32,first=3,last=2 --engines 32xtp=32,ep=32
+  hybridflow reshard plan --model kimi-k2 --engines 32xtp=32,ep=32 \\
+    --trainer ranks=2048,tp=8,pp=16,ep=32,first=3,last=2
 
-Plans the transfer on this machine: no GPU, no engine and no weights are needed. MODEL is a folder with a config.json,
-such a file, or a published model's name, as configs/model/ has them. Sizes of the trainer: ranks, tp, pp, vpp, cp, ep,
-etp, first and last (layers of the first and last pipeline stage). Sizes of an engine: tp, ep, dpa (data-parallel
-attention), pp, and dense=1 where dense MLPs and shared experts are whole on every rank (--moe-dense-tp-size 1 and an
---moe-a2a-backend); NUMBERx before them is the number of such engines, and --engines may be given several times.
+Plans the transfer on this machine: no GPU, no engine and no weights are needed. MODEL is a folder
+with a config.json, such a file, or a published model's name, as configs/model/ has them. Sizes of
+the trainer: ranks, tp, pp, vpp, cp, ep, etp, first and last (layers of the first and last pipeline
+stage). Sizes of an engine: tp, ep, dpa (data-parallel attention), pp, and dense=1 where dense MLPs
+and shared experts are whole on every rank (--moe-dense-tp-size 1 and an --moe-a2a-backend);
+NUMBERx before them is the number of such engines, and --engines may be given several times.
 """
 
 

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 REPLAY = """\
 examples:
-  hybridflow replay runs/tiny-moe-grpo 3                        step 3 again, from its dump and the checkpoint of step 2
-  hybridflow replay runs/tiny-moe-grpo 3 cluster=in-process     in one process, where a breakpoint() works
-  hybridflow replay runs/tiny-moe-grpo 3 actor.backend=fsdp     with another setting
-  hybridflow replay runs/mine 3 --run-code                      runs the files that its config.yaml names
+  hybridflow replay runs/tiny-moe-grpo 3                     step 3, from its dump and checkpoint 2
+  hybridflow replay runs/tiny-moe-grpo 3 cluster=in-process  in one process, so breakpoint() works
+  hybridflow replay runs/tiny-moe-grpo 3 actor.backend=fsdp  with another setting
+  hybridflow replay runs/mine 3 --run-code                   runs the files that its config.yaml names
 
-The run must have dumped the step (trainer.dump_rollouts_every_steps) and kept the checkpoint before it
-(trainer.save_every_steps, trainer.max_checkpoints_to_keep). Nothing of it is changed: the replay is a run of its own in
-RUN_DIR/replay/. The exit status is 0 where every number is the same bit for bit, and 1 where one differs.
+The run must have dumped the step (trainer.dump_rollouts_every_steps) and kept the checkpoint before
+it (trainer.save_every_steps, trainer.max_checkpoints_to_keep). Nothing in RUN_DIR is changed except
+that the replay, a separate run, is written to RUN_DIR/replay/. The exit status is 0 where every
+number is the same bit for bit, and 1 where one differs.
 """
 
 

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 SLURM = """\
 examples:
   hybridflow slurm submit --config-name tiny-moe-grpo cluster.nodes=2 cluster.procs_per_node=2
-  hybridflow slurm render --config-name tiny-moe-grpo > job.sbatch    the same file, to read or to edit
+  hybridflow slurm render --config-name tiny-moe-grpo > job.sbatch    the same file, to read or edit
   hybridflow slurm submit --config-name NAME --spares 1 --max-restarts 5 --sbatch=--constraint=h200
   hybridflow slurm submit --config-name NAME --array 1-3 seed=%a name=sweep-%a
-  hybridflow slurm submit --bench preflight --nodes 16                every node at the same time; names slow ones
+  hybridflow slurm submit --bench preflight --nodes 16                all nodes; names slow ones
   hybridflow slurm status 1234
   hybridflow slurm logs 1234 --follow
   hybridflow slurm cancel 1234
 
-A job whose time runs out or that is preempted writes a checkpoint, is requeued, and goes on from there. A site's
-defaults are in the file of --site or $HYBRIDFLOW_SITE (launch/slurm/site.yaml shows every key). docs/cluster.md
+A job whose time runs out or that is preempted writes a checkpoint, is requeued, and goes on from
+there. A site's defaults are in the file of --site or $HYBRIDFLOW_SITE (launch/slurm/site.yaml shows
+every key). docs/cluster.md
 """
 
 

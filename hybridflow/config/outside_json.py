@@ -42,6 +42,8 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"not JSON of ours: the key {twice[:80]!r} is there twice")
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"not JSON of ours: the key {key[:80]!r} is there twice")
+            seen.add(key)
     return found

@@ -214,11 +214,11 @@ def _critic_batches(config: RunConfig) -> Iterator[str]:
 
 def _pairs(config: RunConfig) -> Iterator[str]:
     longest = derived.max_sequence_length(config)
-    if config.reward_model.max_tokens_per_micro_batch < 2 * longest:
+    budget = config.reward_model.max_tokens_per_micro_batch
+    if budget < 2 * longest:
         yield (
-            f"reward_model.max_tokens_per_micro_batch={config.reward_model.max_tokens_per_micro_batch} is less than "
-            f"two samples of {longest} tokens; the answers of a pair share a micro-batch: raise it to at least "
-            f"{2 * longest}"
+            f"reward_model.max_tokens_per_micro_batch={budget} is less than two samples of {longest} tokens; the "
+            f"answers of a pair share a micro-batch: raise it to at least {2 * longest}"
         )
     dp = derived.role_data_parallel_size(config, "reward_model")
     if dp and config.reward_training.batch_size % dp:

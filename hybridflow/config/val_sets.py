@@ -70,10 +70,10 @@ def problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}.files is empty; give parquet files, for example {key}.files=[test.parquet]"
     for name, one in {"": unnamed, **found}.items():
         if 0 < one.sampling.temperature < MIN_TEMPERATURE:
+            section = f"data.val_sets.{name}.sampling" if name else "rollout.val_sampling"
             yield (
-                f"{f'data.val_sets.{name}.sampling' if name else 'rollout.val_sampling'}.temperature="
-                f"{one.sampling.temperature:g} must be 0, which takes the most likely token, or at least "
-                f"{MIN_TEMPERATURE:g}"
+                f"{section}.temperature={one.sampling.temperature:g} must be 0, which takes the most likely token, "
+                f"or at least {MIN_TEMPERATURE:g}"
             )
         if one.samples > 1 and not one.sampling.temperature:
             samples, temperature = (

@@ -6,7 +6,8 @@ its mask does not help). It also weights a micro-batch by its packed tokens, inc
 gradient is divided by the count of the policy's loss, response tokens or sequences. Here, with T_m real tokens in
 micro-batch m and T in the mini-batch over all ranks, the mini-batch's losses are
 
-    balancing = sum_m T_m / T * E * sum_i f_mi P_mi        z = 1 / T * sum_tokens logsumexp(logits)^2
+    balancing = sum_m T_m / T * E * sum_i f_mi P_mi
+    z = 1 / T * sum_tokens logsumexp(logits)^2
 
 with f_mi = share of the T_m k choices that go to expert i and P_mi = its mean score. The losses of each layer are added
 to the policy's loss with their coefficients. The z-loss does not depend on how the mini-batch is split; the balancing

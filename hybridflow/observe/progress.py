@@ -5,7 +5,9 @@
             ...
         progress.update(1, {"reward": 0.31, "accuracy": 0.29}, {"gen": 4.1, "update_actor": 2.2, "step": 7.0})
 
-A plain line: `GRPO 12/60  reward 0.610  accuracy 0.550 | 8.1 s: gen 4.2, update_actor 2.1 | ETA 6 min 29 s`.
+A plain line:
+
+    GRPO 12/60  reward 0.610  accuracy 0.550 | 8.1 s: gen 4.2, update_actor 2.1 | ETA 6 min 29 s
 """
 
 from __future__ import annotations

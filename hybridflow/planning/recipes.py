@@ -15,23 +15,26 @@ from hybridflow.planning.table import markdown
 _HEAD = """\
 # Recipes
 
-One recipe for each algorithm, model and cluster size: `ALGORITHM-MODEL-NODESxGPUS`. They were planned, not run: the
-table below is what `hybridflow plan` says of each, written by `hybridflow plan --recipes > docs/recipes.md`, and a test
-keeps it so. [planning.md](planning.md) says what is modelled and how well that agrees with published runs.
+One recipe for each algorithm, model and cluster size: `ALGORITHM-MODEL-NODESxGPUS`. They were
+planned, not run: the table below is what `hybridflow plan` says of each, written by `hybridflow
+plan --recipes > docs/recipes.md`, and a test keeps it so. [planning.md](planning.md) says what is
+modelled and how well that agrees with published runs.
 
-A recipe names a published run whose batch, lengths, rates and bounds it follows (`configs/published/`, each with its
-source), its model with the hub id of the checkpoint (`configs/model/`), and a layout. `hf download` fetches the model
-and the data sets into the Hugging Face cache, where a run finds them; `hybridflow train --config-name NAME --explain`
-names the commands that are still to be given. Other places: `model.path=FOLDER`, whose config.json must be that of the
-recipe's model, and `data=files data.train_files=[...] data.val_files=[...]`. Half of the longest prompt and answer in
-the mean is assumed here. `+scale=laptop ~model.hf_config` takes any of them to its end on a tiny model without a GPU
-([laptop.md](laptop.md)).
+A recipe names a published run whose batch, lengths, rates and bounds it follows
+(`configs/published/`, each with its source), its model with the hub id of the checkpoint
+(`configs/model/`), and a layout. `hf download` fetches the model and the data sets into the Hugging
+Face cache, where a run finds them; `hybridflow train --config-name NAME --explain` names the
+commands that are still to be given. Other places: `model.path=FOLDER`, whose config.json must be
+that of the recipe's model, and `data=files data.train_files=[...] data.val_files=[...]`. Half of
+the longest prompt and answer in the mean is assumed here. `+scale=laptop ~model.hf_config` takes
+any of them to its end on a tiny model without a GPU ([laptop.md](laptop.md)).
 
-No recipe computes activations again that fit without, and `hybridflow plan --auto` finds no layout of the same settings
-that is more than 5% faster; a test keeps it so.
+No recipe computes activations again that fit without, and `hybridflow plan --auto` finds no layout
+of the same settings that is more than 5% faster; a test keeps it so.
 
-DeepSeek-V3 and Kimi-K2 have 61 layers, Qwen3-235B-A22B 94: the first and the last pipeline stage of these recipes have
-fewer layers than the others (`actor.parallel.first_stage_layers`, `last_stage_layers`).
+DeepSeek-V3 and Kimi-K2 have 61 layers, Qwen3-235B-A22B 94: the first and the last pipeline stage of
+these recipes have fewer layers than the others (`actor.parallel.first_stage_layers`,
+`last_stage_layers`).
 
 """
 

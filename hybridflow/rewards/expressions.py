@@ -16,7 +16,8 @@ _MAX_LENGTH, _MAX_DEPTH = 1000, 40  # of an answer that is read; no result is wr
 
 _STATED = re.compile(
     r"(?i:\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:：=])|\bfinal answer\b[*_#: \t]{0,8}\n)|答案(?:[是为：:]|\s)|"
-    r"(?i:\b(?:réponse|respuesta|risposta|antwort|resposta|ответ)\b[^.\n]{0,30}?(?:\b(?:est|es|è|ist|é)\b|[:=]))|"
+    r"(?i:\b(?:réponse|respuesta|risposta|antwort|resposta|ответ)\b[^.\n]{0,30}?"
+    r"(?:\b(?:est|es|è|ist|é)\b|[:=]))|"
     r"(?:答え|정답)[^.\n]{0,10}?(?:は|은|[:：])"
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|[。！？；\n]|[!?;](?=\s|$)|\s(?:because|since|as|so|which|where|for|when)\b")
@@ -64,7 +65,8 @@ def _first_expression(text: str) -> str | None:
 # ---- decoration
 
 _WRAPPED = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf|bb)?|mbox|operatorname|boldsymbol)\s?\{([^{}]*)\}"
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf|bb)?|mbox|operatorname|boldsymbol)"
+    r"\s?\{([^{}]*)\}"
 )
 _PERCENT = r"(?:percentage|percent|pct)"
 _WORDS = (
@@ -95,7 +97,8 @@ _WORDS = (
     (re.compile(r"\\sqrt\s*(\d)"), r"\\sqrt{\1}"),
 )  # fmt: skip
 _UNIT = re.compile(
-    r"(?:(?<=[\d}%])|(?<=\\pi))\s*(?:\\(?:text|mathrm|mbox|textrm|rm)\s?\{[^{}\d]*\}(?:\s?\^\s?\{?\s?[23]\s?\}?|[²³])?|"
+    r"(?:(?<=[\d}%])|(?<=\\pi))\s*"
+    r"(?:\\(?:text|mathrm|mbox|textrm|rm)\s?\{[^{}\d]*\}(?:\s?\^\s?\{?\s?[23]\s?\}?|[²³])?|"
     r"(?:(?:square|cubic|sq)\.? )?[A-Za-z]{2,}(?:[ /][A-Za-z]+){0,3}\.?(?:\^\{?[23]\}?|[²³])?|"
     r"[ ]?[mgshL](?:\^\{?[23]\}?|[²³])?|"
     r"[\u4e00-\u9fff\u3040-\u30ff\uac00-\ud7af]{1,6})\s*$"
@@ -176,16 +179,19 @@ _FRACTION = rf"(?:\\frac\{{[+-]?{_TERM}\}}\{{[+-]?{_TERM}\}}|\(?[+-]?{_TERM}\)?/
 _RATIONAL = (
     r"(?P<sign>[+-]?)(?:(?P<whole>\d+)?\\frac\{(?P<a>[+-]?DIGITS)\}\{(?P<b>[+-]?DIGITS)\}|"
     r"(?:(?P<w>\d+)\ )?\(?(?P<c>[+-]?DIGITS)\)?/\(?(?P<d>[+-]?DIGITS)\)?|"
-    r"(?P<n>DIGITS)(?:[eE](?P<e>[+-]?\d{1,4})|(?:\*|\\cdot|\\times)10\^(?:\{(?P<f>[+-]?\d{1,4})\}|(?P<g>\d)))?)(?P<percent>%?)"
+    r"(?P<n>DIGITS)(?:[eE](?P<e>[+-]?\d{1,4})|"
+    r"(?:\*|\\cdot|\\times)10\^(?:\{(?P<f>[+-]?\d{1,4})\}|(?P<g>\d)))?)(?P<percent>%?)"
 ).replace("DIGITS", _DIGITS)
 _RATIONAL_PATTERN = re.compile(_RATIONAL)
 _LITERAL = re.compile(
-    rf"[+-]?(?:(?:{_FRACTION})(?:{_TIMES}{_SYMBOL}){{0,2}}|{_TERM})%?|[+-]?\\infty|\\emptyset|\\varnothing"
+    rf"[+-]?(?:(?:{_FRACTION})(?:{_TIMES}{_SYMBOL}){{0,2}}|{_TERM})%?|"
+    r"[+-]?\\infty|\\emptyset|\\varnothing"
 )
 _MIXED = re.compile(r"[+-]?\d+ \d+/\d+")  # whose space is no decoration
 _IN_BASE = re.compile(r"\(?(\w+?)\)?_\{?\(?(\d+)\)?\}?")
 _PARTS = re.compile(
-    r"[,;()\[\]&]|\\\{|\\\}|\\lbrace|\\rbrace|\\cup|∪|\\(?:begin|end)\{\w+\}|\\\\|\\text\{\s*(?:and|or)\s*\}|"
+    r"[,;()\[\]&]|\\\{|\\\}|\\lbrace|\\rbrace|\\cup|∪|"
+    r"\\(?:begin|end)\{\w+\}|\\\\|\\text\{\s*(?:and|or)\s*\}|"
     r"\b(?:and|or)\b|[和或]"
 )
 _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>|\\in(?![A-Za-z])")

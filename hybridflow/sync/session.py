@@ -5,7 +5,8 @@ tensors, engine ranks post their layouts, and the trainer posts the plan's sched
 `Order`, and a `Board` of keys for that order:
 
     sender          announce(plan, version) ─ wait for go ─ open, send
-    engine worker   compare announcements ─ pause, begin ─ go ─ call the ranks ─ reports ─ end ─ version ─ continue
+    engine worker   compare announcements ─ pause, begin ─ go ─ call the ranks ─ reports ─ end
+                    ─ version ─ continue
     engine rank     open, receive ─ staged ─ decide ─ copy ─ report
 
 `decide` is one compare-and-set: either all ranks of an engine copy or none does, no matter which one reaches a deadline

@@ -20,7 +20,10 @@ FORMATS.register(
     "deepseek_v32",
     TaggedCalls(
         begin=re.compile(rf"""<{_MARK}invoke name="(?P<name>[^"<>]*+)"\s*+>"""),
-        key=re.compile(rf"""\s*+<{_MARK}parameter name="(?P<key>[^"<>]*+)" string="(?P<text>true|false)"\s*+>"""),
+        key=re.compile(
+            rf"""\s*+<{_MARK}parameter name="(?P<key>[^"<>]*+)" """
+            r"""string="(?P<text>true|false)"\s*+>"""
+        ),
         value_end=re.compile(rf"</{_MARK}parameter>(?=\s*+(?:<{_MARK}parameter|</{_MARK}invoke>))"),
         end=f"</{_MARK}invoke>",
         example='<｜DSML｜parameter name="key" string="true"> blocks',

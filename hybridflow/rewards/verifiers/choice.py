@@ -23,7 +23,8 @@ _NAMED = re.compile(r"(?i:\boption\b)")
 _VERB = re.compile(r"(?i:[^.\n:：=]{0,40}?(?:\b(?:is|are|be|es|est|ist|was)\b|[:：=]|是|为|為|は|은))")
 # the end of a statement; what follows it discusses
 _OVER = re.compile(
-    r"[.。!！?？\n;；]|(?i:,?\s(?:because|since|as|not|rather|instead|over|which|given|so|but|while|whereas)\b)|"
+    r"[.。!！?？\n;；]|"
+    r"(?i:,?\s(?:because|since|as|not|rather|instead|over|which|given|so|but|while|whereas)\b)|"
     r"[,，](?=\s?[A-Za-z]{2})"
 )
 _LETTER = re.compile(r"(?<![A-Za-z\\'’0-9])([A-Za-z])(?![A-Za-z'’0-9])")

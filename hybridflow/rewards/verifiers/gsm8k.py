@@ -12,7 +12,8 @@ _MARK = "####"
 # ASCII digits on purpose: \d would take digits of other scripts. Commas only between digits.
 _NUMBER = r"[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+"
 _LEADING_NUMBER = re.compile(
-    rf"(?P<sign>[-+\u2212]?)\s{{0,4}}\$?\s{{0,4}}(?P<inner>[-+\u2212]?)\s{{0,4}}(?P<digits>{_NUMBER})"
+    r"(?P<sign>[-+\u2212]?)\s{0,4}\$?\s{0,4}"
+    rf"(?P<inner>[-+\u2212]?)\s{{0,4}}(?P<digits>{_NUMBER})"
 )
 # a number after the answer that is part of a unit (m2), or counts what the words before it are about (for 2 eggs)
 _BELONGING_NUMBER = re.compile(

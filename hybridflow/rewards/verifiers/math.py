@@ -27,7 +27,8 @@ _PRECISE = 7  # digits of a decimal that may stand for a fraction, as math-verif
 _MOST_DIGITS = 10_000  # of an integer that a comparison may compute: a larger power cannot be interrupted
 # operations that an answer leaves to the reader
 _UNDONE = re.compile(
-    r"\\(?:sum|prod|int|lim|binom|[bp]?mod|equiv|gcd|lcm|lfloor|lceil|det|max|min)(?![A-Za-z])|!|\\operatorname"
+    r"\\(?:sum|prod|int|lim|binom|[bp]?mod|equiv|gcd|lcm|lfloor|lceil|det|max|min)(?![A-Za-z])|"
+    r"!|\\operatorname"
 )
 _COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s?\{[^{}]*\}|\\[A-Za-z]+")
 
