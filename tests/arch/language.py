@@ -49,17 +49,22 @@ TEXT = [
 
 _FINITE = frozenset(
     """
-    is are was were be been has have had does do did can could may might must will would shall should need needs
-    says say holds hold gives give gets get takes take comes come goes go stays stay leaves leave keeps keep
-    makes make runs run starts start ends end reads read writes write sends send receives receive counts count
-    shows show lies lie stands stand waits wait answers answer learns learn trains train falls fall moves move
-    equals equal differs differ fits fit fails fail uses use asks ask knows know sees see finds find belongs
-    belong becomes become contains contain returns return raises raise means mean follows follow changes change
-    matches match works work costs cost adds add share shares covers cover cuts cut agrees agree refuses refuse
-    serves serve sleeps sleep wakes wake lives live
+    is are was were be been has have had does do did can could may might must will would shall
+    should need needs says say holds hold gives give gets get takes take comes come goes go stays
+    stay leaves leave keeps keep makes make runs run starts start ends end reads read writes write
+    sends send receives receive counts count shows show lies lie stands stand waits wait answers
+    answer learns learn trains train falls fall moves move equals equal differs differ fits fit
+    fails fail uses use asks ask knows know sees see finds find belongs belong becomes become
+    contains contain returns return raises raise means mean follows follow changes change matches
+    match works work costs cost adds add share shares covers cover cuts cut agrees agree refuses
+    refuse serves serve sleeps sleep wakes wake lives live
     """.split()  # noqa: SIM905
 )
-_RELATIVE = frozenset("that which who whose whom where when while if after before until since".split())  # noqa: SIM905
+_RELATIVE = frozenset(
+    """
+    that which who whose whom where when while if after before until since
+    """.split()  # noqa: SIM905
+)
 _PREPOSITION = re.compile(r"(By|For|From|In|On|With|At|Into|To|Under|Over|Between|Within|Without|After|Before) ")
 _POSSESSIVE = re.compile(r"(Those|These|Its|Their|His|Theirs|Ours|Hers|Such) ")
 _POINTER = re.compile(r"(See(?: also)?|As|Like|Compare|Cf\.) (?:above\b.*|below\b.*|[`\w.]+[\w`)]*\.?)$")
