@@ -10,30 +10,32 @@ from typing import Any
 from hybridflow.agents.formats.base import FORMATS, json_at
 from hybridflow.agents.json_calls import JsonCalls
 
-_PIECE = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<sign>[{}\[\],:])|(?P<bare>(?:[^{}\[\],:<]|<(?!\|))++)', re.DOTALL)
-_WORD = re.compile(r"true|false|null|-?(?:0|[1-9]\d*+)(?:\.\d++)?(?:[eE][+-]?\d++)?")
+_MARK = re.compile(r'(?P<quote><\|"\|>)|<\|tool_call>|<tool_call\|>')
+_KEY = re.compile(r'([{,]\s*+)([^\s{}\[\],:"\\][^{}\[\],:"\\\x00-\x1f]*+):')
 
 
 def _object_at(text: str, place: int) -> tuple[Any, int]:
-    """The object that begins at `place`, and where it ends. ValueError: there is none. It is written anew as JSON."""
-    written, depth = list[str](), 0
-    while piece := _PIECE.match(text, place):
-        place = piece.end()
-        if sign := piece["sign"]:
-            depth += (sign in "{[") - (sign in "}]")
-            written.append(sign)
-            if depth <= 0:
-                break
-        elif piece["text"] is not None:
-            written.append(json.dumps(piece["text"]))
-        elif word := piece["bare"].strip():
-            is_value = _WORD.fullmatch(word) and text[place : place + 1] != ":"
-            written.append(word if is_value else json.dumps(word))
-    whole = "".join(written)
+    """The object from `place` to the next mark of a call, and where that begins. ValueError: there is none.
+
+    It is written anew as JSON: keys and strings between quotation marks.
+    """
+    written = list[str]()
+    while (mark := _MARK.search(text, place)) and mark["quote"]:
+        closed = text.find(mark["quote"], mark.end())
+        if closed < 0:
+            raise ValueError("a string is not closed")
+        written += [_with_keys(text[place : mark.start()]), json.dumps(text[mark.end() : closed])]
+        place = closed + len(mark["quote"])
+    stop = mark.start() if mark else len(text)
+    whole = "".join([*written, _with_keys(text[place:stop])])
     value, end = json_at(whole, 0)
-    if end != len(whole):
+    if whole[end:].strip():
         raise ValueError("text follows the value")
-    return value, place
+    return value, stop
+
+
+def _with_keys(plain: str) -> str:
+    return _KEY.sub(r'\1"\2":', plain)
 
 
 FORMATS.register(
