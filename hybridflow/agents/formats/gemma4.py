@@ -3,8 +3,8 @@ between <|"|>."""
 
 from __future__ import annotations
 
-import json
 import re
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from hybridflow.agents.formats.base import FORMATS, json_at
@@ -24,7 +24,7 @@ def _object_at(text: str, place: int) -> tuple[Any, int]:
         closed = text.find(mark["quote"], mark.end())
         if closed < 0:
             raise ValueError("a string is not closed")
-        written += [_with_keys(text[place : mark.start()]), json.dumps(text[mark.end() : closed])]
+        written += [_with_keys(text[place : mark.start()]), encode_basestring_ascii(text[mark.end() : closed])]
         place = closed + len(mark["quote"])
     stop = mark.start() if mark else len(text)
     whole = "".join([*written, _with_keys(text[place:stop])])
@@ -35,7 +35,7 @@ def _object_at(text: str, place: int) -> tuple[Any, int]:
 
 
 def _with_keys(plain: str) -> str:
-    return _KEY.sub(r'\1"\2":', plain)
+    return plain if ":" not in plain else _KEY.sub(r'\1"\2":', plain)
 
 
 FORMATS.register(
