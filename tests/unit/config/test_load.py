@@ -39,6 +39,13 @@ def test_every_recipe_loads_and_says_what_it_is(recipe: str) -> None:
     assert next(r.summary for r in list_recipes([shipped_config_dir()]) if r.name == recipe)
 
 
+@pytest.mark.parametrize("recipe", ["tiny-moe-grpo", "tiny-moe-ppo", "tiny-code-grpo"])
+def test_a_recipe_leaves_out_its_warm_start_when_it_is_told_to(recipe: str) -> None:
+    """Steps that a recipe sets beside its group would stay."""
+    assert load_config(recipe).sft.steps > 0
+    assert load_config(recipe, ["sft=none"]).sft.steps == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "group", sorted(path for path in shipped_config_dir().iterdir() if path.is_dir()), ids=lambda path: path.name
