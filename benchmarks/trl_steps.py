@@ -38,24 +38,16 @@ PROMPTS = 64
 SAMPLES = 8
 UPDATES = 2
 TRL = "TRL"
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "num_hidden_layers": 4,
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 512,
-    },
-    "wide": {
-        "num_hidden_layers": 8,
-        "hidden_size": 512,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-    },
-}
+RECIPE = Path(__file__).parent / "support" / "trl"  # the sides' settings
+FIELDS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+)
+SIZES = {"tiny": (4, 128, 4, 2, 32, 512), "wide": (8, 512, 8, 4, 64, 1536)}
 # most tokens of a response, and the median if lengths vary
 LENGTHS: dict[str, tuple[int, float | None]] = {
     "8": (8, None),
@@ -71,8 +63,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 # layouts of two cores: ranks and engines, or everything in the driver's process
 LAYOUTS = {
     "in-process": ["cluster=in-process"],
-    "1+1": ["cluster=one-process", "cluster.procs_per_node=1", "rollout.num_engines=1"],
-    "2+2": ["cluster=one-process", "cluster.procs_per_node=2", "rollout.num_engines=2"],
+    "1+1": ["cluster.procs_per_node=1", "rollout.num_engines=1"],
+    "2+2": ["cluster.procs_per_node=2", "rollout.num_engines=2"],
 }
 
 
@@ -128,7 +120,8 @@ def _prepare(folder: Path, case: str) -> list[str]:
     """Write model, prompts and reward; return the prompts' texts."""
     size, length, *_ = case.split("-")
     (folder / "model").mkdir()
-    lengths_model.write(folder / "model", SIZES[size], LENGTHS[length][1])
+    config = dict(zip(FIELDS, SIZES[size], strict=True))
+    lengths_model.write(folder / "model", config, LENGTHS[length][1])
     texts = []
     rows = []
     for number, (one, two) in enumerate(np.random.default_rng(0).integers(10, 99, (2048, 2))):
@@ -173,38 +166,12 @@ def _ours(folder: Path, case: str, layout: Sequence[str], steps: int) -> dict[st
     """Run `hybridflow train`, and return the seconds of its steps and of its start."""
     name = f"ours-{time.monotonic_ns()}"
     words = [
-        "--config-name=tiny-moe-grpo",
-        "model=folder",
-        f"model.path={folder / 'model'}",
-        "model.dtype=float32",
-        "data=files",
-        f"data.train_files=[{folder / 'train.parquet'}]",
-        f"data.train_batch_size={PROMPTS}",
-        "data.max_prompt_length=8",
+        "--config-name=steps",
+        f"--config-dir={RECIPE}",
         f"data.max_response_length={LENGTHS[case.split('-')[1]][0]}",
-        "reward=custom",
-        f"reward.path={folder / 'reward.py'}",
-        "sft=none",
-        "actor=tiny",
-        f"actor.ppo_mini_batch_size={PROMPTS // UPDATES}",
-        "actor.optim.lr=1e-6",
-        "actor.optim.lr_warmup_steps=0",
-        "actor.optim.lr_decay_style=constant",
-        "actor.optim.min_lr=0",
-        "actor.max_tokens_per_micro_batch=8192",
         f"actor.kl_loss_coef={_beta(case)}",
         *layout,
-        f"rollout.n={SAMPLES}",
-        "rollout.max_running_requests=512",
-        "rollout.max_total_tokens=81920",
         f"trainer.total_steps={steps}",
-        "trainer.val_before_train=false",
-        "trainer.export=false",
-        "trainer.report=false",
-        "trainer.dump_rollouts_every_steps=0",
-        "trainer.loggers=[jsonl]",
-        "trainer.resume=disable",
-        f"output_dir={folder}",
         f"name={name}",
     ]
     begun = time.time()
@@ -222,7 +189,7 @@ def _ours(folder: Path, case: str, layout: Sequence[str], steps: int) -> dict[st
 def _theirs(
     folder: Path, case: str, texts: Sequence[str], python: str, steps: int
 ) -> dict[str, Any]:
-    """Run `support/trl_side.py`, and return the same."""
+    """Run `support/trl/side.py`, and return the same."""
     settings = {
         "model": str(folder / "model"),
         "texts": texts,
@@ -236,8 +203,7 @@ def _theirs(
         "threads": os.cpu_count(),
     }
     (folder / "peer.json").write_text(json.dumps(settings))
-    script = Path(__file__).parent / "support" / "trl_side.py"
-    command = [python, str(script), str(folder / "peer.json")]
+    command = [python, str(RECIPE / "side.py"), str(folder / "peer.json")]
     printed = _run(TRL, command, folder, PYTHONPATH="", HF_HUB_OFFLINE="1")
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found

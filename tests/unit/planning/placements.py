@@ -1,5 +1,5 @@
 """The placements of the HybridFlow paper (arXiv 2409.19256, section 8.3), as the planner predicts
-them.
+them. `python -m tests.unit.planning.placements` prints the tables of docs/planning.md.
 
 Predictions, not times: they are the same on any machine. The settings are the paper's: PPO, 1,024
 prompts and as many responses of 1,024 tokens each, 8 updates, old log-probs that come with the
@@ -18,9 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.support.published import PUBLISHED
-
-from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, Reference, single
 from hybridflow.config.schema import OffloadConfig
 from hybridflow.planning.automap import Mapped, Option, Problem, partitions, search
 from hybridflow.planning.autoplan import Search
@@ -142,9 +139,7 @@ def _job(setting: Setting, is_papers: bool, scored: float) -> Job:
 
 
 @functools.cache
-def mapped(
-    setting: Setting, is_papers: bool = False, scored: float = 0.0
-) -> dict[str, Mapped | None]:
+def mapped(setting: Setting, is_papers: bool = False, scored: float = 0.0) -> dict[str, Mapped | None]:
     """Return the best mapping of each placement, and as "any" of all in which the actor generates.
 
     Args:
@@ -223,14 +218,7 @@ def table(settings: Sequence[Setting] = SETTINGS, is_papers: bool = False) -> st
     return markdown(head, rows)
 
 
-@measurement("hybridflow_placements", timeout_s=900)
-def hybridflow_placements(place: Place) -> Iterator[Metric]:
-    """settings in which the planner finds the HybridFlow paper's placement; the log has the
-    tables"""
+if __name__ == "__main__":
     print(table())
     print()
     print(table(STATED, is_papers=True))
-    stated = Reference("stated", (float(len(STATED)),))
-    for name, is_papers in (("the planner's", False), ("the paper's", True)):
-        count = sum(agrees(setting, is_papers) for setting in STATED)
-        yield single(f"agree, {name} network", "count", count, "higher", limit=stated)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hybridflow_placements import SETTINGS, STATED, Setting, agrees, fastest, mapped, table
+from tests.unit.planning.placements import SETTINGS, STATED, Setting, agrees, fastest, mapped, table
 
 ROOT = Path(__file__).resolve().parents[3]
 # where the planner does not find what the paper states: with its own network and layouts, and with the paper's
