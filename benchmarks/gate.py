@@ -9,6 +9,7 @@ processes that measure side by side stand for four nodes.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,38 +31,29 @@ NODES = ("n1", "n2", "n3", "n4")
 def gate(place: Place, tries: int = 20, parts: str = PARTS) -> Iterator[Metric]:
     """runs of equal code that compare clean, and slowdowns of a fifth that the gate names"""
     draw = random.Random(0)
-    clean = 0
-    named = 0
-    unclear = 0
-    judged = 0
+    found = Counter[str]()
     before = _run_parts(place.local / "0", parts)
     for number in range(1, tries + 1):
         after = _run_parts(place.local / str(number), parts)
-        found = compare(before, after).changes
-        clean += _slower(before, after) == []
-        candidates = [change.name for change in found if change.verdict != "not judged"]
-        judged += len(candidates)
-        unclear += sum(change.verdict == "unclear" for change in found)
-        target = draw.choice(candidates)
-        told = _slower(before, _slowed(after, target, ""))
-        named += told == [target]
-        print(f"try {number}: {target} slowed: {told or 'not found'}", flush=True)
-        before = after
-    of = f"of {tries}"
-    yield single("equal runs that compare clean", of, clean, "higher")
-    yield single("metrics slowed by a fifth that alone are named", of, named, "higher")
-    yield single("metrics that are unclear", "share", unclear / max(judged, 1), "lower")
-    clean = 0
-    named = 0
-    for number in range(tries):
+        changes = compare(before, after).changes
+        judged = [change for change in changes if change.verdict != "not judged"]
+        target = draw.choice(judged).name
+        named = _slower(before, _slowed(after, target, ""))
+        found["judged"] += len(judged)
+        found["unclear"] += sum(change.verdict == "unclear" for change in judged)
+        found["equal runs that compare clean"] += _slower(before, after) == []
+        found["metrics slowed by a fifth that alone are named"] += named == [target]
         nodes = _run_nodes(place.local / f"nodes-{number}")
-        target = NODES[number % len(NODES)]
-        told = sorted({outlier.node for outlier in outliers(_slowed(nodes, "", target))})
-        clean += outliers(nodes) == ()
-        named += told == [target]
-        print(f"try {number + 1}: {target} slowed: {told or 'not found'}", flush=True)
-    yield single("equal nodes of which none stands out", of, clean, "higher")
-    yield single("nodes slowed by a fifth that alone are named", of, named, "higher")
+        node = NODES[number % len(NODES)]
+        outside = {outlier.node for outlier in outliers(_slowed(nodes, "", node))}
+        found["equal nodes of which none stands out"] += outliers(nodes) == ()
+        found["nodes slowed by a fifth that alone are named"] += outside == {node}
+        print(f"try {number}: {target}: {named}, {node}: {sorted(outside)}", flush=True)
+        before = after
+    share = found.pop("unclear") / max(found.pop("judged"), 1)
+    yield single("metrics that are unclear", "share", share, "lower")
+    for name, count in found.items():
+        yield single(name, f"of {tries}", count, "higher")
 
 
 def _quiet(_: str) -> None:

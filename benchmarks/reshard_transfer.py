@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import yaml
 from benchmarks.support import peer
 from benchmarks.support.bucket_ranks import BucketRanks
 from benchmarks.support.pool import Pool, free_port
@@ -18,6 +20,7 @@ from benchmarks.support.reshard_ranks import Ranks
 from hybridflow.bench.measurements.base import Place, measurement
 from hybridflow.bench.result import Metric, Reference, single
 from hybridflow.bench.rounds import Call, Side, Timed, rotated
+from hybridflow.errors import ConfigError
 from hybridflow.reshard.engine_layouts import EngineShape
 from hybridflow.reshard.layout import ParallelShape
 
@@ -25,39 +28,7 @@ ROUNDS = 9
 MIB = 1 << 20
 WIRES = {"p2p": "gloo", "tcp": "tcp"}  # transports between any two hosts
 MODES = {"in place": False, "staged": True}
-MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 8,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 1024,
-    "intermediate_size": 2048,
-    "vocab_size": 32000,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 128,
-}
-# two layers as Qwen3-235B-A22B's are (config.json of Qwen/Qwen3-235B-A22B), with 10 of 128 experts
-LAYERS = MOE | {
-    "num_hidden_layers": 2,
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
-    "head_dim": 128,
-    "num_experts": 10,
-    "moe_intermediate_size": 1536,
-    "intermediate_size": 12288,
-    "vocab_size": 4096,
-}
-MODELS = {"layers": LAYERS, "small": MOE}  # an expert's slices: 6 MiB, 1 MiB
-LARGER = {**MOE, "num_hidden_layers": 15}
+MODELS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 # 2048: verl/workers/config/rollout.py:135, passed on in vllm_rollout.py:235; 512: the default of
 # bucketed_weight_transfer.py:89
 PEER_MIB = (2048, 512, 64)
@@ -68,10 +39,12 @@ def reshard_transfer(place: Place, part: str = "layers,small,one host") -> Itera
     """weight syncs over tcp and gloo beside bare sends, over shared memory beside verl and a
     copy"""
     for name in part.split(","):
-        if name in MODELS:
+        if name == "one host":
+            yield from _on_one_host(place)
+        elif name in MODELS:
             yield from _between_hosts(name, MODELS[name])
         else:
-            yield from _on_one_host(place)
+            raise ConfigError(f"part={name}: there is no such part (one of {', '.join(MODELS)})")
 
 
 def _between_hosts(name: str, hf: dict[str, Any]) -> Iterator[Timed | Metric]:
@@ -109,7 +82,7 @@ def _on_one_host(place: Place) -> Iterator[Timed | Metric]:
     make = partial(
         BucketRanks,
         folder=str(place.local),
-        hf=LARGER,
+        hf=MODELS["one host"],
         trainer=ParallelShape(1),
         engine=EngineShape(),
         port=free_port(),

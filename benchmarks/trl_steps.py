@@ -86,8 +86,6 @@ def trl_steps(
             f"case={case} sides={sides}: cases are {', '.join(CASES)}; "
             f"sides are {TRL}, {', '.join(LAYOUTS)}"
         )
-    if TRL in names and not _has_trl(peer):
-        raise ConfigError(f"peer={peer} is no Python with TRL; no figure was taken")
     texts = _prepare(place.local, case)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for name in rotated(names, rounds):
@@ -152,6 +150,8 @@ def _run(side: str, command: Sequence[str], folder: Path, **more: str) -> str:
             cwd=folder,
             timeout=LIMIT_S,
         )
+    except FileNotFoundError:
+        raise ConfigError(f"peer={command[0]}: no such Python; no figure was taken") from None
     except subprocess.TimeoutExpired:
         raise ResourceError(
             f"{side}: a round had not ended after {LIMIT_S / 60:.0f} minutes; take fewer steps"
@@ -212,12 +212,3 @@ def _theirs(
 def _beta(case: str) -> float:
     """Return the coefficient of the divergence from the reference."""
     return 1e-3 if case.endswith("reference") else 0.0
-
-
-def _has_trl(python: str) -> bool:
-    script = "from importlib.metadata import version; version('trl')"
-    try:
-        done = subprocess.run([python, "-c", script], check=False, capture_output=True)
-    except OSError:
-        return False
-    return done.returncode == 0

@@ -3,7 +3,6 @@ job."""
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
 import socket
@@ -86,13 +85,10 @@ class Pool:
 
 def _serve(end: Connection, make: Callable[[int], Any], rank: int) -> None:
     def attempt(call: Callable[..., Any], *values: Any) -> tuple[str, Any]:
-        faulthandler.dump_traceback_later(_PATIENCE_S - 10)  # shows where a rank hangs
         try:
             return "", call(*values)
         except Exception as error:
             return f"{type(error).__name__}: {error}", None
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
     failure, made = attempt(make, rank)
     end.send((failure, None))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import product
 from typing import Any
@@ -67,7 +68,8 @@ class Ranks:
         self.engine = rank - self.trainers
         self.store = master_store(HOST, port, 60) if rank == 0 else client_store(HOST, port, 60)
         layout = self.plan.source if self.is_trainer else self.plan.target
-        self.live = make_buffers(layout, rank if self.is_trainer else self.engine)
+        number = rank if self.is_trainer else self.engine
+        self.live = make_buffers(self.plan.catalog, layout, number)
         world = self.trainers + self.plan.target.num_ranks
         bare_store = TorchStore(self.store, "bare/")
         self.bare_group = dist.ProcessGroupGloo(bare_store, rank, world, timedelta(seconds=60))
@@ -123,55 +125,50 @@ class Ranks:
         """Return whether all elements of an engine rank's buffers are right."""
         if self.is_trainer:
             return True
-        expected = make_buffers(self.plan.target, self.engine)
+        expected = make_buffers(self.plan.catalog, self.plan.target, self.engine)
         return all(torch.equal(self.live[name], values) for name, values in expected.items())
 
     def bare(self, transport: str) -> None:
-        """Send the bytes of every pair over gloo, two messages in flight, from and into memory of
-        the weights' size: the limit of `transport`."""
-        amounts: Counter[int] = Counter()
-        for message in self.sides[transport, False][0]:
-            amounts[message.peer] += message.nbytes
-        for peer, amount in amounts.items():
-            if peer not in self.bare_memory:
+        """Send the bytes of every pair over gloo, from and into memory of the weights' size: the
+        limit of `transport`."""
+        if not self.bare_memory:
+            amounts: Counter[int] = Counter()
+            for message in self.sides[transport, False][0]:
+                amounts[message.peer] += message.nbytes
+            for peer, amount in amounts.items():
                 self.bare_memory[peer] = torch.ones(amount, dtype=torch.uint8)
-        work: dict[tuple[int, int], Any] = {}
-        for number in range(-(-max(amounts.values()) // BARE_BYTES)):
-            for peer in amounts:
-                part = self.bare_memory[peer][number * BARE_BYTES : (number + 1) * BARE_BYTES]
-                if (peer, number - 2) in work:
-                    work.pop((peer, number - 2)).wait()
-                if len(part) and self.is_trainer:
-                    work[peer, number] = self.bare_group.send([part], self.trainers + peer, number)
-                elif len(part):
-                    work[peer, number] = self.bare_group.recv([part], peer, number)
-        for last in work.values():
-            last.wait()
+        works = []
+        for peer, memory in self.bare_memory.items():
+            for number, part in enumerate(memory.split(BARE_BYTES)):
+                if self.is_trainer:
+                    works.append(self.bare_group.send([part], self.trainers + peer, number))
+                else:
+                    works.append(self.bare_group.recv([part], peer, number))
+        for work in works:
+            work.wait()
 
 
-def make_buffers(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+def make_buffers(catalog: Catalog, layout: Layout, rank: int) -> dict[str, torch.Tensor]:
     """Return the buffers of a rank, in three dimensions.
 
-    Every element follows from its tensor and its place there, so replicas are equal.
+    Every element follows from its HF tensor and its place there, so replicas are equal.
     """
     mine = layout.classes[int(layout.rank_class[rank])]
     shapes = zip(mine.names, mine.shapes.tolist(), mine.dtypes, strict=True)
     made = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in shapes}
     for row, tensor in enumerate(mine.tensor.tolist()):
-        if tensor == PADDING:
-            continue
-        whole = made[mine.names[int(mine.buffer[row])]]
-        size = mine.size[row].tolist()
-        place = tuple(_spans(mine.local[row].tolist(), size))
-        parts = []
-        for span in _spans(mine.start[row].tolist(), size):
-            # the sum of three is below 256: exact in bfloat16
-            numbers = torch.arange(span.start, span.stop) * 31 + tensor * 7
-            parts.append((numbers % 80).to(whole.dtype))
-        torch.add(parts[0][:, None, None] + parts[1][:, None], parts[2], out=whole[place])
+        if tensor != PADDING:
+            shape = catalog.shapes[tensor].tolist()
+            # below 256: exact in bfloat16
+            whole = (torch.arange(math.prod(shape)).view(shape) + 31 * tensor) % 251
+            size = mine.size[row].tolist()
+            source = _region(mine.start[row].tolist(), size)
+            made[mine.names[int(mine.buffer[row])]][_region(mine.local[row].tolist(), size)] = (
+                whole[source]
+            )
     return made
 
 
-def _spans(starts: Sequence[int], sizes: Sequence[int]) -> Iterator[slice]:
-    for start, size in zip(starts, sizes, strict=True):
-        yield slice(start, start + size)
+def _region(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    pairs = zip(starts, sizes, strict=True)
+    return tuple(slice(start, start + size) for start, size in pairs)

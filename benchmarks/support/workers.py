@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy as np
-
 from hybridflow.batch import DataProto
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 
-INTEGERS = (
+COLUMNS = (
     "input_ids",
     "attention_mask",
     "position_ids",
     "responses",
     "response_mask",
     "labels",
+    "old_log_probs",
+    "advantages",
 )
-FLOATS = ("old_log_probs", "advantages")  # float64 keeps all columns of one width
-COLUMNS = INTEGERS + FLOATS
 
 
 class Plain:
@@ -31,10 +29,6 @@ class Plain:
 
     def nothing(self) -> None:
         """Do nothing."""
-
-    def zeros(self, nbytes: int) -> np.ndarray:
-        """Return this many bytes, which the process writes into the store."""
-        return np.zeros(nbytes, np.uint8)
 
 
 class Echo:
@@ -55,11 +49,6 @@ class Echo:
     @register(Dispatch.ONE_TO_ALL)
     def nothing(self) -> None:
         """Do nothing."""
-
-    @register(Dispatch.ONE_TO_ALL)
-    def zeros(self, nbytes: int) -> np.ndarray:
-        """Return this many bytes, which the process writes into the store."""
-        return np.zeros(nbytes, np.uint8)
 
 
 def peer_group(ranks: int) -> Any:
@@ -82,9 +71,6 @@ def peer_group(ranks: int) -> Any:
         @peer_register(dispatch_mode=PeerDispatch.ONE_TO_ALL)
         def nothing(self) -> None:
             pass
-
-        def zeros(self, nbytes: int) -> np.ndarray:
-            return np.zeros(nbytes, np.uint8)
 
     prefix = f"peer{ranks}"
     pool = RayResourcePool([ranks], use_gpu=False, max_colocate_count=1, name_prefix=prefix)

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from hybridflow.bench import show
 from hybridflow.bench.gate import Outlier, outliers
 from hybridflow.bench.measurements.base import SUITES
-from hybridflow.bench.result import Result, differences
+from hybridflow.bench.result import Result, differences, flat
 from hybridflow.observe.charts import Chart, Drawn, Point, Series, draw
 
 
@@ -36,7 +36,7 @@ def page(results: Sequence[Result]) -> str:
         rows=[[row[index] for index in columns] for row in rows],
         by_node=_by_node(last, worse),
         outliers=[show.sentence(one) for one in worse],
-        fingerprint=_facts(last),
+        fingerprint=flat(last.fingerprint),
         changed=[(one.started, differences(before, one)) for before, one in pairwise(results)],
         charts=_history(results) if len(results) > 1 else [],
         number=show.number,
@@ -53,24 +53,6 @@ def _by_node(result: Result, worse: Sequence[Outlier]) -> list[tuple[str, str, l
         row = [(cells.get((name, node)), marks.get((name, node))) for node in result.nodes]
         found.append((name, unit, row))
     return found
-
-
-def _facts(result: Result) -> dict[str, str]:
-    hardware = result.fingerprint["hardware"]
-    software = result.fingerprint["software"]
-    commit = result.fingerprint["commit"] or {}
-    packages = (software.get("packages") or {}).items()
-    modified = ", with changes that are not committed" if commit.get("modified") else ""
-    return {
-        "processor": f"{hardware.get('processor') or 'unknown'}, {hardware.get('cores')} cores",
-        "memory": f"{hardware.get('memory_gib')} GiB",
-        "accelerators": ", ".join(hardware.get("accelerators") or []) or "none",
-        "system": f"{software.get('platform')}, Python {software.get('python')}",
-        "packages": ", ".join(f"{name} {version}" for name, version in packages),
-        "commit": f"{commit.get('commit') or 'unknown'}{modified}",
-        "recipe": result.fingerprint["recipe"] or "none",
-        "nodes": ", ".join(result.fingerprint["placement"]["nodes"]) or "this machine",
-    }
 
 
 def _history(results: Sequence[Result]) -> list[Drawn]:

@@ -286,8 +286,8 @@ def differences(one: Result, other: Result) -> dict[str, list[str]]:
     """Return the differences of two fingerprints by part, each as `key: A → B`."""
     found: dict[str, list[str]] = {}
     for part in PARTS:
-        first = _flat(one.fingerprint.get(part))
-        second = _flat(other.fingerprint.get(part))
+        first = flat(one.fingerprint.get(part))
+        second = flat(other.fingerprint.get(part))
         for key in sorted({*first, *second}):
             if first.get(key) != second.get(key):
                 found.setdefault(part, []).append(
@@ -296,13 +296,14 @@ def differences(one: Result, other: Result) -> dict[str, list[str]]:
     return found
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted keys."""
     if not isinstance(value, dict):
         return {prefix: value}
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, entry in value.items():
-        flat |= _flat(entry, f"{prefix}.{key}".lstrip("."))
-    return flat
+        found |= flat(entry, f"{prefix}.{key}".lstrip("."))
+    return found
 
 
 def merge(parts: Iterable[Result]) -> Result:

@@ -12,9 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from hybridflow.bench import result as results
 from hybridflow.bench.files import RESULT, pooled
@@ -129,18 +129,16 @@ def _measure_once(job: Job, name: str, entry: Measurement, part: int) -> Result:
     log = job.folder / "logs" / (f"{label}.{job.node}.log" if job.node else f"{label}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     local = Path(tempfile.mkdtemp(prefix="hybridflow-bench-"))
-    described: dict[str, Any] = {
+    described = {
+        **asdict(job),
         "name": absolute_entry(name),
         "label": label,
-        "settings": job.settings,
-        "node": job.node,
-        "nodes": job.nodes,
-        "folder": str(job.folder.resolve()),
-        "local": str(local),
+        "folder": job.folder.resolve(),
+        "local": local,
         "part": part,
-        "out": str(local / "metrics.json"),
+        "out": local / "metrics.json",
     }
-    (local / "job.json").write_text(json.dumps(described), encoding="utf-8")
+    (local / "job.json").write_text(json.dumps(described, default=str), encoding="utf-8")
     words = [sys.executable, "-P", "-m", "hybridflow.bench", str(local / "job.json")]
     try:
         with log.open("ab" if part else "wb") as stream:

@@ -1,10 +1,8 @@
-"""A result as text: a table for a terminal, CSV, and a file for Prometheus' node exporter."""
+"""A result as text: a table for a terminal, and a file for Prometheus' node exporter."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from hybridflow.bench.gate import Comparison, Outlier, outliers
 from hybridflow.bench.result import Metric, Reference, Result
@@ -22,7 +20,6 @@ COLUMNS = (
 )
 NUMBERS = ("value", "spread", "of the limit", "against the peer")  # columns with numbers
 _COMPARED = ("metric", "node", "A", "B", "unit", "cost", "interval", "bound", "verdict")
-_CSV = ("measurement", "name", "node", "unit", "better", "value", "spread", "share", "ratio")
 _HELP = {
     "value": "Median of a metric of a benchmark suite, in its own unit.",
     "share": "Part of the limit that a metric reaches.",
@@ -125,47 +122,24 @@ def verdict(found: Comparison) -> str:
     return f"passed: {judged} metrics judged, none is slower{quiet}"
 
 
-def as_csv(results: Sequence[Result]) -> str:
-    """Return one line for each metric and run."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("suite", "started", "commit", *_CSV, "rounds", "limit", "peer", "peer_value"))
-    for result in results:
-        commit = (result.fingerprint.get("commit") or {}).get("commit", "")
-        for metric in result.metrics:
-            writer.writerow(
-                (
-                    result.suite,
-                    result.started,
-                    commit,
-                    *(getattr(metric, name) for name in _CSV),
-                    len(metric.rounds),
-                    metric.limit.value if metric.limit else "",
-                    _name(metric.peer),
-                    metric.peer.value if metric.peer else "",
-                )
-            )
-    return out.getvalue()
-
-
 def prometheus(result: Result) -> str:
     """Return values, shares and node outliers for the node exporter's textfile collector."""
-    lines: list[str] = []
-
-    def family(name: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> None:
-        full = f"hybridflow_bench_{name}"
-        lines.extend((f"# HELP {full} {_HELP[name]}", f"# TYPE {full} gauge"))
-        for labels, value in samples:
-            pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-            lines.append(f"{full}{{{pairs}}} {value!r}")
-
-    def labels(one: Metric | Outlier, **more: str) -> dict[str, str]:
-        return {"suite": result.suite, "metric": one.name, **more, "node": one.node}
-
-    family("value", ((labels(one, unit=one.unit), one.value) for one in result.metrics))
-    shares = ((labels(one, unit=one.unit), one.share) for one in result.metrics)
-    family("share", ((found, share) for found, share in shares if share is not None))
-    family("node_excess", ((labels(one), one.excess) for one in outliers(result)))
+    shares = [(one, one.share) for one in result.metrics]
+    families: dict[str, list[tuple[Metric | Outlier, float]]] = {
+        "value": [(one, one.value) for one in result.metrics],
+        "share": [(one, share) for one, share in shares if share is not None],
+        "node_excess": [(one, one.excess) for one in outliers(result)],
+    }
+    lines = []
+    for family, samples in families.items():
+        name = f"hybridflow_bench_{family}"
+        lines += [f"# HELP {name} {_HELP[family]}", f"# TYPE {name} gauge"]
+        for one, value in samples:
+            labels = {"suite": result.suite, "metric": one.name, "node": one.node}
+            if family != "node_excess":
+                labels["unit"] = one.unit
+            pairs = [f'{key}="{_escaped(text)}"' for key, text in labels.items()]
+            lines.append(f"{name}{{{','.join(pairs)}}} {value!r}")
     return "\n".join(lines) + "\n"
 
 

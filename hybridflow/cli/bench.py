@@ -24,7 +24,7 @@ examples:
 
 docs/benchmarking.md says what each suite proves and what to do when it fails.
 """
-FORMATS = ("table", "csv", "html", "prometheus", "json")
+FORMATS = ("table", "html", "prometheus", "json")
 _RUNS = Path("runs/bench")
 
 
@@ -146,8 +146,6 @@ def run_report(args: argparse.Namespace) -> int:
         text = json.dumps(results.as_dict(last), indent=1) + "\n"
     elif args.format == "html":
         text = page.page(runs)
-    elif args.format == "csv":
-        text = show.as_csv(runs)
     else:
         text = {"table": show.table, "prometheus": show.prometheus}[args.format](last)
     if args.out:

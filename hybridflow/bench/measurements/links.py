@@ -37,8 +37,7 @@ def links(place: Place) -> Iterator[Timed]:
         local = partial(_send, _LOOPBACK, loopback.getsockname()[1], "this node")
         gigabytes = BYTES / 1e9
         if alone:
-            calls = {"links/loopback": local}
-            yield Timed(calls, amount=gigabytes, unit="GB/s", better="none")
+            yield Timed({"links/loopback": local}, amount=gigabytes, unit="GB/s", better="none")
             return
         where = place.folder / "links"
         own = {"address": address, "port": server.getsockname()[1]}
