@@ -15,7 +15,7 @@ import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, Reference, single
+from hybridflow.bench.result import Metric, single
 from hybridflow.bench.rounds import Timed, loops
 from hybridflow.config.schema import AgentConfig, DataConfig, RolloutConfig, RunConfig
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
@@ -111,7 +111,7 @@ def conversations(place: Place, count: int = 10_000) -> Iterator[Timed | Metric]
         bound=0.1,
     )
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    limit = Reference("aim", (MOST_GIB,))
+    limit = ("aim", MOST_GIB)
     yield single("conversations/resident memory", "GiB", memory, "lower", limit=limit)
 
 

@@ -33,18 +33,27 @@ SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 def dispatch(place: Place) -> Iterator[Timed]:
     """208 MB to two actors and back, and an empty call to four, against verl and bare Ray"""
     peer.install()
-    folders = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[1]), str(peer.FOLDER)]
+    folders = [
+        os.environ.get("PYTHONPATH", ""),
+        str(Path(__file__).parents[1]),
+        str(peer.FOLDER),
+    ]
     # the actors import both
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     config = ClusterConfig(
-        procs_per_node=4, start_timeout_s=120, call_timeout_s=120, object_store_bytes=STORE
+        procs_per_node=4,
+        start_timeout_s=120,
+        call_timeout_s=120,
+        object_store_bytes=STORE,
     )
     with Cluster.start(config, str(place.local), num_cpus=32) as cluster:
         yield from _round_trip(cluster, place.local)
         yield _empty_call(cluster, place.local)
 
 
-def _sides(cluster: Cluster, folder: Path, ranks: int) -> tuple[WorkerGroup, Any, list[Any]]:
+def _sides(
+    cluster: Cluster, folder: Path, ranks: int
+) -> tuple[WorkerGroup, Any, list[Any]]:
     """Start the worker group, the peer's, and bare actors."""
     import ray
 
@@ -90,7 +99,10 @@ def _round_trip(cluster: Cluster, folder: Path) -> Iterator[Timed]:
             f"{label}, fetched": lambda: group.run(Echo.echo, batch).fetch(),
         },
         Side("bare Ray", with_ray),
-        peers=[Side(f"{peer.NAME} {mode}", with_peer(mode)) for mode in ("default", "numpy")],
+        peers=[
+            Side(f"{peer.NAME} {mode}", with_peer(mode))
+            for mode in ("default", "numpy")
+        ],
     )
     group.kill()
 
@@ -111,7 +123,11 @@ def _empty_call(cluster: Cluster, folder: Path) -> Timed:
         ray.get([actor.nothing.remote() for actor in bare])
 
     return Timed(
-        {f"{CALLS} calls that do nothing to 4 actors": repeated(lambda: group.run(Echo.nothing))},
+        {
+            f"{CALLS} calls that do nothing to 4 actors": repeated(
+                lambda: group.run(Echo.nothing)
+            )
+        },
         Side("bare Ray", repeated(with_ray)),
         peers=[Side(peer.NAME, repeated(theirs.nothing))],
     )

@@ -24,7 +24,10 @@ def gae(place: Place) -> Iterator[Timed]:
     generator = torch.Generator().manual_seed(1)
     full = torch.full((ROWS,), LONGEST)
     drawn = torch.randint(1, LONGEST + 1, (ROWS,), generator=generator)
-    for name, lengths in {"all of 7168 tokens": full, "of 1 to 7168 tokens": drawn}.items():
+    for name, lengths in {
+        "all of 7168 tokens": full,
+        "of 1 to 7168 tokens": drawn,
+    }.items():
         yield _case(f"GAE and whitening, 1024 rows {name}", lengths, generator)
 
 

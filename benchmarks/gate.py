@@ -62,14 +62,20 @@ def _quiet(_: str) -> None:
 
 def _run_parts(folder: Path, parts: str) -> Result:
     """Run all entries once."""
-    first, *others = [run(Job(part, folder / part), _quiet) for part in parts.split(",")]
+    first, *others = [
+        run(Job(part, folder / part), _quiet) for part in parts.split(",")
+    ]
     return first.joined(others)
 
 
 def _run_nodes(folder: Path) -> Result:
     """Run four processes at the same time, as four nodes."""
     with ThreadPoolExecutor(len(NODES)) as threads:
-        list(threads.map(lambda node: run(Job(ON_NODES, folder, node, NODES), _quiet), NODES))
+        list(
+            threads.map(
+                lambda node: run(Job(ON_NODES, folder, node, NODES), _quiet), NODES
+            )
+        )
     return load(folder)
 
 
@@ -88,4 +94,6 @@ def _slowed(result: Result, name: str, node: str) -> Result:
 def _slower(before: Result, after: Result) -> list[str]:
     """Return the metrics that the gate calls slower."""
     changes = compare(before, after).changes
-    return [change.name for change in changes if change.verdict in ("slower", "only in A")]
+    return [
+        change.name for change in changes if change.verdict in ("slower", "only in A")
+    ]

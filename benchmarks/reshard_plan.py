@@ -16,7 +16,7 @@ import yaml
 from benchmarks.support.published import sync_seconds
 
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.result import Metric, Reference, single
+from hybridflow.bench.result import Metric, single
 from hybridflow.reshard import report
 from hybridflow.reshard.engine_layouts import EngineShape
 from hybridflow.reshard.layout import ParallelShape
@@ -38,7 +38,9 @@ class Case:
     published: str | None = None
 
 
-CASES = [Case(**fields) for fields in yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))]
+CASES = [
+    Case(**fields) for fields in yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))
+]
 
 
 @measurement("reshard_plan", timeout_s=900)
@@ -69,12 +71,12 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _metrics(case: Case, figures: dict[str, Any]) -> Iterator[Metric]:
-    wire = Reference("the busiest link", (figures["wire_bound_s"],))
-    even = Reference("an even share", (float(figures["hottest_link_bound_bytes"]),))
+    wire = ("the busiest link", figures["wire_bound_s"])
+    even = ("an even share", figures["hottest_link_bound_bytes"])
     measured = None
     if case.published:
         seconds = sync_seconds(case.published, case.model)
-        measured = Reference(f"{case.published}, measured", (seconds,))
+        measured = (f"{case.published}, measured", seconds)
     for quantity, unit, key, references in (
         ("planning", "s", "plan_s", {}),
         ("planning, proof and simulation, CPU", "s", "cpu_s", {}),
@@ -84,4 +86,6 @@ def _metrics(case: Case, figures: dict[str, Any]) -> Iterator[Metric]:
         ("sender's staging, bytes", "count", "sender_staging_bytes", {}),
         ("predicted", "s", "seconds", {"limit": wire, "peer": measured}),
     ):
-        yield single(f"{case.name}: {quantity}", unit, figures[key], "lower", **references)
+        yield single(
+            f"{case.name}: {quantity}", unit, figures[key], "lower", **references
+        )

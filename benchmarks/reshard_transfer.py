@@ -35,7 +35,9 @@ PEER_MIB = (2048, 512, 64)
 
 
 @measurement("reshard_transfer", timeout_s=1800, rounds=ROUNDS)
-def reshard_transfer(place: Place, part: str = "layers,small,one host") -> Iterator[Timed | Metric]:
+def reshard_transfer(
+    place: Place, part: str = "layers,small,one host"
+) -> Iterator[Timed | Metric]:
     """weight syncs over tcp and gloo beside bare sends, over shared memory beside verl and a
     copy"""
     for name in part.split(","):
@@ -44,7 +46,9 @@ def reshard_transfer(place: Place, part: str = "layers,small,one host") -> Itera
         elif name in MODELS:
             yield from _between_hosts(name, MODELS[name])
         else:
-            raise ConfigError(f"part={name}: there is no such part (one of {', '.join(MODELS)})")
+            raise ConfigError(
+                f"part={name}: there is no such part (one of {', '.join(MODELS)})"
+            )
 
 
 def _between_hosts(name: str, hf: dict[str, Any]) -> Iterator[Timed | Metric]:
@@ -68,10 +72,14 @@ def _between_hosts(name: str, hf: dict[str, Any]) -> Iterator[Timed | Metric]:
             calls = _calls(pool, label, transport)
             limit = Side("bare gloo", bare)
             yield Timed(calls, limit, amount=total / 1e9, unit="GB/s", bound=0.15)
-            yield _processor_time(pool, f"{label}: in place", calls[f"{label}: in place"], bare)
+            yield _processor_time(
+                pool, f"{label}: in place", calls[f"{label}: in place"], bare
+            )
             commits = []
             for _ in range(ROUNDS):
-                commits.append(max(seconds for _, seconds in pool.run("sync", transport, True)))
+                commits.append(
+                    max(seconds for _, seconds in pool.run("sync", transport, True))
+                )
             yield Metric("", f"{label}: commit of staged", "s", "none", tuple(commits))
     finally:
         pool.stop()
@@ -136,5 +144,11 @@ def _processor_time(pool: Pool, name: str, call: Call, limit: Call) -> Metric:
         used[side].append(sum(pool.run("cpu")) - before)
     reference = Reference("the limit's", tuple(used["limit"]))
     return Metric(
-        "", f"{name}, processor time", "s", "lower", tuple(used["call"]), reference, bound=0.1
+        "",
+        f"{name}, processor time",
+        "s",
+        "lower",
+        tuple(used["call"]),
+        reference,
+        bound=0.1,
     )

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 from benchmarks.support import lengths_model
 
 from hybridflow.bench.measurements.base import Place, measurement
@@ -39,15 +40,7 @@ SAMPLES = 8
 UPDATES = 2
 TRL = "TRL"
 RECIPE = Path(__file__).parent / "support" / "trl"  # the sides' settings
-FIELDS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-)
-SIZES = {"tiny": (4, 128, 4, 2, 32, 512), "wide": (8, 512, 8, 4, 64, 1536)}
+SIZES = yaml.safe_load((RECIPE / "models.yaml").read_text())
 # most tokens of a response, and the median if lengths vary
 LENGTHS: dict[str, tuple[int, float | None]] = {
     "8": (8, None),
@@ -55,7 +48,9 @@ LENGTHS: dict[str, tuple[int, float | None]] = {
     "varied": (512, 32.0),
 }
 KINDS = ("", "-reference")
-CASES = [f"{size}-{length}{kind}" for size in SIZES for length in LENGTHS for kind in KINDS]
+CASES = [
+    f"{size}-{length}{kind}" for size in SIZES for length in LENGTHS for kind in KINDS
+]
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 7 / 7
@@ -103,26 +98,39 @@ def _metrics(case: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[Metr
     values = {}
     for name, ones in found.items():
         # a single step, of many minutes, is counted
-        steps = [second for one in ones for second in one["seconds"][1:] or one["seconds"]]
-        values[name] = {"step": steps, "start to end of first step": [one["first"] for one in ones]}
+        steps = [
+            second for one in ones for second in one["seconds"][1:] or one["seconds"]
+        ]
+        values[name] = {
+            "step": steps,
+            "start to end of first step": [one["first"] for one in ones],
+        }
         length = statistics.mean(one["mean_length"] for one in ones)
         yield single(f"{case} {name}: mean length", "tokens", length)
     theirs = values.pop(TRL, None)
     for name, quantities in values.items():
         for quantity, seconds in quantities.items():
             peer = Reference(TRL, tuple(theirs[quantity])) if theirs else None
-            yield Metric("", f"{case} {name}: {quantity}", "s", "lower", tuple(seconds), peer=peer)
+            yield Metric(
+                "",
+                f"{case} {name}: {quantity}",
+                "s",
+                "lower",
+                tuple(seconds),
+                peer=peer,
+            )
 
 
 def _prepare(folder: Path, case: str) -> list[str]:
     """Write model, prompts and reward; return the prompts' texts."""
     size, length, *_ = case.split("-")
     (folder / "model").mkdir()
-    config = dict(zip(FIELDS, SIZES[size], strict=True))
-    lengths_model.write(folder / "model", config, LENGTHS[length][1])
+    lengths_model.write(folder / "model", SIZES[size], LENGTHS[length][1])
     texts = []
     rows = []
-    for number, (one, two) in enumerate(np.random.default_rng(0).integers(10, 99, (2048, 2))):
+    for number, (one, two) in enumerate(
+        np.random.default_rng(0).integers(10, 99, (2048, 2))
+    ):
         texts.append(f"{one}+{two}=")
         rows.append(
             {
@@ -139,7 +147,9 @@ def _prepare(folder: Path, case: str) -> list[str]:
 
 def _run(side: str, command: Sequence[str], folder: Path, **more: str) -> str:
     """Run a round of a side, and return its output; each side chooses its threads."""
-    environment = {name: value for name, value in os.environ.items() if name not in CONDITIONS}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in CONDITIONS
+    }
     try:
         done = subprocess.run(
             command,
@@ -151,14 +161,18 @@ def _run(side: str, command: Sequence[str], folder: Path, **more: str) -> str:
             timeout=LIMIT_S,
         )
     except FileNotFoundError:
-        raise ConfigError(f"peer={command[0]}: no such Python; no figure was taken") from None
+        raise ConfigError(
+            f"peer={command[0]}: no such Python; no figure was taken"
+        ) from None
     except subprocess.TimeoutExpired:
         raise ResourceError(
             f"{side}: a round had not ended after {LIMIT_S / 60:.0f} minutes; take fewer steps"
         ) from None
     if done.returncode:
         print(done.stdout[-2000:], done.stderr[-2000:], flush=True)
-        raise ResourceError(f"{side} failed: {done.stderr.strip().rpartition(chr(10))[2]}")
+        raise ResourceError(
+            f"{side} failed: {done.stderr.strip().rpartition(chr(10))[2]}"
+        )
     return done.stdout
 
 
@@ -178,11 +192,15 @@ def _ours(folder: Path, case: str, layout: Sequence[str], steps: int) -> dict[st
     command = [sys.executable, "-P", "-m", "hybridflow.cli.main", "train", *words]
     _run("hybridflow train", command, folder)
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if record["phase"] == "train"]
+    records = [
+        record for record in map(json.loads, lines) if record["phase"] == "train"
+    ]
     return {
         "seconds": [record["timing_s/step"] for record in records],
         "first": records[0]["wall_time"] - begun,
-        "mean_length": statistics.mean(record["response_length/mean"] for record in records),
+        "mean_length": statistics.mean(
+            record["response_length/mean"] for record in records
+        ),
     }
 
 

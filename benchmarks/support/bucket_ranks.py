@@ -25,7 +25,9 @@ class NoDevice:
 
 def load_peer() -> ModuleType:
     """Load verl's module by its path: its package imports vllm, the module does not."""
-    path = peer.install() / "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
+    path = (
+        peer.install() / "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
+    )
     spec = importlib.util.spec_from_file_location("peer_bucketed_weight_transfer", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -52,7 +54,9 @@ class BucketRanks(Ranks):
     def peer_sync(self, bucket_mb: int) -> None:
         """Send all parameters with verl; each is copied out of the bucket, as loading does."""
         if self.is_trainer:
-            sender = self.peer.BucketedWeightSender(self.handle, bucket_mb, use_shm=True)
+            sender = self.peer.BucketedWeightSender(
+                self.handle, bucket_mb, use_shm=True
+            )
             asyncio.run(sender.async_send_weights(iter(self.live.items())))
         else:
             cpu = torch.device("cpu")

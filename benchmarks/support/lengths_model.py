@@ -29,12 +29,21 @@ _LOGIT = 20.0
 _SIZE = 5.0
 # The branches' logarithms of length in normal quantiles, with their shares: the two phases of a
 # branch (digamma 0.423, trigamma 0.645) provide the rest of the spread.
-_QUANTILES = ((-1.4, 0.12), (-0.7, 0.2), (0.0, 0.3), (0.7, 0.22), (1.4, 0.1), (2.55, 0.06))
+_QUANTILES = (
+    (-1.4, 0.12),
+    (-0.7, 0.2),
+    (0.0, 0.3),
+    (0.7, 0.22),
+    (1.4, 0.1),
+    (2.55, 0.06),
+)
 _SPREAD = 0.63
 _SHIFT = 0.54
 
 
-def write(folder: Path, sizes: dict[str, Any], median: float | None, seed: int = 1) -> None:
+def write(
+    folder: Path, sizes: dict[str, Any], median: float | None, seed: int = 1
+) -> None:
     """Write the folder.
 
     Args:
@@ -63,7 +72,8 @@ def write(folder: Path, sizes: dict[str, Any], median: float | None, seed: int =
     shapes = family_of(config).tensors()
     source = RandomWeights(shapes, seed, 0.01)
     tensors = {
-        name: source.read(name, (0,) * len(shape), shape).clone() for name, shape in shapes.items()
+        name: source.read(name, (0,) * len(shape), shape).clone()
+        for name, shape in shapes.items()
     }
     embedding = tensors["model.embed_tokens.weight"]
     output = tensors["lm_head.weight"]

@@ -29,13 +29,17 @@ class Pool:
     jobs."""
 
     def __init__(self, world: int, make: Callable[[int], Any]) -> None:
-        os.environ.setdefault(VARIABLE, job_secret())  # ranks meet in a store that asks for it
+        os.environ.setdefault(
+            VARIABLE, job_secret()
+        )  # ranks meet in a store that asks for it
         context = multiprocessing.get_context("fork")
         self.ends: list[Connection] = []
         self.processes = []
         for rank in range(world):
             end, far = context.Pipe()
-            process = context.Process(target=_serve, args=(far, make, rank), daemon=True)
+            process = context.Process(
+                target=_serve, args=(far, make, rank), daemon=True
+            )
             process.start()
             far.close()  # so that a rank's death ends the wait for it
             self.ends.append(end)
@@ -55,12 +59,16 @@ class Pool:
     def _answers(self) -> list[Any]:
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + _PATIENCE_S
-        while missing := [rank for rank in range(len(self.ends)) if rank not in answers]:
+        while missing := [
+            rank for rank in range(len(self.ends)) if rank not in answers
+        ]:
             timeout = max(deadline - time.monotonic(), 0)
             ready = wait([self.ends[rank] for rank in missing], timeout)
             if not ready:
                 self.stop()
-                raise ResourceError(f"ranks {missing} did not answer within {_PATIENCE_S} s")
+                raise ResourceError(
+                    f"ranks {missing} did not answer within {_PATIENCE_S} s"
+                )
             for rank in missing:
                 if self.ends[rank] in ready:
                     answers[rank] = self._answer(rank)

@@ -19,7 +19,13 @@ from hybridflow.models import family_of
 from hybridflow.process.rendezvous import client_store, master_store
 from hybridflow.process.torch_store import TorchStore
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from hybridflow.reshard.layout import PADDING, Catalog, Layout, ParallelShape, megatron_layout
+from hybridflow.reshard.layout import (
+    PADDING,
+    Catalog,
+    Layout,
+    ParallelShape,
+    megatron_layout,
+)
 from hybridflow.reshard.planner import make_plan
 from hybridflow.sync.messages import Messages
 from hybridflow.sync.staging import ReceiveStaging, SendStaging, largest_message
@@ -66,15 +72,21 @@ class Ranks:
         self.trainers = trainer.ranks
         self.is_trainer = rank < self.trainers
         self.engine = rank - self.trainers
-        self.store = master_store(HOST, port, 60) if rank == 0 else client_store(HOST, port, 60)
+        self.store = (
+            master_store(HOST, port, 60) if rank == 0 else client_store(HOST, port, 60)
+        )
         layout = self.plan.source if self.is_trainer else self.plan.target
         number = rank if self.is_trainer else self.engine
         self.live = make_buffers(self.plan.catalog, layout, number)
         world = self.trainers + self.plan.target.num_ranks
         bare_store = TorchStore(self.store, "bare/")
-        self.bare_group = dist.ProcessGroupGloo(bare_store, rank, world, timedelta(seconds=60))
+        self.bare_group = dist.ProcessGroupGloo(
+            bare_store, rank, world, timedelta(seconds=60)
+        )
         self.bare_memory: dict[int, torch.Tensor] = {}
-        self.sides = {key: self._open(*key) for key in product(transports, (False, True))}
+        self.sides = {
+            key: self._open(*key) for key in product(transports, (False, True))
+        }
 
     def _open(self, transport: str, staged: bool) -> tuple[Any, Any, Any]:
         """Return messages, channel and staging of a session, sized as the trainer sizes them."""
@@ -101,7 +113,11 @@ class Ranks:
             channel = open_sender(endpoint, self.rank)
             return messages.outgoing(self.rank), channel, SendStaging(self.rank, slots)
         channel = open_receiver(endpoint, self.engine)
-        return messages.incoming(self.engine), channel, ReceiveStaging(self.engine, slots)
+        return (
+            messages.incoming(self.engine),
+            channel,
+            ReceiveStaging(self.engine, slots),
+        )
 
     def sync(self, transport: str, staged: bool) -> tuple[int, float]:
         """Sync once; return the bytes that this rank moved, and the seconds of its commit."""
@@ -126,7 +142,9 @@ class Ranks:
         if self.is_trainer:
             return True
         expected = make_buffers(self.plan.catalog, self.plan.target, self.engine)
-        return all(torch.equal(self.live[name], values) for name, values in expected.items())
+        return all(
+            torch.equal(self.live[name], values) for name, values in expected.items()
+        )
 
     def bare(self, transport: str) -> None:
         """Send the bytes of every pair over gloo, from and into memory of the weights' size: the
@@ -141,21 +159,28 @@ class Ranks:
         for peer, memory in self.bare_memory.items():
             for number, part in enumerate(memory.split(BARE_BYTES)):
                 if self.is_trainer:
-                    works.append(self.bare_group.send([part], self.trainers + peer, number))
+                    works.append(
+                        self.bare_group.send([part], self.trainers + peer, number)
+                    )
                 else:
                     works.append(self.bare_group.recv([part], peer, number))
         for work in works:
             work.wait()
 
 
-def make_buffers(catalog: Catalog, layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+def make_buffers(
+    catalog: Catalog, layout: Layout, rank: int
+) -> dict[str, torch.Tensor]:
     """Return the buffers of a rank, in three dimensions.
 
     Every element follows from its HF tensor and its place there, so replicas are equal.
     """
     mine = layout.classes[int(layout.rank_class[rank])]
     shapes = zip(mine.names, mine.shapes.tolist(), mine.dtypes, strict=True)
-    made = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in shapes}
+    made = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype))
+        for name, shape, dtype in shapes
+    }
     for row, tensor in enumerate(mine.tensor.tolist()):
         if tensor != PADDING:
             shape = catalog.shapes[tensor].tolist()
@@ -163,9 +188,9 @@ def make_buffers(catalog: Catalog, layout: Layout, rank: int) -> dict[str, torch
             whole = (torch.arange(math.prod(shape)).view(shape) + 31 * tensor) % 251
             size = mine.size[row].tolist()
             source = _region(mine.start[row].tolist(), size)
-            made[mine.names[int(mine.buffer[row])]][_region(mine.local[row].tolist(), size)] = (
-                whole[source]
-            )
+            made[mine.names[int(mine.buffer[row])]][
+                _region(mine.local[row].tolist(), size)
+            ] = whole[source]
     return made
 
 

@@ -57,7 +57,11 @@ def peer_group(ranks: int) -> Any:
     from verl.single_controller.base import Worker
     from verl.single_controller.base.decorator import Dispatch as PeerDispatch
     from verl.single_controller.base.decorator import register as peer_register
-    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from verl.single_controller.ray import (
+        RayClassWithInitArgs,
+        RayResourcePool,
+        RayWorkerGroup,
+    )
 
     class PeerEcho(Worker):
         @peer_register(dispatch_mode=PeerDispatch.ONE_TO_ALL)
@@ -73,6 +77,8 @@ def peer_group(ranks: int) -> Any:
             pass
 
     prefix = f"peer{ranks}"
-    pool = RayResourcePool([ranks], use_gpu=False, max_colocate_count=1, name_prefix=prefix)
+    pool = RayResourcePool(
+        [ranks], use_gpu=False, max_colocate_count=1, name_prefix=prefix
+    )
     workers = RayClassWithInitArgs(ray.remote(PeerEcho))
     return RayWorkerGroup(pool, workers, device_name="cpu")

@@ -38,7 +38,13 @@ def measure(job: dict[str, Any]) -> Result:
             findings.append({"node": place.node, **one})
     fingerprint = results.fingerprint_of({}, recipe)
     return Result(
-        job["label"], "", 0.0, fingerprint, tuple(metrics), tuple(not_run), tuple(findings)
+        job["label"],
+        "",
+        0.0,
+        fingerprint,
+        tuple(metrics),
+        tuple(not_run),
+        tuple(findings),
     )
 
 

@@ -65,7 +65,9 @@ def pooled(runs: Sequence[Result]) -> Result:
         for metric in run.metrics:
             by_key.setdefault((metric.node, metric.name), []).append(metric)
     last = runs[-1]
-    metrics = tuple(_pooled(by_key[metric.node, metric.name]) for metric in last.metrics)
+    metrics = tuple(
+        _pooled(by_key[metric.node, metric.name]) for metric in last.metrics
+    )
     return replace(last, metrics=metrics)
 
 
@@ -104,7 +106,9 @@ def find_baseline(folder: Path, result: Result) -> Result:
         return results.read(path)
     others = []
     for file in sorted(folder.glob(f"{result.suite}-*.json")):
-        words = results.differences(results.read(file), result).get("hardware", ["this hardware"])
+        words = results.differences(results.read(file), result).get(
+            "hardware", ["this hardware"]
+        )
         others.append(f"one of {', '.join(words)}")
     raise ConfigError(
         f"{folder} has no baseline of {result.suite} on this hardware"
@@ -125,7 +129,9 @@ def archive(folder: Path, out: Path) -> Path:
     with results.whole_file(out) as temporary, tarfile.open(temporary, "w:gz") as tar:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and not path.is_symlink() and path.suffix in ARCHIVED:
-                tar.add(path, arcname=str(top / path.relative_to(folder)), filter=_anonymous)
+                tar.add(
+                    path, arcname=str(top / path.relative_to(folder)), filter=_anonymous
+                )
     return out
 
 

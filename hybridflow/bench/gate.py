@@ -30,7 +30,9 @@ DRAWS = 4000
 NODE_BOUND = 0.10  # nodes of one kind differ by a few percent in their clocks
 WIDEST = 0.12  # of a bound that follows the spread, so that a fifth is still seen
 SEEN = 0.2  # a slowdown that must be excluded before a metric is called the same
-Verdict = Literal["same", "unclear", "slower", "faster", "not judged", "only in A", "only in B"]
+Verdict = Literal[
+    "same", "unclear", "slower", "faster", "not judged", "only in A", "only in B"
+]
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ class Comparison:
         judged."""
         if not self.same_hardware:
             return 3
-        slower = any(change.verdict in ("slower", "only in A") for change in self.changes)
+        slower = any(
+            change.verdict in ("slower", "only in A") for change in self.changes
+        )
         return 1 if slower or self.outliers else 0
 
 
@@ -108,10 +112,14 @@ def compare(first: Result, second: Result, bound: float | None = None) -> Compar
             judged = other if bound is None else replace(other, bound=bound)
             changes.append(_change(one, judged, alarm, judge="hardware" not in found))
         elif one:
-            changes.append(Change(one.name, one.node, one.unit, "only in A", first=one.value))
+            changes.append(
+                Change(one.name, one.node, one.unit, "only in A", first=one.value)
+            )
         elif other:
             changes.append(
-                Change(other.name, other.node, other.unit, "only in B", second=other.value)
+                Change(
+                    other.name, other.node, other.unit, "only in B", second=other.value
+                )
             )
     return Comparison(tuple(changes), found, outliers(second))
 
@@ -131,8 +139,13 @@ def _change(one: Metric, other: Metric, alarm: float, *, judge: bool) -> Change:
     if other.unit == "count":
         change = 0.0
         if one.value and other.value:
-            change = float(_costs(other, (other.value,))[0] / _costs(one, (one.value,))[0]) - 1
-        return replace(blank, change=change, verdict=_verdict(change, change, change, other.bound))
+            change = (
+                float(_costs(other, (other.value,))[0] / _costs(one, (one.value,))[0])
+                - 1
+            )
+        return replace(
+            blank, change=change, verdict=_verdict(change, change, change, other.bound)
+        )
     if other.better == "none":
         return replace(blank, why="neither direction is better")
     a = _log_ratios(one)
@@ -191,7 +204,9 @@ def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
                 middle = float(np.median(excess))
                 low = middle
             else:
-                low, middle, _ = interval(excess, np.zeros(1), ALARM / tests, _seed(metric))
+                low, middle, _ = interval(
+                    excess, np.zeros(1), ALARM / tests, _seed(metric)
+                )
             if low > 0 and middle > math.log1p(limit):
                 others = [other.value for other in group if other is not metric]
                 found.append(
@@ -226,12 +241,16 @@ def interval(
     """
     generator = np.random.default_rng(seed)
     middle = float(_middles(values[None])[0] - _middles(baseline[None])[0])
-    drawn = _drawn(values, generator, processes[0]) - _drawn(baseline, generator, processes[1])
+    drawn = _drawn(values, generator, processes[0]) - _drawn(
+        baseline, generator, processes[1]
+    )
     low, high = np.quantile(drawn, [alarm, 1 - alarm])
     return min(float(low), middle), middle, max(float(high), middle)
 
 
-def _drawn(values: np.ndarray, generator: np.random.Generator, processes: int) -> np.ndarray:
+def _drawn(
+    values: np.ndarray, generator: np.random.Generator, processes: int
+) -> np.ndarray:
     """Return [DRAWS] middles of rounds, drawn in blocks of neighbours (circular block bootstrap) of
     drawn processes."""
     count = len(values) // processes
@@ -240,7 +259,9 @@ def _drawn(values: np.ndarray, generator: np.random.Generator, processes: int) -
     places = (starts[..., None] + np.arange(block)) % count
     places = places.reshape(DRAWS, processes, -1)[..., :count]
     if processes > 1:
-        places = places + count * generator.integers(0, processes, (DRAWS, processes, 1))
+        places = places + count * generator.integers(
+            0, processes, (DRAWS, processes, 1)
+        )
     return _middles(values[places.reshape(DRAWS, -1)])
 
 
@@ -255,7 +276,11 @@ def _middles(values: np.ndarray) -> np.ndarray:
 def _log_ratios(metric: Metric) -> np.ndarray | None:
     """Return [rounds] logarithms of costs over those of the reference; None without one of as many
     rounds."""
-    references: tuple[Reference | None, ...] = (metric.limit, metric.yardstick, metric.peer)
+    references: tuple[Reference | None, ...] = (
+        metric.limit,
+        metric.yardstick,
+        metric.peer,
+    )
     for reference in references:
         if reference and len(reference.rounds) == len(metric.rounds):
             ratios = _costs(metric, metric.rounds) / _costs(metric, reference.rounds)

@@ -26,7 +26,9 @@ def page(results: Sequence[Result]) -> str:
     worse = outliers(last)
     rows = [show.row(metric) for metric in last.metrics if not metric.node]
     # columns that are empty in every row are left out
-    columns = [index for index in range(len(show.COLUMNS)) if any(row[index] for row in rows)]
+    columns = [
+        index for index in range(len(show.COLUMNS)) if any(row[index] for row in rows)
+    ]
     return environment.get_template("page.html.j2").render(
         last=last,
         about=SUITES.get(last.suite, ""),
@@ -37,20 +39,26 @@ def page(results: Sequence[Result]) -> str:
         by_node=_by_node(last, worse),
         outliers=[show.sentence(one) for one in worse],
         fingerprint=flat(last.fingerprint),
-        changed=[(one.started, differences(before, one)) for before, one in pairwise(results)],
+        changed=[
+            (one.started, differences(before, one)) for before, one in pairwise(results)
+        ],
         charts=_history(results) if len(results) > 1 else [],
         number=show.number,
     )
 
 
-def _by_node(result: Result, worse: Sequence[Outlier]) -> list[tuple[str, str, list[Any]]]:
+def _by_node(
+    result: Result, worse: Sequence[Outlier]
+) -> list[tuple[str, str, list[Any]]]:
     """Return name, unit, and each node's metric and outlier, of the metrics that nodes have."""
     marks = {(one.name, one.node): one for one in worse}
     cells = {(one.name, one.node): one for one in result.metrics}
     units = {one.name: one.unit for one in result.metrics if one.node}
     found = []
     for name, unit in units.items():
-        row = [(cells.get((name, node)), marks.get((name, node))) for node in result.nodes]
+        row = [
+            (cells.get((name, node)), marks.get((name, node))) for node in result.nodes
+        ]
         found.append((name, unit, row))
     return found
 
@@ -70,9 +78,12 @@ def _history(results: Sequence[Result]) -> list[Drawn]:
     charts = []
     for (name, unit), nodes in lines.items():
         series = [
-            Series(node, points, index % 8) for index, (node, points) in enumerate(nodes.items())
+            Series(node, points, index % 8)
+            for index, (node, points) in enumerate(nodes.items())
         ]
         if drawn := draw(Chart(name, series, unit)):
             # the axis of these charts counts runs
-            charts.append(replace(drawn, svg=Markup(drawn.svg.replace(">step<", ">run<"))))
+            charts.append(
+                replace(drawn, svg=Markup(drawn.svg.replace(">step<", ">run<")))
+            )
     return charts

@@ -101,9 +101,30 @@ class Metric:
         return self.value / other.value
 
 
-def single(name: str, unit: str, value: float, better: Better = "none", **more: Any) -> Metric:
-    """Return a metric of one value; `more` are further attributes of `Metric`."""
-    return Metric("", name, unit, better, (float(value),), **more)
+def single(
+    name: str,
+    unit: str,
+    value: float,
+    better: Better = "none",
+    limit: tuple[str, float] | None = None,
+    peer: tuple[str, float] | None = None,
+    bound: float = 0.05,
+) -> Metric:
+    """Return a metric of one value; `limit` and `peer` are a name and a value."""
+
+    def reference(given: tuple[str, float] | None) -> Reference | None:
+        return Reference(given[0], (float(given[1]),)) if given else None
+
+    return Metric(
+        "",
+        name,
+        unit,
+        better,
+        (float(value),),
+        limit=reference(limit),
+        peer=reference(peer),
+        bound=bound,
+    )
 
 
 @dataclass(frozen=True)
@@ -207,9 +228,13 @@ def read(path: Path) -> Result:
         ) from error
     form = str(found.get("format", "")) if isinstance(found, dict) else ""
     if not form.startswith("hybridflow-bench/"):
-        raise DataError(f"{path}: is no result of a benchmark (no `format: {FORMAT}` in it)")
+        raise DataError(
+            f"{path}: is no result of a benchmark (no `format: {FORMAT}` in it)"
+        )
     if form != FORMAT:
-        raise DataError(f"{path}: has the form {form}; this version reads {FORMAT}: update it")
+        raise DataError(
+            f"{path}: has the form {form}; this version reads {FORMAT}: update it"
+        )
     _check(path, found)
     return Result(
         suite=found["suite"],
@@ -271,14 +296,19 @@ def fingerprint_of(
         nodes: names of the nodes that took part.
         model: of the processor.
     """
-    hardware = {key: environment.get(key) for key in ("cores", "memory_gib", "accelerators")}
+    hardware = {
+        key: environment.get(key) for key in ("cores", "memory_gib", "accelerators")
+    }
     software = ("hybridflow", "python", "platform", "packages")
     return {
         "hardware": {"processor": model, **hardware},
         "software": {key: environment.get(key) for key in software},
         "commit": environment.get("git"),
         "recipe": recipe,
-        "placement": {"nodes": list(nodes), "cores_usable": environment.get("cores_usable")},
+        "placement": {
+            "nodes": list(nodes),
+            "cores_usable": environment.get("cores_usable"),
+        },
     }
 
 
@@ -315,8 +345,14 @@ def merge(parts: Iterable[Result]) -> Result:
     first, *others = parts
     suites = sorted({part.suite for part in (first, *others)})
     if len(suites) > 1:
-        raise DataError(f"results of several suites cannot be merged: {', '.join(suites)}")
-    nodes = {node for part in (first, *others) for node in part.fingerprint["placement"]["nodes"]}
+        raise DataError(
+            f"results of several suites cannot be merged: {', '.join(suites)}"
+        )
+    nodes = {
+        node
+        for part in (first, *others)
+        for node in part.fingerprint["placement"]["nodes"]
+    }
     placement = {**first.fingerprint["placement"], "nodes": sorted(nodes)}
     return first.joined(
         others,

@@ -64,7 +64,9 @@ class Timed:
         def reference(side: Side | None) -> Reference | None:
             if side is None:
                 return None
-            return Reference(side.name, self._values([s * side.scale for s in seconds[side.name]]))
+            return Reference(
+                side.name, self._values([s * side.scale for s in seconds[side.name]])
+            )
 
         better = self.better or ("higher" if self.amount else "lower")
         peers: Sequence[Side | None] = self.peers or [None]
@@ -72,7 +74,9 @@ class Timed:
             for peer in peers:
                 yield Metric(
                     measurement="",
-                    name=f"{name}, beside {peer.name}" if peer and len(peers) > 1 else name,
+                    name=f"{name}, beside {peer.name}"
+                    if peer and len(peers) > 1
+                    else name,
                     unit=self.unit,
                     better=better,
                     rounds=self._values(seconds[name]),
@@ -122,6 +126,6 @@ def loop() -> int:
     return len(table)
 
 
-def loops(count: int, scale: float = 1.0) -> Side:
+def loops(count: int) -> Side:
     """Return `count` of Python's own loops as a yardstick."""
-    return Side("Python's own loop", lambda: [loop() for _ in range(count)], scale)
+    return Side("Python's own loop", lambda: [loop() for _ in range(count)])

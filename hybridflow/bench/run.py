@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -48,11 +49,6 @@ class Job:
     nodes: tuple[str, ...] = ("",)
     settings: tuple[str, ...] = ()  # `key=value` of a single entry
 
-    @property
-    def is_first(self) -> bool:
-        """True on the node that runs the entries which only one node runs."""
-        return self.node == self.nodes[0]
-
 
 def label_of(name: str) -> str:
     """Return an entry's name for files and results: `my-mine` for `path/to/my.py:mine`."""
@@ -71,7 +67,9 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
     """
     entries = {name: find(name) for name in chosen(job.what)}
     if job.settings and job.what in SUITES:
-        raise ConfigError(f"{job.settings[0]}: a suite has no settings; run one of its entries")
+        raise ConfigError(
+            f"{job.settings[0]}: a suite has no settings; run one of its entries"
+        )
     for entry in entries.values():
         entry.settings(job.settings)
     begun = time.time()
@@ -81,12 +79,13 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
         suite=label_of(job.what),
         started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
         seconds=0.0,
-        fingerprint=results.fingerprint_of(environment, nodes=nodes, model=_processor()),
+        fingerprint=results.fingerprint_of(
+            environment, nodes=nodes, model=_processor()
+        ),
     )
-    several = len(job.nodes) > 1
-    path = job.folder / (f"nodes/{job.node}.json" if several else RESULT)
+    path = job.folder / (f"nodes/{job.node}.json" if len(job.nodes) > 1 else RESULT)
     for name, entry in entries.items():
-        if not job.is_first and not entry.per_node:
+        if job.node != job.nodes[0] and not entry.per_node:
             continue
         started = time.monotonic()
         if entry.needs_gpu and not environment["accelerators"]:
@@ -110,7 +109,9 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
 def _without(job: Job, name: str, why: str) -> Result:
     """Return a result that has only the reason."""
     not_run = NotRun(label_of(name), why, job.node)
-    return Result(label_of(name), "", 0.0, results.fingerprint_of({}), not_run=(not_run,))
+    return Result(
+        label_of(name), "", 0.0, results.fingerprint_of({}), not_run=(not_run,)
+    )
 
 
 def _measure(job: Job, name: str, entry: Measurement) -> Result:
@@ -126,7 +127,11 @@ def _measure(job: Job, name: str, entry: Measurement) -> Result:
 
 def _measure_once(job: Job, name: str, entry: Measurement, part: int) -> Result:
     label = label_of(name)
-    log = job.folder / "logs" / (f"{label}.{job.node}.log" if job.node else f"{label}.log")
+    log = (
+        job.folder
+        / "logs"
+        / (f"{label}.{job.node}.log" if job.node else f"{label}.log")
+    )
     log.parent.mkdir(parents=True, exist_ok=True)
     local = Path(tempfile.mkdtemp(prefix="hybridflow-bench-"))
     described = {
@@ -138,7 +143,9 @@ def _measure_once(job: Job, name: str, entry: Measurement, part: int) -> Result:
         "part": part,
         "out": local / "metrics.json",
     }
-    (local / "job.json").write_text(json.dumps(described, default=str), encoding="utf-8")
+    (local / "job.json").write_text(
+        json.dumps(described, default=str), encoding="utf-8"
+    )
     words = [sys.executable, "-P", "-m", "hybridflow.bench", str(local / "job.json")]
     try:
         with log.open("ab" if part else "wb") as stream:
@@ -169,7 +176,11 @@ def finish(
         subprocess.TimeoutExpired: it took longer than `limit_s`.
     """
     with subprocess.Popen(
-        words, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        words,
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     ) as process:
         try:
             return process.wait(limit_s)
@@ -181,8 +192,8 @@ def finish(
 
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        text = ""
+    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.processor()

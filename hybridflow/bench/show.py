@@ -18,7 +18,12 @@ COLUMNS = (
     "against the peer",
     "peer",
 )
-NUMBERS = ("value", "spread", "of the limit", "against the peer")  # columns with numbers
+NUMBERS = (
+    "value",
+    "spread",
+    "of the limit",
+    "against the peer",
+)  # columns with numbers
 _COMPARED = ("metric", "node", "A", "B", "unit", "cost", "interval", "bound", "verdict")
 _HELP = {
     "value": "Median of a metric of a benchmark suite, in its own unit.",

@@ -77,7 +77,9 @@ def main(settings: dict) -> None:
     trainer.train()
     ends = times[settings["updates"] - 1 :: settings["updates"]]
     found = {
-        "seconds": [end - before for before, end in zip([begun, *ends], ends, strict=False)],
+        "seconds": [
+            end - before for before, end in zip([begun, *ends], ends, strict=False)
+        ],
         "first": ends[0] - STARTED,
         "mean_length": statistics.mean(lengths),
     }

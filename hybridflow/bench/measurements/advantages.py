@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import PROCESSES, ROUNDS_EACH, Place, measurement
+from hybridflow.bench.measurements.base import (
+    PROCESSES,
+    ROUNDS_EACH,
+    Place,
+    measurement,
+)
 from hybridflow.bench.rounds import Side, Timed
 
 ROWS = 256
@@ -13,7 +18,12 @@ COPIES = 20
 
 
 @measurement(
-    "advantages", "micro", processes=PROCESSES, rounds=ROUNDS_EACH, warm_up=3, cpu_time=True
+    "advantages",
+    "micro",
+    processes=PROCESSES,
+    rounds=ROUNDS_EACH,
+    warm_up=3,
+    cpu_time=True,
 )
 def advantages(place: Place) -> Iterator[Timed]:
     """GAE and whitening of 256 responses of 1 to 2,048 tokens beside a copy of their columns"""

@@ -65,7 +65,9 @@ class Place:
         (folder / f"{name}.{self.node}").touch()
         missing = list(self.nodes)
         deadline = time.monotonic() + self.timeout_s
-        while missing := [node for node in missing if not (folder / f"{name}.{node}").exists()]:
+        while missing := [
+            node for node in missing if not (folder / f"{name}.{node}").exists()
+        ]:
             if time.monotonic() > deadline:
                 raise ResourceError(
                     f"{', '.join(missing)} did not come to {name} within {self.timeout_s:.0f} s: "
@@ -138,13 +140,20 @@ class Measurement:
         for word in words:
             key, _, text = word.partition("=")
             if key not in known or "=" not in word:
-                accepted = ", ".join(f"{name}={value}" for name, value in known.items()) or "none"
-                raise ConfigError(f"{word}: there is no such setting; settings: {accepted}")
+                accepted = (
+                    ", ".join(f"{name}={value}" for name, value in known.items())
+                    or "none"
+                )
+                raise ConfigError(
+                    f"{word}: there is no such setting; settings: {accepted}"
+                )
             kind = type(known[key])
             try:
                 given[key] = kind(text)
             except ValueError:
-                raise ConfigError(f"{word}: the value must be of type {kind.__name__}") from None
+                raise ConfigError(
+                    f"{word}: the value must be of type {kind.__name__}"
+                ) from None
         return given
 
 
@@ -213,7 +222,11 @@ def chosen(what: str) -> list[str]:
         ConfigError: there is neither; names the nearest.
     """
     if what in SUITES:
-        return [name for name in MEASUREMENTS.names() if what in MEASUREMENTS.get(name).suites]
+        return [
+            name
+            for name in MEASUREMENTS.names()
+            if what in MEASUREMENTS.get(name).suites
+        ]
     names = [*SUITES, *MEASUREMENTS.names(), *comparisons()]
     if what in names or is_user_entry(what):
         return [what]

@@ -30,4 +30,6 @@ def checks(place: Place) -> Iterator[Metric | dict[str, str]]:
     for other, complaint in record.complaints.items():
         yield {"name": f"way to {other}", "level": "error", "what": complaint}
     if record.clocks:
-        yield single("clock/largest difference", "s", max(record.clocks.values(), key=abs))
+        yield single(
+            "clock/largest difference", "s", max(record.clocks.values(), key=abs)
+        )

@@ -6,7 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import PROCESSES, ROUNDS_EACH, Place, measurement
+from hybridflow.bench.measurements.base import (
+    PROCESSES,
+    ROUNDS_EACH,
+    Place,
+    measurement,
+)
 from hybridflow.bench.rounds import Side, Timed, loop, loops
 
 SIZE = 768
@@ -39,10 +44,18 @@ def compute(place: Place) -> Iterator[Timed]:
     by_product = Side("a matrix product", product)
     flops = 2 * SIZE**3 / 1e9
     yield Timed(
-        {"compute/product": product}, yardstick=loops(1), amount=flops, unit="GFLOP/s", bound=0.08
+        {"compute/product": product},
+        yardstick=loops(1),
+        amount=flops,
+        unit="GFLOP/s",
+        bound=0.08,
     )
     yield Timed({"compute/loop": loop}, yardstick=by_product, bound=0.08)
     gigabytes = 2 * COPY / 1e9
     yield Timed(
-        {"memory/copy": copy}, yardstick=by_product, amount=gigabytes, unit="GB/s", bound=0.1
+        {"memory/copy": copy},
+        yardstick=by_product,
+        amount=gigabytes,
+        unit="GB/s",
+        bound=0.1,
     )

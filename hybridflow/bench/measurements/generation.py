@@ -44,7 +44,9 @@ def generation(place: Place) -> Iterator[Timed]:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     spec = EngineSpec(name="bench", model_path=str(folder), dtype="float32")
     random = np.random.default_rng(1)
-    engine = ENGINES.get(RolloutConfig().engine)(spec, place.local / "engine.log", lambda: None)
+    engine = ENGINES.get(RolloutConfig().engine)(
+        spec, place.local / "engine.log", lambda: None
+    )
 
     def prompt(tokens: int = PROMPT) -> list[int]:
         ids: list[int] = random.integers(2, 1000, tokens).tolist()

@@ -15,7 +15,9 @@ VOCAB = 151936
 HIDDEN = 4096
 
 
-@measurement("gpu_kernels", "micro", needs_gpu=True, timeout_s=300.0, rounds=7, warm_up=2)
+@measurement(
+    "gpu_kernels", "micro", needs_gpu=True, timeout_s=300.0, rounds=7, warm_up=2
+)
 def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
     """weight messages, checksum, fp8, GAE and log-probabilities beside torch and a limit"""
     import torch
@@ -31,7 +33,9 @@ def gpu_kernels(place: Place, tokens: int = 8192) -> Iterator[Timed]:
 
     for name, (call, nbytes) in _memory_bound(source, target).items():
         limit = Side("a copy of the least bytes", copy, scale=nbytes / (2 * BYTES))
-        yield Timed({f"gpu_kernels/{name}": call}, limit, peers=[Side("torch", _in_torch(call))])
+        yield Timed(
+            {f"gpu_kernels/{name}": call}, limit, peers=[Side("torch", _in_torch(call))]
+        )
     yield from _log_probs(tokens, device)
 
 
@@ -49,7 +53,9 @@ def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
     weights = wide[:, :, ROW // 2 : -ROW // 2]  # half of each row
     half = weights.bfloat16()
     cast = Slices([Slice(weights, 0, size, torch.bfloat16)], BYTES)
-    scales = Slice(half, 0, (1, -(-rows // BLOCK[0]), ROW // BLOCK[1]), torch.float32, BLOCK)
+    scales = Slice(
+        half, 0, (1, -(-rows // BLOCK[0]), ROW // BLOCK[1]), torch.float32, BLOCK
+    )
     values = Slice(half, scales.end, size, torch.float8_e4m3fn, BLOCK)
     quantized = Slices([scales, values], values.end)
     buffer = torch.empty_like(wide, dtype=torch.bfloat16)[:, :, :ROW]
@@ -62,9 +68,15 @@ def _memory_bound(body: Any, target: Any) -> dict[str, tuple[Call, int]]:
     return {
         "checksum": (lambda: digest(body, 7), BYTES),
         "pack fp32 as bf16": (lambda: cast.pack(target, 7), 3 * BYTES),
-        "pack bf16 as fp8": (lambda: quantized.pack(target[: values.end], 7), BYTES + values.end),
+        "pack bf16 as fp8": (
+            lambda: quantized.pack(target[: values.end], 7),
+            BYTES + values.end,
+        ),
         "scatter bf16": (lambda: back.scatter(body, 7), 2 * BYTES),
-        "GAE": (lambda: gae(rewards, state_values, lengths, gamma=1.0, lam=0.95), 16 * tokens),
+        "GAE": (
+            lambda: gae(rewards, state_values, lengths, gamma=1.0, lam=0.95),
+            16 * tokens,
+        ),
         "V-trace": (
             lambda: vtrace(rewards, state_values, log_ratios, lengths, gamma=0.99),
             20 * tokens,
@@ -99,7 +111,9 @@ def _log_probs(tokens: int, device: Any) -> Iterator[Timed]:
         tops, sums = forward()
         entropies = sums[0].log() - sums[2] / sums[0]
         upstream = Upstream(ones, ones, tops + sums[0].log(), entropies)
-        gradients(hidden, weight, targets, upstream, grad_weight_VH=grad_weight, **options)
+        gradients(
+            hidden, weight, targets, upstream, grad_weight_VH=grad_weight, **options
+        )
 
     def product() -> None:
         torch.mm(hidden, weight.t(), out=logits)

@@ -37,7 +37,9 @@ def links(place: Place) -> Iterator[Timed]:
         local = partial(_send, _LOOPBACK, loopback.getsockname()[1], "this node")
         gigabytes = BYTES / 1e9
         if alone:
-            yield Timed({"links/loopback": local}, amount=gigabytes, unit="GB/s", better="none")
+            yield Timed(
+                {"links/loopback": local}, amount=gigabytes, unit="GB/s", better="none"
+            )
             return
         where = place.folder / "links"
         own = {"address": address, "port": server.getsockname()[1]}
@@ -71,7 +73,9 @@ def _read(connection: socket.socket, buffer: bytearray) -> None:
         connection.settimeout(_DEADLINE_S)
         left = BYTES
         try:
-            while left > 0 and (count := connection.recv_into(buffer, min(CHUNK, left))):
+            while left > 0 and (
+                count := connection.recv_into(buffer, min(CHUNK, left))
+            ):
                 left -= count
             connection.sendall(b"x")
         except OSError:
@@ -82,9 +86,13 @@ def _send(address: str, port: int, node: str) -> None:
     """Send, and return when the other end has read everything."""
     chunk = bytes(CHUNK)
     try:
-        with socket.create_connection((address, port), timeout=_DEADLINE_S) as connection:
+        with socket.create_connection(
+            (address, port), timeout=_DEADLINE_S
+        ) as connection:
             for _ in range(BYTES // CHUNK):
                 connection.sendall(chunk)
             read_exactly(connection, 1)
     except (OSError, EOFError) as error:
-        raise ResourceError(f"{node} at {address}:{port} does not take data ({error})") from error
+        raise ResourceError(
+            f"{node} at {address}:{port} does not take data ({error})"
+        ) from error

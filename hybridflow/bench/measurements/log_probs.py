@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import PROCESSES, ROUNDS_EACH, Place, measurement
+from hybridflow.bench.measurements.base import (
+    PROCESSES,
+    ROUNDS_EACH,
+    Place,
+    measurement,
+)
 from hybridflow.bench.rounds import Side, Timed
 
 TOKENS = 256
@@ -13,7 +18,12 @@ VOCAB = 8192
 
 
 @measurement(
-    "log_probs", "micro", processes=PROCESSES, rounds=ROUNDS_EACH, warm_up=3, cpu_time=True
+    "log_probs",
+    "micro",
+    processes=PROCESSES,
+    rounds=ROUNDS_EACH,
+    warm_up=3,
+    cpu_time=True,
 )
 def log_probs(place: Place) -> Iterator[Timed]:
     """log-probabilities of 256 tokens over a vocabulary of 8,192 beside the matrix product alone"""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hybridflow.bench.measurements.base import PROCESSES, Place, measurement
-from hybridflow.bench.result import Metric, Reference, single
+from hybridflow.bench.result import Metric, single
 from hybridflow.bench.rounds import Timed, loops
 from hybridflow.data.packing import balance, pack
 
@@ -28,10 +28,14 @@ def packing(place: Place) -> Iterator[Timed | Metric]:
         "balance/64 ranks": lambda: balance(many, RANKS),
     }
     yield Timed(calls, yardstick=loops(1), bound=0.08)
-    fewest = Reference("tokens over the budget", (float(math.ceil(int(few.sum()) / BUDGET)),))
+    fewest = ("tokens over the budget", math.ceil(int(few.sum()) / BUDGET))
     count = len(pack(few, BUDGET))
-    yield single("packing/micro-batches", "count", count, "lower", limit=fewest, bound=0.01)
+    yield single(
+        "packing/micro-batches", "count", count, "lower", limit=fewest, bound=0.01
+    )
     sums = [int(many[np.asarray(group)].sum()) for group in balance(many, RANKS)]
     largest = max(sums) / (sum(sums) / len(sums))
-    even = Reference("an even share", (1.0,))
-    yield single("balance/largest over mean", "count", largest, "lower", limit=even, bound=0.005)
+    even = ("an even share", 1.0)
+    yield single(
+        "balance/largest over mean", "count", largest, "lower", limit=even, bound=0.005
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.bench.measurements.base import PROCESSES, Place, measurement
-from hybridflow.bench.result import Metric, Reference, single
+from hybridflow.bench.result import Metric, single
 from hybridflow.bench.rounds import Timed, loops
 
 
@@ -33,6 +33,6 @@ def planner(place: Place) -> Iterator[Timed | Metric]:
         "count",
         figures["hottest_link_ratio"],
         "lower",
-        limit=Reference("an even share", (1.0,)),
+        limit=("an even share", 1.0),
         bound=0.01,
     )

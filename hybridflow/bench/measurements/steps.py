@@ -55,16 +55,21 @@ def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
         if len(values) == len(loops):  # a phase that some steps lack is left out
             yield _with_loops(f"full/{name}", values, loops, 0.25)
     yield _with_loops("full/start to end of first step", firsts, starts, 0.05)
-    resolved = _resolved_recipe().encode()
-    yield {"recipe": hashlib.sha256(resolved).hexdigest()}
+    yield {"recipe": hashlib.sha256(_resolved_recipe().encode()).hexdigest()}
 
 
-def _with_loops(name: str, values: Sequence[float], loops: Sequence[float], bound: float) -> Metric:
+def _with_loops(
+    name: str, values: Sequence[float], loops: Sequence[float], bound: float
+) -> Metric:
     yardstick = Reference("a hundred of Python's own loops", tuple(loops))
-    return Metric("", name, "s", "lower", tuple(values), yardstick=yardstick, bound=bound)
+    return Metric(
+        "", name, "s", "lower", tuple(values), yardstick=yardstick, bound=bound
+    )
 
 
-def train(place: Place, name: str, words: Sequence[str] = ()) -> tuple[list[dict[str, Any]], float]:
+def train(
+    place: Place, name: str, words: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], float]:
     """Run the recipe; return the steps' records, and the seconds from the command to the end of the
     first step.
 
@@ -72,16 +77,30 @@ def train(place: Place, name: str, words: Sequence[str] = ()) -> tuple[list[dict
         ResourceError: the run failed; has its last line.
     """
     command = [sys.executable, "-P", "-m", "hybridflow.cli.main", "train"]
-    command += ["--config-name", RECIPE, *_SETTINGS, f"name={name}", f"output_dir={place.local}"]
+    command += [
+        "--config-name",
+        RECIPE,
+        *_SETTINGS,
+        f"name={name}",
+        f"output_dir={place.local}",
+    ]
     command += [f"data.prepare.out={place.folder.resolve() / 'data'}", *words]
     begun = time.time()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=place.local)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=place.local
+    )
     print(done.stdout[-4000:], done.stderr[-4000:], flush=True)
     if done.returncode:
         last = (done.stderr or done.stdout).strip().rpartition("\n")[2]
-        raise ResourceError(f"hybridflow train ended with status {done.returncode}: {last}")
-    lines = (place.local / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if record["phase"] == "train"]
+        raise ResourceError(
+            f"hybridflow train ended with status {done.returncode}: {last}"
+        )
+    lines = (
+        (place.local / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    )
+    records = [
+        record for record in map(json.loads, lines) if record["phase"] == "train"
+    ]
     return records, float(records[0]["wall_time"]) - begun
 
 

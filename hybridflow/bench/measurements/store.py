@@ -42,7 +42,10 @@ def store(place: Place) -> Iterator[Timed]:
     target = np.zeros_like(column)
     batch = DataProto.from_columns({"response_ids": column})
     config = ClusterConfig(
-        procs_per_node=2, start_timeout_s=60, call_timeout_s=60, object_store_bytes=500 << 20
+        procs_per_node=2,
+        start_timeout_s=60,
+        call_timeout_s=60,
+        object_store_bytes=500 << 20,
     )
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -66,7 +66,9 @@ def training(place: Place) -> Iterator[Timed | Metric]:
         platform.synchronize()
 
     flops = _flops() / 1e9
-    scale = flops / (PRODUCTS * 2 * PRODUCT**3 / 1e9)  # seconds of the products of a step
+    scale = flops / (
+        PRODUCTS * 2 * PRODUCT**3 / 1e9
+    )  # seconds of the products of a step
     yield Timed(
         {"train/matrix products": step},
         Side("bare products", product, scale),
@@ -90,12 +92,19 @@ def _policy(platform: Any) -> Any:
     from hybridflow.process.secret import VARIABLE, job_secret
 
     os.environ.setdefault(VARIABLE, job_secret())
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     # port 0: no other rank has to find the store of a single one
     os.environ |= {"MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
     platform.set_device(0)
     config = ParallelConfig()
-    parallel.initialize(config, seed=1, backend=platform.collective_backend, timeout_s=60)
+    parallel.initialize(
+        config, seed=1, backend=platform.collective_backend, timeout_s=60
+    )
     family = family_of(MODEL)
     policy = Policy(family, config, "float32", RandomWeights(family.tensors(), 1, 0.02))
     policy.set_optimizer(OptimConfig())
@@ -127,4 +136,6 @@ def _flops() -> float:
     mlp = 3 * hidden * MODEL["intermediate_size"]
     layer = projections + heads * width * TOKENS + mlp
     head = hidden * MODEL["vocab_size"] / 2
-    return float(3 * 2 * SEQUENCES * TOKENS * (MODEL["num_hidden_layers"] * layer + head))
+    return float(
+        3 * 2 * SEQUENCES * TOKENS * (MODEL["num_hidden_layers"] * layer + head)
+    )

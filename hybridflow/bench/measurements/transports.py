@@ -29,7 +29,9 @@ def transports(place: Place) -> Iterator[Timed]:
 
     os.environ.setdefault(VARIABLE, job_secret())
     store = master_store("127.0.0.1", 0, 30)
-    endpoint = Endpoint("tcp", "bench", "127.0.0.1", store.port, (0,), (0,), MESSAGE, 30.0)
+    endpoint = Endpoint(
+        "tcp", "bench", "127.0.0.1", store.port, (0,), (0,), MESSAGE, 30.0
+    )
     cpu = torch.device("cpu")
     ends: dict[str, Any] = {}
     opening = threading.Thread(
