@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from hybridflow.bench.measurements.base import SUITES, Place, find
 from hybridflow.bench.result import read
 from hybridflow.cli.main import main
+from hybridflow.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # starts processes
 
@@ -34,12 +37,25 @@ def test_conversations_are_measured_with_their_yardstick_and_the_limit_of_memory
     ],
 )
 def test_steps_beside_trl_need_trl_and_a_known_case(tmp_path: Path, setting: str, why: str) -> None:
-    from benchmarks.trl_steps import trl_steps
-    from hybridflow.bench.measurements.base import Place, find
-    from hybridflow.errors import ConfigError
-
     place = Place("", ("",), tmp_path, tmp_path)
-    assert find("trl_steps").summary.startswith(str(trl_steps.__doc__)[:20])
     with pytest.raises(ConfigError) as raised:
         list(find("trl_steps").measure(place, [setting]))
     assert why in str(raised.value)
+
+
+def test_every_command_that_the_documents_quote_names_an_entry_and_its_settings() -> None:
+    root = Path(__file__).resolve().parents[2]
+    documents = [*root.glob("docs/**/*.md"), root / "README.md", root / "kernels" / "LOG.md"]
+    quoted = re.compile(
+        r'make\s+bench\s+NAME=(\w+)(?:\s+ARGS="([^"]*)")?|hybridflow\s+bench\s+run\s+(\w+)'
+        r"((?:\s+\w+=\w+)*)"
+    )
+    found = set()
+    for document in documents:
+        for name, words, entry, settings in quoted.findall(document.read_text(encoding="utf-8")):
+            found.add((name or entry, words or settings))
+    suites = {name for name, _ in found if name in SUITES}
+    assert suites >= {"preflight", "micro"} and len(found) > 10
+    for name, words in found:
+        if name not in SUITES and name not in ("NAME", "my", "SUITE"):
+            find(name).settings(words.split())
