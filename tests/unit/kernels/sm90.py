@@ -1,11 +1,9 @@
-"""What Triton makes of each kernel for a Hopper (sm_90) when its own launch function calls it, on
-any machine.
+"""Kernels compiled for a Hopper (sm_90) by their own launch functions, on any machine.
 
-A stand-in for Triton's driver reports an sm_90 device, takes every compiled kernel and launches
-none. What is compiled is therefore exactly what a run on that device would be given, with Triton's
-specialisation of arguments: an integer of 1 becomes a constant, multiples of 16 are marked. The
-environment must hold TRITON_INTERPRET=0 before `hybridflow_kernels` is imported. `cuobjdump` is
-Triton's own; TRITON_CUOBJDUMP_PATH names another.
+A stand-in for Triton's driver reports an sm_90 device, takes every compiled kernel and launches none. The code is the
+one that a run on that device gets, with Triton's specialisation of arguments: an integer of 1 becomes a constant,
+multiples of 16 are marked. The environment must have TRITON_INTERPRET=0 before `hybridflow_kernels` is imported.
+`cuobjdump` is Triton's own; TRITON_CUOBJDUMP_PATH names another.
 """
 
 from __future__ import annotations
