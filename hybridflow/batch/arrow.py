@@ -152,7 +152,10 @@ def pick_parquet(path: str | Path, numbers: Sequence[int], columns: Sequence[str
             if any(first <= number < end for number in numbers):
                 at = first
                 for piece in file.iter_batches(64, row_groups=[group], columns=names):
-                    inside = [number for number in numbers if at <= number < at + len(piece)]
+                    inside = []
+                    for number in numbers:
+                        if at <= number < at + len(piece):
+                            inside.append(number)
                     found |= {number: piece.slice(number - at, 1) for number in inside}
                     at += len(piece)
             first = end

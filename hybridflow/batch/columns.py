@@ -218,4 +218,6 @@ def named_lengths(lengths: Mapping[str, int]) -> str:
 
 def human_bytes(n: int) -> str:
     """Format a byte count with a binary unit."""
-    return f"{n} B" if n < 1024 else f"{n / 1024:.1f} KiB" if n < 1024**2 else f"{n / 1024**2:.1f} MiB"
+    if n < 1024:
+        return f"{n} B"
+    return f"{n / 1024:.1f} KiB" if n < 1024**2 else f"{n / 1024**2:.1f} MiB"

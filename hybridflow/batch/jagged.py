@@ -132,7 +132,9 @@ class Jagged:
         if not len(index):
             return self.slice(0, 0)
         starts, ends = self.offsets[index], self.offsets[index + 1]
-        pieces = [self.values[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        pieces = []
+        for a, b in zip(starts.tolist(), ends.tolist(), strict=True):
+            pieces.append(self.values[a:b])
         return Jagged.from_lengths(np.concatenate(pieces), ends - starts)
 
     def equals(self, other: Jagged) -> bool:

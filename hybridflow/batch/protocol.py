@@ -80,7 +80,9 @@ class DataProto:
 
     def __reduce__(self) -> tuple[Any, ...]:
         whole = self.fetch()
-        columns = {n: np.ascontiguousarray(c) if isinstance(c, np.ndarray) else c for n, c in whole._columns.items()}
+        columns = {}
+        for n, c in whole._columns.items():
+            columns[n] = np.ascontiguousarray(c) if isinstance(c, np.ndarray) else c
         return DataProto, (columns, dict(self._meta), tuple(whole._bfloat16))
 
     # ---- construction
@@ -98,9 +100,10 @@ class DataProto:
 
     def with_columns(self, **columns: Held) -> DataProto:
         """Return a batch with columns added or replaced. A replaced column loses its bfloat16 tag."""
-        wrong = {
-            name: len(column) for name, column in columns.items() if len(checked_column(name, column)) != len(self)
-        }
+        wrong = {}
+        for name, column in columns.items():
+            if len(checked_column(name, column)) != len(self):
+                wrong[name] = len(column)
         if wrong and set(self._columns) - set(columns):
             raise SchemaError(f"a batch of {len(self)} rows cannot take " + named_lengths(wrong))
         return DataProto({**self._columns, **columns}, self._meta, self._bfloat16 - set(columns))
@@ -164,11 +167,18 @@ class DataProto:
     @property
     def deferred(self) -> tuple[str, ...]:
         """Names of the columns that have not been fetched into this process."""
-        return tuple(name for name, column in self._columns.items() if isinstance(column, Deferred))
+        names = []
+        for name, column in self._columns.items():
+            if isinstance(column, Deferred):
+                names.append(name)
+        return tuple(names)
 
     def fetch(self) -> DataProto:
         """Return the same batch with every deferred column fetched."""
-        found = {name: column.fetch() for name, column in self._columns.items() if isinstance(column, Deferred)}
+        found = {}
+        for name, column in self._columns.items():
+            if isinstance(column, Deferred):
+                found[name] = column.fetch()
         if not found:
             return self
         tags = self._bfloat16 | {name for name, (_, is_bfloat16) in found.items() if is_bfloat16}
@@ -316,7 +326,10 @@ class DataProto:
         """Split into consecutive pieces of `size` rows; the last may be shorter. An empty batch gives no pieces."""
         if size < 1:
             raise SchemaError(f"split needs size >= 1, got {size}")
-        return [self._slice(i, min(i + size, len(self))) for i in range(0, len(self), size)]
+        parts: list[DataProto] = []
+        for i in range(0, len(self), size):
+            parts.append(self._slice(i, min(i + size, len(self))))
+        return parts
 
     def chunk(self, plan: int | Sequence[npt.ArrayLike]) -> list[DataProto]:
         """Split into `plan` consecutive pieces whose sizes differ by at most one row.
@@ -329,7 +342,10 @@ class DataProto:
             raise SchemaError(f"chunk needs at least one piece, got {plan}")
         small, extra = divmod(len(self), plan)
         ends = np.cumsum([small + (i < extra) for i in range(plan)]).tolist()
-        return [self._slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        chunks: list[DataProto] = []
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            chunks.append(self._slice(start, end))
+        return chunks
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:

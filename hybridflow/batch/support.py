@@ -31,8 +31,8 @@ class Supports:
     @classmethod
     def concat(cls, parts: Sequence[Supports]) -> Supports:
         """Concatenate the supports of all parts."""
-        none = cls.unknown(0)
-        return cls(*(np.concatenate([getattr(one, name) for one in (none, *parts)]) for name in ("sizes", "ids")))
+        parts = [cls.unknown(0), *parts]
+        return cls(np.concatenate([one.sizes for one in parts]), np.concatenate([one.ids for one in parts]))
 
     def __len__(self) -> int:
         return len(self.sizes)
