@@ -104,7 +104,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     words = [*getattr(args, "overrides", ()), *rest]
-    bad = [word for word in rest if word.startswith("-") or not hasattr(args, "overrides")]
+    bad = []
+    for word in rest:
+        if word.startswith("-") or not hasattr(args, "overrides"):
+            bad.append(word)
     if bad:
         parser.error(f"unknown option {bad[0]}{_option_hint(parser, bad[0], argv)}")
     args.overrides = words

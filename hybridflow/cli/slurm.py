@@ -158,7 +158,10 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     words = [args.job, "--config-name", args.config_name]
     words += ["--config-dir", str(args.config_dir.resolve())] if args.config_dir else []
     here = Path.cwd()
-    per_task = [word.partition("=")[2] for word in args.overrides if word.startswith("name=") and "%a" in word]
+    per_task = []
+    for word in args.overrides:
+        if word.startswith("name=") and "%a" in word:
+            per_task.append(word.partition("=")[2])
     folder = Path(derived.run_dir(run))
     folder = folder.with_name(per_task[-1]) if args.array and per_task else folder
     gpus = args.gpus_per_node
