@@ -60,7 +60,10 @@ def _convert(value: Any, kind: Kind, key: str) -> Any:
         return None
     if kind.is_list and isinstance(value, (list, tuple)):
         item = dataclasses.replace(kind, is_list=False)
-        return tuple(_convert(entry, item, f"{key}[{i}]") for i, entry in enumerate(value))
+        items = []
+        for i, entry in enumerate(value):
+            items.append(_convert(entry, item, f"{key}[{i}]"))
+        return tuple(items)
     if kind.is_mapping and isinstance(value, Mapping):
         return dict(value)
     if not kind.is_list and kind.plain is float and type(value) in (int, float):

@@ -72,7 +72,9 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
         *(check_agent.problems, check_loop.length_problems, check_loop.staleness_problems, check_loop.dump_problems),
         check_sampling.problems,
     )
-    found = [line for one in checks for line in one(config)]
+    found = []
+    for one in checks:
+        found.extend(one(config))
     sizes, unreadable = _read_sizes(config)
     found += [*roles.problems(config, job, files), *roles.pool_problems(config, job)]
     for section in ("actor", "sft", "critic", "reward_training"):
@@ -275,8 +277,15 @@ def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
 def recipes_for(sizes: Mapping[str, Any]) -> list[str]:
     """Names of the recipes for the model with this config.json."""
     dirs = config_dirs(None)
-    fitting = [group for group, values in model_groups(dirs) if derived.differing_size(values, sizes) is None]
-    return [recipe.name for recipe in list_recipes(dirs) if any(f"-{group}-" in recipe.name for group in fitting)]
+    fitting = []
+    for group, values in model_groups(dirs):
+        if derived.differing_size(values, sizes) is None:
+            fitting.append(group)
+    names: list[str] = []
+    for recipe in list_recipes(dirs):
+        if any(f"-{group}-" in recipe.name for group in fitting):
+            names.append(recipe.name)
+    return names
 
 
 def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:

@@ -40,7 +40,10 @@ class McpServer:
 def mcp_servers(agent: AgentConfig) -> dict[str, McpServer]:
     """The servers by name. ConfigError: a key of one is unknown or of the wrong type."""
     given = agent.mcp_servers.items()
-    return {str(name): build_options(McpServer(), server, f"{_KEY}.{name}") for name, server in given}
+    servers: dict[str, McpServer] = {}
+    for name, server in given:
+        servers[str(name)] = build_options(McpServer(), server, f"{_KEY}.{name}")
+    return servers
 
 
 def problems(config: RunConfig) -> Iterator[str]:

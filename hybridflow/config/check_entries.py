@@ -178,7 +178,10 @@ def sample_problems(config: RunConfig) -> Iterator[str]:
             "estimator"
         )
     if config.rollout.n == 1 and ESTIMATORS.get(name).compares_samples:
-        others = [other for other in ESTIMATORS.names() if not ESTIMATORS.get(other).compares_samples]
+        others = []
+        for other in ESTIMATORS.names():
+            if not ESTIMATORS.get(other).compares_samples:
+                others.append(other)
         yield (
             f"rollout.n=1 with algorithm.adv_estimator={name}, which compares the samples of a prompt: with one sample "
             f"the advantage is the score itself; set rollout.n to 2 or more, or choose {' or '.join(others)}"

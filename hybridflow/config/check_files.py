@@ -104,7 +104,10 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
     )
     for section, is_read, option, rows, example in optional if prepare.task == "arithmetic" else ():
         files = getattr(config, section).train_files if is_read and not prepare.options.get(option) else ()
-        made = [file for file in files if available(config, file) and not Path(file).exists()]
+        made = []
+        for file in files:
+            if available(config, file) and not Path(file).exists():
+                made.append(file)
         if made:
             yield (
                 f"{section}.train_files: {made[0]} will not be made, because data.prepare.options.{option} is 0; give "

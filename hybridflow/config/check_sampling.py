@@ -22,7 +22,10 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 def sampled(config: RunConfig) -> dict[str, SamplingConfig]:
     """{key: how its tokens are sampled}, of training and of every validation set."""
-    named = {f"data.val_sets.{name}.sampling": one.sampling for name, one in val_sets(config).items() if name}
+    named = {}
+    for name, one in val_sets(config).items():
+        if name:
+            named[f"data.val_sets.{name}.sampling"] = one.sampling
     return {"rollout.sampling": config.rollout.sampling, "rollout.val_sampling": config.rollout.val_sampling, **named}
 
 

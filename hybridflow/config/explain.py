@@ -126,7 +126,8 @@ def _staleness(config: RunConfig) -> str:
 def _engine_shape(config: RunConfig) -> str:
     """Ranks of one engine, how experts and attention are grouped over them, and on how many nodes they lie."""
     rollout, ranks, nodes = config.rollout, derived.engine_ranks(config), config.rollout.nodes_per_engine
-    groups = [f"{key} {size}" for key in ("expert", "data_parallel_attention") if (size := getattr(rollout, key)) > 1]
+    sizes = {"expert": rollout.expert, "data_parallel_attention": rollout.data_parallel_attention}
+    groups = [f"{key} {size}" for key, size in sizes.items() if size > 1]
     grouped = f" ({', '.join(groups)})" if groups else ""
     place = f", {ranks // nodes} on each of rollout.nodes_per_engine = {nodes} nodes" if nodes > 1 else ", on one node"
     if nodes > 1 and config.cluster.address is None:

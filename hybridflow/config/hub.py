@@ -109,11 +109,17 @@ def split_files(folder: Path, split: str, pattern: str = "", subset: str = "") -
         subset: a folder of the set that counts alone where it exists, such as gsm8k's `main`.
     """
     if pattern:
-        return sorted(path for path in folder.glob(pattern) if path.suffix in DATA_SUFFIXES)
+        files = []
+        for path in folder.glob(pattern):
+            if path.suffix in DATA_SUFFIXES:
+                files.append(path)
+        return sorted(files)
     root = folder / subset if subset and (folder / subset).is_dir() else folder
     found = (path for path in root.rglob("*") if path.suffix in DATA_SUFFIXES and path.name not in _METADATA)
     files = sorted(path for path in found if path.is_file())
-    named = {name: [file for file in files if name in _words(file.relative_to(root))] for name in _SPLITS}
+    named = {}
+    for name in _SPLITS:
+        named[name] = [file for file in files if name in _words(file.relative_to(root))]
     if not any(named.values()):
         return files
     return named["train"] if split == "train" else named["test"] or named["validation"] or named["val"]

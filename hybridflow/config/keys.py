@@ -98,7 +98,10 @@ class Entry:
     def summaries(self) -> dict[str, str]:
         """{built-in entry: the first paragraph of its module's docstring}."""
         texts = {file.stem: file.read_text(encoding="utf-8") for file in package_folder(self.package).glob("*.py")}
-        docs = {name: ast.get_docstring(ast.parse(texts[name])) or "" for name in self.names() if name in texts}
+        docs = {}
+        for name in self.names():
+            if name in texts:
+                docs[name] = ast.get_docstring(ast.parse(texts[name])) or ""
         return {name: doc.partition("\n\n")[0].replace("\n", " ") for name, doc in docs.items()}
 
 
@@ -162,7 +165,11 @@ def kind_of(annotation: Any) -> Kind:
         inner, marks = kind_of(args[0]), annotation.__metadata__
         entry = next((mark for mark in marks if isinstance(mark, Entry)), inner.entry)
         bounds = tuple(mark for mark in marks if isinstance(mark, Bound))
-        aliases = tuple(pair for mark in marks if isinstance(mark, Aliases) for pair in mark.pairs)
+        pairs: list[tuple[str, str]] = []
+        for mark in marks:
+            if isinstance(mark, Aliases):
+                pairs.extend(mark.pairs)
+        aliases = tuple(pairs)
         return dataclasses.replace(inner, bounds=inner.bounds + bounds, entry=entry, aliases=inner.aliases + aliases)
     if origin in (types.UnionType, typing.Union):
         inner = kind_of(next(member for member in args if member is not type(None)))

@@ -198,7 +198,11 @@ def _ask_hydra(ask: Callable[[list[str]], Any], recipe: str, overrides: list[str
 
 
 def _group_choices(key: str, dirs: Sequence[Path]) -> list[str]:
-    return sorted({file.stem for folder in dirs for file in (folder / key).glob("*.yaml")})
+    choices = set()
+    for folder in dirs:
+        for file in (folder / key).glob("*.yaml"):
+            choices.add(file.stem)
+    return sorted(choices)
 
 
 def _refuse_missing(values: Any) -> None:

@@ -29,12 +29,15 @@ _MARK = "\nown entries: "  # before the answer: a user's file may print
 def named(config: RunConfig) -> Iterator[tuple[str, Entry, str]]:
     """(key, registry, value) of each entry of a user's file."""
     for key, kind in all_keys(RunConfig):
+        if kind.entry is None:
+            continue
         value = value_at(config, key)
-        for one in (value if kind.is_list else (value,)) if kind.entry else ():
+        for one in value if kind.is_list else (value,):
             if one is not None and is_user_entry(one):
-                assert kind.entry is not None
                 yield key, kind.entry, one
-    yield from (("reward.combine", VERIFIER, name) for name in map(str, config.reward.combine) if is_user_entry(name))
+    for name in map(str, config.reward.combine):
+        if is_user_entry(name):
+            yield "reward.combine", VERIFIER, name
 
 
 def code_of(config: RunConfig) -> Iterator[tuple[str, str]]:

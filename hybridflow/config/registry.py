@@ -76,7 +76,10 @@ class Registry(Generic[T]):
         """The names of the built-in entries, read from the package's folder, and of those registered since; sorted."""
         files = package_folder(self.package).glob("*/__init__.py" if self._packages else "*.py")
         stems = {path.parent.name if self._packages else path.stem for path in files}
-        builtin = {stem for stem in stems if not stem.startswith("_") and stem != "base"}
+        builtin = set()
+        for stem in stems:
+            if not stem.startswith("_") and stem != "base":
+                builtin.add(stem)
         return tuple(sorted(builtin | {name for name in self._entries if not is_user_entry(name)}))
 
     def get(self, name: str) -> T:
@@ -105,7 +108,11 @@ class Registry(Generic[T]):
         import_file(Path(name.rpartition(":")[0]), self.key)
         path, _, attribute = absolute_entry(name).rpartition(":")
         if f"{path}:{attribute}" not in self._entries:
-            own = sorted(key.rpartition(":")[2] for key in self._entries if key.startswith(f"{path}:"))
+            names = []
+            for key in self._entries:
+                if key.startswith(f"{path}:"):
+                    names.append(key.rpartition(":")[2])
+            own = sorted(names)
             raise ConfigError(
                 f"{self.key}={name}: {path} registers no {self.kind} {attribute!r}; it registers: "
                 f"{', '.join(own) or 'none'}"
@@ -179,11 +186,10 @@ def attribute_of(module: ModuleType, name: str, key: str, wanted: Callable[[Any]
 
 def describe_error(error: BaseException, path: Path) -> str:
     """Type and message of an error in user code, with the line of the user's file it came from."""
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).resolve() == path.resolve()
-    ]
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename).resolve() == path.resolve():
+            lines.append(frame.lineno)
     if isinstance(error, SyntaxError):
         lines = [error.lineno]
     return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")

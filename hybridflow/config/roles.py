@@ -234,8 +234,9 @@ def pool_problems(config: RunConfig, job: str) -> Iterator[str]:
     roles = derived.roles_in_use(config, job)[1:]
     apart = [*(role for role in roles if not derived.is_colocated(config, role)), *(["rollout"] * (job == "train"))]
     makers = ["actor", *(name for name in apart if getattr(config, name).pool is None)]
-    for name in (role for role in roles if role not in apart):
-        if getattr(config, name).pool is not None or getattr(config, name).packing != "pack":
+    for name in roles:
+        own = getattr(config, name)
+        if name not in apart and (own.pool is not None or own.packing != "pack"):
             yield (
                 f"{name}.pool and {name}.packing are about processes of its own, but {name}.placement=colocated; "
                 f"remove them, or set {name}.placement=own"
