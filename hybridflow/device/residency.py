@@ -60,7 +60,10 @@ class Residency:
 
     def resident_bytes(self) -> dict[Part, int]:
         """Return the bytes of each part that are on the device."""
-        return {part: sum(storage.nbytes() for storage in storages) for part, storages in self._storages().items()}
+        sizes: dict[Part, int] = {}
+        for part, storages in self._storages().items():
+            sizes[part] = sum(storage.nbytes() for storage in storages)
+        return sizes
 
     def asleep_bytes(self) -> int:
         """Return the total bytes offloaded."""
@@ -68,7 +71,9 @@ class Residency:
 
     def part_bytes(self) -> dict[Part, int]:
         """Return the total bytes of each part, on the device or not."""
-        asleep = {part: sum(size for _, size in storages) for part, storages in self._asleep.items()}
+        asleep = {}
+        for part, storages in self._asleep.items():
+            asleep[part] = sum(size for _, size in storages)
         return {part: size + asleep.get(part, 0) for part, size in self.resident_bytes().items()}
 
     def sleep(self, *parts: Part) -> int:
@@ -111,7 +116,11 @@ class Residency:
         Parts that it had to bring back are offloaded again on exit. Can be nested.
         """
         wanted = zip(PARTS, (weights, gradients, optimizer, reference), strict=True)
-        brought: tuple[Part, ...] = tuple(part for part, wish in wanted if wish and part in self._asleep)
+        parts = []
+        for part, wish in wanted:
+            if wish and part in self._asleep:
+                parts.append(part)
+        brought: tuple[Part, ...] = tuple(parts)
         self.wake(*brought)
         try:
             yield
