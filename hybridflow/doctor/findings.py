@@ -32,5 +32,7 @@ def table(findings: Sequence[Finding]) -> str:
         lines.append(f"{finding.level:<8}{finding.topic:<{width}}  {finding.what}")
         if finding.remedy:
             lines.append(f"{'':<8}{'':<{width}}  -> {finding.remedy}")
-    counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning")}
+    counts = {}
+    for level in ("error", "warning"):
+        counts[level] = sum(finding.level == level for finding in findings)
     return "\n".join([*lines, f"{counts['error']} error(s), {counts['warning']} warning(s)"])

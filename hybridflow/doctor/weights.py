@@ -29,12 +29,18 @@ def findings(folder: Path, family: Family) -> Iterator[Finding]:
     except ModelError as error:
         yield Finding("weights", "error", str(error), "complete the folder, then ask again")
         return
-    wrong = [f"{name} is {forms[name][0]}, not {shape}" for name, shape in tensors.items() if forms[name][0] != shape]
+    wrong = []
+    for name, shape in tensors.items():
+        if forms[name][0] != shape:
+            wrong.append(f"{name} is {forms[name][0]}, not {shape}")
     if wrong:
         remedy = "config.json is of another model, or the folder was put together from two"
         yield Finding("weights", "error", f"{len(wrong)} tensors have other shapes, for example {wrong[0]}", remedy)
         return
-    unread = [f"{name} ({kind})" for name, (_, kind) in forms.items() if not _is_read(source, name, kind)]
+    unread = []
+    for name, (_, kind) in forms.items():
+        if not _is_read(source, name, kind):
+            unread.append(f"{name} ({kind})")
     if unread:
         remedy = "the model's folder in bfloat16, or in block-wise fp8 with its scales"
         yield Finding("weights", "error", f"of a precision that is not read: {', '.join(unread[:3])}", remedy)
