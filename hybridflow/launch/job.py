@@ -102,7 +102,8 @@ def _directives(job: Job, site: Site) -> list[str]:
         "--requeue",
         f"--signal=B:USR1@{job.grace_s}",
     ]
-    asked += [f"--{name}={_quoted(value)}" for name in ("account", "qos") if (value := getattr(site, name))]
+    asked += [f"--account={_quoted(site.account)}"] if site.account else []
+    asked += [f"--qos={_quoted(site.qos)}"] if site.qos else []
     asked += [f"--array={job.array}"] if job.array else []
     asked += [f"--dependency={job.dependency}"] if job.dependency else []
     first = _part(job, site, job.nodes - job.other_nodes + job.spares)
@@ -124,26 +125,8 @@ def _part(job: Job, site: Site, nodes: int) -> list[str]:
 
 
 def _settings(job: Job, site: Site) -> list[str]:
-    limits, container = site.limits, site.container
-    python = container.python if container.kind != "none" else site.environment.python or sys.executable
-    srun, prefix = list(site.srun), []
-    here: list[str] = []
-    folders = [job.workdir] if job.out.is_relative_to(job.workdir) else [job.workdir, job.out]
-    mounts = [*(f"{folder}:{folder}" for folder in folders), *container.mounts]
-    if container.kind == "pyxis":
-        srun += [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"]
-        srun += [f"--container-workdir={job.workdir}"]
-        here = ["srun", *srun, "--overlap", "--nodes=1", "--ntasks=1"]
-    elif container.kind == "apptainer":
-        prefix = ["apptainer", "exec", *(["--nv"] if job.gpus_per_node else []), f"--pwd={job.workdir}"]
-        prefix += [*(f"--bind={mount}" for mount in mounts), str(container.image)]
-        here = prefix
-    preflight = [f"--gpus={job.gpus_per_node}", f"--min-free-gib={limits.min_free_gib:g}"]
-    preflight += [f"--min-shm-gib={limits.min_shm_gib:g}", f"--min-open-files={limits.min_open_files}"]
-    preflight += [f"--timeout={math.ceil(limits.preflight_timeout_s * PREFLIGHT_SHARE)}"]
-    preflight += [f"--interface={site.interface}"] if site.interface else []
-    ray = [f"--gpus={job.gpus_per_node}", f"--start-timeout={limits.start_timeout_s}"]
-    ray += [f"--object-store-gib={site.object_store_gib:g}"] if site.object_store_gib else []
+    limits = site.limits
+    python = site.container.python if site.container.kind != "none" else site.environment.python or sys.executable
     return [
         "# ---- the site's lines",
         *site.prolog,
@@ -161,13 +144,47 @@ def _settings(job: Job, site: Site) -> list[str]:
         _assign("MAX_CLOCK_SKEW", f"{limits.max_clock_skew_s:g}"),
         _assign("ARCHIVE", site.environment.archive or ""),
         _assign("LOCAL", site.environment.local or ""),
-        _array("SRUN", srun),
-        _array("CONTAINER", prefix),
-        _array("HERE", here),
-        _array("PREFLIGHT", preflight),
-        _array("RAY", ray),
+        *_launchers(job, site),
+        _array("PREFLIGHT", _preflight(job, site)),
+        _array("RAY", _ray(job, site)),
         _array("TRAIN", job.words),
     ]
+
+
+def _launchers(job: Job, site: Site) -> list[str]:
+    """The words before a command on every node (SRUN), inside of srun (CONTAINER), and on this node alone (HERE)."""
+    container = site.container
+    folders = [job.workdir] if job.out.is_relative_to(job.workdir) else [job.workdir, job.out]
+    mounts = [*(f"{folder}:{folder}" for folder in folders), *container.mounts]
+    srun = list(site.srun)
+    prefix: list[str] = []
+    here: list[str] = []
+    if container.kind == "pyxis":
+        srun += [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"]
+        srun += [f"--container-workdir={job.workdir}"]
+        here = ["srun", *srun, "--overlap", "--nodes=1", "--ntasks=1"]
+    elif container.kind == "apptainer":
+        prefix = ["apptainer", "exec", *(["--nv"] if job.gpus_per_node else []), f"--pwd={job.workdir}"]
+        prefix += [*(f"--bind={mount}" for mount in mounts), str(container.image)]
+        here = prefix
+    return [_array("SRUN", srun), _array("CONTAINER", prefix), _array("HERE", here)]
+
+
+def _preflight(job: Job, site: Site) -> list[str]:
+    limits = site.limits
+    options = [
+        f"--gpus={job.gpus_per_node}",
+        f"--min-free-gib={limits.min_free_gib:g}",
+        f"--min-shm-gib={limits.min_shm_gib:g}",
+        f"--min-open-files={limits.min_open_files}",
+        f"--timeout={math.ceil(limits.preflight_timeout_s * PREFLIGHT_SHARE)}",
+    ]
+    return [*options, f"--interface={site.interface}"] if site.interface else options
+
+
+def _ray(job: Job, site: Site) -> list[str]:
+    options = [f"--gpus={job.gpus_per_node}", f"--start-timeout={site.limits.start_timeout_s}"]
+    return [*options, f"--object-store-gib={site.object_store_gib:g}"] if site.object_store_gib else options
 
 
 def _assign(name: str, value: str) -> str:

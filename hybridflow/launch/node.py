@@ -61,7 +61,11 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     without what a local run leaves in a Python that then submits: a Ray token, which would take precedence over the
     job's, and the variable that confines Ray to one machine."""
     dropped = ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
-    return {name: value for name, value in environment.items() if not name.startswith(_LEAKING) and name not in dropped}
+    kept: dict[str, str] = {}
+    for name, value in environment.items():
+        if not name.startswith(_LEAKING) and name not in dropped:
+            kept[name] = value
+    return kept
 
 
 def choose_ports(job_id: int, position: int, address: str) -> dict[str, int]:

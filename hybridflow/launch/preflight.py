@@ -126,7 +126,10 @@ def node_address(node: str, interface: str | None) -> str:
     """
     if interface is not None:
         addresses = psutil.net_if_addrs()
-        found = [entry.address for entry in addresses.get(interface, []) if entry.family == socket.AF_INET]
+        found = []
+        for entry in addresses.get(interface, []):
+            if entry.family == socket.AF_INET:
+                found.append(entry.address)
         if not found:
             raise ResourceError(f"interface {interface} has no IPv4 address; there are {', '.join(sorted(addresses))}")
         return found[0]
@@ -135,7 +138,10 @@ def node_address(node: str, interface: str | None) -> str:
         asked = subprocess.run(
             ["scontrol", "show", "node", node, "--oneliner"], capture_output=True, text=True, check=False, timeout=30
         )
-        words = [word.removeprefix("NodeAddr=") for word in asked.stdout.split() if word.startswith("NodeAddr=")]
+        words = []
+        for word in asked.stdout.split():
+            if word.startswith("NodeAddr="):
+                words.append(word.removeprefix("NodeAddr="))
         name = words[0] if words else node
     try:
         return socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0]  # type: ignore[return-value]
@@ -235,11 +241,13 @@ def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]
     shm = _free_gib(Path("/dev/shm"))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     gpus, trouble = query_gpus()
-    problems = [
-        f"{path} has {gib:.1f} GiB free, {wanted.min_free_gib:g} are needed; clear it, or lower limits.min_free_gib"
-        for path, gib in free.items()
-        if gib < wanted.min_free_gib
-    ]
+    problems = []
+    for path, gib in free.items():
+        if gib < wanted.min_free_gib:
+            problems.append(
+                f"{path} has {gib:.1f} GiB free, {wanted.min_free_gib:g} are needed; clear it, or lower "
+                "limits.min_free_gib"
+            )
     if shm < wanted.min_shm_gib:
         problems.append(f"/dev/shm has {shm:.1f} GiB free, {wanted.min_shm_gib:g} are needed; remove what others left")
     if files != resource.RLIM_INFINITY and files < wanted.min_open_files:

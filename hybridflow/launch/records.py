@@ -35,7 +35,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 def failures(folder: Path) -> list[dict[str, Any]]:
     """The nodes of a start whose Ray ended, the first one first."""
-    found = [value for path in folder.glob(FAILED.format("*")) if (value := read(path))]
+    found = filter(None, map(read, folder.glob(FAILED.format("*"))))
     return sorted(found, key=lambda value: float(value.get("time", 0.0)))
 
 

@@ -26,7 +26,10 @@ def submit(job: Job, script: str) -> str:
     """
     job.out.mkdir(parents=True, exist_ok=True)
     # An allocation that the user is in would otherwise set options of the new job.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+    environment = {}
+    for name, value in os.environ.items():
+        if not name.startswith(("SLURM_", "SBATCH_")):
+            environment[name] = value
     kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
     number = _ask(["sbatch", "--parsable"], script, environment | kept).strip().split(";")[0]
     folder = job.out / number

@@ -82,7 +82,11 @@ def read_attempts(job_dir: Path) -> list[Attempt]:
         lines = (job_dir / records.ATTEMPTS).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    return [Attempt(**json.loads(line)) for line in lines if line.startswith("{") and line.endswith("}")]
+    attempts: list[Attempt] = []
+    for line in lines:
+        if line.startswith("{") and line.endswith("}"):
+            attempts.append(Attempt(**json.loads(line)))
+    return attempts
 
 
 def _note(job_dir: Path, attempt: Attempt) -> Attempt:
