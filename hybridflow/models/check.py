@@ -82,6 +82,7 @@ def _models(config: RunConfig, job: str) -> Iterator[tuple[str, ModelConfig]]:
     }
     if config.actor.backend == "megatron":
         yield "actor", config.model
-    for role in (role for role, is_wanted in wanted.items() if is_wanted):
-        path = None if job == "train-reward" else getattr(config, role).path
-        yield role, config.model if path is None else ModelConfig(path=path)
+    for role, is_wanted in wanted.items():
+        if is_wanted:
+            path = None if job == "train-reward" else getattr(config, role).path
+            yield role, config.model if path is None else ModelConfig(path=path)

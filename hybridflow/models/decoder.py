@@ -189,12 +189,10 @@ class Decoder:
 
     def check(self, at: Coordinates) -> None:
         """Raise ModelError if a size does not divide."""
-        rules: list[Division] = [
-            rule
-            for layer in (0, self.num_layers - 1)
-            for block in (self.attention(layer), self.mlp(layer))
-            for rule in block.divisions(at)
-        ]
+        rules: list[Division] = []
+        for layer in (0, self.num_layers - 1):
+            for block in (self.attention(layer), self.mlp(layer)):
+                rules.extend(block.divisions(at))
         if self.num_mtp:
             rules.append(("hidden_size", self.hidden, TENSOR, at.tp_size))
         rules += self._listed_stages(at) if at.layers_per_stage else self._pipeline_rules(at)

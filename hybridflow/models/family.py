@@ -84,9 +84,11 @@ def use_family(name: str | None) -> None:
 
 def num_parameters(family: Family) -> int:
     """Return the number of parameters of the model, excluding buffers (expert biases)."""
-    buffers = {
-        piece.source for local in family.local_tensors(Coordinates()) if local.is_buffer for piece in local.pieces
-    }
+    buffers = set()
+    for local in family.local_tensors(Coordinates()):
+        if local.is_buffer:
+            for piece in local.pieces:
+                buffers.add(piece.source)
     return sum(prod(shape) for name, shape in family.tensors().items() if name not in buffers)
 
 
@@ -95,4 +97,9 @@ def kept_dtypes(family: Family) -> dict[str, torch.dtype]:
     import torch
 
     local = family.local_tensors(Coordinates())
-    return {piece.source: getattr(torch, one.dtype) for one in local if one.dtype is not None for piece in one.pieces}
+    kept: dict[str, torch.dtype] = {}
+    for one in local:
+        if one.dtype is not None:
+            for piece in one.pieces:
+                kept[piece.source] = getattr(torch, one.dtype)
+    return kept

@@ -35,7 +35,10 @@ class Piece:
 
     def slices(self) -> tuple[slice, ...]:
         """Return the index of the local region."""
-        return tuple(slice(start, start + size) for start, size in zip(self.local_start, self.shape, strict=True))
+        ranges = []
+        for start, size in zip(self.local_start, self.shape, strict=True):
+            ranges.append(slice(start, start + size))
+        return tuple(ranges)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,10 @@ class AdapterMap:
 
     def __init__(self, family: Family, config: LoraConfig, seed: int) -> None:
         self.config, self.scale = config, config.alpha / config.rank
-        linears = [local for local in family.local_tensors(Coordinates()) if _can_be_adapted(local)]
+        linears = []
+        for local in family.local_tensors(Coordinates()):
+            if _can_be_adapted(local):
+                linears.append(local)
         has = dict.fromkeys(_target(local) for local in linears)
         if missing := [target for target in config.targets if target not in has]:
             raise ModelError(
@@ -89,7 +92,11 @@ class AdapterMap:
 
     def local(self, tensors: Iterable[LocalTensor]) -> list[AdaptedWeight]:
         """Return those of a rank's weights that have adapters."""
-        return [self._adapted(local) for local in tensors if any(piece.source in self._uncut for piece in local.pieces)]
+        adapted: list[AdaptedWeight] = []
+        for local in tensors:
+            if any(piece.source in self._uncut for piece in local.pieces):
+                adapted.append(self._adapted(local))
+        return adapted
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return a region of a factor's initial value, independent of the layout.
@@ -185,7 +192,10 @@ def peft_config(facts: Mapping[str, Any], modules: Iterable[str], tensors: Itera
             adapted module is listed by its full name.
     """
     adapted = set(modules)
-    others = {_last(name.removesuffix(".weight")) for name in tensors if name.removesuffix(".weight") not in adapted}
+    others = set()
+    for name in tensors:
+        if name.removesuffix(".weight") not in adapted:
+            others.add(_last(name.removesuffix(".weight")))
     targets = {_last(name) if _last(name) not in others else name for name in adapted}
     return {
         "peft_type": "LORA",

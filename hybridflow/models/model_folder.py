@@ -65,7 +65,11 @@ def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
     if (folder / SINGLE).is_file():
         return {}, [SINGLE]
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
-    other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+    weights = []
+    for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf"):
+        for path in folder.glob(pattern):
+            weights.append(path.name)
+    other = sorted(weights)
     if shards:
         raise ModelError(f"{index} is missing beside {len(shards)} files of weights; {_again(folder)}")
     found = f"; {other[0]} is in another form, and only safetensors are read" if other else ""

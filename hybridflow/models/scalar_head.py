@@ -58,7 +58,10 @@ class ScalarHead:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the backbone's tensors without the output layer, plus the head."""
-        shapes = {name: shape for name, shape in self.backbone.tensors().items() if name != _OUTPUT}
+        shapes = {}
+        for name, shape in self.backbone.tensors().items():
+            if name != _OUTPUT:
+                shapes[name] = shape
         shapes[WEIGHT] = (1, self.hidden)
         if self.bias:
             shapes[BIAS] = (1,)
@@ -73,7 +76,10 @@ class ScalarHead:
 
         The head is replicated on the tensor-parallel ranks of the last stage.
         """
-        tensors = [local for local in self.backbone.local_tensors(at) if local.name != "output_layer.weight"]
+        tensors = []
+        for local in self.backbone.local_tensors(at):
+            if local.name != "output_layer.weight":
+                tensors.append(local)
         if at.is_last_stage:
             tensors.append(whole("output_layer.weight", WEIGHT, (1, self.hidden)))
             if self.bias:

@@ -26,10 +26,12 @@ _COMPANIONS = (
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copy a published folder's regular files that are neither weights nor config.json, unchanged."""
-    for file in (path for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()):
-        copy = target / file.relative_to(source)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copy2(file, copy)
+    for pattern in _COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file():
+                copy = target / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy2(file, copy)
 
 
 class WeightSource(Protocol):
