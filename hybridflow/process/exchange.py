@@ -42,7 +42,10 @@ class Exchange:
 
 
 def _decoded(texts: list[torch.Tensor], sizes: list[int]) -> list[str]:
-    return [bytes(found[:size].numpy()).decode() for found, size in zip(texts, sizes, strict=True)]
+    decoded: list[str] = []
+    for found, size in zip(texts, sizes, strict=True):
+        decoded.append(bytes(found[:size].numpy()).decode())
+    return decoded
 
 
 _shared: Exchange | None = None

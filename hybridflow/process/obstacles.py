@@ -116,11 +116,11 @@ def _names_in(folder: str) -> set[str]:
     if not os.path.isdir(folder):
         return set()
     with os.scandir(folder) as entries:
-        return {
-            entry.name.removesuffix(".py")
-            for entry in entries
-            if entry.name.endswith(".py") or (entry.is_dir() and os.path.isfile(f"{entry.path}/__init__.py"))
-        }
+        names: set[str] = set()
+        for entry in entries:
+            if entry.name.endswith(".py") or (entry.is_dir() and os.path.isfile(f"{entry.path}/__init__.py")):
+                names.add(entry.name.removesuffix(".py"))
+        return names
 
 
 def _version(name: str, folder: Path) -> str:

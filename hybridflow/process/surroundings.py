@@ -22,8 +22,13 @@ def own_addresses() -> tuple[str, ...]:
     """Names and addresses under which programs of this machine reach each other."""
     import psutil
 
-    interfaces = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
-    numbers = {one.address.partition("%")[0] for one in interfaces if one.family in (socket.AF_INET, socket.AF_INET6)}
+    interfaces = []
+    for entries in psutil.net_if_addrs().values():
+        interfaces.extend(entries)
+    numbers = set()
+    for one in interfaces:
+        if one.family in (socket.AF_INET, socket.AF_INET6):
+            numbers.add(one.address.partition("%")[0])
     return ("localhost", *sorted({"127.0.0.1", "::1", socket.gethostname(), *numbers}))
 
 
@@ -39,7 +44,11 @@ def is_own(url: str) -> bool:
 
 def proxies(env: Mapping[str, str]) -> list[str]:
     """The variables of `env` that name a proxy, sorted."""
-    return sorted(name for name, value in env.items() if name.lower() in _PROXIES and value)
+    names = []
+    for name, value in env.items():
+        if name.lower() in _PROXIES and value:
+            names.append(name)
+    return sorted(names)
 
 
 def without_proxy(env: Mapping[str, str]) -> dict[str, str]:
@@ -47,7 +56,10 @@ def without_proxy(env: Mapping[str, str]) -> dict[str, str]:
     already; none where `env` names no proxy."""
     if not proxies(env):
         return {}
-    given = [item.strip() for name in ("no_proxy", "NO_PROXY") for item in env.get(name, "").split(",")]
+    given = []
+    for name in ("no_proxy", "NO_PROXY"):
+        for item in env.get(name, "").split(","):
+            given.append(item.strip())
     exempt = ["*"] if "*" in given else [*filter(None, given), *own_addresses()]
     return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(dict.fromkeys(exempt)))
 
