@@ -97,7 +97,10 @@ def exported_config(
     if config.get(_HEADS) and not _has_heads(hf_config, written.keys()):
         lines.append(f"config.json of the export says {_HEADS} 0, not {config[_HEADS]}: their weights are not there")
         config[_HEADS] = 0
-    code = {key: name for key, name in (config.pop("auto_map", None) or {}).items() if _is_there(name, folder)}
+    code = {}
+    for key, name in (config.pop("auto_map", None) or {}).items():
+        if _is_there(name, folder):
+            code[key] = name
     return ({**config, "auto_map": code} if code else config), lines
 
 
@@ -110,7 +113,10 @@ def _groups(names: Iterable[str]) -> str:
 
 def _unquantised(written: Mapping[str, Entry]) -> list[str]:
     """Modules and whole layers without a tensor in fp8; nothing where no tensor is."""
-    quantised = {name for name, entry in written.items() if str(entry.dtype).endswith(FP8)}
+    quantised = set()
+    for name, entry in written.items():
+        if str(entry.dtype).endswith(FP8):
+            quantised.add(name)
     if not quantised:
         return []
     layers = {_layer(name) for name in quantised}
@@ -138,5 +144,8 @@ def _has_heads(hf_config: Mapping[str, Any], written: Iterable[str]) -> bool:
 
 def _is_there(code: object, folder: Path) -> bool:
     """Whether the file of `module.Class` is in the folder; one that lies in a hub ("org/name--module.Class") is."""
-    names = [one for one in (code if isinstance(code, list) else [code]) if isinstance(one, str)]
+    names = []
+    for one in code if isinstance(code, list) else [code]:
+        if isinstance(one, str):
+            names.append(one)
     return all("--" in one or (folder / f"{one.partition('.')[0]}.py").is_file() for one in names)

@@ -48,9 +48,17 @@ class Fingerprint:
         Raises:
             OSError: one of them cannot be read.
         """
-        settings = {key: value for key, value in _flat(asdict(config)) if key not in _INCIDENTAL}
-        files = {key: [[str(path), _digest(path)] for path in paths] for key, paths in _named(settings)}
-        kept = {key: value for key, value in settings.items() if not (key in files and key.endswith("_files"))}
+        settings = {}
+        for key, value in _flat(asdict(config)):
+            if key not in _INCIDENTAL:
+                settings[key] = value
+        files = {}
+        for key, paths in _named(settings):
+            files[key] = [[str(path), _digest(path)] for path in paths]
+        kept = {}
+        for key, value in settings.items():
+            if not (key in files and key.endswith("_files")):
+                kept[key] = value
         return cls(json.loads(json.dumps(kept)), files, dict(tokens), dict(packages))
 
     @classmethod
@@ -69,11 +77,11 @@ class Fingerprint:
         """A line for each difference; none where `before` is empty."""
         if not before.settings:
             return []
-        found = [
-            f"{key} has other content than when the checkpoint was saved: {_names(self.files[key], before.files[key])}"
-            for key in sorted(self.files.keys() & before.files.keys())
-            if _contents(self.files[key]) != _contents(before.files[key])
-        ]
+        found = []
+        for key in sorted(self.files.keys() & before.files.keys()):
+            if _contents(self.files[key]) != _contents(before.files[key]):
+                files = _names(self.files[key], before.files[key])
+                found.append(f"{key} has other content than when the checkpoint was saved: {files}")
         for what, now, then in (
             ("", self.settings, before.settings),
             ("the tokenizer's ", self.tokens, before.tokens),
@@ -103,7 +111,10 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def _named(settings: Mapping[str, Any]) -> Iterator[tuple[str, list[Path]]]:
     """Keys that name files, with those that are there: data, and a user's own code."""
     for key, value in settings.items():
-        words = [word for word in (value if isinstance(value, list | tuple) else [value]) if isinstance(word, str)]
+        words = []
+        for word in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(word, str):
+                words.append(word)
         if not key.endswith("_files"):
             words = [word.rpartition(":")[0] if is_user_entry(word) else word for word in words if ".py" in word]
         if paths := [Path(word) for word in words if Path(word).is_file()]:

@@ -74,7 +74,9 @@ def export_held(
     carried = _agreed(carried_from(source, held.family), exchange)
     entries = [*entries_of(held.family, held.dtype), *carried.entries]
     shards = shards_of(entries, max_shard_bytes)
-    files = [_File(name, number % dist.get_world_size(), own) for number, (name, own) in enumerate(shards.items())]
+    files = []
+    for number, (name, own) in enumerate(shards.items()):
+        files.append(_File(name, number % dist.get_world_size(), own))
     partial = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -156,11 +158,10 @@ def _write_files(held: Held, carried: Carried, folder: Path, files: Sequence[_Fi
 def _packed(
     owned: Sequence[OwnedPiece], parameters: Mapping[str, torch.Tensor], entry: Entry, rank: int
 ) -> torch.Tensor | None:
-    mine = [
-        parameters[one.parameter][one.piece.slices()].reshape(-1).to("cpu", entry.dtype)
-        for one in owned
-        if one.rank == rank
-    ]
+    mine = []
+    for one in owned:
+        if one.rank == rank:
+            mine.append(parameters[one.parameter][one.piece.slices()].reshape(-1).to("cpu", entry.dtype))
     return torch.cat(mine) if mine else None
 
 
@@ -178,8 +179,9 @@ def _assembled(
             packed = torch.empty(sum(piece.numel for piece in pieces), dtype=entry.dtype)
             dist.recv(packed, sender, group=exchange.group)
         for piece, values in zip(pieces, packed.split([piece.numel for piece in pieces]), strict=True):
-            region = tuple(
-                slice(start, start + size) for start, size in zip(piece.source_start, piece.shape, strict=True)
-            )
+            ranges = []
+            for start, size in zip(piece.source_start, piece.shape, strict=True):
+                ranges.append(slice(start, start + size))
+            region = tuple(ranges)
             whole[region] = values.view(piece.shape)
     return whole

@@ -125,7 +125,11 @@ class Manifest:
 
 def structure(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a Hugging Face config that weights and computation depend on."""
-    return {key: value for key, value in sorted(hf_config.items()) if key not in _INCIDENTAL}
+    kept: dict[str, Any] = {}
+    for key, value in sorted(hf_config.items()):
+        if key not in _INCIDENTAL:
+            kept[key] = value
+    return kept
 
 
 def config_digest(hf_config: Mapping[str, Any]) -> str:
@@ -136,11 +140,11 @@ def config_digest(hf_config: Mapping[str, Any]) -> str:
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Each key in which two Hugging Face configs describe another model, as `key is X there, Y here`."""
     one, two = structure(theirs), structure(ours)
-    return [
-        f"{key} is {one.get(key, 'absent')} there, {two.get(key, 'absent')} here"
-        for key in sorted(one.keys() | two.keys())
-        if json.dumps(one.get(key), default=str) != json.dumps(two.get(key), default=str)
-    ]
+    found: list[str] = []
+    for key in sorted(one.keys() | two.keys()):
+        if json.dumps(one.get(key), default=str) != json.dumps(two.get(key), default=str):
+            found.append(f"{key} is {one.get(key, 'absent')} there, {two.get(key, 'absent')} here")
+    return found
 
 
 def digest_of(file: Path) -> FileRecord:
@@ -162,7 +166,8 @@ def problems_of(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
 
 def problems_in(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
     """The same for files of the folder that are not in a manifest."""
-    return [problem for name, record in files.items() if (problem := _problem_of(folder / name, record))]
+    problems = [_problem_of(folder / name, record) for name, record in files.items()]
+    return list(filter(None, problems))
 
 
 def _problem_of(file: Path, expected: FileRecord) -> str:

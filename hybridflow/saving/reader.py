@@ -86,7 +86,11 @@ class CheckpointFolder:
     def factors(self) -> dict[str, tuple[int, ...]]:
         """Adapters' factors, by PEFT's names, with their shapes; `read` takes these names too. Empty without
         adapters."""
-        return {name: self._shape(slices[0][2]) for name, slices in self._slices.items() if is_factor(name)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, slices in self._slices.items():
+            if is_factor(name):
+                shapes[name] = self._shape(slices[0][2])
+        return shapes
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[Any]) -> None:
@@ -120,7 +124,10 @@ class CheckpointFolder:
             if not prod(size):
                 continue
             lead = len(key_start) - len(low)
-            inside = tuple(base + a - b for base, a, b in zip(key_start[lead:], low, slice_start, strict=True))
+            starts = []
+            for base, a, b in zip(key_start[lead:], low, slice_start, strict=True):
+                starts.append(base + a - b)
+            inside = tuple(starts)
             values = self.region(key, (*key_start[:lead], *inside), (1,) * lead + size).view(size)
             found = torch.empty(shape, dtype=values.dtype) if found is None else found
             found[_inside(low, size, start)] = values
@@ -184,4 +191,7 @@ def _overlap(start: Start, size: Start, other_start: Sequence[int], other_size: 
 
 def _inside(start: Sequence[int], size: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
     """The region as an index into a tensor that begins at `origin`."""
-    return tuple(slice(a - o, a - o + n) for a, n, o in zip(start, size, origin, strict=True))
+    ranges = []
+    for a, n, o in zip(start, size, origin, strict=True):
+        ranges.append(slice(a - o, a - o + n))
+    return tuple(ranges)

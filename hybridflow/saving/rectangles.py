@@ -109,7 +109,9 @@ def check_cover(chunks: Sequence[Chunk]) -> None:
     for chunk in chunks:
         key, place = chunk["key"], (chunk["key"], *chunk["start"])
         shape, covered = seen.get(key, (chunk["shape"], 0))
-        ends = [start + size for start, size in zip(chunk["start"], chunk["size"], strict=True)]
+        ends = []
+        for start, size in zip(chunk["start"], chunk["size"], strict=True):
+            ends.append(start + size)
         if shape != chunk["shape"] or place in starts or any(end > full for end, full in zip(ends, shape, strict=True)):
             raise CheckpointError(f"two ranks disagree about {key} {shape}: {chunk['shape']} at {chunk['start']}")
         starts.add(place)

@@ -52,7 +52,10 @@ class Entry:
 def entries_of(family: Family, dtype: torch.dtype) -> list[Entry]:
     """The tensors of a model whose weights have this precision."""
     kept = kept_dtypes(family)
-    return [Entry(name, shape, kept.get(name, dtype)) for name, shape in family.tensors().items()]
+    entries: list[Entry] = []
+    for name, shape in family.tensors().items():
+        entries.append(Entry(name, shape, kept.get(name, dtype)))
+    return entries
 
 
 def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
@@ -65,7 +68,10 @@ def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]
             room = max_bytes
         files[-1].append(entry)
         room -= entry.size
-    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": tensors for number, tensors in enumerate(files, 1)}
+    shards: dict[str, list[Entry]] = {}
+    for number, tensors in enumerate(files, 1):
+        shards[f"model-{number:05d}-of-{len(files):05d}.safetensors"] = tensors
+    return shards
 
 
 class ShardWriter:

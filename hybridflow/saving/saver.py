@@ -222,7 +222,9 @@ class Job:
             chunks, files = write_tensors(self.folder, self.rank, tensors)
         except Exception as error:
             return json.dumps({"error": f"rank {self.rank}: {cause_of(error)}"})
-        hf = [[piece.source, piece.source_start, piece.shape, piece.key, piece.start] for piece in self.state.hf()]
+        hf = []
+        for piece in self.state.hf():
+            hf.append([piece.source, piece.source_start, piece.shape, piece.key, piece.start])
         return json.dumps(
             {"chunks": chunks, "files": {name: asdict(record) for name, record in files.items()}, "hf": hf}
         )
@@ -239,8 +241,14 @@ class Job:
         errors = [report["error"] for report in reports if "error" in report]
         if errors:
             raise CheckpointError("; ".join(errors))
-        files = {name: FileRecord(**record) for report in reports for name, record in report["files"].items()}
-        chunks, hf = ([item for report in reports for item in report[key]] for key in ("chunks", "hf"))
+        files: dict[str, FileRecord] = {}
+        chunks: list[Any] = []
+        hf: list[Any] = []
+        for report in reports:
+            for name, record in report["files"].items():
+                files[name] = FileRecord(**record)
+            chunks += report["chunks"]
+            hf += report["hf"]
         check_cover(chunks)
         write_json(self.folder / INDEX, {"chunks": chunks, "hf": hf})
         files[INDEX] = digest_of(self.folder / INDEX)

@@ -114,11 +114,11 @@ class Retention:
         """Which of them go. Never the newest."""
         if self.last < 1:
             return []
-        return [
-            one
-            for one in oldest_first[: -self.last]
-            if not (self.every > 0 and one.phase == "rl" and one.step % self.every == 0)
-        ]
+        dropped: list[Checkpoint] = []
+        for one in oldest_first[: -self.last]:
+            if not (self.every > 0 and one.phase == "rl" and one.step % self.every == 0):
+                dropped.append(one)
+        return dropped
 
 
 class CheckpointStore:
@@ -239,7 +239,11 @@ class CheckpointStore:
 
     def of_loop(self) -> dict[int, Checkpoint]:
         """The whole checkpoints of the loop by step. CheckpointError when one cannot be read."""
-        return {one.step: one for one in self._whole() if one.phase == "rl"}
+        found: dict[int, Checkpoint] = {}
+        for one in self._whole():
+            if one.phase == "rl":
+                found[one.step] = one
+        return found
 
     # ---- inside
 
@@ -348,14 +352,12 @@ def latest_name(folder: Path) -> str:
 
 def left_out(folder: Path) -> list[str]:
     """A line for each folder inside `folder` with the name of a checkpoint that lacks what a checkpoint needs."""
-    return [
-        f"{one} is left out, no run resumes from it: {lacking} is missing"
-        for one in sorted(folder.glob("*_step_*"))
-        if is_name_of_checkpoint(one.name)
-        and one.suffix not in _UNFINISHED
-        and one.is_dir()
-        and (lacking := _lacks(one))
-    ]
+    lines = []
+    for one in sorted(folder.glob("*_step_*")):
+        has_ended = is_name_of_checkpoint(one.name) and one.suffix not in _UNFINISHED and one.is_dir()
+        if has_ended and (lacking := _lacks(one)):
+            lines.append(f"{one} is left out, no run resumes from it: {lacking} is missing")
+    return lines
 
 
 def _whole(folder: Path) -> list[Path]:

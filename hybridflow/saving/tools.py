@@ -79,7 +79,10 @@ def roles(path: Path) -> list[Path]:
 def incomplete_checkpoints(path: Path) -> list[str]:
     """Where `path` is a run or its `checkpoints/`: a line for each folder there that should be a checkpoint and lacks
     what one needs."""
-    return [line for folder in (path / "checkpoints", path) for line in left_out(folder)]
+    lines: list[str] = []
+    for folder in (path / "checkpoints", path):
+        lines.extend(left_out(folder))
+    return lines
 
 
 # ---- inspect and verify
@@ -119,7 +122,9 @@ def _part(key: str) -> str:
         return "optimizer " + key.split(".")[2]
     if key.startswith("reference."):
         return "reference"
-    return "random state" if key == "rng_state" else "adapters" if ".lora_" in key else "model"
+    if key == "rng_state":
+        return "random state"
+    return "adapters" if ".lora_" in key else "model"
 
 
 def table(figures: Mapping[str, Any]) -> str:
@@ -160,7 +165,10 @@ def verify(folder: Path, whole: bool = False) -> tuple[Manifest, list[str]]:
 def _all_problems(folder: Path, manifest: Manifest) -> list[str]:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing leaves the interpreter's lock
         found = pool.map(lambda name: problems_of(folder, manifest, [name]), manifest.files)
-        return [problem for problems in found for problem in problems]
+        lines: list[str] = []
+        for problems in found:
+            lines.extend(problems)
+        return lines
 
 
 def _wrong_checksums(folder: Path) -> list[str]:
@@ -220,18 +228,21 @@ def export(
         CheckpointError: a file of the checkpoint is not what the manifest says.
     """
     source = _verified(folder)
-    if tokenizer is None:  # a run keeps a copy of its tokenizer beside the config that its engines start from
-        tokenizer = next(
-            (path for path in (parent / "model" for parent in folder.resolve().parents[:3]) if path.is_dir()), None
-        )
+    if tokenizer is None:  # a run keeps a copy of its tokenizer next to the config that its engines start from
+        tokenizer = next(filter(Path.is_dir, _above(folder, "model")), None)
     published = _published_folder(folder) if published is None else published
     hf_config, precision = source.manifest.hf_config, dtype or source.manifest.dtype
     return _write(source, hf_config, out, precision, max_shard_bytes, tokenizer, published)
 
 
+def _above(folder: Path, name: str) -> list[Path]:
+    """Return the paths of this name in the three folders around a checkpoint, the nearest first."""
+    return [parent / name for parent in folder.resolve().parents[:3]]
+
+
 def _published_folder(folder: Path) -> Path | None:
     """`model.path` of the run that a checkpoint lies in. CheckpointError: its config.yaml cannot be read."""
-    file = next((path for parent in folder.resolve().parents[:3] if (path := parent / "config.yaml").exists()), None)
+    file = next(filter(Path.exists, _above(folder, "config.yaml")), None)
     if file is None:
         return None
     try:
@@ -262,10 +273,9 @@ def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
             f"{folder} holds no adapters (its run had actor.lora.rank=0); leave --adapter away for the whole model"
         )
     precision = _precision(dtype or source.manifest.dtype)
-    tensors = {
-        f"base_model.model.{name}": source.read(name, (0, 0), shape).to(precision).contiguous()
-        for name, shape in shapes.items()
-    }
+    tensors = {}
+    for name, shape in shapes.items():
+        tensors[f"base_model.model.{name}"] = source.read(name, (0, 0), shape).to(precision).contiguous()
     config = peft_config(
         source.manifest.lora, {module_of(name) for name in shapes}, family_of(source.manifest.hf_config).tensors()
     )
