@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from hybridflow.errors import ResourceError
 from hybridflow.placement.pools import Group, Packing, Pool
@@ -54,8 +55,10 @@ class Placement:
 
     @cached_property
     def _by_role(self) -> dict[str, tuple[Process, ...]]:
-        roles = dict.fromkeys(process.role for process in self.processes)
-        return {role: tuple(one for one in self.processes if one.role == role) for role in roles}
+        by_role: dict[str, list[Process]] = {}
+        for process in self.processes:
+            by_role.setdefault(process.role, []).append(process)
+        return {role: tuple(processes) for role, processes in by_role.items()}
 
     def of(self, role: str) -> tuple[Process, ...]:
         """Return the processes of a role, ordered by rank and part."""
@@ -63,15 +66,16 @@ class Placement:
 
     def describe(self) -> str:
         """Format the map as text, one line per role and node."""
-        lines, here = [f"Placement on {self.cluster.describe()}"], defaultdict[int, dict[str, list[Process]]](dict)
+        lines = [f"Placement on {self.cluster.describe()}"]
+        wide = max(map(len, self._by_role))
+        here: defaultdict[int, dict[str, list[Process]]] = defaultdict(dict)
         for process in self.processes:
             here[process.node].setdefault(process.role, []).append(process)
-        wide = max(len(process.role) for process in self.processes)
         for number, node in enumerate(self.cluster.nodes):
-            lines += [
-                f"  {node.address}  {role:<{wide}}  {_members(found)}{_on(found, self.cluster.kind)}"
-                for role, found in here[number].items()
-            ] or [f"  {node.address}  not used"]
+            for role, found in here[number].items():
+                lines.append(f"  {node.address}  {role:<{wide}}  {_members(found)}{_on(found, self.cluster.kind)}")
+            if not here[number]:
+                lines.append(f"  {node.address}  not used")
         return "\n".join(lines)
 
 
@@ -92,33 +96,32 @@ def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
             members = _members_in(rooms, group, "spread", cluster.is_local)
             if members is None:
                 raise ResourceError(_does_not_fit(cluster, pool, group, rooms))
-            found += [
-                (group, rank, part, room) for rank, parts in enumerate(members) for part, room in enumerate(parts)
-            ]
+            for rank, parts in enumerate(members):
+                for part, room in enumerate(parts):
+                    found.append((group, rank, part, room))
         for node, devices in rooms:
-            free[node] = [] if pool.packing == "whole_nodes" else [one for one in free[node] if one not in devices]
+            free[node] = [] if pool.packing == "whole_nodes" else sorted({*free[node]} - {*devices})
     return Placement(cluster, tuple(_processes(found)))
 
 
 def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> list[Room]:
     """Select the pool's devices, by node, from the free ones."""
-    allowed = [
-        (node, tuple(devices))
-        for node, devices in enumerate(free)
-        if devices and (pool.packing != "whole_nodes" or len(devices) == _total(cluster.nodes[node]))
-    ]
+    allowed: list[Room] = []
+    for number, there in enumerate(free):
+        if there and (pool.packing != "whole_nodes" or len(there) == _total(cluster.nodes[number])):
+            allowed.append((number, tuple(there)))
     if pool.shape is not None:
         nodes, each = pool.shape
-        fitting = sorted((len(devices), node) for node, devices in allowed if len(devices) >= each)[:nodes]
+        fitting = [(number, there[:each]) for number, there in allowed if len(there) >= each]
         if len(fitting) < nodes:
             raise ResourceError(_does_not_fit(cluster, pool, None, allowed))
-        return [(node, tuple(free[node][:each])) for _, node in sorted(fitting, key=lambda one: one[1])]
+        return sorted(sorted(fitting, key=lambda room: len(free[room[0]]))[:nodes])
     largest = max(pool.groups, key=lambda group: group.count * group.devices * group.nodes)
     members = _members_in(allowed, largest, pool.packing, cluster.is_local)
     if members is None:
         raise ResourceError(_does_not_fit(cluster, pool, largest, allowed))
     used: dict[int, list[int]] = {}
-    for node, devices in sorted(room for parts in members for room in parts):
+    for node, devices in sorted(chain.from_iterable(members)):
         used.setdefault(node, []).extend(devices)
     return [(node, tuple(devices)) for node, devices in used.items()]
 
@@ -129,11 +132,16 @@ def _members_in(rooms: Sequence[Room], group: Group, packing: Packing, is_local:
     A member over several nodes is placed on one bundle of nodes. Nodes with the most devices are bundled first, to
     leave few devices unused.
     """
-    size, parts = group.devices, 1 if is_local else group.nodes
+    size = group.devices
+    parts = 1 if is_local else group.nodes
     stacked = group.nodes // parts  # parts of a member on one node
     order = sorted(rooms, key=lambda room: -len(room[1])) if parts > 1 else list(rooms)
-    bundles = [sorted(order[at : at + parts]) for at in range(0, len(order) - parts + 1, parts)]
-    capacity = [min(len(devices) for _, devices in bundle) // (size * stacked) for bundle in bundles]
+    bundles: list[list[Room]] = []
+    capacity: list[int] = []  # members of each bundle
+    for at in range(0, len(order) - parts + 1, parts):
+        bundle = sorted(order[at : at + parts])
+        bundles.append(bundle)
+        capacity.append(min(len(devices) for _, devices in bundle) // (size * stacked))
     counts = (_evenly if packing == "spread" else _few)(capacity, group.count)
     if sum(counts) < group.count:
         return None
@@ -154,19 +162,22 @@ def _few(capacity: Sequence[int], count: int) -> list[int]:
             last = min(largest_first[at:], key=lambda n: (capacity[n] < count, capacity[n], n))
             counts[last] = count
             break
-        counts[number], count = capacity[number], count - capacity[number]
+        counts[number] = capacity[number]
+        count -= capacity[number]
     return counts
 
 
 def _evenly(capacity: Sequence[int], count: int) -> list[int]:
     """Fill all bins to the same level, up to their capacity. The first bins get the remainder."""
-    level, below = 0, 0
-    while below < count and (more := sum(one > level for one in capacity)) and below + more <= count:
-        level, below = level + 1, below + more
-    counts, rest = [min(one, level) for one in capacity], count - below
-    for number, one in enumerate(capacity):
-        if rest and one > level:
-            counts[number], rest = counts[number] + 1, rest - 1
+    counts = [0] * len(capacity)
+    rest = count
+    level = 0
+    while rest and level < max(capacity, default=0):
+        for number, one in enumerate(capacity):
+            if rest and one > level:
+                counts[number] += 1
+                rest -= 1
+        level += 1
     return counts
 
 
@@ -180,11 +191,10 @@ def _processes(found: Sequence[tuple[Group, int, int, Room]]) -> Iterable[Proces
     for group, rank, part, (node, devices) in found:
         share = len(PORTS) // on_node[node]
         first = PORTS.start + opened[node] * share
-        visible, local_rank = seen[group.role, node], local_ranks[group.role, node]
         yield Process(
             *(group.role, rank, part, node, devices),
-            visible=devices if group.role == "rollout" else visible,
-            local_rank=local_rank,
+            visible=devices if group.role == "rollout" else seen[group.role, node],
+            local_rank=local_ranks[group.role, node],
             ports=range(first, first + share),
         )
         local_ranks[group.role, node] += 1
@@ -200,32 +210,41 @@ def _total(node: Node) -> int:
 
 def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms: Sequence[Room]) -> str:
     """Format what a group needs (the pool if `group` is None) and what is left for it on each node."""
-    name = group.role if group is not None else pool.name
-    if group is None:
-        assert pool.shape is not None
-        keys = " (cluster.nodes x cluster.procs_per_node)" if pool.name == "actor" else ""
-        wanted, on_each = pool.shape
-        unit = {"GPUs": "GPU", "processes": "process"}[cluster.unit] if on_each == 1 else cluster.unit
-        need = f"{wanted} node{'s' * (wanted > 1)} with {on_each} {unit} each{keys}"
-    else:
-        members = ("engine" if group.role == "rollout" else "rank") + "s" * (group.count > 1)
-        nodes = f" on each of {group.nodes} nodes" if group.nodes > 1 else " on one node"
-        each = f", each of {group.devices} {cluster.unit}{nodes}" if group.devices * group.nodes > 1 else ""
-        shared = f", on the devices of {pool.name}" if name != pool.name else ""
-        need = f"{group.count} {members}{each}{shared}"
+    name = pool.name if group is None else group.role
+    need = _shape_of(pool, cluster) if group is None else _members_of(group, pool, cluster)
     whole = ", on nodes that no other pool uses" if pool.packing == "whole_nodes" else ""
     free = {node: len(devices) for node, devices in rooms}
-    there = [f"{node.address}: {free.get(n, 0)} of {_total(node)}" for n, node in enumerate(cluster.nodes)]
-    more = [f"{len(there) - _SHOWN_NODES} more nodes"] if len(there) > _SHOWN_NODES else []
+    there = []
+    for n, node in enumerate(cluster.nodes[:_SHOWN_NODES]):
+        there.append(f"{node.address}: {free.get(n, 0)} of {_total(node)}")
+    if len(cluster.nodes) > _SHOWN_NODES:
+        there.append(f"{len(cluster.nodes) - _SHOWN_NODES} more nodes")
     return (
         f"{name} needs {need}{whole}, which the cluster does not have. Left for it ({cluster.unit}): "
-        f"{', '.join([*there[:_SHOWN_NODES], *more]) or 'no node'}; give it more nodes, or make {name} smaller"
+        f"{', '.join(there) or 'no node'}; give it more nodes, or make {name} smaller"
     )
+
+
+def _shape_of(pool: Pool, cluster: ClusterShape) -> str:
+    assert pool.shape is not None
+    nodes, each = pool.shape
+    unit = {"GPUs": "GPU", "processes": "process"}[cluster.unit] if each == 1 else cluster.unit
+    keys = " (cluster.nodes x cluster.procs_per_node)" if pool.name == "actor" else ""
+    return f"{nodes} node{'s' * (nodes > 1)} with {each} {unit} each{keys}"
+
+
+def _members_of(group: Group, pool: Pool, cluster: ClusterShape) -> str:
+    members = ("engine" if group.role == "rollout" else "rank") + "s" * (group.count > 1)
+    nodes = f" on each of {group.nodes} nodes" if group.nodes > 1 else " on one node"
+    each = f", each of {group.devices} {cluster.unit}{nodes}" if group.devices * group.nodes > 1 else ""
+    shared = f", on the devices of {pool.name}" if group.role != pool.name else ""
+    return f"{group.count} {members}{each}{shared}"
 
 
 def _members(found: Sequence[Process]) -> str:
     name = "engine" if found[0].role == "rollout" else "rank"
-    ranks, parts = sorted({one.rank for one in found}), sorted({one.part for one in found})
+    ranks = sorted({one.rank for one in found})
+    parts = sorted({one.part for one in found})
     part = f" (part {_ranges(parts)})" if any(parts) else ""
     return f"{name}{'s' * (len(ranks) > 1)} {_ranges(ranks)}{part}"
 

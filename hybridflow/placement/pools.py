@@ -50,7 +50,10 @@ def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tupl
 
     With `kind` cuda an engine uses one GPU per rank. With cpu it counts as one process per node.
     """
-    roles = [role for role in derived.roles_in_use(config, job) if role == "actor" or not _is_guest(config, role)]
+    roles = []
+    for role in derived.roles_in_use(config, job):
+        if role == "actor" or not _is_guest(config, role):
+            roles.append(role)
     groups = [Group(role, derived.role_world_size(config, role)) for role in roles]
     if job == "train" and derived.generates(config):
         nodes = config.rollout.nodes_per_engine
@@ -60,10 +63,13 @@ def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tupl
     for group in groups:
         members.setdefault(derived.pool_of(config, group.role), []).append(group)
     actor = (config.cluster.nodes, config.cluster.procs_per_node)
-    return tuple(
-        Pool(name, tuple(sharing), *(("pack", actor) if name == "actor" else (getattr(config, name).packing,)))
-        for name, sharing in members.items()
-    )
+    pools = []
+    for name, sharing in members.items():
+        if name == "actor":
+            pools.append(Pool(name, tuple(sharing), "pack", actor))
+        else:
+            pools.append(Pool(name, tuple(sharing), getattr(config, name).packing))
+    return tuple(pools)
 
 
 def _is_guest(config: RunConfig, role: str) -> bool:

@@ -47,8 +47,11 @@ class Row:
 
 def rows() -> list[Row]:
     """Every point."""
-    found = [row for point in POINTS for row in _training_rows(point)]
-    found += [row for rl in RL_POINTS for row in _rl_rows(rl)]
+    found: list[Row] = []
+    for point in POINTS:
+        found.extend(_training_rows(point))
+    for rl in RL_POINTS:
+        found.extend(_rl_rows(rl))
     for name, device, nbytes, sends_slices, seconds, source in SYNC_POINTS:
         planned = sync_seconds(nbytes, DEVICES[device], sends_slices)
         found.append(Row(name, "weight sync", TIME, "s", seconds, planned, source))
@@ -118,20 +121,20 @@ def table() -> str:
     """The points as Markdown, with a line of how many are within their bound."""
     found = rows()
     head = ("run", "quantity", "published", "planned", "error", "source")
-    cells = [
-        (
-            row.run,
-            row.quantity,
-            f"{row.published:,.1f} {row.unit}",
-            f"{row.planned:,.1f} {row.unit}",
-            f"{100 * row.error:+.0f}%" + ("" if row.is_within else " (outside)"),
-            row.source,
+    cells = []
+    for row in found:
+        cells.append(
+            (
+                row.run,
+                row.quantity,
+                f"{row.published:,.1f} {row.unit}",
+                f"{row.planned:,.1f} {row.unit}",
+                f"{100 * row.error:+.0f}%" + ("" if row.is_within else " (outside)"),
+                row.source,
+            )
         )
-        for row in found
-    ]
-    counts = ", ".join(
-        f"{kind} within {100 * bound:.0f}%: {sum(row.is_within for row in found if row.kind == kind)} of "
-        f"{sum(row.kind == kind for row in found)}"
-        for kind, bound in BOUNDS.items()
-    )
-    return f"{markdown(head, cells)}\n\n{counts}."
+    counts = []
+    for kind, bound in BOUNDS.items():
+        within = [row.is_within for row in found if row.kind == kind]
+        counts.append(f"{kind} within {100 * bound:.0f}%: {sum(within)} of {len(within)}")
+    return f"{markdown(head, cells)}\n\n{', '.join(counts)}."

@@ -58,11 +58,10 @@ def _changes(config: RunConfig) -> Iterator[Change]:
     sections = ["actor", *(["critic"] if derived.has_critic(config) else [])]
     for section in sections:
         offload = getattr(config, section).offload
-        missing = {
-            f"{section}.offload.{part}": True
-            for part in ("weights", "gradients", "optimizer")
-            if not getattr(offload, part)
-        }
+        missing = {}
+        for part in ("weights", "gradients", "optimizer"):
+            if not getattr(offload, part):
+                missing[f"{section}.offload.{part}"] = True
         if missing and (section == "actor" or derived.is_colocated(config, section)):
             yield missing
     if rollout.sync.commit == "staged":

@@ -102,17 +102,13 @@ def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[tuple[Sec
     for model in pool:
         fitting = [option for option in problem.options(model, size) if option.devices <= size]
         options = _undominated(fitting, lambda one: (one.held, one.working, *one.seconds))
-        grown = [
-            (
-                held + option.held,
-                max(working, option.working),
-                _added(seconds, option.seconds),
-                (*chosen, (model, option)),
-            )
-            for held, working, seconds, chosen in found
-            for option in options
-            if held + option.held + max(working, option.working) <= problem.memory
-        ]
+        grown = []
+        for held, working, seconds, chosen in found:
+            for option in options:
+                both = held + option.held
+                most = max(working, option.working)
+                if both + most <= problem.memory:
+                    grown.append((both, most, _added(seconds, option.seconds), (*chosen, (model, option))))
         found = _undominated(grown, lambda one: (one[0], one[1], *one[2]))
     plain = [(seconds, chosen) for _, _, seconds, chosen in found]
     return _undominated(plain, lambda one: one[0])
@@ -144,7 +140,10 @@ def _allocate(
     best: Mapped | None,
 ) -> Mapped | None:
     """Every allocation of devices to these pools, depth first, cut where the pools so far are too slow already."""
-    least = [min((size for size in problem.sizes if known[pool, size]), default=problem.devices + 1) for pool in pools]
+    least = []
+    for names in pools:
+        possible = [size for size in problem.sizes if known[names, size]]
+        least.append(min(possible, default=problem.devices + 1))
 
     def visit(
         number: int, left: int, chosen: list[tuple[int, Seconds, tuple[tuple[str, Option], ...]]], best: Mapped | None

@@ -81,12 +81,14 @@ class Plan:
     @cached_property
     def problems(self) -> tuple[str, ...]:
         """Why it does not fit, a line each."""
-        found = [
-            f"{phase.name} needs {phase.peak / 1e9:.1f} GB on a device of {self.limit / 1e9:.0f} GB ({phase.pool}): "
-            + ", ".join(f"{name} {size / 1e9:.1f}" for name, size in _largest(phase.memory))
-            for phase in self.phases
-            if phase.peak > self.limit
-        ]
+        found = []
+        for phase in self.phases:
+            if phase.peak > self.limit:
+                sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in _largest(phase.memory))
+                found.append(
+                    f"{phase.name} needs {phase.peak / 1e9:.1f} GB on a device of {self.limit / 1e9:.0f} GB "
+                    f"({phase.pool}): {sizes}"
+                )
         machines, job = self.job.machines, self.job
         if job.placed is not None:
             found.append(job.placed)

@@ -41,7 +41,11 @@ these recipes have fewer layers than the others (`actor.parallel.first_stage_lay
 
 def names() -> list[str]:
     """The recipes for GPU clusters, by name."""
-    return [recipe.name for recipe in list_recipes([shipped_config_dir()]) if recipe.name.endswith("x8")]
+    shipped: list[str] = []
+    for recipe in list_recipes([shipped_config_dir()]):
+        if recipe.name.endswith("x8"):
+            shipped.append(recipe.name)
+    return shipped
 
 
 @functools.cache

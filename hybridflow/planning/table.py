@@ -17,47 +17,18 @@ def table(plan: Plan, name: str, change: Mapping[str, Any] | None = None) -> str
     Args:
         change: what makes the job fit, where it does not; None: nothing is known.
     """
-    job, figures = plan.job, plan.figures()
-    cut = job.actor.training.cut
-    sizes = (
-        ("TP", cut.tensor),
-        ("PP", cut.pipeline),
-        ("VPP", cut.virtual),
-        ("CP", cut.context),
-        ("EP", cut.expert),
-        ("DP", cut.data),
-    )
-    engine = job.engine.shape
+    job = plan.job
     lines = [
-        f"{name}: {figures['parameters'] / 1e9:,.1f} billion parameters on {job.machines.nodes} nodes of "
+        f"{name}: {plan.figures()['parameters'] / 1e9:,.1f} billion parameters on {job.machines.nodes} nodes of "
         f"{job.machines.devices_per_node} {job.machines.name} ({job.devices} devices used)",
-        f"trainer     {cut.ranks} ranks: {' · '.join(f'{short} {size}' for short, size in sizes if size > 1) or 'one'}",
-        f"engines     {job.engines} of TP {engine.tensor}"
-        + (f", PP {engine.pipeline}" if engine.pipeline > 1 else "")
-        + (f", EP {engine.expert}" if engine.expert > 1 else "")
-        + (", on the trainer's devices in turns" if job.shares else ", on devices of their own"),
+        *_layouts(job),
         *_pools(job),
         f"batch       {job.prompts} prompts x {job.samples // job.prompts} = {job.samples} samples, "
         f"{job.mean_tokens:,.0f} tokens in the mean (prompt {job.prompt_tokens:,.0f}, response {job.lengths.mean:,.0f} "
         f"of at most {job.lengths.longest:,}: assumed), {job.actor.updates} updates",
         f"KV cache    {job.engine.kv_room:,.0f} tokens an engine",
         "",
-        *_grid(
-            ("phase", "seconds", "share", "peak GB", "largest parts"),
-            [
-                (
-                    phase.name + ("" if phase.pool == "trainer" or job.shares else " (engines)"),
-                    f"{phase.seconds:,.1f}",
-                    f"{100 * phase.seconds / plan.seconds:.0f}%",
-                    f"{phase.peak / GB:.1f}" if phase.memory else "",
-                    ", ".join(
-                        f"{part} {size / GB:.1f}"
-                        for part, size in sorted(phase.memory.items(), key=lambda item: -item[1])[:3]
-                    ),
-                )
-                for phase in plan.phases
-            ],
-        ),
+        *_phases(plan),
         "",
         f"step        {plan.seconds:,.1f} s, mostly {plan.bottleneck.name}; {plan.device_hours:.2f} device hours, "
         f"{plan.tokens_per_second:,.0f} tokens/s a device",
@@ -66,6 +37,37 @@ def table(plan: Plan, name: str, change: Mapping[str, Any] | None = None) -> str
         *_verdict(plan, change),
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _layouts(job: Job) -> list[str]:
+    cut = job.actor.training.cut
+    engine = job.engine.shape
+    names = ("TP", "PP", "VPP", "CP", "EP", "DP")
+    sizes = (cut.tensor, cut.pipeline, cut.virtual, cut.context, cut.expert, cut.data)
+    larger = [f"{name} {size}" for name, size in zip(names, sizes, strict=True) if size > 1]
+    pipeline = f", PP {engine.pipeline}" if engine.pipeline > 1 else ""
+    expert = f", EP {engine.expert}" if engine.expert > 1 else ""
+    devices = "on the trainer's devices in turns" if job.shares else "on devices of their own"
+    return [
+        f"trainer     {cut.ranks} ranks: {' · '.join(larger) or 'one'}",
+        f"engines     {job.engines} of TP {engine.tensor}{pipeline}{expert}, {devices}",
+    ]
+
+
+def _phases(plan: Plan) -> list[str]:
+    rows = []
+    for phase in plan.phases:
+        largest = sorted(phase.memory.items(), key=lambda item: -item[1])[:3]
+        rows.append(
+            (
+                phase.name + ("" if phase.pool == "trainer" or plan.job.shares else " (engines)"),
+                f"{phase.seconds:,.1f}",
+                f"{100 * phase.seconds / plan.seconds:.0f}%",
+                f"{phase.peak / GB:.1f}" if phase.memory else "",
+                ", ".join(f"{part} {size / GB:.1f}" for part, size in largest),
+            )
+        )
+    return _grid(("phase", "seconds", "share", "peak GB", "largest parts"), rows)
 
 
 def _pools(job: Job) -> list[str]:
@@ -94,15 +96,14 @@ def _text(value: Any) -> str:
 
 
 def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    is_left = [0, len(head) - 1]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in is_left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
-    ]
+    widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
+    lines: list[str] = []
+    for row in (head, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        cells[-1] = row[-1].ljust(widths[-1])
+        lines.append("  ".join(cells))
+    return lines
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
