@@ -146,26 +146,43 @@ def _trade(
 ) -> int:
     """In each pair i the best exchange of one item of `high[i]` for one (or, with `moves`, none) of `low[i]`; how many
     were made."""
-    pair_of, is_low = np.full(len(loads), -1), np.zeros(len(loads), dtype=bool)
-    pair_of[high], pair_of[low], is_low[low] = np.arange(len(high)), np.arange(len(low)), True
+    pair_of = np.full(len(loads), -1)
+    pair_of[high] = pair_of[low] = np.arange(len(high))
+    is_low = np.isin(owner, low)
     mine = pair_of[owner]
-    give, take = np.flatnonzero((mine >= 0) & ~is_low[owner]), np.flatnonzero(is_low[owner])
-    costs, pairs = weights[take], mine[take]
+    give = np.flatnonzero((mine >= 0) & ~is_low)
+    take = np.flatnonzero(is_low)
+    costs = weights[take]
+    pairs = mine[take]
     if moves:  # an item for nothing: one of cost 0 that does not exist
-        costs, pairs = np.concatenate([np.zeros(len(low)), costs]), np.concatenate([np.arange(len(low)), pairs])
+        costs = np.concatenate([np.zeros(len(low)), costs])
+        pairs = np.concatenate([np.arange(len(low)), pairs])
         take = np.concatenate([np.full(len(low), -1), take])
-    # All that may be taken on one line, pair by pair and by cost inside a pair, so that one search serves every pair.
-    order = np.lexsort((costs, pairs))
-    costs, pairs, take = costs[order], pairs[order], take[order]
-    step = 2.0 * float(weights.max()) + 1.0
     half = (loads[high] - loads[low]) / 2
     wanted = weights[give] - half[mine[give]]
-    right = np.searchsorted(pairs * step + costs, mine[give] * step + np.maximum(wanted, 0.0))
-    missed, swap = np.full(len(give), np.inf), np.zeros(len(give), dtype=np.int64)
-    for at in (np.maximum(right - 1, 0), np.minimum(right, len(take) - 1)):
-        miss = np.where(pairs[at] == mine[give], np.abs(costs[at] - wanted), np.inf)
-        swap, missed = np.where(miss < missed, at, swap), np.minimum(missed, miss)
-    return _apply(weights, owner, loads, (high, low), half, (give, take[swap], missed))
+    nearest, missed = _nearest(pairs, costs, mine[give], wanted, 2.0 * float(weights.max()) + 1.0)
+    return _apply(weights, owner, loads, (high, low), half, (give, take[nearest], missed))
+
+
+def _nearest(
+    pairs: np.ndarray, costs: np.ndarray, wanted_pairs: np.ndarray, wanted: np.ndarray, step: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each wanted cost the item of its pair with the nearest cost, and the distance (inf: there is none).
+
+    `step` exceeds every difference of two costs.
+    """
+    # All items on one line, pair by pair and by cost inside a pair, so that one search serves every pair.
+    order = np.lexsort((costs, pairs))
+    costs = costs[order]
+    pairs = pairs[order]
+    right = np.searchsorted(pairs * step + costs, wanted_pairs * step + np.maximum(wanted, 0.0))
+    nearest = np.zeros(len(wanted), dtype=np.int64)
+    missed = np.full(len(wanted), np.inf)
+    for at in (np.maximum(right - 1, 0), np.minimum(right, len(order) - 1)):
+        miss = np.where(pairs[at] == wanted_pairs, np.abs(costs[at] - wanted), np.inf)
+        nearest = np.where(miss < missed, at, nearest)
+        missed = np.minimum(missed, miss)
+    return order[nearest], missed
 
 
 def _apply(

@@ -183,7 +183,11 @@ class ChatTemplate:
         for found in _MARK.finditer(frame.text, place):
             pieces += [Piece(frame.text[place : found.start()]), Piece({**frame.names, **shown}[found[0]], True)]
             place = found.end()
-        return [piece for piece in (*pieces, Piece(frame.text[place:])) if piece.text]
+        kept: list[Piece] = []
+        for piece in (*pieces, Piece(frame.text[place:])):
+            if piece.text:
+                kept.append(piece)
+        return kept
 
     def check(self, role: str, *, with_calls: bool = False) -> None:
         """Refuse a template that cannot continue a conversation with messages of `role`.
@@ -382,7 +386,9 @@ class ChatTemplate:
             return ObservationForm("".join(piece.text for piece in pieces), "", "other")
         shown = pieces[texts[-1]].text
         forms = {_SAMPLE: "raw", _SAMPLE.strip(): "trimmed", json.dumps(_SAMPLE)[1:-1]: "json"}
-        around = ["".join(piece.text for piece in part) for part in (pieces[: texts[-1]], pieces[texts[-1] + 1 :])]
+        around = []
+        for part in (pieces[: texts[-1]], pieces[texts[-1] + 1 :]):
+            around.append("".join(piece.text for piece in part))
         return ObservationForm(around[0], around[1], forms.get(shown, "other"))
 
     def _knows(self, role: str) -> bool:
@@ -422,7 +428,10 @@ def _with_contents(frame: _Frame, contents: Mapping[int, str]) -> list[Message]:
     """The messages with these contents after the last answer in place of marks."""
     first = len(frame.messages) - len(frame.contents)
     texts = {first + number: content for number, content in contents.items()}
-    return [{**one, "content": texts.get(place, one["content"])} for place, one in enumerate(frame.messages)]
+    messages: list[Message] = []
+    for place, one in enumerate(frame.messages):
+        messages.append({**one, "content": texts.get(place, one["content"])})
+    return messages
 
 
 def _example(role: str, content: str, with_calls: bool) -> Exchange:

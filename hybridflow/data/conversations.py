@@ -71,10 +71,16 @@ def learned_rows(
         DataError: no turn is learned, or the template refuses the messages or shows an answer otherwise than behind the
             prompt that asks for it.
     """
-    places = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
+    places = []
+    for place, one in enumerate(messages):
+        if one["role"] == "assistant":
+            places.append(place)
     if wanted is not None and len(wanted) != len(places):
         raise DataError(f"{len(wanted)} marks for {len(places)} messages of the assistant; give one for each")
-    learned = [place for place, is_wanted in zip(places, wanted or [True] * len(places), strict=True) if is_wanted]
+    learned = []
+    for place, is_wanted in zip(places, wanted or [True] * len(places), strict=True):
+        if is_wanted:
+            learned.append(place)
     if not learned:
         raise DataError("there is no message of the assistant to learn; remove the row")
     problem: DataError | None = None
@@ -159,7 +165,9 @@ def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages 
 
 def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
     """Refuse an answer of which a template leaves something out: less would be learned than was said."""
-    said = [part for key in ("reasoning_content", "content") for part in _THINKING.split(message.get(key) or "")]
+    said = []
+    for key in ("reasoning_content", "content"):
+        said.extend(_THINKING.split(message.get(key) or ""))
     calls = [str(call["function"].get("name", "")) for call in message.get("tool_calls") or ()]
     if not shown.strip():
         raise DataError(f"message {place}: the chat template shows nothing of this answer; is it empty?")
@@ -197,7 +205,9 @@ def _end_in(text: str, turn: _Turn, tokenizer: Tokenizer) -> int | None:
 def _row(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], is_closed: bool) -> LearnedRow:
     """The tokens of a text; those that begin inside of a span are learned."""
     ids, begins = tokenizer.encode_with_places(text)
-    learned = [any(begin <= place < end for begin, end in spans) for place in begins]
+    learned = []
+    for place in begins:
+        learned.append(any(begin <= place < end for begin, end in spans))
     if not is_closed:
         ids, learned = [*ids, tokenizer.end_id], [*learned, True]
     return LearnedRow(ids, learned)
@@ -229,5 +239,9 @@ def _plain(value: Any, expected: str) -> Any:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+        kept = {}
+        for key, one in value.items():
+            if one is not None:
+                kept[key] = _without_nulls(one)
+        return kept
     return [_without_nulls(one) for one in value] if isinstance(value, list | tuple) else value

@@ -48,7 +48,10 @@ def open_prompts(
     if wanted.path is None:
         return PromptDataset(files, tokenizer, config, max_rows=max_rows)
     made = _load(Path(wanted.path), wanted.name)(files, tokenizer, config, max_rows=max_rows)
-    missing = [name for name in COLUMNS if len(made) and name not in made.batch(np.zeros(1, np.int64))]
+    missing = []
+    for name in COLUMNS:
+        if len(made) and name not in made.batch(np.zeros(1, np.int64)):
+            missing.append(name)
     if missing:
         raise ConfigError(
             f"{wanted.path}: {wanted.name}.batch() lacks column {missing[0]!r}; it needs {', '.join(COLUMNS)}"

@@ -145,9 +145,15 @@ class ConversationEncoder:
         if longest > limit and not self.config.filter_overlong_prompts and self.config.truncation == "error":
             keys = "data.max_prompt_length + data.max_response_length"
             raise _too_long(row, "the conversation", longest, keys, limit)
-        kept = [one for one in found if len(one.ids) <= limit or not self.config.filter_overlong_prompts]
+        kept = []
+        for one in found:
+            if len(one.ids) <= limit or not self.config.filter_overlong_prompts:
+                kept.append(one)
         # cut at the end: what is learned follows what it followed
-        rows = [_columns(one, limit) for one in kept if any(one.learned[:limit])]
+        rows = []
+        for one in kept:
+            if any(one.learned[:limit]):
+                rows.append(_columns(one, limit))
         return Encoded(rows, longest > limit and bool(rows))
 
 

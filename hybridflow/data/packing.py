@@ -109,7 +109,9 @@ def update_order(costs: Costs, num_ranks: int, rows_per_update: int, seed: Seque
     if len(weights) % rows_per_update or rows_per_update % num_ranks:
         raise ValueError(f"{len(weights)} rows, {rows_per_update} an update, do not divide over {num_ranks} ranks")
     drawn = np.random.default_rng(list(seed)).permutation(len(weights)).reshape(-1, rows_per_update)
-    shares = [rows[balanced_order(weights[rows], num_ranks)].reshape(num_ranks, -1) for rows in drawn]
+    shares = []
+    for rows in drawn:
+        shares.append(rows[balanced_order(weights[rows], num_ranks)].reshape(num_ranks, -1))
     return np.concatenate([np.zeros((num_ranks, 0), np.int64), *shares], axis=1).reshape(-1)
 
 

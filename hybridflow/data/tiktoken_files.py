@@ -69,9 +69,10 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     ranks = _ranks_of(folder / RANKS)
     tokenizer = _tokenizer(ranks)
     tokenizer.add_tokens(_special_tokens(file, config, len(ranks)))
-    names = {
-        key: token for key in ("bos_token", "eos_token", "pad_token", "unk_token") if (token := _name(config, key))
-    }
+    names = {}
+    for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        if token := _name(config, key):
+            names[key] = token
     found = _fast_class()(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
     template = folder / "chat_template.jinja"
     found.chat_template = template.read_text(encoding="utf-8") if template.is_file() else config.get("chat_template")
@@ -139,13 +140,14 @@ def _tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
-    names = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    merges = [
-        (rank, ranks[token[:at]], ranks[token[at:]], names[token[:at]], names[token[at:]])
-        for token, rank in ranks.items()
-        for at in range(1, len(token))
-        if token[:at] in ranks and token[at:] in ranks
-    ]
+    names = {}
+    for token in ranks:
+        names[token] = "".join(letters[byte] for byte in token)
+    merges = []
+    for token, rank in ranks.items():
+        for at in range(1, len(token)):
+            if token[:at] in ranks and token[at:] in ranks:
+                merges.append((rank, ranks[token[:at]], ranks[token[at:]], names[token[:at]], names[token[at:]]))
     pairs = [(left, right) for *_, left, right in sorted(merges)]
     vocabulary = {names[token]: rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=True))

@@ -52,7 +52,10 @@ class Tokenizer:
 
     def digest(self) -> str:
         """A hash of the vocabulary: which token each id stands for."""
-        vocabulary = sorted((int(number), str(token)) for token, number in self._hf.get_vocab().items())
+        entries = []
+        for token, number in self._hf.get_vocab().items():
+            entries.append((int(number), str(token)))
+        vocabulary = sorted(entries)
         return sha256(repr(vocabulary).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def digests(self) -> dict[str, str]:
@@ -77,7 +80,10 @@ class Tokenizer:
         Raises:
             DataError: the template does not read one of them.
         """
-        unread = [name for name in kwargs if not re.search(rf"\b{re.escape(name)}\b", str(self._hf.chat_template))]
+        unread = []
+        for name in kwargs:
+            if not re.search(rf"\b{re.escape(name)}\b", str(self._hf.chat_template)):
+                unread.append(name)
         if unread:
             raise DataError(
                 f"chat_template_kwargs.{unread[0]}: the chat template of {self.path} does not read it; correct the "
@@ -321,7 +327,9 @@ def _listed_stop_ids(path: Path) -> set[int]:
         found = read_outside_json(path).get("eos_token_id")
     except ValueError as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if found is None:
+        return set()
+    ids = found if isinstance(found, list) else [found]
     if any(type(one) is not int for one in ids):
         raise DataError(f"{path}: eos_token_id is {found!r}; give the id of a token, or a list of ids")
     return set(ids)

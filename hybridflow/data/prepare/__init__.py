@@ -122,7 +122,10 @@ def _rows_if_done(out: Path, request: Mapping[str, object], any_source: bool = F
     found = read_manifest(out)
     if found is None or found["request"] is None or not files_are_intact(out, found):
         return None
-    made = {key: value for key, value in found["request"].items() if not any_source or key != "source"}
+    made = {}
+    for key, value in found["request"].items():
+        if not any_source or key != "source":
+            made[key] = value
     if made != request:
         return None
     return dict(found["rows"])
@@ -136,9 +139,11 @@ def _refuse_foreign_files(out: Path) -> None:
         raise DataError(f"{out} is a file; data.prepare.out must be a folder")
     found = read_manifest(out)
     ours = {MANIFEST, *(found["files"] if found else ())}
-    foreign = sorted(
-        str(p.relative_to(out)) for p in out.rglob("*") if not p.is_dir() and str(p.relative_to(out)) not in ours
-    )
+    unknown = []
+    for p in out.rglob("*"):
+        if not p.is_dir() and str(p.relative_to(out)) not in ours:
+            unknown.append(str(p.relative_to(out)))
+    foreign = sorted(unknown)
     if foreign:
         raise DataError(
             f"{out} holds files that no preparation wrote ({', '.join(foreign[:3])}): choose another data.prepare.out "

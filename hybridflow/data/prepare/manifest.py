@@ -16,7 +16,11 @@ _FORMAT = 1  # raise it when the written files change for the same options: olde
 
 def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[str, int]) -> None:
     """Writes manifest.json into `folder`, as its last file: it lists every other one."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = []
+    for path in folder.rglob("*"):
+        if path.is_file():
+            files.append(str(path.relative_to(folder)))
+    names = sorted(files)
     manifest = {"format": _FORMAT, "request": request, "rows": rows, "files": listed_files(folder, names)}
     with naming(folder / MANIFEST):
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")

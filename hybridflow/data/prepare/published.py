@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,7 @@ class Published:
 
         seen: set[str] = set()
         repeated = left_out = 0
-        for row in (row for file in files for row in read_rows(file, self.columns, self.optional)):
+        for row in chain.from_iterable(read_rows(file, self.columns, self.optional) for file in files):
             prompt = self.convert(row)
             if prompt is None:
                 left_out += 1
@@ -179,7 +180,9 @@ class _Reads:
                 folder = hub.cached(published.repository, "dataset")
                 found[published.repository] = folder.name if folder else ""
                 continue
-            files = [file for split in splits for file in published.files(split, place)]
+            files = []
+            for split in splits:
+                files.extend(published.files(split, place))
             found |= listed_files(place, [str(file.relative_to(place)) for file in files])
         return found
 
@@ -194,10 +197,9 @@ def _write(reads: _Reads, tokenizer: bool, options: PublishedOptions, out: Path,
     for name, (published, splits) in reads.sets(options).items():
         for split in splits:
             files = published.files(split, reads.place(name, published, source))
-            written = [
-                _row(prompt, options.instruction, published.instruction, split, index)
-                for index, prompt in enumerate(published.prompts(files, options))
-            ]
+            written = []
+            for index, prompt in enumerate(published.prompts(files, options)):
+                written.append(_row(prompt, options.instruction, published.instruction, split, index))
             if not written:
                 raise DataError(f"{', '.join(map(str, files))}: no rows that task {name!r} can use")
             file = f"{split if name == reads.name else name}.parquet"
@@ -265,7 +267,9 @@ def calls_of(code: str, names: Sequence[str]) -> tuple[str, list[Any], list[Any]
     try:
         tree = ast.parse(code)
         function, given, wanted = names[0] if names else "", [], []
-        for node in (node for node in ast.walk(tree) if isinstance(node, ast.Assert)):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Assert):
+                continue
             test = node.test
             if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq) or len(test.ops) > 1:
                 return None

@@ -55,10 +55,9 @@ def write(options: GuessOptions, out: Path, source: Path | None) -> dict[str, in
     rows = {}
     for split, count in (("train", options.num_train), ("test", options.num_test)):
         numbers = rng.integers(options.largest + 1, size=count).tolist()
-        prompts = [
-            prompt_row(DATA_SOURCE, _question(options), str(number), {"split": split, "index": index})
-            for index, number in enumerate(numbers)
-        ]
+        prompts = []
+        for index, number in enumerate(numbers):
+            prompts.append(prompt_row(DATA_SOURCE, _question(options), str(number), {"split": split, "index": index}))
         rows[f"{split}.parquet"] = write_prompts(out / f"{split}.parquet", prompts, _EXTRA_INFO)
     if options.num_sft:
         games = [_game(options, rng) for _ in range(options.num_sft)]

@@ -81,15 +81,18 @@ def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str,
     drawn = rng.choice(np.setdiff1d(np.arange(total), held_out), options.num_train, replace=False)
     rows = {}
     for split, numbers in (("train", drawn), ("test", held_out)):
-        prompts = [
-            prompt_row(DATA_SOURCE, question(steps), _cases(steps, options.num_cases), {"split": split, "index": index})
-            for index, steps in enumerate(_steps(int(number), options.num_steps) for number in numbers)
-        ]
+        prompts = []
+        for index, steps in enumerate(_steps(int(number), options.num_steps) for number in numbers):
+            prompts.append(
+                prompt_row(
+                    DATA_SOURCE, question(steps), _cases(steps, options.num_cases), {"split": split, "index": index}
+                )
+            )
         rows[f"{split}.parquet"] = write_prompts(out / f"{split}.parquet", prompts, _EXTRA_INFO)
     if options.num_sft:
-        demonstrations = [
-            _demonstration(_steps(int(number), options.num_steps), rng) for number in rng.choice(drawn, options.num_sft)
-        ]
+        demonstrations = []
+        for number in rng.choice(drawn, options.num_sft):
+            demonstrations.append(_demonstration(_steps(int(number), options.num_steps), rng))
         rows["sft.parquet"] = write_demonstrations(out / "sft.parquet", demonstrations)
     write_character_tokenizer(out / "tokenizer", CHARACTERS, WORDS)
     return rows
