@@ -117,8 +117,7 @@ def thin(points: Sequence[Point], size: int) -> list[Point]:
     found: list[Point] = []
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
-        known = [y for _, y in bucket if y is not None]
-        found.append((bucket[len(bucket) // 2][0], sum(known) / len(known) if known else None))
+        found.append((bucket[len(bucket) // 2][0], _mean(bucket)))
     return found
 
 
@@ -129,37 +128,41 @@ def moving_average(points: Sequence[Point]) -> list[Point]:
     found: list[Point] = []
     for index, (x, _) in enumerate(points):
         side = max(reach // 3, min(reach, index, len(points) - 1 - index))
-        known = [y for _, y in points[max(0, index - side) : index + side + 1] if y is not None]
-        found.append((x, sum(known) / len(known) if known else None))
+        found.append((x, _mean(points[max(0, index - side) : index + side + 1])))
     return found
+
+
+def _mean(points: Sequence[Point]) -> float | None:
+    known = [y for _, y in points if y is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _steps_of(series: Sequence[Series]) -> list[float]:
+    return sorted({at for one in series for at, _ in one.points})
 
 
 def _aligned(series: list[Series]) -> list[Series]:
     """All with the same steps: a phase that a step did not have took no time. Else bars of sparse phases would stand
     beside the others."""
-    steps = sorted({x for one in series for x, _ in one.points})
-    known = [dict(one.points) for one in series]
-    return [
-        Series(one.label, [(x, values.get(x) or 0.0) for x in steps], one.color)
-        for one, values in zip(series, known, strict=True)
-    ]
+    steps = _steps_of(series)
+    aligned: list[Series] = []
+    for one in series:
+        values = dict(one.points)
+        aligned.append(Series(one.label, [(x, values.get(x) or 0.0) for x in steps], one.color))
+    return aligned
 
 
 def _usable(series: Series, log: bool) -> Series:
     """Without what cannot be drawn: non-finite values, and on a logarithmic axis zero and below. They become gaps."""
-    points = [(x, y if y is not None and math.isfinite(y) and (not log or y > 0) else None) for x, y in series.points]
+    points = []
+    for x, y in series.points:
+        points.append((x, y if y is not None and math.isfinite(y) and (not log or y > 0) else None))
     return Series(series.label, points, series.color)
 
 
 def _lines(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, str, bool]]]:
-    known = [y for one in series for _, y in one.points if y is not None]
-    marks = [value for value, _ in chart.lines if not chart.log or value > 0]
-    y = (
-        scale.logarithmic([*known, *marks], HEIGHT - BOTTOM, TOP)
-        if chart.log
-        else scale.linear([*known, *marks], HEIGHT - BOTTOM, TOP, chart.include)
-    )
-    x = scale.steps([at for one in series for at, _ in one.points], LEFT, WIDTH - RIGHT)
+    y = _value_scale(chart, series)
+    x = scale.steps(_steps_of(series), LEFT, WIDTH - RIGHT)
     parts = [_axes(chart, x, y)]
     parts += [_reference(y(value), text) for value, text in chart.lines if y.low <= value <= y.high]
     parts += [_mark(x(at), text) for at, text in chart.marks if x.low <= at <= x.high]
@@ -175,6 +178,15 @@ def _lines(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
     return Markup("").join(parts), legend if len(legend) > 1 else []
 
 
+def _value_scale(chart: Chart, series: list[Series]) -> scale.Scale:
+    values = [value for value, _ in chart.lines if not chart.log or value > 0]
+    for one in series:
+        values.extend(y for _, y in one.points if y is not None)
+    if chart.log:
+        return scale.logarithmic(values, HEIGHT - BOTTOM, TOP)
+    return scale.linear(values, HEIGHT - BOTTOM, TOP, chart.include)
+
+
 def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, str, bool]]]:
     """Bars of one x each, the first series at the bottom."""
     columns: dict[float, list[float]] = {}
@@ -182,21 +194,22 @@ def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
         for at, value in one.points:
             columns.setdefault(at, [0.0] * len(series))[index] = max(0.0, value or 0.0)
     y = scale.linear([sum(values) for values in columns.values()], HEIGHT - BOTTOM, TOP, (0.0,))
-    span = max(columns) - min(columns)
-    gap = span / max(1, len(columns) - 1) or 1.0
-    outer = scale.steps(columns, LEFT, WIDTH - RIGHT)
-    ticks = tuple(tick for tick in outer.ticks if min(columns) <= tick <= max(columns))
-    x = scale.Scale(min(columns) - gap / 2, max(columns) + gap / 2, LEFT, WIDTH - RIGHT, ticks)
+    low = min(columns)
+    high = max(columns)
+    gap = (high - low) / max(1, len(columns) - 1) or 1.0
+    ticks = tuple(tick for tick in scale.steps(columns, LEFT, WIDTH - RIGHT).ticks if low <= tick <= high)
+    x = scale.Scale(low - gap / 2, high + gap / 2, LEFT, WIDTH - RIGHT, ticks)
     width = min(48.0, max(1.0, (WIDTH - LEFT - RIGHT) / len(columns) * 0.82))
     parts = [_axes(chart, x, y)]
     for at in sorted(columns):
         floor = 0.0
         for one, value in zip(series, columns[at], strict=True):
-            top, bottom = y(floor + value), y(floor)
+            top = y(floor + value)
+            height = y(floor) - top
             floor += value
-            if bottom - top >= 0.1:
-                left, height = round(x(at) - width / 2, 1), round(bottom - top, 1)
-                parts.append(bar_of(left, top, round(width, 1), height, _color(one.color)))
+            if height >= 0.1:
+                left = round(x(at) - width / 2, 1)
+                parts.append(bar_of(left, top, round(width, 1), round(height, 1), _color(one.color)))
     return Markup("").join(parts), [(one.label, _color(one.color), False) for one in series]
 
 
@@ -247,8 +260,11 @@ def _mark(at: float, text: str) -> Markup:
 def _note(px: float, py: float, text: str, rises: bool) -> Markup:
     """A labelled dot on the curve. The label is under its start when the curve rises from there, above it elsewhere."""
     left = px < LEFT + 60
-    anchor = "start" if left else "end" if px > WIDTH - RIGHT - 60 else "middle"
-    at = min(py + 16, HEIGHT - BOTTOM - 5) if left and rises else py - 9 if py > TOP + 14 else py + 18
+    right = px > WIDTH - RIGHT - 60
+    anchor = {(True, False): "start", (False, True): "end"}.get((left, right), "middle")
+    at = py - 9 if py > TOP + 14 else py + 18
+    if left and rises:
+        at = min(py + 16, HEIGHT - BOTTOM - 5)
     return dot_of("note", px, py, 4.5, _color(0)) + text_of("value", px + (9 if left else 0), at, text, anchor)
 
 
@@ -258,18 +274,16 @@ def _color(slot: int | None) -> str:
 
 def _hover(chart: Chart, series: list[Series]) -> str:
     """What the page's script shows under the pointer: pixel of each x, and each series' value there."""
-    xs = sorted({at for one in series for at, _ in one.points})
+    xs = _steps_of(series)
     gap = (xs[-1] - xs[0]) / max(1, len(xs) - 1) or 1.0
     x = scale.steps(xs, LEFT, WIDTH - RIGHT)
     if chart.kind == "stack":
         x = scale.Scale(xs[0] - gap / 2, xs[-1] + gap / 2, LEFT, WIDTH - RIGHT, ())
-    rows = [(one, dict(one.points)) for one in series]
-    data = {
-        "x": xs,
-        "px": [x(at) for at in xs],
-        "percent": chart.percent,
-        "series": [[one.label, _color(one.color), [_short(known.get(at)) for at in xs]] for one, known in rows],
-    }
+    rows = []
+    for one in series:
+        known = dict(one.points)
+        rows.append([one.label, _color(one.color), [_short(known.get(at)) for at in xs]])
+    data = {"x": xs, "px": list(map(x, xs)), "percent": chart.percent, "series": rows}
     return json.dumps(data, separators=(",", ":"))
 
 

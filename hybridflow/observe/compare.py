@@ -67,7 +67,9 @@ def describe(differences: list[Difference]) -> str:
         first = "-" if one.first_row is None else f"row {one.first_row}: {one.shown}"
         rows.append((one.name, f"{one.values:,}", f"{one.differing:,}", f"{one.largest:.3g}", first))
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = []
+    for row in rows:
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     unlike = [one for one in metrics if one.differing]
     same = f"{len(metrics) - len(unlike)} of {len(metrics)} metrics are the same"
     lines.append(same + ("; not these:" if unlike else ""))
@@ -99,14 +101,13 @@ def _column(name: str, one: DataProto, two: DataProto) -> Difference:
 
 
 def _record(folder: Path, step: int) -> Mapping[str, Any]:
-    lines = [
-        line
-        for line in read_jsonl(folder / "metrics.jsonl")
-        if line.get("phase") == "train" and line.get("step") == step
-    ]
-    if not lines:
+    last: Mapping[str, Any] | None = None
+    for line in read_jsonl(folder / "metrics.jsonl"):
+        if line.get("phase") == "train" and line.get("step") == step:
+            last = line
+    if last is None:
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of training step {step}")
-    return lines[-1]
+    return last
 
 
 def _metrics(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[Difference]:

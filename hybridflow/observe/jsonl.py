@@ -100,7 +100,9 @@ def number_ranges(numbers: Iterable[int]) -> str:
         else:
             ranges.append([number, number])
     left = sum(last - first + 1 for first, last in ranges[_RANGES_SHOWN:])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_RANGES_SHOWN]]
+    shown = []
+    for first, last in ranges[:_RANGES_SHOWN]:
+        shown.append(str(first) if first == last else f"{first}-{last}")
     return ", ".join(shown) + (f" and {left} more" if left else "")
 
 

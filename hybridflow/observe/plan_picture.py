@@ -67,17 +67,24 @@ def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
 def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
     planned = _spans(phases, "begin", {phase["name"]: phase["seconds"] for phase in phases})
     taken = _spans(phases, "measured_begin", measured)
-    texts = [
-        " | ".join(_seconds(value) for value in (phase["seconds"], measured.get(phase["name"])) if value is not None)
-        for phase in phases
-    ]
+    texts = []
+    for phase in phases:
+        text = _seconds(phase["seconds"])
+        if phase["name"] in measured:
+            text += f" | {_seconds(measured[phase['name']])}"
+        texts.append(text)
     ends = [end for _, end in (*planned.values(), *taken.values())]
     x = _axis(ends, max(map(len, texts), default=0))
-    body, parts = [_frame([phase["name"] for phase in phases], x)], 2 if measured else 1
+    body = [_frame([phase["name"] for phase in phases], x)]
+    parts = 2 if measured else 1
     for row, phase in enumerate(phases):
-        spans = [found[phase["name"]] for found in (planned, taken) if phase["name"] in found]
-        body += [_bar(x, row, *span, f"var(--c{part})", part, parts) for part, span in enumerate(spans)]
-        body.append(_value(x(max(end for _, end in spans)), row, texts[row]))
+        last = 0.0
+        for part, found in enumerate((planned, taken)):
+            if phase["name"] in found:
+                begin, end = found[phase["name"]]
+                body.append(_bar(x, row, begin, end, f"var(--c{part})", part, parts))
+                last = max(last, end)
+        body.append(_value(x(last), row, texts[row]))
     legend = [("planned", "var(--c0)", False), ("measured", "var(--c1)", False)] if measured else []
     about = "seconds from the begin of a generation; what lasts beyond a step runs beside the next"
     return _drawn("Schedule of a step", about, body, len(phases), legend)

@@ -121,20 +121,9 @@ def _page(**parts: Any) -> str:
 
 def facts(run: RunFolder) -> list[Fact]:
     """The tiles at the head of the page."""
-    return [
-        fact
-        for fact in (
-            *(_accuracy(run, number, prefix) for number, prefix in enumerate(run.val_sets() or ["val"])),
-            _reward(run),
-            _steps(run),
-            _time(run),
-            _throughput(run),
-            _layout(run),
-            _model(run),
-            _routes(run),
-        )
-        if fact
-    ]
+    found = [_accuracy(run, number, prefix) for number, prefix in enumerate(run.val_sets() or ["val"])]
+    found += [tile(run) for tile in (_reward, _steps, _time, _throughput, _layout, _model, _routes)]
+    return [fact for fact in found if fact]
 
 
 def missing(run: RunFolder) -> list[str]:
@@ -158,7 +147,9 @@ def missing(run: RunFolder) -> list[str]:
 
 def shown(text: Any) -> str:
     """Text of a prompt or response, shortened if very long, with visible control characters."""
-    plain = text if isinstance(text, str) else "" if text is None else _plain(text)
+    if text is None:
+        return ""
+    plain = text if isinstance(text, str) else _plain(text)
     return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", _cut(plain))
 
 
@@ -168,26 +159,25 @@ def _visible(value: Any) -> Any:
 
 
 def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
-    marks = [(record["step"], "changed") for record in run.changes if record.get("phase") == "rl"]
-    drawn = [
-        (
-            title,
-            [
-                drawn
-                for chart in charts
-                if (drawn := draw(replace(chart, marks=marks if chart.phase == "train" else ()))) is not None
-            ],
-        )
-        for title, charts in chart_groups(run)
-    ]
-    drawn.append(("Plan", _plan_pictures(run.summary.get("planned"))))
-    return [(title, charts) for title, charts in drawn if charts]
+    marks = []
+    for record in run.changes:
+        if record.get("phase") == "rl":
+            marks.append((record["step"], "changed"))
+    groups: list[tuple[str, list[Drawn]]] = []
+    for title, charts in chart_groups(run):
+        drawn = [draw(replace(chart, marks=marks if chart.phase == "train" else ())) for chart in charts]
+        groups.append((title, [one for one in drawn if one is not None]))
+    groups.append(("Plan", _plan_pictures(run.summary.get("planned"))))
+    return [group for group in groups if group[1]]
 
 
 def _plan_pictures(planned: Any) -> list[Drawn]:
     """The pictures of `planned` in summary.json; none where a run had no plan or the file holds something else."""
     try:
-        measured = {name: pair["measured"] for name, pair in planned["seconds"].items() if pair["measured"] is not None}
+        measured = {}
+        for name, pair in planned["seconds"].items():
+            if pair["measured"] is not None:
+                measured[name] = pair["measured"]
         return pictures(planned["plan"]["phases"], planned["plan"]["device_bytes"], measured)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError):
         return []
@@ -201,7 +191,10 @@ def _status(run: RunFolder) -> str:
 
 def _accuracy(run: RunFolder, number: int, prefix: str) -> Fact | None:
     """The score of a validation set; the summary has those of the first."""
-    points = [(step, value) for step, value in run.points("val", f"{prefix}/score") if value is not None]
+    points = []
+    for step, value in run.points("val", f"{prefix}/score"):
+        if value is not None:
+            points.append((step, value))
     summary = {} if number else run.summary
     before = summary.get("score_before", points[0][1] if points else None)
     after = summary.get("score_after", points[-1][1] if len(points) > 1 else None)
@@ -232,10 +225,10 @@ def _steps(run: RunFolder) -> Fact:
 
 def _time(run: RunFolder) -> Fact | None:
     seconds = run.summary.get("wall_time_s")
-    times = [record["wall_time"] for record in run.metrics if isinstance(record.get("wall_time"), int | float)]
-    times += [
-        record[key] for record in run.timeline for key in ("start", "end") if isinstance(record.get(key), int | float)
-    ]
+    found = [record.get("wall_time") for record in run.metrics]
+    for record in run.timeline:
+        found += [record.get("start"), record.get("end")]
+    times = [time for time in found if isinstance(time, int | float)]
     if seconds is None and times:
         seconds = max(times) - min(times)
     if not isinstance(seconds, int | float) or not 0 <= seconds < _MOST_SECONDS:
@@ -277,11 +270,10 @@ def _model(run: RunFolder) -> Fact | None:
         return "Model", Path(str(path)).name, str(run.setting("model.dtype") or "")
     if kind := run.setting("model.hf_config.model_type"):
         small = {"num_hidden_layers": "layers", "hidden_size": "wide", "num_experts": "experts"}
-        sizes = [
-            f"{run.setting(f'model.hf_config.{key}')} {word}"
-            for key, word in small.items()
-            if run.setting(f"model.hf_config.{key}")
-        ]
+        sizes = []
+        for key, word in small.items():
+            if size := run.setting(f"model.hf_config.{key}"):
+                sizes.append(f"{size} {word}")
         return "Model", str(kind), ", ".join([*sizes, str(run.setting("model.dtype") or "")]).strip(", ")
     return None
 
@@ -292,23 +284,29 @@ def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
     whole = sum(total.values())
     if not whole:
         return []
-    rows = [(name, sum(value or 0.0 for _, value in points)) for name, points in phases.items()]
-    return [
-        (name, f"{seconds / len(total):.2f}", f"{seconds / whole * 100:.0f} %")
-        for name, seconds in sorted(rows, key=lambda row: -row[1])
-    ]
+    sums = {name: sum(value or 0.0 for _, value in points) for name, points in phases.items()}
+    rows = []
+    for name in sorted(sums, key=lambda name: -sums[name]):
+        rows.append((name, f"{sums[name] / len(total):.2f}", f"{sums[name] / whole * 100:.0f} %"))
+    return rows
 
 
 def _outside_rows(run: RunFolder) -> list[tuple[str, str]]:
     """Phases of the job outside of steps, for example the start of the engines."""
-    return [(str(record["name"]), duration(record["seconds"])) for record in run.timeline if record.get("step") is None]
+    rows: list[tuple[str, str]] = []
+    for record in run.timeline:
+        if record.get("step") is None:
+            rows.append((str(record["name"]), duration(record["seconds"])))
+    return rows
 
 
 def _sample_title(sample: Sample) -> str:
     kind, _, name = sample.kind.partition("-")
-    kind = "Rollouts" if kind == "rollouts" else f"Validation answers{f' of {name}' if name else ''}"
+    title = f"Validation answers of {name}" if name else "Validation answers"
+    if kind == "rollouts":
+        title = "Rollouts"
     mean = f", mean score {sample.mean_score:.3f}" if sample.mean_score is not None else ""
-    return f"{kind} of step {sample.step} ({min(len(sample.rows), sample.count)} of {sample.count} rows{mean})"
+    return f"{title} of step {sample.step} ({min(len(sample.rows), sample.count)} of {sample.count} rows{mean})"
 
 
 def _percent(value: Any) -> str:

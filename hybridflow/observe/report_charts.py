@@ -123,18 +123,26 @@ def _reward_model(run: RunFolder) -> list[Chart]:
 def step_phases(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, float]]:
     """Seconds by step of each phase, with `other` for the rest of the step; and the whole seconds by step."""
     prefix = "timing_s/"
-    names = sorted(name.removeprefix(prefix) for name in run.names("train") if name.startswith(prefix))
-    found = {name: run.points("train", prefix + name) for name in names if name != "step" and "/" not in name}
-    total = {step: value for step, value in run.points("train", prefix + "step") if value is not None}
-    if not found and not total:
-        found, total = _from_timeline(run)
+    found: dict[str, list[Point]] = {}
+    for name in sorted(run.names("train")):
+        phase = name.removeprefix(prefix)
+        if name.startswith(prefix) and phase != "step" and "/" not in phase:
+            found[phase] = run.points("train", name)
+    logged = {step: value for step, value in run.points("train", prefix + "step") if value is not None}
+    if not found and not logged:
+        found, logged = _from_timeline(run)
     sums = dict(_sum(found.values()))
-    total = {step: max(seconds, total.get(step, 0.0)) for step, seconds in sums.items()} | {
-        s: t for s, t in total.items() if s not in sums
-    }
-    rest = [(step, max(0.0, seconds - sums.get(step, 0.0))) for step, seconds in sorted(total.items())]
-    if sum(value for _, value in rest) > 0.001 * sum(total.values()):
-        found["other"] = list(rest)
+    total = {step: max(seconds, logged.get(step, 0.0)) for step, seconds in sums.items()}
+    for step, seconds in logged.items():
+        total.setdefault(step, seconds)
+    rest: list[Point] = []
+    whole = 0.0
+    for step, seconds in sorted(total.items()):
+        idle = max(0.0, seconds - sums.get(step, 0.0))
+        rest.append((step, idle))
+        whole += idle
+    if whole > 0.001 * sum(total.values()):
+        found["other"] = rest
     return found, total
 
 
@@ -151,11 +159,10 @@ def _from_timeline(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, 
 
 def _accuracy(run: RunFolder, prefix: str) -> Chart:
     points, percent = run.points("val", f"{prefix}/score"), is_accuracy(run, prefix)
-    known = [
-        (step, value, f"{value * 100:.1f} %" if percent else f"{value:.3g}")
-        for step, value in points
-        if value is not None
-    ]
+    known = []
+    for step, value in points:
+        if value is not None:
+            known.append((step, value, f"{value * 100:.1f} %" if percent else f"{value:.3g}"))
     notes = []
     if known:
         notes.append((*known[0][:2], f"{'before ' if len(known) > 1 else ''}{known[0][2]}"))
@@ -179,12 +186,14 @@ def is_accuracy(run: RunFolder, prefix: str) -> bool:
 
 def _reward_extras(run: RunFolder) -> list[Chart]:
     """A chart for each number that the reward returned beside the score."""
-    prefix, end = "reward_extra/", "/mean"
-    names = sorted(name for name in run.names("train") if name.startswith(prefix) and name.endswith(end))[:_MOST_CHARTS]
-    return [
-        _one(run, f"Reward: {name.removeprefix(prefix).removesuffix(end)}, mean of the batch", name, "mean")
-        for name in names
-    ]
+    prefix = "reward_extra/"
+    end = "/mean"
+    charts: list[Chart] = []
+    for name in sorted(run.names("train")):
+        if name.startswith(prefix) and name.endswith(end):
+            part = name.removeprefix(prefix).removesuffix(end)
+            charts.append(_one(run, f"Reward: {part}, mean of the batch", name, "mean"))
+    return charts[:_MOST_CHARTS]
 
 
 def _gradient(run: RunFolder) -> Chart:

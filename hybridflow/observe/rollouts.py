@@ -96,18 +96,22 @@ def dump_rollouts(
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a dump as dictionaries, without the columns of tokens; DataError when the file cannot be read."""
     batch = read_parquet(path)
-    columns = {
-        name: [row.tolist() for row in held] if isinstance(held := batch[name], Jagged) else held.tolist()
-        for name in batch.columns
-        if name not in TOKEN_COLUMNS
-    }
+    columns = {}
+    for name in batch.columns:
+        if name not in TOKEN_COLUMNS:
+            held = batch[name]
+            columns[name] = [row.tolist() for row in held] if isinstance(held, Jagged) else held.tolist()
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
     """(step, file) of every dump in a folder, by step; a missing folder has none."""
     found = ((_STEP_FILE.fullmatch(path.name), path) for path in Path(folder).glob("step_*.parquet"))
-    return sorted((int(match[1]), path) for match, path in found if match)
+    dumps = []
+    for match, path in found:
+        if match:
+            dumps.append((int(match[1]), path))
+    return sorted(dumps)
 
 
 def remove_dumps_after(folder: str | Path, step: int) -> int:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,10 @@ class RunFolder:
 
     def points(self, phase: str, name: str) -> list[tuple[float, float | None]]:
         """(step, value) of a metric, by step; the last record of a step counts."""
-        found = {
-            record["step"]: record[name]
-            for record in self.metrics
-            if record["phase"] == phase and name in record and (record[name] is None or _is_number(record[name]))
-        }
+        found = {}
+        for record in self.metrics:
+            if record["phase"] == phase and name in record and (record[name] is None or _is_number(record[name])):
+                found[record["step"]] = record[name]
         return sorted(found.items())
 
     def val_sets(self) -> list[str]:
@@ -85,7 +85,11 @@ class RunFolder:
 
     def names(self, phase: str) -> set[str]:
         """Names of all metrics of a phase."""
-        return {name for record in self.metrics if record.get("phase") == phase for name in record}
+        names: set[str] = set()
+        for record in self.metrics:
+            if record.get("phase") == phase:
+                names.update(record)
+        return names
 
     def values(self, phase: str, name: str) -> list[float]:
         """The values of a metric by step, gaps left out."""
@@ -113,14 +117,12 @@ def load_run(path: Path) -> RunFolder:
     run.summary = _json(path / "summary.json", "the run was killed, or is still running", run.missing)
     run.environment = _json(path / "environment.json", "", run.missing)
     run.metrics = list(_metrics(_records(path / "metrics.jsonl", run.missing), run.missing))
-    run.timeline = [
-        _of_numbers(record) for record in _records(path / "timeline.jsonl", run.missing) if _is_span(record)
-    ]
-    run.changes = [
-        record
-        for record in _records(path / CHANGES, run.missing)
-        if _is_step(record.get("step")) and isinstance(record.get("changes"), list)
-    ]
+    for record in _records(path / "timeline.jsonl", run.missing):
+        if _is_span(record):
+            run.timeline.append(_of_numbers(record))
+    for record in _records(path / CHANGES, run.missing):
+        if _is_step(record.get("step")) and isinstance(record.get("changes"), list):
+            run.changes.append(record)
     for name, found, so in (("metrics.jsonl", run.metrics, ", so no charts"), ("timeline.jsonl", run.timeline, "")):
         if not found:
             run.missing.append(f"{name}: {'holds no record' if (path / name).exists() else 'not there'}{so}")
@@ -155,7 +157,9 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
 
 def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[dict[str, Any]]:
     """Records of steps with finite numbers alone; the names of metrics are shared between them."""
-    values, names, strange = 0, dict[str, None](), 0
+    values = 0
+    strange = 0
+    names: dict[str, None] = {}
     for record in records:
         if not _is_step(record.get("step")) or record.get("phase") not in PHASES:
             strange += 1
@@ -175,11 +179,11 @@ def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[
 
 def _of_numbers(record: dict[str, Any]) -> dict[str, Any]:
     """The record with None for numbers that no chart can show, and without values of other kinds but text."""
-    return {
-        sys.intern(name): value if isinstance(value, str) or name == "step" else _chartable(value)
-        for name, value in record.items()
-        if value is None or isinstance(value, str) or _is_number(value)
-    }
+    kept: dict[str, Any] = {}
+    for name, value in record.items():
+        if value is None or isinstance(value, str) or _is_number(value):
+            kept[sys.intern(name)] = value if isinstance(value, str) or name == "step" else _chartable(value)
+    return kept
 
 
 def _chartable(value: Any) -> float | None:
@@ -190,12 +194,12 @@ def _chartable(value: Any) -> float | None:
 
 def _is_span(record: Mapping[str, Any]) -> bool:
     """Whether a record of the timeline is a phase that has ended."""
-    step, times = record.get("step"), [record.get(name, 0.0) for name in ("seconds", "start", "end")]
-    return (
-        isinstance(record.get("name"), str)
-        and all(isinstance(one, int | float) and 0 <= one < _MOST_STEP for one in times)
-        and (step is None or _is_step(step))
-    )
+    for name in ("seconds", "start", "end"):
+        time = record.get(name, 0.0)
+        if not (isinstance(time, int | float) and 0 <= time < _MOST_STEP):
+            return False
+    step = record.get("step")
+    return isinstance(record.get("name"), str) and (step is None or _is_step(step))
 
 
 def _is_step(value: object) -> bool:
@@ -216,14 +220,11 @@ def _gaps(name: str, phase: str, steps: Iterable[int], first: int | None) -> Ite
     there = sorted({step for step in steps if step > 0})
     if not there:
         return
-    ranges = [
-        (before + 1, after)
-        for before, after in zip([(first or there[0]) - 1, *there[:-1]], there, strict=True)
-        if before + 1 < after
-    ]
-    lost = number_ranges(step for begin, end in ranges for step in range(begin, min(end, begin + _MOST_NAMES)))
+    lost: list[int] = []
+    for before, after in pairwise([(first or there[0]) - 1, *there]):
+        lost.extend(range(before + 1, min(after, before + 1 + _MOST_NAMES)))
     if lost:
-        yield f"{name}: has no record of {phase} step {lost}: records were lost"
+        yield f"{name}: has no record of {phase} step {number_ranges(lost)}: records were lost"
 
 
 def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[dict[str, Any]]:
@@ -258,7 +259,8 @@ def _samples(folder: Path, kind: str, decode: Decode | None, missing: list[str])
         return []
     wanted = sorted({0, len(dumps) // 2, len(dumps) - 1} if kind == "rollouts" else {0, len(dumps) - 1})
     found = []
-    for step, path in (dumps[index] for index in wanted):
+    for index in wanted:
+        step, path = dumps[index]
         try:
             if not is_inside(path, folder.parent):
                 raise DataError(_OUTSIDE)
@@ -286,12 +288,13 @@ def _sample(path: Path, kind: str, step: int, decode: Decode | None) -> Sample:
         return Sample(kind, step, 0, mean, [])
     picked = pick_parquet(path, numbers, _SHOWN, _MOST_GROUP_BYTES)
     tokens = read_stretches(path, numbers, decode, _MOST_GROUP_BYTES)
-    columns = {name: column.tolist() for name in picked.columns if isinstance(column := picked[name], np.ndarray)}
-    shown = [
-        _shown_fields({name: values[row] for name, values in columns.items()}) | {"tokens": one}
-        for row, one in enumerate(tokens)
-    ]
-    return Sample(kind, step, len(rows), mean, shown)
+    shown: list[dict[str, Any]] = [{"tokens": one} for one in tokens]
+    for name in picked.columns:
+        column = picked[name]
+        if isinstance(column, np.ndarray):
+            for row, value in zip(shown, column.tolist(), strict=True):
+                row[name] = value
+    return Sample(kind, step, len(rows), mean, [_shown_fields(row) | {"tokens": row["tokens"]} for row in shown])
 
 
 def _score(row: Mapping[str, Any]) -> float:

@@ -59,8 +59,9 @@ def steps(values: Iterable[float], start: float, end: float) -> Scale:
     if low == high:
         return Scale(low - 1, high + 1, start, end, (low,))
     step = max(1.0, nice_step(high - low, 6))
-    ticks = tuple(index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1))
-    return Scale(low, high, start, end, ticks)
+    first = math.ceil(low / step)
+    last = math.floor(high / step)
+    return Scale(low, high, start, end, tuple(index * step for index in range(first, last + 1)))
 
 
 def logarithmic(values: Iterable[float], start: float, end: float) -> Scale:

@@ -121,8 +121,8 @@ def read_timeline(
     path: str | Path, skipped: list[int] | None = None, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
     """The records of a timeline file, by the end of their phases. Arguments and errors as of `read_jsonl`."""
-    return [
-        record
-        for record in read_jsonl(path, skipped, most_bytes)
-        if isinstance(record.get("name"), str) and isinstance(record.get("seconds"), int | float)
-    ]
+    records: list[dict[str, Any]] = []
+    for record in read_jsonl(path, skipped, most_bytes):
+        if isinstance(record.get("name"), str) and isinstance(record.get("seconds"), int | float):
+            records.append(record)
+    return records

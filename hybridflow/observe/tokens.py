@@ -142,5 +142,6 @@ def _token(text: str, sampled: bool, engine: float, trainer: np.ndarray | None, 
         return Token(text, "same", f"log p {engine:.4f} in the engine")
     difference = float(trainer[at]) - engine
     level = sum(abs(difference) >= bound for bound in LEVELS) if np.isfinite(difference) else len(LEVELS)
-    kind = f"{'more' if difference > 0 else 'less'}{level}" if level else "same"
+    sign = "more" if difference > 0 else "less"
+    kind = f"{sign}{level}" if level else "same"
     return Token(text, kind, f"log p {engine:.4f} in the engine, {trainer[at]:.4f} in the trainer: {difference:+.1e}")

@@ -23,7 +23,10 @@ class JsonlTracker:
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
         """Append a line."""
-        odd = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+        odd = {}
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                odd[name] = value
         head = {"step": step, "phase": phase, "wall_time": round(wall_time, 3)}
         record: dict[str, object] = {**head, **metrics, **dict.fromkeys(odd)}
         if odd:

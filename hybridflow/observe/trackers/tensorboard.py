@@ -43,7 +43,10 @@ class TensorBoardTracker:
         for record in read_jsonl(self._metrics):
             late = record.get("phase") == phase and record.get("step", 0) > step
             if not late and "step" in record and "wall_time" in record:
-                scalars = {name: value for name, value in record.items() if name not in RESERVED}
+                scalars = {}
+                for name, value in record.items():
+                    if name not in RESERVED:
+                        scalars[name] = value
                 self._write(record["step"], record["wall_time"], scalars)
         if self._records is not None:
             self._records.flush()
@@ -62,9 +65,9 @@ class TensorBoardTracker:
 
         if self._records is None:
             self._open()
-        values = [
-            Summary.Value(tag=tag, simple_value=math.nan if value is None else value) for tag, value in scalars.items()
-        ]
+        values = []
+        for tag, value in scalars.items():
+            values.append(Summary.Value(tag=tag, simple_value=math.nan if value is None else value))
         self._records.write(Event(step=step, wall_time=wall_time, summary=Summary(value=values)).SerializeToString())
 
     def _open(self) -> None:
