@@ -224,12 +224,15 @@ class EngineRank:
         kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (block.hidden,))] + (
             [("bias", ())] if block.qkv_bias else []
         )
-        tensors = [
-            stacked(
-                f"{hf}qkv_proj.{kind}", [(f"{hf}{name}_proj.{kind}", first, rows) for name, first, rows in cuts], tail
+        tensors = []
+        for kind, tail in kinds:
+            tensors.append(
+                stacked(
+                    f"{hf}qkv_proj.{kind}",
+                    [(f"{hf}{name}_proj.{kind}", first, rows) for name, first, rows in cuts],
+                    tail,
+                )
             )
-            for kind, tail in kinds
-        ]
         tensors.append(_split(f"{hf}o_proj.weight", (block.hidden, block.heads * block.head_dim), 1, rank, size))
         norms = ("q_norm", "k_norm") if block.qk_norm else ()
         return tensors + [_whole(f"{hf}{name}.weight", (block.head_dim,)) for name in norms]

@@ -107,10 +107,10 @@ def with_scales(source: Layout, catalog: Catalog) -> Layout:
 
 def _extended(rank: RankLayout, weights: Array, scale: Array, start: Array, size: Array) -> RankLayout:
     count = len(rank.names)
-    names = tuple(
-        f"{rank.names[b]}{SCALE_SUFFIX}:{row}"
-        for b, row in zip(rank.buffer[weights].tolist(), weights.tolist(), strict=True)
-    )
+    pieces = []
+    for b, row in zip(rank.buffer[weights].tolist(), weights.tolist(), strict=True):
+        pieces.append(f"{rank.names[b]}{SCALE_SUFFIX}:{row}")
+    names = tuple(pieces)
     return RankLayout(
         (*rank.names, *names),
         (*rank.dtypes, *([SCALE_DTYPE] * len(names))),
@@ -164,17 +164,14 @@ def made_by_sender(
     )
     place = layout.local[read] + first - layout.start[read]
     inside = np.where(is_scale[:, None], 0, start - first)
-    rows = [n for n, dtype in enumerate(dtypes) if dtype == FP8 or is_scale[n]]
-    return {
-        n: (
-            int(read[n]),
-            tuple(inside[n].tolist()),
-            Blocks(
+    quantised: dict[int, tuple[int, tuple[int, ...], Blocks]] = {}
+    for n, dtype in enumerate(dtypes):
+        if dtype == FP8 or is_scale[n]:
+            blocks = Blocks(
                 SCALES if is_scale[n] else WEIGHTS,
                 tuple(place[n].tolist()),
                 tuple(extent[n].tolist()),
                 (int(block[n, 1]), int(block[n, 2])),
-            ),
-        )
-        for n in rows
-    }
+            )
+            quantised[n] = (int(read[n]), tuple(inside[n].tolist()), blocks)
+    return quantised

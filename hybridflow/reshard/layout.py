@@ -42,10 +42,10 @@ def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
 
 def columns_of(table: Any) -> dict[str, Any]:
     """Convert the arrays and tuples of a dataclass to JSON-able lists."""
-    return {
-        name: column.tolist() if isinstance(column, np.ndarray) else list(column)
-        for name, column in vars(table).items()
-    }
+    columns: dict[str, Any] = {}
+    for name, column in vars(table).items():
+        columns[name] = column.tolist() if isinstance(column, np.ndarray) else list(column)
+    return columns
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,10 @@ class Catalog:
         if quantisation is not None:
             shapes, dtypes = quantisation.checkpoint(tensors)
             # the scales directly follow their tensor
-            pairs = [
-                (position, position + 1, *quantisation.block)
-                for position, name in enumerate(shapes)
-                if dtypes.get(name) == FP8
-            ]
+            pairs = []
+            for position, name in enumerate(shapes):
+                if dtypes.get(name) == FP8:
+                    pairs.append((position, position + 1, *quantisation.block))
         matrix = np.array([padded(shape, 1) for shape in shapes.values()], dtype=np.int64).reshape(-1, DIMS)
         return cls(tuple(shapes), matrix, np.array(pairs, dtype=np.int64).reshape(-1, 4))
 
@@ -145,7 +144,9 @@ class RankLayout:
     def from_dict(cls, data: Mapping[str, Any]) -> RankLayout:
         """Rebuild a layout from `to_dict`."""
         names, dtypes = tuple(data["names"]), tuple(data["dtypes"])
-        matrix = {k: np.array(data[k], dtype=np.int64).reshape(-1, DIMS) for k in ("shapes", "start", "size", "local")}
+        matrix = {}
+        for k in ("shapes", "start", "size", "local"):
+            matrix[k] = np.array(data[k], dtype=np.int64).reshape(-1, DIMS)
         column = {k: np.array(data[k], dtype=np.int64) for k in ("tensor", "buffer")}
         return cls(names=names, dtypes=dtypes, **matrix, **column)
 
@@ -204,23 +205,25 @@ class ParallelShape:
                 raise WeightSyncError(
                     f"{self.ranks} ranks are no multiple of {product}, the product of the parallel sizes {self}"
                 )
-        return [
-            Coordinates(
-                tp_rank=rank % self.tensor,
-                tp_size=self.tensor,
-                pp_rank=rank // stage,
-                pp_size=self.pipeline,
-                ep_rank=rank % stage // self.expert_tensor % self.expert,
-                ep_size=self.expert,
-                etp_rank=rank % stage % self.expert_tensor,
-                etp_size=self.expert_tensor,
-                vpp_size=self.virtual_pipeline,
-                first_stage_layers=self.first_stage_layers,
-                last_stage_layers=self.last_stage_layers,
-                layers_per_stage=self.layers_per_stage,
+        at: list[Coordinates] = []
+        for rank in range(self.ranks):
+            at.append(
+                Coordinates(
+                    tp_rank=rank % self.tensor,
+                    tp_size=self.tensor,
+                    pp_rank=rank // stage,
+                    pp_size=self.pipeline,
+                    ep_rank=rank % stage // self.expert_tensor % self.expert,
+                    ep_size=self.expert,
+                    etp_rank=rank % stage % self.expert_tensor,
+                    etp_size=self.expert_tensor,
+                    vpp_size=self.virtual_pipeline,
+                    first_stage_layers=self.first_stage_layers,
+                    last_stage_layers=self.last_stage_layers,
+                    layers_per_stage=self.layers_per_stage,
+                )
             )
-            for rank in range(self.ranks)
-        ]
+        return at
 
 
 def rank_tensors(family: Family, at: Coordinates) -> list[LocalTensor]:
@@ -231,11 +234,11 @@ def rank_tensors(family: Family, at: Coordinates) -> list[LocalTensor]:
     if at.vpp_size == 1:
         return family.local_tensors(at)
     chunks = enumerate(at.virtual_stages())
-    return [
-        replace(local, name=f"chunk{number}.{local.name}")
-        for number, chunk in chunks
-        for local in family.local_tensors(chunk)
-    ]
+    tensors: list[LocalTensor] = []
+    for number, chunk in chunks:
+        for local in family.local_tensors(chunk):
+            tensors.append(replace(local, name=f"chunk{number}.{local.name}"))
+    return tensors
 
 
 def megatron_layout(family: Family, ranks: Sequence[Coordinates], dtype: str, catalog: Catalog | None = None) -> Layout:

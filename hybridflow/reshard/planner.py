@@ -6,6 +6,7 @@ The planner is pure and vectorised; a model of 10^12 parameters takes seconds.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 
@@ -195,8 +196,9 @@ def _phases(table: Deliveries, target: Layout) -> Array:
 
 def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tuple[str, str], ...]:
     """Return the pairs (trainer dtype, engine dtype) that differ. The sender casts them while packing."""
-    kinds = [{dtype for rank in layout.classes for dtype in rank.dtypes} for layout in (source, target)]
-    bad = sorted((kinds[0] - set(CASTS)) | (kinds[1] - {*CASTS, FP8}))
+    have = {dtype for rank in source.classes for dtype in rank.dtypes}
+    need = {dtype for rank in target.classes for dtype in rank.dtypes}
+    bad = sorted((have - {*CASTS}) | (need - {*CASTS, FP8}))
     if bad:
         raise WeightSyncError(
             f"no conversion between {', '.join(bad)} and the other side's dtypes; the plan casts among "
@@ -207,7 +209,7 @@ def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tupl
         raise WeightSyncError(
             f"{problem}; plan with the scales of the model's quantization_config, or serve in bfloat16"
         )
-    return tuple((a, b) for a in sorted(kinds[0]) for b in sorted(kinds[1]) if a != b)
+    return tuple((a, b) for a, b in product(sorted(have), sorted(need)) if a != b)
 
 
 def _fp8_faults(catalog: Catalog, target: Layout) -> Iterator[str]:

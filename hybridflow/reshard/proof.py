@@ -91,12 +91,16 @@ def compare_buffers(layout: Mapping[str, Sequence[int]], actual: Mapping[str, Se
     Raises:
         WeightSyncError: lists extra, missing and differently shaped buffers. `where` names the engine and rank.
     """
-    extra, missing = sorted(actual.keys() - layout.keys()), sorted(layout.keys() - actual.keys())
-    unlike = sorted(n for n in layout.keys() & actual.keys() if padded(layout[n], 1) != padded(actual[n], 1))
+    extra = sorted(actual.keys() - layout.keys())
+    missing = sorted(layout.keys() - actual.keys())
+    unlike = []
+    for name in sorted(layout.keys() & actual.keys()):
+        if padded(layout[name], 1) != padded(actual[name], 1):
+            unlike.append((name, tuple(layout[name]), tuple(actual[name])))
     if extra or missing or unlike:
         raise WeightSyncError(
             f"{where}: the engine's buffers are not those of the layout: extra {extra[:_SHOWN]}, missing "
-            f"{missing[:_SHOWN]}, of another shape {[(n, tuple(layout[n]), tuple(actual[n])) for n in unlike[:_SHOWN]]}"
+            f"{missing[:_SHOWN]}, of another shape {unlike[:_SHOWN]}"
         )
 
 
@@ -105,11 +109,12 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
 
     Scales are required only from engines that take the weight in fp8.
     """
-    pieces, in_fp8 = _pieces(target), _pieces_in_fp8(target)
+    pieces = _pieces(target)
+    in_fp8 = _is_fp8(target)[_column(target, "tensor") != PADDING]
     weight_of = _scales(catalog)[1]
-    kinds = {
-        tuple(np.unique(target.rank_class[target.replica == replica]).tolist()) for replica in np.unique(target.replica)
-    }
+    kinds = set()
+    for replica in np.unique(target.replica):
+        kinds.add(tuple(np.unique(target.rank_class[target.replica == replica]).tolist()))
     unused: set[int] = set()
     partial: set[int] = set()
     for kind in sorted(kinds):
@@ -158,6 +163,17 @@ def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[C
         bounds: `[K, D]` shape of each key.
     """
     beyond = np.unique(key[((start < 0) | (start + size > bounds[key]) | (size < 0)).any(axis=1)])
+    faults = [CoverFault(int(number), "beyond", 0) for number in beyond]
+    for number in _unlike_their_bounds(key, start, size, bounds, beyond).tolist():
+        here = key == number
+        pairs = _meeting(start[here], size[here])
+        missing = int(bounds[number].prod() - size[here].prod(axis=1).sum())
+        faults.append(CoverFault(number, "overlap", pairs) if pairs else CoverFault(number, "missing", missing))
+    return faults
+
+
+def _unlike_their_bounds(key: Array, start: Array, size: Array, bounds: Array, beyond: Array) -> Array:
+    """Return the keys, without those of `beyond`, whose signed corners differ from those of `[0, bounds[key])`."""
     keys = np.concatenate([key, np.arange(len(bounds))])
     low = np.concatenate([start, np.zeros_like(bounds)])
     high = np.concatenate([start + size, bounds])
@@ -171,14 +187,7 @@ def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[C
     order = np.argsort(codes, kind="stable")
     first = np.flatnonzero(np.diff(codes[order], prepend=-1))
     left_over = np.add.reduceat(signs[order], first) != 0 if len(first) else np.zeros(0, dtype=bool)
-    wrong = np.unique(np.tile(keys, len(corners))[order[first[left_over]]])
-    faults = [CoverFault(int(number), "beyond", 0) for number in beyond]
-    for number in wrong.tolist():
-        here = key == number
-        pairs = _meeting(start[here], size[here])
-        missing = int(bounds[number].prod() - size[here].prod(axis=1).sum())
-        faults.append(CoverFault(number, "overlap", pairs) if pairs else CoverFault(number, "missing", missing))
-    return faults
+    return np.unique(np.tile(keys, len(corners))[order[first[left_over]]])
 
 
 def _codes(*columns: Array) -> Array:
@@ -204,31 +213,53 @@ def _meeting(start: Array, size: Array) -> int:
 
 def _union(start: Array, size: Array) -> int:
     """Count the elements in the union of the rectangles, on the grid formed by all their bounds."""
-    cuts = [np.unique(np.concatenate([start[:, d], start[:, d] + size[:, d]])) for d in range(start.shape[1])]
-    covered = np.zeros([len(cut) - 1 for cut in cuts], dtype=bool)
-    low, high = (
-        np.stack([np.searchsorted(cut, edge[:, d]) for d, cut in enumerate(cuts)], axis=1)
-        for edge in (start, start + size)
-    )
-    for begin, end in zip(low.tolist(), high.tolist(), strict=True):
-        covered[tuple(slice(a, b) for a, b in zip(begin, end, strict=True))] = True
+    low = np.zeros_like(start)
+    high = np.zeros_like(start)
     volume = np.ones((), dtype=np.int64)
-    for cut in cuts:
-        volume = np.multiply.outer(volume, np.diff(cut))
+    for axis, (begin, length) in enumerate(zip(start.T, size.T, strict=True)):
+        cuts = np.unique([begin, begin + length])
+        low[:, axis] = np.searchsorted(cuts, begin)
+        high[:, axis] = np.searchsorted(cuts, begin + length)
+        volume = np.multiply.outer(volume, np.diff(cuts))
+    covered = np.zeros(volume.shape, dtype=bool)
+    for begin, end in zip(low.tolist(), high.tolist(), strict=True):
+        covered[tuple(map(slice, begin, end))] = True
     return int(volume[covered].sum())
 
 
 # ---- the plan's tables
 
 
+def _column(layout: Layout, name: str) -> Array:
+    """Concatenate a column of `RankLayout` over all classes."""
+    return np.concatenate([getattr(rank, name) for rank in layout.classes])
+
+
+def _first_pieces(layout: Layout) -> Array:
+    """Return the row of each class's first piece in the concatenated columns, and the number of rows."""
+    return np.cumsum([0, *(len(rank.tensor) for rank in layout.classes)])
+
+
+def _is_fp8(layout: Layout) -> Array:
+    """Return whether each piece of all classes, padding included, belongs to a buffer in fp8."""
+    flags = []
+    for rank in layout.classes:
+        flags.append((np.array(rank.dtypes, dtype=object) == FP8)[rank.buffer])
+    return np.concatenate(flags)
+
+
+def _piece_of_delivery(plan: SlicePlan) -> Array:
+    """Return the row of each delivery's piece in the concatenated columns of the target."""
+    return _first_pieces(plan.target)[plan.deliveries.receiver] + plan.deliveries.piece
+
+
 def _pieces(layout: Layout) -> dict[str, Array]:
     """Concatenate all pieces of all classes except padding: class, and columns of `RankLayout`."""
-    real = np.concatenate([rank.tensor for rank in layout.classes]) != PADDING
-    number = np.repeat(np.arange(len(layout.classes)), [len(rank.tensor) for rank in layout.classes])
-    columns = {
-        name: np.concatenate([getattr(rank, name) for rank in layout.classes]) for name in ("tensor", "start", "size")
-    }
-    return {name: values[real] for name, values in {"class": number, **columns}.items()}
+    real = _column(layout, "tensor") != PADDING
+    pieces = {"class": np.repeat(np.arange(len(layout.classes)), np.diff(_first_pieces(layout)))[real]}
+    for name in ("tensor", "start", "size"):
+        pieces[name] = _column(layout, name)[real]
+    return pieces
 
 
 def _scales(catalog: Catalog) -> tuple[Array, Array, Array]:
@@ -236,7 +267,8 @@ def _scales(catalog: Catalog) -> tuple[Array, Array, Array]:
     scale_of, weight_of = np.full((2, len(catalog.names)), -1, dtype=np.int64)
     block = np.ones_like(catalog.shapes)
     for weight, scale, *sizes in catalog.scales.tolist():
-        scale_of[weight], weight_of[scale] = scale, weight
+        scale_of[weight] = scale
+        weight_of[scale] = weight
         block[weight, 1:] = block[scale, 1:] = sizes
     return scale_of, weight_of, block
 
@@ -254,9 +286,7 @@ def _buffer_faults(side: str, layout: Layout) -> Iterator[str]:
     """Yield buffers that are not filled exactly once by their pieces and declared padding."""
     first = np.cumsum([0, *(len(rank.names) for rank in layout.classes)])
     key = np.concatenate([rank.buffer + offset for rank, offset in zip(layout.classes, first[:-1], strict=True)])
-    local, size = (np.concatenate([getattr(rank, name) for rank in layout.classes]) for name in ("local", "size"))
-    shapes = np.concatenate([rank.shapes for rank in layout.classes])
-    for fault in cover_faults(key, local, size, shapes):
+    for fault in cover_faults(key, _column(layout, "local"), _column(layout, "size"), _column(layout, "shapes")):
         number = int(np.searchsorted(first, fault.key, side="right")) - 1
         rank = int(np.flatnonzero(layout.rank_class == number)[0])
         name = layout.classes[number].names[fault.key - int(first[number])]
@@ -282,16 +312,14 @@ def _bounds_faults(side: str, catalog: Catalog, layout: Layout) -> Iterator[str]
 def _piece_faults(plan: SlicePlan) -> Iterator[str]:
     """Yield pieces that are not filled exactly once by the deliveries."""
     table = plan.deliveries
-    first = np.cumsum([0, *(len(rank.tensor) for rank in plan.target.classes)])
-    tensor, start, size = (
-        np.concatenate([getattr(rank, n) for rank in plan.target.classes]) for n in ("tensor", "start", "size")
-    )
-    piece = first[table.receiver] + table.piece
-    bounds = np.where((tensor == PADDING)[:, None], 0, size)
-    for fault in cover_faults(piece, table.start - start[piece], table.size, bounds):
+    first = _first_pieces(plan.target)
+    tensor = _column(plan.target, "tensor")
+    piece = _piece_of_delivery(plan)
+    bounds = np.where((tensor == PADDING)[:, None], 0, _column(plan.target, "size"))
+    for fault in cover_faults(piece, table.start - _column(plan.target, "start")[piece], table.size, bounds):
         number = int(np.searchsorted(first, fault.key, side="right")) - 1
-        layout, row = plan.target.classes[number], fault.key - int(first[number])
-        name = layout.names[int(layout.buffer[row])]
+        layout = plan.target.classes[number]
+        name = layout.names[int(layout.buffer[fault.key - int(first[number])])]
         yield (
             f"the slices for {name} of engine class {number} from {plan.catalog.names[int(tensor[fault.key])]}: "
             f"{fault.kind}"
@@ -300,15 +328,25 @@ def _piece_faults(plan: SlicePlan) -> Iterator[str]:
 
 def _sender_faults(plan: SlicePlan) -> Iterator[str]:
     """Yield slices that are outside their region or tensor, and sends of regions that the sender does not hold."""
-    table, regions, sends = plan.deliveries, plan.regions, plan.sends
-    wanted = np.concatenate([rank.tensor for rank in plan.target.classes])
-    first = np.cumsum([0, *(len(rank.tensor) for rank in plan.target.classes)])
-    tensor = wanted[first[table.receiver] + table.piece]
+    tensor = _column(plan.target, "tensor")[_piece_of_delivery(plan)]
+    yield from _outside_their_regions(plan, tensor)
+    yield from _not_held(plan, tensor)
+
+
+def _outside_their_regions(plan: SlicePlan, tensor: Array) -> Iterator[str]:
+    table = plan.deliveries
+    regions = plan.regions
     offset = table.start - regions.start[table.region]
     outside = (offset < 0).any(axis=1) | (offset + table.size > regions.size[table.region]).any(axis=1)
     for row in np.flatnonzero(outside | (regions.tensor[table.region] != tensor))[:_SHOWN].tolist():
         yield f"slice {row} of {plan.catalog.names[int(tensor[row])]} is not inside the region that it is cut from"
-    have, asked = _pieces(plan.source), table.region[sends.delivery]
+
+
+def _not_held(plan: SlicePlan, tensor: Array) -> Iterator[str]:
+    regions = plan.regions
+    sends = plan.sends
+    have = _pieces(plan.source)
+    asked = plan.deliveries.region[sends.delivery]
     codes = _codes(
         np.concatenate([have["class"], plan.source.rank_class[sends.source]]),
         np.concatenate([have["tensor"], regions.tensor[asked]]),
@@ -333,6 +371,11 @@ def _service_faults(plan: SlicePlan) -> Iterator[str]:
 
 
 def _bucket_faults(plan: SlicePlan) -> Iterator[str]:
+    yield from _overfull(plan)
+    yield from _split_over_buckets(plan)
+
+
+def _overfull(plan: SlicePlan) -> Iterator[str]:
     table = plan.deliveries
     width = int(table.bucket.max(initial=0)) + 1
     filled = np.zeros(len(plan.target.classes) * width, dtype=np.int64)
@@ -342,14 +385,15 @@ def _bucket_faults(plan: SlicePlan) -> Iterator[str]:
             f"bucket {key % width} of engine class {key // width} has {int(filled[key])} bytes, more than "
             f"{plan.bucket_bytes}"
         )
-    first = np.cumsum([0, *(len(rank.tensor) for rank in plan.target.classes)])
-    columns = {
-        n: np.concatenate([getattr(rank, n) for rank in plan.target.classes]) for n in ("tensor", "buffer", "local")
-    }
-    piece = first[table.receiver] + table.piece
+
+
+def _split_over_buckets(plan: SlicePlan) -> Iterator[str]:
+    table = plan.deliveries
+    piece = _piece_of_delivery(plan)
     # an atom: the part of an engine buffer (all of it, or one matrix of a stack) that several tensors fill
-    atom = _codes(table.receiver, columns["buffer"][piece], columns["local"][piece, 0])
-    fused, split = (_several(atom, values) for values in (columns["tensor"][piece], table.bucket))
+    atom = _codes(table.receiver, _column(plan.target, "buffer")[piece], _column(plan.target, "local")[piece, 0])
+    fused = _several(atom, _column(plan.target, "tensor")[piece])
+    split = _several(atom, table.bucket)
     for number in np.intersect1d(fused, split)[:_SHOWN].tolist():
         row = int(np.flatnonzero(atom == number)[0])
         layout = plan.target.classes[int(table.receiver[row])]
@@ -377,21 +421,19 @@ def _dtype_faults(plan: SlicePlan) -> Iterator[str]:
             yield f"the engine's {rank.names[int(rank.buffer[row])]} takes scales in another dtype than float32"
 
 
-def _pieces_in_fp8(target: Layout) -> np.ndarray:
-    """Return a mask of the rows of `_pieces(target)` in fp8 buffers."""
-    flags = [
-        np.array([dtype == FP8 for dtype in rank.dtypes], dtype=bool)[rank.buffer[rank.tensor != PADDING]]
-        for rank in target.classes
-    ]
-    return np.concatenate(flags)
-
-
 def _block_faults(plan: SlicePlan) -> Iterator[str]:
     """Yield scales and fp8 weights that cannot be computed because the sender does not hold a whole block."""
-    catalog, (scale_of, weight_of, blocks) = plan.catalog, _scales(plan.catalog)
+    yield from _scales_without_weights(plan)
+    yield from _slices_of_part_blocks(plan)
+
+
+def _scales_without_weights(plan: SlicePlan) -> Iterator[str]:
+    catalog = plan.catalog
+    scale_of, weight_of, blocks = _scales(catalog)
     for number, rank in enumerate(plan.source.classes):
         real = rank.tensor != PADDING
-        weights, scales = (np.flatnonzero(real & (of[rank.tensor] >= 0)) for of in (scale_of, weight_of))
+        weights = np.flatnonzero(real & (scale_of[rank.tensor] >= 0))
+        scales = np.flatnonzero(real & (weight_of[rank.tensor] >= 0))
         first = int(np.flatnonzero(plan.source.rank_class == number)[0])
         if len(weights) != len(scales):
             yield f"trainer rank {first} has {len(weights)} pieces of weights with scales and {len(scales)} of scales"
@@ -405,22 +447,24 @@ def _block_faults(plan: SlicePlan) -> Iterator[str]:
         unlike |= (rank.start[weights] + rank.size[weights] != end).any(axis=1)
         for row in np.flatnonzero(unlike)[:_SHOWN].tolist():
             yield f"trainer rank {first} does not hold the weights of its part of {catalog.names[int(wanted[row])]}"
-    table, regions = plan.deliveries, plan.regions
-    rows = np.flatnonzero(_deliveries_in_fp8(plan))
+
+
+def _slices_of_part_blocks(plan: SlicePlan) -> Iterator[str]:
+    table = plan.deliveries
+    regions = plan.regions
+    rows = np.flatnonzero(_is_fp8(plan.target)[_piece_of_delivery(plan)])
     region = table.region[rows]
     tensor = regions.tensor[region]
-    start, end, block = table.start[rows], table.start[rows] + table.size[rows], blocks[tensor]
-    low, high = regions.start[region], regions.start[region] + regions.size[region]
+    block = _scales(plan.catalog)[2][tensor]
+    start = table.start[rows]
+    end = start + table.size[rows]
     # whole blocks from the first to the last that the slice touches; the tensor's last blocks may be smaller
-    outside = (start - start % block < low) | (np.minimum(end + -end % block, catalog.shapes[tensor]) > high)
+    low = start - start % block
+    high = np.minimum(end + -end % block, plan.catalog.shapes[tensor])
+    held = regions.start[region]
+    outside = (low < held) | (high > held + regions.size[region])
     for row in np.flatnonzero(outside.any(axis=1))[:_SHOWN].tolist():
         yield (
-            f"slice {int(rows[row])} of {catalog.names[int(tensor[row])]} needs fp8 blocks that reach beyond the "
+            f"slice {int(rows[row])} of {plan.catalog.names[int(tensor[row])]} needs fp8 blocks that reach beyond the "
             "region it is made of"
         )
-
-
-def _deliveries_in_fp8(plan: SlicePlan) -> np.ndarray:
-    first = np.cumsum([0, *(len(rank.tensor) for rank in plan.target.classes)])
-    flags = [np.array([dtype == FP8 for dtype in rank.dtypes], dtype=bool)[rank.buffer] for rank in plan.target.classes]
-    return np.concatenate(flags)[first[plan.deliveries.receiver] + plan.deliveries.piece]

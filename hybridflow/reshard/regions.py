@@ -54,7 +54,9 @@ def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
     span = int((start + size).max()) + 1
     # Stacks of matrices and fused matrices are divided along different axes. With one axis for all keys, the number of
     # candidate pairs would grow quadratically.
-    distinct = [np.bincount(np.unique(compact * span + start[:, d]) // span) for d in range(start.shape[1])]
+    distinct = []
+    for d in range(start.shape[1]):
+        distinct.append(np.bincount(np.unique(compact * span + start[:, d]) // span))
     axis = np.argmax(distinct, axis=0)[compact]
     rows = np.arange(len(key))
     low = compact * span + start[rows, axis]
@@ -89,7 +91,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 def subtract(box: Box, cut: Box) -> list[Box]:
     """Return `box` minus `cut` as disjoint boxes (start, size)."""
-    meets = [(max(a, c), min(a + n, c + m)) for a, n, c, m in zip(box[0], box[1], cut[0], cut[1], strict=True)]
+    meets = []
+    for a, n, c, m in zip(box[0], box[1], cut[0], cut[1], strict=True):
+        meets.append((max(a, c), min(a + n, c + m)))
     if any(low >= high for low, high in meets):
         return [box]
     rest: list[Box] = []
