@@ -321,8 +321,9 @@ class Sender(_End):
                 offered = meeting.peers[peer]["offers"][str(member.rank)]
                 self._segments[peer] = _Segment(member, peer, each[0], memory, offered, watches[peer], notifier)
         finally:
-            for fd in (fd for each in fds.values() for fd in each):
-                os.close(fd)
+            for each in fds.values():
+                for fd in each:
+                    os.close(fd)
 
     def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
         """Wait for free memory for the next message and return it."""

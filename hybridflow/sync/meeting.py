@@ -193,7 +193,11 @@ class Peers:
 
     def ended_now(self) -> list[int]:
         """Return the result of `ended` without waiting."""
-        return [rank for rank, watch in self._watches.items() if watch.has_ended()]
+        ended: list[int] = []
+        for rank, watch in self._watches.items():
+            if watch.has_ended():
+                ended.append(rank)
+        return ended
 
     def forget(self) -> None:
         """Stop watching all processes."""

@@ -95,7 +95,9 @@ class Messages:
         np.maximum.at(buckets, table.receiver, table.bucket + 1)
         self.num_buckets = buckets
         have, regions = piece_columns(plan.source), plan.regions
-        rows = [np.column_stack([x["tensor"], x["start"], x["size"]]) for x in (have, vars(regions))]
+        rows = []
+        for x in (have, vars(regions)):
+            rows.append(np.column_stack([x["tensor"], x["start"], x["size"]]))
         _, same = group_rows(np.concatenate(rows))
         self._width = int(same.max(initial=0)) + 1
         keys = have["class"] * self._width + same[: len(have["tensor"])]
@@ -111,10 +113,9 @@ class Messages:
         mine = np.flatnonzero(sends.source == rank)
         counts = (sends.last - sends.first)[mine]
         row = np.repeat(sends.delivery[mine], counts)
-        peers = [
-            plan.receivers(int(table.receiver[sends.delivery[s]]))[sends.first[s] : sends.last[s]]
-            for s in mine.tolist()
-        ]
+        peers = []
+        for s in mine.tolist():
+            peers.append(plan.receivers(int(table.receiver[sends.delivery[s]]))[sends.first[s] : sends.last[s]])
         peer = np.concatenate(peers) if peers else np.empty(0, dtype=np.int64)
         number = int(plan.source.rank_class[rank])
         layout = plan.source.classes[number]
@@ -139,7 +140,10 @@ class Messages:
         """Return the engine's dtype of each delivery."""
         table, classes = self.plan.deliveries, self.plan.target.classes
         pairs = zip(table.receiver[row].tolist(), table.piece[row].tolist(), strict=True)
-        return [classes[number].dtypes[int(classes[number].buffer[piece])] for number, piece in pairs]
+        dtypes: list[str] = []
+        for number, piece in pairs:
+            dtypes.append(classes[number].dtypes[int(classes[number].buffer[piece])])
+        return dtypes
 
     def _step(self, row: np.ndarray, receiver: np.ndarray) -> np.ndarray:
         table, plan = self.plan.deliveries, self.plan
@@ -155,41 +159,56 @@ class Messages:
         piece: np.ndarray,
         local: np.ndarray,
     ) -> list[Message]:
-        table, layout = self.plan.deliveries, side.classes[number]
         dtypes = self._wire_dtypes(row)
         width = np.array([ITEM_BYTES[dtype] for dtype in dtypes], dtype=np.int64)
         order = np.lexsort((row, -width, peer, step))
-        row, peer, step, piece, local = row[order], peer[order], step[order], piece[order], local[order]
+        row = row[order]
+        peer = peer[order]
+        step = step[order]
+        dtypes = [dtypes[n] for n in order.tolist()]
+        items = self._items(row, side, number, piece[order], local[order], dtypes)
+        whole = self._is_whole(side.classes[number].tensor[piece[order]], dtypes)
         is_new = np.ones(len(row), dtype=bool)
         is_new[1:] = (step[1:] != step[:-1]) | (peer[1:] != peer[:-1])
-        bounds = [*np.flatnonzero(is_new).tolist(), len(row)]
-        dtypes = [dtypes[n] for n in order.tolist()]
-        delivered = (piece, table.start[row], table.size[row], dtypes)
-        made = made_by_sender(self.plan.catalog, layout, *delivered) if side is self.plan.source else {}
-
-        def item(i: int) -> Item:
-            read, start, blocks = made.get(i, (int(piece[i]), tuple(local[i].tolist()), None))
-            return Item(
-                layout.names[int(layout.buffer[read])], start, tuple(table.size[row[i]].tolist()), dtypes[i], blocks
-            )
-
-        whole = self._is_whole(layout.tensor[piece], dtypes)
         messages = []
-        for low, high in pairwise(bounds):
-            parts = _cut([(item(i), whole[i]) for i in range(low, high)], self._part_bytes)
-            for part, items in enumerate(parts):
-                nbytes = sum(map(item_bytes, items))
-                messages.append(
-                    Message(int(step[low]), int(table.bucket[row[low]]), int(peer[low]), nbytes, items, part)
-                )
+        for low, high in pairwise([*np.flatnonzero(is_new).tolist(), len(row)]):
+            bucket = int(self.plan.deliveries.bucket[row[low]])
+            parts = _cut(list(zip(items[low:high], whole[low:high], strict=True)), self._part_bytes)
+            for part, those in enumerate(parts):
+                nbytes = sum(map(item_bytes, those))
+                messages.append(Message(int(step[low]), bucket, int(peer[low]), nbytes, those, part))
         return sorted(messages, key=lambda message: (message.step, message.part, message.peer))
+
+    def _items(
+        self,
+        row: np.ndarray,
+        side: Layout,
+        number: int,
+        piece: np.ndarray,
+        local: np.ndarray,
+        dtypes: list[str],
+    ) -> list[Item]:
+        table = self.plan.deliveries
+        layout = side.classes[number]
+        start = table.start[row]
+        size = table.size[row]
+        sends = side is self.plan.source
+        made = made_by_sender(self.plan.catalog, layout, piece, start, size, dtypes) if sends else {}
+        items = []
+        for i, shape in enumerate(size.tolist()):
+            read, place, blocks = made.get(i, (int(piece[i]), tuple(local[i].tolist()), None))
+            items.append(Item(layout.names[int(layout.buffer[read])], place, tuple(shape), dtypes[i], blocks))
+        return items
 
     def _is_whole(self, tensor: np.ndarray, dtypes: list[str]) -> list[bool]:
         """Flag the slices that a sender computes from fp8 blocks.
 
         The receiver does not see the blocks, but must not split these slices either.
         """
-        return [scale or dtype == FP8 for scale, dtype in zip(self._is_scale[tensor].tolist(), dtypes, strict=True)]
+        whole: list[bool] = []
+        for scale, dtype in zip(self._is_scale[tensor].tolist(), dtypes, strict=True):
+            whole.append(scale or dtype == FP8)
+        return whole
 
 
 def item_bytes(item: Item) -> int:

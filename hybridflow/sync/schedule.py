@@ -58,11 +58,11 @@ class Schedule:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
         """Rebuild a schedule from `to_dict`."""
-        messages = tuple(
-            Message(**{**message, "items": tuple(Item.from_dict(item) for item in message["items"])})
-            for message in data["messages"]
-        )
-        return cls(data["plan"], RankLayout.from_dict(data["layout"]), messages)
+        messages = []
+        for message in data["messages"]:
+            items = tuple(map(Item.from_dict, message["items"]))
+            messages.append(Message(**{**message, "items": items}))
+        return cls(data["plan"], RankLayout.from_dict(data["layout"]), tuple(messages))
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,19 @@ def engine_layout(store: StoreClient, engines: Sequence[EngineLayout], timeout_s
             posted = read(store, layout_key(digest), timeout_s)
             layout = RankLayout.from_dict(posted["layout"])
             held = dict(zip(layout.names, layout.shapes.tolist(), strict=True))
-            buffers = {name: shape for name, shape in held.items() if name not in posted["parameters"]}
+            buffers = {}
+            for name, shape in held.items():
+                if name not in posted["parameters"]:
+                    buffers[name] = shape
             compare_buffers(held, posted["parameters"] | buffers, f"{engine.name} rank {rank}")
             classes[digest] = layout
     number = {digest: index for index, digest in enumerate(classes)}
-    rank_class = [number[digest] for engine in engines for digest in engine.layouts]
-    replica = [index for index, engine in enumerate(engines) for _ in engine.layouts]
+    rank_class = []
+    replica = []
+    for index, engine in enumerate(engines):
+        for digest in engine.layouts:
+            rank_class.append(number[digest])
+            replica.append(index)
     return Layout(tuple(classes.values()), np.array(rank_class, dtype=np.int64), np.array(replica, dtype=np.int64))
 
 

@@ -160,7 +160,10 @@ class Board:
         keys = {sender: self._key(f"announced/{sender}") for sender in self.order.endpoint.senders}
         names = {key: f"trainer rank {sender}" for sender, key in keys.items()}
         self._wait(names, timeout_s, "no announcement from")
-        return {sender: Announcement(**json.loads(self.store.get(key))) for sender, key in keys.items()}
+        found: dict[int, Announcement] = {}
+        for sender, key in keys.items():
+            found[sender] = Announcement(**json.loads(self.store.get(key)))
+        return found
 
     def go(self) -> None:
         """Allow the senders to send."""
@@ -218,7 +221,10 @@ class Board:
         """Wait for the keys of `names`. The error contains `what` and the names of the missing keys."""
         if wait_for(self.store, [*names], timeout_s):
             return
-        silent = [name for key, name in names.items() if name and not self.store.check([key])]
+        silent = []
+        for key, name in names.items():
+            if name and not self.store.check([key]):
+                silent.append(name)
         who = f" {', '.join(silent[:8])}" if silent else ""
         raise WeightSyncError(f"{self.order.describe()}: {what}{who} after {timeout_s:g} s")
 
@@ -260,7 +266,11 @@ def read_reports(store: StoreClient, prefix: str, ranks: Collection[int], timeou
     """Return the reports that exist by the deadline."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     wait_for(store, list(keys.values()), timeout_s)
-    return {rank: RankReport(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+    reports: dict[int, RankReport] = {}
+    for rank, key in keys.items():
+        if store.check([key]):
+            reports[rank] = RankReport(**json.loads(store.get(key)))
+    return reports
 
 
 def problem_of(error: BaseException) -> str:

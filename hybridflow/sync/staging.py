@@ -69,7 +69,9 @@ class Copies:
         if made := self._made[number]:
             for index in made:
                 _make(self._slices[number][index].item, local[index], views[index])
-            views, local = ([view for index, view in enumerate(some) if index not in made] for some in (views, local))
+            copied = [index for index in range(len(views)) if index not in made]
+            views = [views[index] for index in copied]
+            local = [local[index] for index in copied]
         if views:
             torch._foreach_copy_(views, local)
         return digest(payload, seed)
@@ -143,7 +145,10 @@ def _joins(first: Item, second: Item) -> int | None:
         or second.blocks is not None
     ):
         return None
-    apart = [d for d in range(DIMS) if first.start[d] != second.start[d] or first.size[d] != second.size[d]]
+    apart = []
+    for d in range(DIMS):
+        if first.start[d] != second.start[d] or first.size[d] != second.size[d]:
+            apart.append(d)
     # in row-major order the two are contiguous only if all dimensions before the axis have length one
     axis = next((d for d in range(DIMS) if first.start[d] != second.start[d]), None)
     if axis is None or apart != [axis] or prod(first.size[:axis]) != 1:
@@ -259,14 +264,18 @@ class _Staging:
         wholes = [copies.whole(number) for number in range(len(messages))]
         packed = [message for message, whole in zip(messages, wholes, strict=True) if whole is None]
         slabs = cycle(self._allocate(self.slots, largest_message(packed), copies.device) if packed else [])
-        return [
-            whole or Payload(next(slabs)[: message.nbytes]) for message, whole in zip(messages, wholes, strict=True)
-        ]
+        payloads: list[Payload] = []
+        for message, whole in zip(messages, wholes, strict=True):
+            payloads.append(whole or Payload(next(slabs)[: message.nbytes]))
+        return payloads
 
     def _side_by_side(self, messages: Sequence[Message], copies: Copies) -> list[Payload]:
         ends = [0, *accumulate(-(-message.nbytes // _ALIGN) * _ALIGN for message in messages)]
         (slab,) = self._allocate(1, ends[-1], copies.device)
-        return [Payload(slab[begin : begin + message.nbytes]) for begin, message in zip(ends, messages, strict=False)]
+        payloads: list[Payload] = []
+        for begin, message in zip(ends, messages, strict=False):
+            payloads.append(Payload(slab[begin : begin + message.nbytes]))
+        return payloads
 
     def _allocate(self, count: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
         """Return `count` slabs of at least `nbytes`, reusing those of the last sync if they fit."""

@@ -109,7 +109,11 @@ class _RankSync:
 
     def digests(self, peer: int) -> list[Digest]:
         """Return the checksums of the messages to or from a peer, in order."""
-        return [taken for taken, message in zip(self._digests, self.messages, strict=True) if message.peer == peer]
+        sums: list[Digest] = []
+        for taken, message in zip(self._digests, self.messages, strict=True):
+            if message.peer == peer:
+                sums.append(taken)
+        return sums
 
     def places(self, keep: bool = False) -> list[Payload]:
         """Return the memory of each message. With `keep`, each has separate memory."""

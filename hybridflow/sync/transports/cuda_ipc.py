@@ -164,14 +164,16 @@ class _DeviceSlots:
 
 def _kernels(meeting: Meeting, side: str, ranks: tuple[int, ...]) -> dict[int, str]:
     """Return the kernel id that each rank of a side announced. All ranks must have arrived."""
-    return {rank: json.loads(meeting.store.get(f"{side}/{rank}"))["kernel"] for rank in ranks}
+    kernels: dict[int, str] = {}
+    for rank in ranks:
+        kernels[rank] = json.loads(meeting.store.get(f"{side}/{rank}"))["kernel"]
+    return kernels
 
 
 def _part(endpoint: Endpoint, kernels: dict[str, dict[int, str]], kernel: str) -> Endpoint:
     """Restrict the endpoint to the ranks of one machine. An empty `kernel` selects all ranks."""
-    senders, receivers = (
-        tuple(rank for rank, where in kernels[side].items() if kernel in ("", where)) for side in ("trainer", "engine")
-    )
+    senders = tuple(rank for rank, where in kernels["trainer"].items() if kernel in ("", where))
+    receivers = tuple(rank for rank, where in kernels["engine"].items() if kernel in ("", where))
     name = hashlib.sha256(kernel.encode()).hexdigest()[:12]
     return replace(endpoint, session=f"{endpoint.session}/{name}", senders=senders, receivers=receivers)
 
