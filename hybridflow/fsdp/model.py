@@ -88,11 +88,11 @@ def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device
 
 def shards(model: ScoringModel) -> dict[str, DTensor]:
     """Return the sharded parameters by Hugging Face name."""
-    return {
-        name.removeprefix(_PREFIX): parameter
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, DTensor)
-    }
+    shards: dict[str, DTensor] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            shards[name.removeprefix(_PREFIX)] = parameter
+    return shards
 
 
 @torch.no_grad()

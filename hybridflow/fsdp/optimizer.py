@@ -37,12 +37,11 @@ class Optimizer:
         """`shards` are keyed by Hugging Face name. Moments start at zero."""
         self.shards, self.config, self.updates = dict(shards), config, 0
         # no weight decay for norms and biases, as in Megatron (optimizer/__init__.py, `_get_param_groups`)
+        matrices = [shard for shard in shards.values() if shard.ndim > 1]
+        others = [shard for shard in shards.values() if shard.ndim <= 1]
         groups = [
-            {
-                "params": [shard for shard in shards.values() if (shard.ndim > 1) is decays],
-                "weight_decay": config.weight_decay * decays,
-            }
-            for decays in (True, False)
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
         ]
         self.inner = torch.optim.AdamW(
             groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps
@@ -77,15 +76,19 @@ class Optimizer:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return this rank's shards of the gradients."""
-        return [shard.grad.to_local() for shard in self.shards.values() if isinstance(shard.grad, DTensor)]
+        grads: list[torch.Tensor] = []
+        for shard in self.shards.values():
+            if isinstance(shard.grad, DTensor):
+                grads.append(shard.grad.to_local())
+        return grads
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return {exp_avg, exp_avg_sq: {Hugging Face name: this rank's shard}}."""
         kinds = ("exp_avg", "exp_avg_sq")
-        return {
-            kind: {name: self.inner.state[shard][kind].to_local() for name, shard in self.shards.items()}
-            for kind in kinds
-        }
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        for kind in kinds:
+            states[kind] = {name: self.inner.state[shard][kind].to_local() for name, shard in self.shards.items()}
+        return states
 
     def resume(self, updates: int) -> None:
         """Continue counting from this number of updates."""

@@ -256,7 +256,10 @@ class FsdpPolicy(HoldsReference):
 
     def _moments(self) -> list[torch.Tensor]:
         moments = self.optimizer.moments() if self.optimizer else {}
-        return [rows for kind in moments.values() for rows in kind.values()]
+        tensors: list[torch.Tensor] = []
+        for kind in moments.values():
+            tensors.extend(kind.values())
+        return tensors
 
     # ---- process and disk
 
