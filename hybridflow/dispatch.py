@@ -11,6 +11,8 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,7 +86,8 @@ class Mesh:
         if len(sizes) != 1 or min(sizes) < 1:
             raise MeshError(f"ranks disagree on the data-parallel size: {sorted(sizes)}")
         present = {position.dp_rank for position in self.positions}
-        missing, outside = set(range(self.dp_size)) - present, present - set(range(self.dp_size))
+        missing = set(range(self.dp_size)) - present
+        outside = present - set(range(self.dp_size))
         if missing or outside:
             wrong = [f"missing data-parallel ranks {sorted(missing)}"] * bool(missing)
             wrong += [f"data-parallel ranks {sorted(outside)} outside 0..{self.dp_size - 1}"] * bool(outside)
@@ -107,18 +110,16 @@ class Mesh:
             MeshError: some ranks of a data-parallel group are given and others are not.
         """
         groups = sorted({self.positions[rank].dp_rank for rank in ranks})
-        cut = [
-            dp for dp in groups if any(p.dp_rank == dp and rank not in ranks for rank, p in enumerate(self.positions))
-        ]
-        if cut or not ranks:
-            raise MeshError(
-                f"ranks {list(ranks)} are only parts of data-parallel groups {cut}"
-                if cut
-                else "a call needs at least one rank"
-            )
-        new = {dp: number for number, dp in enumerate(groups)}
-        chosen = [self.positions[rank] for rank in ranks]
-        return Mesh(tuple(MeshPosition(new[p.dp_rank], len(groups), p.collects) for p in chosen))
+        if not ranks:
+            raise MeshError("a call needs at least one rank")
+        others = {position.dp_rank for rank, position in enumerate(self.positions) if rank not in ranks}
+        if cut := sorted(others.intersection(groups)):
+            raise MeshError(f"ranks {list(ranks)} are only parts of data-parallel groups {cut}")
+        chosen = []
+        for rank in ranks:
+            position = self.positions[rank]
+            chosen.append(MeshPosition(groups.index(position.dp_rank), len(groups), position.collects))
+        return Mesh(tuple(chosen))
 
     @property
     def collectors(self) -> tuple[int, ...]:
@@ -312,21 +313,17 @@ def _plan_data_parallel(spec: MethodSpec, mesh: Mesh, args: tuple[Any, ...], kwa
     batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
     if not batches:
         raise SchemaError(f"{spec.name} is data-parallel and needs a DataProto argument to split")
-    if len({len(batch) for batch in batches}) != 1:
-        raise SchemaError(
-            f"{spec.name}: batches of different lengths {[len(batch) for batch in batches]} cannot be split together"
-        )
+    lengths = list(map(len, batches))
+    rows = lengths[0]
+    if lengths.count(rows) != len(lengths):
+        raise SchemaError(f"{spec.name}: batches of different lengths {lengths} cannot be split together")
     _require_reads(spec, batches)
-    rows = len(batches[0])
     chunks = {id(batch): _chunks(spec, batch, mesh.dp_size) for batch in batches}
 
-    def part(value: Any, dp_rank: int) -> Any:
+    def part(dp_rank: int, value: Any) -> Any:
         return chunks[id(value)][dp_rank] if isinstance(value, DataProto) else value
 
-    by_dp = [
-        RankCall(tuple(part(value, dp) for value in args), {key: part(value, dp) for key, value in kwargs.items()})
-        for dp in range(mesh.dp_size)
-    ]
+    by_dp = [_mapped(partial(part, dp_rank), args, kwargs) for dp_rank in range(mesh.dp_size)]
     calls = {rank: by_dp[position.dp_rank] for rank, position in enumerate(mesh.positions)}
     chunk_rows = -(-rows // mesh.dp_size)
     if spec.dispatch is Dispatch.DP_METRIC:
@@ -378,16 +375,14 @@ def _concatenate(
 def _check_writes(spec: MethodSpec, rank: int, part: DataProto) -> None:
     if not spec.writes:
         return
-    missing = [name for name in spec.writes if name not in part]
-    extra = [name for name in part.columns if name not in spec.writes]
-    if missing:
-        raise SchemaError(
-            f"{spec.name} on rank {rank} did not return column {missing[0]!r}, which it declares in writes"
-        )
-    if extra:
-        raise SchemaError(
-            f"{spec.name} on rank {rank} returned column {extra[0]!r}, which it does not declare in writes"
-        )
+    for name in spec.writes:
+        if name not in part:
+            raise SchemaError(f"{spec.name} on rank {rank} did not return column {name!r}, which it declares in writes")
+    for name in part.columns:
+        if name not in spec.writes:
+            raise SchemaError(
+                f"{spec.name} on rank {rank} returned column {name!r}, which it does not declare in writes"
+            )
 
 
 def _without_padding_mark(part: DataProto) -> DataProto:
@@ -400,20 +395,16 @@ def _without_padding_mark(part: DataProto) -> DataProto:
 def _spread_lists(
     spec: MethodSpec, world_size: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[int, RankCall]:
-    named = {
-        **{f"argument {i}": value for i, value in enumerate(args)},
-        **{f"argument {k!r}": v for k, v in kwargs.items()},
-    }
-    for name, value in named.items():
+    for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, (list, tuple)) or len(value) != world_size:
             got = f"{len(value)} values" if isinstance(value, (list, tuple)) else type(value).__name__
-            raise SchemaError(
-                f"{spec.name}: {name} must be a list with one value for each of {world_size} ranks, got {got}"
-            )
-    return {
-        rank: RankCall(tuple(value[rank] for value in args), {k: v[rank] for k, v in kwargs.items()})
-        for rank in range(world_size)
-    }
+            needed = f"a list with one value for each of {world_size} ranks"
+            raise SchemaError(f"{spec.name}: argument {name!r} must be {needed}, got {got}")
+    return {rank: _mapped(itemgetter(rank), args, kwargs) for rank in range(world_size)}
+
+
+def _mapped(function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RankCall:
+    return RankCall(tuple(map(function, args)), {name: function(value) for name, value in kwargs.items()})
 
 
 def in_rank_order(results: Mapping[int, Any]) -> list[Any]:
