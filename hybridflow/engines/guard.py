@@ -193,6 +193,14 @@ def process_end(pid: int) -> select.poll | None:
     return ended
 
 
+def _terminate(server: subprocess.Popen[bytes] | Fork, grace_s: float) -> None:
+    server.terminate()
+    try:
+        server.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        print(f"guard: the server did not stop within {grace_s:.0f} s", flush=True)
+
+
 def main(argv: list[str]) -> int:
     """Run the command until it ends, the parent ends, or SIGTERM arrives. Returns the command's exit status."""
     parent, grace_s, folder, command = int(argv[0]), float(argv[1]), argv[2], argv[4:]
@@ -236,11 +244,7 @@ def main(argv: list[str]) -> int:
     # The maps of a server that crashed before our first look are gone. Our parent has noted them when it was ready.
     leftovers |= shared_memory_of(session_members(session)) | noted_shared_memory(folder)
     if server.poll() is None and grace_s > 0:
-        server.terminate()
-        try:
-            server.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            print(f"guard: the server did not stop within {grace_s:.0f} s", flush=True)
+        _terminate(server, grace_s)
     left = kill_session(session)
     if left:
         print(f"guard: could not end processes {left}", flush=True)
