@@ -91,15 +91,17 @@ def _job(policy: Policy, folder: Path, phase: str, step: int, exchange: Exchange
 
 def _check_adapters(policy: Policy, manifest: Manifest, folder: Path) -> None:
     """Raise CheckpointError on all ranks if the checkpoint's adapters differ from the policy's."""
-    theirs, ours = dict(manifest.lora), _facts(policy)
+    theirs = dict(manifest.lora)
+    ours = _facts(policy)
     if theirs != ours:
-        there, here = (
-            ", ".join(f"{key}={value}" for key, value in facts.items()) or "rank=0" for facts in (theirs, ours)
-        )
         raise CheckpointError(
-            f"{folder} was not loaded: actor.lora was {there}, and is {here}; set it as it was, or go on from merged "
-            "weights (`hybridflow checkpoint export`, then model.path)"
+            f"{folder} was not loaded: actor.lora was {_settings(theirs)}, and is {_settings(ours)}; set it as it was, "
+            "or go on from merged weights (`hybridflow checkpoint export`, then model.path)"
         )
+
+
+def _settings(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in facts.items()) or "rank=0"
 
 
 def _facts(policy: Policy) -> dict[str, Any]:

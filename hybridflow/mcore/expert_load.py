@@ -25,7 +25,10 @@ class ExpertLoad:
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages` are the rank's model chunks before wrapping."""
-        found = [router for _, router in routers_of(stages) if router.enable_expert_bias]
+        found = []
+        for _, router in routers_of(stages):
+            if router.enable_expert_bias:
+                found.append(router)
         tracker = MicroBatchTracker(stages if found else (), "real")
         self._routers = [_Corrected(tracker, router) for router in found]
 

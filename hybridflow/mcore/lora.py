@@ -117,8 +117,11 @@ class Adapters:
 
     def parameters(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
         """Return the factors with their descriptions, by Megatron name."""
-        pairs = [pair for linear, one in self._linears for pair in ((linear.lora.A, one.a), (linear.lora.B, one.b))]
-        return {local.name: (parameter, local) for parameter, local in pairs}
+        factors: dict[str, tuple[torch.Tensor, LocalTensor]] = {}
+        for linear, one in self._linears:
+            factors[one.a.name] = (linear.lora.A, one.a)
+            factors[one.b.name] = (linear.lora.B, one.b)
+        return factors
 
     @torch.no_grad()
     def merged(self) -> dict[str, torch.Tensor]:

@@ -22,8 +22,12 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 
 def routers_of(stages: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
     """Return the routers of this rank's model chunks, with their names in the chunk."""
-    modules = [pair for stage in stages for pair in stage.named_modules()]
-    return [(name, module) for name, module in modules if isinstance(module, TopKRouter)]
+    routers = []
+    for stage in stages:
+        for name, module in stage.named_modules():
+            if isinstance(module, TopKRouter):
+                routers.append((name, module))
+    return routers
 
 
 class MicroBatchTracker:

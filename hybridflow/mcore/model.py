@@ -289,7 +289,10 @@ def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Return the parameters by Megatron name, and the expert biases (buffers that training may update)."""
     held: dict[str, torch.Tensor] = {}
     for prefix, model in by_chunk(models):
-        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias")]
+        biases = []
+        for name, buffer in model.named_buffers():
+            if name.endswith(".expert_bias"):
+                biases.append((name, buffer))
         held |= {f"{prefix}{name}": tensor for name, tensor in (*model.named_parameters(), *biases)}
     return held
 

@@ -26,20 +26,32 @@ def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Ten
 
 def _held(policy: Policy) -> list[torch.Tensor]:
     """Return the parameters and buffers of every model chunk."""
-    return [tensor for stage in policy.stages for tensor in (*stage.parameters(), *stage.buffers())]
+    held: list[torch.Tensor] = []
+    for stage in policy.stages:
+        held.extend((*stage.parameters(), *stage.buffers()))
+    return held
 
 
 def _flat(policy: Policy, name: str) -> list[torch.Tensor]:
     """Return Megatron's flat buffers. Without the distributed optimizer they hold no parameters."""
     chunks = policy.chunks if policy.trains else ()
-    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return [data for data in (getattr(buffer, name) for buffer in buffers) if data is not None]
+    flat: list[torch.Tensor] = []
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            data = getattr(buffer, name)
+            if data is not None:
+                flat.append(data)
+    return flat
 
 
 def _main_parameters(policy: Policy) -> list[torch.Tensor]:
     """Return the parameters that the inner optimizers update: fp32 copies or, in fp32, views that count as weights."""
     inner = inner_optimizers(policy.optimizer.inner) if policy.optimizer else []
-    return [parameter for one in inner for group in one.optimizer.param_groups for parameter in group["params"]]
+    parameters: list[torch.Tensor] = []
+    for one in inner:
+        for group in one.optimizer.param_groups:
+            parameters.extend(group["params"])
+    return parameters
 
 
 def _gradients(policy: Policy) -> list[torch.Tensor]:
@@ -50,5 +62,8 @@ def _gradients(policy: Policy) -> list[torch.Tensor]:
 
 def _states(policy: Policy) -> list[torch.Tensor]:
     inner = inner_optimizers(policy.optimizer.inner) if policy.optimizer else []
-    states = [state for one in inner for state in one.optimizer.state.values()]
-    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    values: list[torch.Tensor] = []
+    for one in inner:
+        for state in one.optimizer.state.values():
+            values += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return values

@@ -109,11 +109,11 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
     Stubs, used on ranks without parameters of a kind, are skipped.
     """
-    return [
-        inner
-        for inner in getattr(optimizer, "chained_optimizers", [optimizer])
-        if not getattr(inner, "is_stub_optimizer", False)
-    ]
+    optimizers: list[Any] = []
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not getattr(inner, "is_stub_optimizer", False):
+            optimizers.append(inner)
+    return optimizers
 
 
 def prime_adam_state(optimizer: Any) -> None:

@@ -117,40 +117,43 @@ def build_micro_batches(
 def _pack(
     batch: DataProto, rows: np.ndarray, read: np.ndarray, columns: Sequence[str], cut: Cut, total: int
 ) -> MicroBatch:
-    prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
+    prompts = batch.jagged("prompt_ids").take(rows)
+    responses = batch.jagged("response_ids").take(rows)
     keep, counts = counted_tokens(batch, rows, columns)
     read = read[rows]
     bounds = np.concatenate([[0], np.cumsum(cut.padded(read))]).astype(np.int64)
-    tokens, real, positions = np.zeros(total, np.int64), np.zeros(total, bool), np.arange(total, dtype=np.int64)
     starts = bounds[:-1]
     filled = ranges(starts, read)
-    tokens[filled], real[filled] = tokens_read(prompts, responses, read), True
+    tokens = np.zeros(total, np.int64)
+    tokens[filled] = tokens_read(prompts, responses, read)
+    real = np.zeros(total, bool)
+    real[filled] = True
     predict_rows = ranges(starts + prompts.lengths - 1, responses.lengths)[keep]
     if bounds[-1] < total:
         bounds = np.append(bounds, total)
-    positions -= np.repeat(bounds[:-1], np.diff(bounds))
+    positions = np.arange(total, dtype=np.int64) - np.repeat(bounds[:-1], np.diff(bounds))
     layout = ZigZag.of(bounds, cut.size)
     mine = layout.rows_of(cut.rank)
     places = np.flatnonzero(layout.owner[predict_rows] == cut.rank)
-    upload = Platform.detect().upload
     targets = np.array(responses.values[keep], dtype=np.int64)[places]
     supports = supports_of(batch, rows, keep)
+    upload = Platform.detect().upload
+
+    def there(values: np.ndarray) -> torch.Tensor:
+        return upload(torch.from_numpy(values))
+
     return MicroBatch(
         samples=rows,
         length=total,
-        tokens=upload(torch.from_numpy(tokens[mine])[None]),
-        positions=upload(torch.from_numpy(positions[mine])[None]),
+        tokens=there(tokens[mine])[None],
+        positions=there(positions[mine])[None],
         packed=_segments(bounds, real[mine]),
-        predict_rows=upload(torch.from_numpy(layout.local[predict_rows[places]])),
-        targets=upload(torch.from_numpy(targets)),
-        places=upload(torch.from_numpy(places)) if cut.size > 1 else None,
-        lengths=upload(torch.from_numpy(np.array(counts))),
+        predict_rows=there(layout.local[predict_rows[places]]),
+        targets=there(targets),
+        places=there(places) if cut.size > 1 else None,
+        lengths=there(np.array(counts)),
         num_targets=int(np.sum(counts)),
-        columns={
-            name: upload(torch.from_numpy(values_of(batch, name, rows, keep)))
-            for name in columns
-            if name != RESPONSE_MASK
-        },
+        columns={name: there(values_of(batch, name, rows, keep)) for name in columns if name != RESPONSE_MASK},
         support=None if supports is None else Support.of(supports.take(places), targets, upload),
     )
 

@@ -182,11 +182,11 @@ class Policy(HoldsReference):
 
         The end of a backward pass changes them before the optimizer runs (finalize_model_grads.py:476).
         """
-        return [
-            (tensor, tensor.clone())
-            for name, tensor in held_weights(self.stages).items()
-            if name.endswith(".expert_bias")
-        ]
+        biases: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, tensor in held_weights(self.stages).items():
+            if name.endswith(".expert_bias"):
+                biases.append((tensor, tensor.clone()))
+        return biases
 
     def set_optimizer(self, config: OptimConfig) -> None:
         """Create a fresh optimizer (moments zero) over the current weights."""
@@ -247,7 +247,9 @@ class Policy(HoldsReference):
         valid until the next call or `release_copies`.
         """
         self.settle()
-        held = {name: parameter.detach() for name, (parameter, _) in local_parameters(self.stages, self.family).items()}
+        held = {}
+        for name, (parameter, _) in local_parameters(self.stages, self.family).items():
+            held[name] = parameter.detach()
         return held | self.adapters.merged() if self.adapters else held
 
     def release_copies(self) -> None:

@@ -106,4 +106,8 @@ class RouterLosses:
             return {}
         # sums cover this data-parallel rank, tokens cover all: the driver adds both up
         share = self._tokens / parallel_state.get_data_parallel_world_size()
-        return {name: (total / layers, share) for name, total in zip(self.coefs, sums, strict=True) if self.coefs[name]}
+        losses: dict[str, tuple[float, float]] = {}
+        for name, total in zip(self.coefs, sums, strict=True):
+            if self.coefs[name]:
+                losses[name] = (total / layers, share)
+        return losses

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -51,7 +52,7 @@ class ShardedState:
         if policy.adapters:
             self._shards |= _adapter_shards(policy.adapters)
             self.contains.append("adapters")
-        self.tensors: list[ShardedTensor] = [shard for shards in self._shards.values() for shard in shards]
+        self.tensors: list[ShardedTensor] = list(chain.from_iterable(self._shards.values()))
         if policy.optimizer is not None:
             self.contains.append("optimizer")
             for inner in inner_optimizers(policy.optimizer.inner):
@@ -111,9 +112,10 @@ class ShardedState:
                     low, high = max(piece.local_start[0], row), min(piece.local_start[0] + piece.shape[0], row + rows)
                     if low < high:
                         local_start = (low - row, *piece.local_start[1:])
-                        inside = tuple(
-                            base + start for base, start in zip(shard.global_offset[lead:], local_start, strict=True)
-                        )
+                        starts = []
+                        for base, start in zip(shard.global_offset[lead:], local_start, strict=True):
+                            starts.append(base + start)
+                        inside = tuple(starts)
                         yield HfSlice(
                             piece.source,
                             (piece.source_start[0] + low - piece.local_start[0], *piece.source_start[1:]),
@@ -230,7 +232,10 @@ def _cut(
     # replicas here
     replica = (*shard.replica_id[:-1], 0) if owned_once else shard.replica_id
     for offset, size in boxes(shard.local_shape, low - start, high - start):
-        inside = tuple(base + step for base, step in zip(shard.global_offset[lead:], offset, strict=True))
+        starts = []
+        for base, step in zip(shard.global_offset[lead:], offset, strict=True):
+            starts.append(base + step)
+        inside = tuple(starts)
         data = flat[position : position + prod(size)].view((1,) * lead + size)
         position += data.numel()
         yield ShardedTensor(
@@ -264,7 +269,10 @@ def _states(inner: Any) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torc
 def _main_parameters(inner: Any) -> dict[torch.Tensor, torch.Tensor]:
     """Return {fp32 copy: 16-bit parameter} if the optimizer keeps such copies."""
     pairs = zip(getattr(inner, "fp32_from_float16_groups", ()), getattr(inner, "float16_groups", ()), strict=True)
-    return {main: model for mains, models in pairs for main, model in zip(mains, models, strict=True)}
+    models_of: dict[torch.Tensor, torch.Tensor] = {}
+    for mains, models in pairs:
+        models_of.update(zip(mains, models, strict=True))
+    return models_of
 
 
 def _flat(parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
