@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,20 @@ class Span:
 
 
 class Timeline:
-    """Records phases as context managers. Phases nest, for each thread by itself."""
+    """Records phases as context managers. Phases nest, for each thread and each task by itself."""
 
     def __init__(self, path: str | Path) -> None:
         self._writer = JsonlWriter(path)
         self._sums: dict[int, dict[str, float]] = {}
         self._lock = threading.Lock()
-        self._local = threading.local()
+        # (name, step) of the phases that are open, the outermost first
+        self._open: ContextVar[tuple[tuple[str, int | None], ...]] = ContextVar("phases", default=())
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
         """Record what runs inside the `with`. Without `step`, the step of the enclosing phase is taken."""
-        stack = self._stack()
         span = self.begin(name, step)
-        stack.append((span.name, span.step))
+        before = self._open.set((*self._open.get(), (span.name, span.step)))
         error = ""
         try:
             yield
@@ -72,21 +73,16 @@ class Timeline:
             error = type(raised).__name__
             raise
         finally:
-            stack.pop()
+            self._open.reset(before)
             span.end(error=error)
 
     def begin(self, name: str, step: int | None = None) -> Span:
         """A phase that the caller ends, beside others that begin and end meanwhile. Without `step`, the step of the
         enclosing phase is taken."""
-        stack = self._stack()
-        outer, outer_step = stack[-1] if stack else (WHOLE_STEP, None)
+        around = self._open.get()
+        outer, outer_step = around[-1] if around else (WHOLE_STEP, None)
         full = name if outer == WHOLE_STEP else f"{outer}/{name}"
-        return Span(full, outer_step if step is None else step, len(stack), self._record)
-
-    def _stack(self) -> list[tuple[str, int | None]]:
-        """(name, step) of the phases that are open in this thread."""
-        found: list[tuple[str, int | None]] = vars(self._local).setdefault("stack", [])
-        return found
+        return Span(full, outer_step if step is None else step, len(around), self._record)
 
     def step_seconds(self, step: int) -> dict[str, float]:
         """Seconds of each finished phase of a step, by name; a phase entered several times is summed."""

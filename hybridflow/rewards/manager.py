@@ -4,7 +4,8 @@ of processes beside the driver."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -34,8 +35,7 @@ class RewardManager:
     Without `reward.path` each row is scored by the verifier of its data source, a built-in one or one of
     `reward.verifiers`, and `reward.kwargs` go to the verifiers that take them. With `reward.path` the function of that
     file scores every row. Calls run in `reward.processes` processes, each with the deadline `reward.timeout_s`. Here
-    run built-in verifiers that cannot hang, and with `reward.processes=0` all calls, without a deadline (and not within
-    a running event loop).
+    run built-in verifiers that cannot hang, and with `reward.processes=0` all calls, without a deadline.
 
     Args:
         config: the `reward` section.
@@ -73,7 +73,7 @@ class RewardManager:
         elif self.config.path is None:
             pool = self._started_pool()
             calls = [pool.submit(rows[begin : begin + _TRUTHS]) for begin in range(0, len(rows), _TRUTHS)]
-            outcomes = [outcome for call in pool.collect(calls) for outcome in call]
+            outcomes = [outcome for call in asyncio.run(pool.collect(calls)) for outcome in call]
         else:
             return
         for source, place, outcome in zip(data_source, places, outcomes, strict=True):
@@ -91,13 +91,13 @@ class RewardManager:
         extra_info: Sequence[Mapping[str, Any]] | None = None,
         groups: Sequence[Any] | None = None,
     ) -> list[ScoreResult]:
-        """Scores of B responses, in order: `submit` and `collect`.
+        """Scores of B responses, in order: `submit` and `collect`, for callers that are not in an event loop.
 
         Raises:
             DataError: no verifier for a data source; or `reward.on_failure` is "stop" and a row failed, or all rows
                 failed. Names the first such row, and for a custom function its file, name and line.
         """
-        results = self.collect(self.submit(data_source, response_text, ground_truth, extra_info, groups))
+        [results] = asyncio.run(self.collect([self.submit(data_source, response_text, ground_truth, extra_info, groups)]))
         self.check(results)
         return results
 
@@ -141,17 +141,14 @@ class RewardManager:
             raise DataError(f"ground_truth or extra_info holds {error}; rewards are given plain data alone") from error
         return Submitted(begun)
 
-    def collect(self, submitted: Submitted) -> list[ScoreResult]:
-        """The results of these rows, in the order in which they were submitted; waits for what is not finished."""
-        return self.collect_all([submitted])[0]
-
-    def collect_all(self, parts: Sequence[Submitted]) -> list[list[ScoreResult]]:
-        """What `collect` returns for each part. Calls that run here all begin together, as in a pool of one process."""
+    async def collect(self, parts: Sequence[Submitted]) -> list[list[ScoreResult]]:
+        """The results of each part, in the order of its rows; waits for what is not finished. Calls that run here all
+        begin together, as in a pool of one process."""
         calls = [call for part in parts for call, _ in part.calls]
         pooled = [call for call in calls if isinstance(call, int)]
         here = [call for call in calls if not isinstance(call, int)]
-        made = iter(_all(self._scoring, here) if here and self._scoring is not None else ())
-        answers = dict(zip(pooled, self._pool.collect(pooled), strict=True)) if self._pool is not None else {}
+        made = iter(await _all(self._scoring, here) if here and self._scoring is not None else ())
+        answers = dict(zip(pooled, await self._pool.collect(pooled), strict=True)) if self._pool is not None else {}
         results: list[list[ScoreResult]] = []
         for part in parts:
             found: dict[int, ScoreResult] = {}
@@ -227,11 +224,19 @@ class RewardManager:
             self._pool.close()
 
 
-def _all(scoring: Scoring, calls: Sequence[Sequence[Row]]) -> list[list[Outcome]]:
-    if not scoring.is_async:
+async def _all(scoring: Scoring, calls: Sequence[Sequence[Row]]) -> list[list[Outcome]]:
+    if scoring.is_async:
+        return list(await asyncio.gather(*map(scoring.outcomes_while_others_wait, calls)))
+    with _no_running_loop():
         return [scoring.outcomes(rows) for rows in calls]
 
-    async def together() -> list[list[Outcome]]:
-        return list(await asyncio.gather(*map(scoring.outcomes_while_others_wait, calls)))
 
-    return asyncio.run(together())
+@contextmanager
+def _no_running_loop() -> Iterator[None]:
+    """Let a function of a user's run an event loop of its own (`asyncio.run`) while the driver's stands still."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +25,7 @@ class RewardPool:
     """Starts the host (`rewards.host`) at once and in the background; `start` waits for it.
 
     Calls begin when they are submitted and run while the caller does something else. A host that has ended is started
-    again, and calls without an answer are submitted again. Used by one thread.
+    again, and calls without an answer are submitted again. Used by one thread, and collected from by one task at a time.
 
     Args:
         config: the `reward` section.
@@ -79,11 +81,11 @@ class RewardPool:
         self._send([self._submitted])
         return self._submitted
 
-    def collect(self, numbers: Sequence[int]) -> list[list[Outcome]]:
+    async def collect(self, numbers: Sequence[int]) -> list[list[Outcome]]:
         """The outcomes of the rows of these calls; waits for those that are not finished."""
         while any(number in self._jobs for number in numbers):
-            self._lines.socket.settimeout(self.config.timeout_s + _PATIENCE_S)
             try:
+                await _readable(self._lines.socket, self.config.timeout_s + _PATIENCE_S)
                 messages = self._lines.received()
             except TimeoutError:
                 messages = None
@@ -136,3 +138,14 @@ class RewardPool:
     def __del__(self) -> None:
         if hasattr(self, "_process") and self._process.poll() is None:
             self.close()
+
+
+async def _readable(connection: socket.socket, timeout_s: float) -> None:
+    """Return when the connection has data or has ended. TimeoutError after `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    has_data = asyncio.Event()
+    loop.add_reader(connection, has_data.set)
+    try:
+        await asyncio.wait_for(has_data.wait(), timeout_s)
+    finally:
+        loop.remove_reader(connection)

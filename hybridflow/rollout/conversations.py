@@ -1,7 +1,7 @@
-"""Conversations over a rollout service: an agent loop for each prompt, all at the same time.
+"""Conversations over the engines: an agent loop for each prompt, all at the same time.
 
-A conversation is a task of one event loop, which runs in the caller's thread while it polls: there is no thread for a
-conversation. What they ask goes to the engines request by request, and tools go on beside them.
+A conversation is a task of the driver's event loop: there is no thread for a conversation. What they ask goes to the
+engines request by request, and tools go on beside them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import asyncio
 import hashlib
 import inspect
 import logging
-import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,10 +37,11 @@ from hybridflow.config.val_sets import VAL_SET, val_sets
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError
 from hybridflow.rollout.continuation import free_routes
-from hybridflow.rollout.protocols import ROOM, RolloutService
+from hybridflow.rollout.protocols import ROOM, Rollouts
+from hybridflow.rollout.requests import Request, Requests
 from hybridflow.workers.requests import CUT_SHORT
 
-# besides those of `RolloutService.take`: what the reward sees as the response (the last answer), the messages after
+# besides those of `Rollouts.batch`: what the reward sees as the response (the last answer), the messages after
 # the prompt, the number of answers and of tools called, what went wrong in the agent loop (None: nothing), and the
 # rewards that the loop gave, where it gives any
 COLUMNS = ("answer_text", "messages", "turns", "tool_calls", "agent_failure")
@@ -51,15 +50,39 @@ _SAMPLED = ("response_ids", "rollout_log_probs", "response_versions")
 _ROW = ("data_source", "ground_truth", "extra_info")
 SINGLE_TURN = "single_turn"  # the loop that needs no conversation
 _POLL_S = 0.25
-_CLOSE_S = 5.0
 # while no engine works, the longest wait for environments and programs that are at work, and between two looks at them
 _TOGETHER_S, _STEP_S = 2.0, 0.001
 _SETTLED = 10  # times that the event loop goes round without another conversation asking
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class _Sample:
+    """A conversation with its task.
+
+    Attributes:
+        before: answers that an earlier process was given, and this one has not come to yet.
+        answers: those that it was given, each with the number of tokens that it follows, as a row of a batch.
+        request: the tokens that it waits for now.
+    """
+
+    number: int
+    training: bool
+    val_set: str
+    group: Hashable
+    before: deque[DataProto]
+    answers: list[tuple[int, DataProto, int]] = field(default_factory=list)
+    request: Request | None = None
+    conversation: Conversation = field(init=False)
+    task: asyncio.Task[None] = field(init=False)
+
+    def done(self) -> bool:
+        """Return whether the conversation has ended."""
+        return self.task.done()
+
+
 class Conversations:
-    """`RolloutService` whose answers are conversations. They move on in the caller's thread, while it polls.
+    """`Rollouts` whose answers are conversations: an agent loop for each, a task of the driver's event loop.
 
     Args:
         engines: answer what conversations ask.
@@ -71,29 +94,22 @@ class Conversations:
         DataError: the chat template cannot show an observation after an answer.
     """
 
-    def __init__(
-        self, engines: RolloutService, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None
-    ) -> None:
+    def __init__(self, engines: Requests, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None) -> None:
         self.engines, self.tokenizer, self.config = engines, tokenizer, config
         self.agent = config.rollout.agent
         log_path = None if logs is None else logs / "environments.log"
         self._episodes = None if self.agent.environment is None else Episodes(self.agent, log_path)
-        self._agent_loop, self._tools = LOOPS.get(self.agent.loop), self._toolbox()
+        self._agent_loop = LOOPS.get(self.agent.loop)
+        self._tools = self._toolbox()
         sets = val_sets(config).items()
         self._tokenizers = {name: tokenizer.with_template(one.chat_template_kwargs) for name, one in sets}
         role = self.agent.observation_role
         for one in self._tokenizers.values():
             one.template.check(role, with_calls=role == "tool" and self.agent.loop == "tools")
-        self._next_ticket = 0
-        self._held: dict[int, tuple[Conversation, asyncio.Task[None]]] = {}
-        self._waiting: list[_Ask] = []
-        self._under_way: dict[int, _Ask] = {}  # by the engines' tickets
-        self._records: dict[int, _Record] = {}
-        self._asked = asyncio.Event()
-        self._moved = time.monotonic()
-        self._events = asyncio.new_event_loop()
+        self._next_number = 0
+        self._going_on: dict[int, _Sample] = {}
+        self._moved_at = time.monotonic()
         self._completions = CompletionServer()
-        weakref.finalize(self, _close, self._events, self._completions)
 
     def _toolbox(self) -> Toolbox:
         template, chosen = self.tokenizer.template, self.agent.call_format
@@ -107,8 +123,8 @@ class Conversations:
             )
         return found
 
-    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
-        """Begin a conversation for each prompt, and return a ticket for each.
+    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[_Sample]:
+        """Begin a conversation for each prompt.
 
         Args:
             begun: the answers of such conversations, with `row` [b]. Agent loops run from the beginning, and are given
@@ -116,54 +132,59 @@ class Conversations:
         """
         rows = prompts.select([name for name in ("prompt_ids", "uid", VAL_SET, ROOM, *_ROW) if name in prompts]).fetch()
         uids = rows["uid"].tolist() if "uid" in rows else [None] * len(rows)
-        names = rows[VAL_SET].tolist() if VAL_SET in rows else [""] * len(rows)
+        val_sets = rows[VAL_SET].tolist() if VAL_SET in rows else [""] * len(rows)
         room = rows[ROOM].tolist() if ROOM in rows else [self.config.data.max_response_length] * len(rows)
-        tickets = list(range(self._next_ticket, self._next_ticket + len(rows)))
-        self._next_ticket += len(rows)
-        recorded = _recorded(begun)
-        for number, (ticket, ids) in enumerate(zip(tickets, rows.jagged("prompt_ids"), strict=True)):
-            self._records[ticket] = _Record(training, recorded.get(number, deque()))
-            conversation = Conversation(
+        first, recorded = self._next_number, _recorded(begun)
+        self._next_number += len(rows)
+        samples = []
+        for row, ids in enumerate(rows.jagged("prompt_ids")):
+            # the samples of a prompt begin alike, and an engine computes that once
+            group = None if uids[row] is None else (first, uids[row])
+            one = _Sample(first + row, training, val_sets[row], group, recorded.get(row, deque()))
+            one.conversation = Conversation(
                 prompt=ids.tolist(),
-                row={name: rows[name][number] for name in _ROW if name in rows},
+                row={name: rows[name][row] for name in _ROW if name in rows},
                 config=self.agent,
-                tokenizer=self._tokenizers[names[number]],
-                sample=partial(self._sample, training, names[number], ticket, uids[number]),
-                room=room[number],
+                tokenizer=self._tokenizers[val_sets[row]],
+                sample=partial(self._sample, one),
+                room=room[row],
                 episodes=self._episodes,
                 endpoint=self._completions.endpoint,
             )
-            self._held[ticket] = conversation, self._events.create_task(self._one(conversation))
-        self._moved = time.monotonic()
-        return tickets
+            one.task = asyncio.ensure_future(self._hold(one))
+            self._going_on[one.number] = one
+            samples.append(one)
+        self._moved_at = time.monotonic()
+        return samples
 
-    def poll(self) -> None:
-        """Let conversations go on: ask the engines, wait a moment for them or for what works beside them.
+    async def advance(self) -> None:
+        """Let conversations go on: ask the engines, and wait a moment for them or for what works beside them.
 
         Raises:
-            HybridFlowError: what `engines.poll` raises.
+            HybridFlowError: what `Requests.advance` raises.
         """
-        self._settle()
-        self._send()
-        if self._under_way:
-            self.engines.poll()
-            self._receive()
-        else:
-            self._events.run_until_complete(self._wait(_POLL_S))
+        await self._settle()
+        if self.engines.is_idle:
+            await self._wait(_POLL_S)
             self._end_idle()
+        else:
+            await self.engines.advance()
+            self._moved_at = time.monotonic()
+            await self._settle()
 
-    def ended(self, tickets: Iterable[int]) -> bool:
-        """Whether all of these conversations have ended."""
-        return all(self._held[ticket][1].done() for ticket in tickets)
+    async def answers(self, samples: Sequence[_Sample]) -> DataProto:
+        """`Rollouts.answers`."""
+        while not all(one.done() for one in samples):
+            await self.advance()
+        return self.batch(samples)
 
-    def take(self, tickets: Sequence[int]) -> DataProto:
-        """The conversations, in the order of the tickets; they can be taken once.
+    def batch(self, samples: Sequence[_Sample]) -> DataProto:
+        """The conversations, in this order.
 
         Raises:
             HybridFlowError: the agent loop failed in all of them.
         """
-        found = [self._held.pop(ticket)[0] for ticket in tickets]
-        records = [self._records.pop(ticket) for ticket in tickets]
+        found = [one.conversation for one in samples]
         failed = [one.failure for one in found if one.failure]
         if failed and len(failed) == len(found):
             raise HybridFlowError(
@@ -173,80 +194,71 @@ class Conversations:
         if failed:
             _log.warning("%d of %d conversations failed, the first: %s", len(failed), len(found), failed[0])
         batch = as_batch(found, with_rewards=self._agent_loop.gives_rewards)
-        if any(one.training for one in records) and derived.needs_support(self.config):
+        is_training = any(one.training for one in samples)
+        if is_training and derived.needs_support(self.config):
             batch = batch.with_columns(**support_columns([Supports.concat(one.supports) for one in found]))
-        if not (any(one.training for one in records) and derived.needs_engine_routes(self.config)):
+        if not (is_training and derived.needs_engine_routes(self.config)):
             return batch
         rows = [_routes(one, self.config) for one in found]
         known = np.array([0 if one.routes is None or one.failure else len(one.routes) for one in found], np.int64)
         return batch.with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)}).with_columns(**{ROUTED: known})
 
-    def shown(self, tickets: Sequence[int]) -> DataProto:
-        """The conversations as `take` will return them, without the experts of their tokens."""
-        found = [self._held[ticket][0] for ticket in tickets]
-        return as_batch(found, with_rewards=self._agent_loop.gives_rewards)
+    def shown(self, samples: Sequence[_Sample]) -> DataProto:
+        """The conversations as `batch` returns them, without the experts of their tokens."""
+        return as_batch([one.conversation for one in samples], with_rewards=self._agent_loop.gives_rewards)
 
-    def begun(self, tickets: Sequence[int]) -> DataProto | None:
+    async def begun(self, samples: Sequence[_Sample]) -> DataProto | None:
         """The answers of these conversations, in order, with `shown`, which tells what the policy had been shown."""
+        asking = [(one, one.request) for one in samples if one.request is not None]
+        now = await self.engines.begun([request for _, request in asking])
+        at: dict[int, int] = {}  # by the number of a conversation: the row of the answer that it waits for
+        for row, place in enumerate([] if now is None else now["sample"].tolist()):
+            at[asking[place][0].number] = row
         parts: list[DataProto] = []
-        under_way = {ask.ticket: number for number, ask in self._under_way.items()}
-        waiting = {ask.ticket: ask for ask in self._waiting}
-        now = self.engines.begun([under_way[ticket] for ticket in tickets if ticket in under_way])
-        at = {} if now is None else {number: row for row, number in enumerate(now["ticket"].tolist())}
-        for ticket in tickets:
-            conversation, record = self._held[ticket][0], self._records[ticket]
-            whole = [*conversation.prompt, *conversation.tokens]
+        for place, one in enumerate(samples):
+            whole = [*one.conversation.prompt, *one.conversation.tokens]
             rows = [
-                batch.rows(np.array([row])).with_columns(shown=np.array([_digest(whole[:length])], dtype=object))
-                for length, batch, row in record.answers
+                batch.rows(np.array([row])).with_columns(shown=objects([_digest(whole[:length])]))
+                for length, batch, row in one.answers
             ]
-            if now is not None and (number := under_way.get(ticket)) in at:
-                assert number is not None
-                shown = np.array([_digest(self._under_way[number].tokens)], dtype=object)
-                rows.append(now.rows(np.array([at[number]])).with_columns(shown=shown))
-            elif ticket in waiting and (begun := waiting[ticket].begun) is not None:
-                shown = np.array([_digest(waiting[ticket].tokens)], dtype=object)
-                rows.append(begun.with_columns(shown=shown))
+            if now is not None and one.number in at:
+                answer = now.rows(np.array([at[one.number]])).drop(["sample"])
+                rows.append(answer.with_columns(shown=objects([_digest(whole)])))
             else:
-                rows += [one.drop(["row"]) for one in record.before]
-            parts += [row.with_columns(ticket=np.array([ticket])) for row in rows]
+                rows += [answer.drop(["row"]) for answer in one.before]
+            parts += [row.with_columns(sample=np.array([place])) for row in rows]
         return DataProto.concat(parts) if parts else None
 
-    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
-        """End these conversations, and what they ask of engines. With `keep` what was said before is kept; the answer
-        under way is not."""
-        wanted = frozenset(tickets)
-        self._waiting = [ask for ask in self._waiting if ask.ticket not in wanted]
-        asked = [ticket for ticket, ask in self._under_way.items() if ask.ticket in wanted]
-        for ticket in asked:
-            del self._under_way[ticket]
-        ended = [(conversation, task) for conversation, task in map(self._held.__getitem__, tickets) if not task.done()]
-        for conversation, _ in ended:
-            conversation.end, conversation.finish_reason = "aborted", "abort"
-        self._events.run_until_complete(_cancel([task for _, task in ended]))
-        if not keep:
-            for ticket in tickets:
-                del self._held[ticket], self._records[ticket]
-        if asked:
-            self.engines.abort(asked)
+    async def abort(self, samples: Sequence[_Sample]) -> None:
+        """End these conversations, and what they ask of engines."""
+        for one in samples:
+            if not one.done():
+                one.conversation.end, one.conversation.finish_reason = "aborted", "abort"
+        await _cancel(samples)
+        await self.engines.drop_unwanted()
 
-    def forget(self) -> None:
-        """Give up all conversations."""
-        self._events.run_until_complete(_cancel([task for _, task in self._held.values()]))
-        self._held, self._waiting, self._under_way, self._records = {}, [], {}, {}
-        self.engines.forget()
+    async def forget(self) -> None:
+        """End all conversations."""
+        await _cancel(list(self._going_on.values()))
+        await self.engines.forget()
 
-    def sleep(self) -> None:
-        """Have the engines give their memory back."""
-        self.engines.sleep()
+    async def sleep(self) -> None:
+        """Have the engines release their memory."""
+        await self.engines.sleep()
 
-    def wake(self, tags: Sequence[str]) -> None:
-        """Have the engines take the memory of these parts again."""
-        self.engines.wake(tags)
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Have the engines reallocate the memory of these parts."""
+        await self.engines.wake(tags)
 
-    # ---- in the event loop
+    async def close(self) -> None:
+        """End the conversations and the server for programs."""
+        await _cancel(list(self._going_on.values()))
+        await self._completions.close()
 
-    async def _one(self, conversation: Conversation) -> None:
+    # ---- tasks
+
+    async def _hold(self, one: _Sample) -> None:
+        conversation = one.conversation
         try:
             await self._agent_loop.function(conversation, self._tools)
         except ConversationOver as over:
@@ -257,150 +269,75 @@ class Conversations:
             conversation.failure = describe_error(error, Path(inspect.getfile(self._agent_loop.function)))
         else:
             conversation.end = "the agent loop returned"
-        self._asked.set()  # `_wait` looks again
+        finally:
+            del self._going_on[one.number]
+            self.engines.asked.set()  # `_wait` looks again
 
-    async def _sample(
-        self, training: bool, val_set: str, ticket: int, uid: int | None, tokens: Sequence[int], most: int
-    ) -> Sampled:
-        """`conversation.Sample`: wait for an engine."""
-        record, begun = self._records[ticket], None
-        if record.before:
-            again = record.before.popleft()
+    async def _sample(self, one: _Sample, tokens: Sequence[int], most: int) -> Sampled:
+        """`conversation.Sample`: the next answer of this conversation."""
+        begun = None
+        if one.before:
+            again = one.before.popleft()
             if again["shown"][0] != _digest(tokens) or again.lengths("response_ids")[0] > most:
-                record.before.clear()  # a tool or an environment said something else: the policy is asked from here on
+                one.before.clear()  # a tool or an environment said something else: the policy is asked from here on
             elif again["finish_reason"][0] == CUT_SHORT:
                 begun = again.drop(["row", "shown"])
             else:
-                record.answers.append((len(tokens), again.drop(["row", "shown"]), 0))
-                parts = {name: again.jagged(name).row(0) for name in _columns_of(again)}
-                return _sampled(parts, str(again["finish_reason"][0]), len(tokens), most)
-        ask = _Ask(training, val_set, ticket, uid, tokens, most, begun, self._events.create_future())
-        self._waiting.append(ask)
-        self._asked.set()
-        return await ask.answer
+                one.answers.append((len(tokens), again.drop(["row", "shown"]), 0))
+                return _sampled(again, 0, len(tokens), most)
+        one.request = self.engines.ask(
+            tokens,
+            most,
+            training=one.training,
+            val_set=one.val_set,
+            order=one.number,
+            group=one.group,
+            begun=begun,
+        )
+        try:
+            answer, row = await self.engines.answer(one.request)
+        finally:
+            one.request = None
+        one.answers.append((len(tokens), answer, row))
+        return _sampled(answer, row, len(tokens), most)
 
-    def _settle(self) -> None:
+    async def _settle(self) -> None:
         """Let every conversation that can go on at once do so. While no engine works, environments and programs are
         waited for, so that what follows their steps goes to the engines together."""
-
-        async def rounds() -> None:
-            quiet, before, end = 0, -1, time.monotonic() + _TOGETHER_S
-            while quiet < _SETTLED:
-                is_stepping = self._is_stepping() and time.monotonic() < end
-                is_quiet = len(self._waiting) == before and not is_stepping
-                quiet, before = (quiet + 1 if is_quiet else 0), len(self._waiting)
-                await asyncio.sleep(_STEP_S if is_stepping else 0)
-
-        self._events.run_until_complete(rounds())
+        quiet, before, end = 0, -1, time.monotonic() + _TOGETHER_S
+        while quiet < _SETTLED:
+            is_stepping = self._is_stepping() and time.monotonic() < end
+            is_quiet = self.engines.num_new == before and not is_stepping
+            quiet, before = (quiet + 1 if is_quiet else 0), self.engines.num_new
+            await asyncio.sleep(_STEP_S if is_stepping else 0)
 
     def _is_stepping(self) -> bool:
-        if self._under_way:
+        if self.engines.is_working:
             return False
         return self._completions.is_active or (self._episodes is not None and self._episodes.waiting)
 
     async def _wait(self, seconds: float) -> None:
         """Until a conversation asks or ends, or so long."""
-        self._asked.clear()
-        if self._waiting or all(task.done() for _, task in self._held.values()):
+        self.engines.asked.clear()
+        if not self._going_on:
             return
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._asked.wait(), seconds)
-            self._moved = time.monotonic()
-
-    # ---- between the conversations and the engines
-
-    def _send(self) -> None:
-        alike: dict[tuple[bool, str], list[_Ask]] = {}  # what is sampled in one way
-        for ask in self._waiting:
-            if not ask.answer.done():
-                alike.setdefault((not ask.training, ask.val_set), []).append(ask)
-        for (validating, val_set), asks in sorted(alike.items()):
-            asks.sort(key=lambda ask: ask.ticket)  # not in the order in which environments happened to answer
-            rows = Jagged.from_rows([ask.tokens for ask in asks], np.int64)
-            room = np.array([ask.most for ask in asks], np.int64)
-            # the samples of a prompt begin alike, and an engine computes that once
-            uid = np.array([-1 - n if ask.uid is None else ask.uid for n, ask in enumerate(asks)], np.int64)
-            prompts = DataProto.from_columns({"prompt_ids": rows, ROOM: room, "uid": uid})
-            if val_set:
-                prompts = prompts.with_columns(**{VAL_SET: objects([val_set] * len(asks))})
-            begun = [ask.begun.with_columns(row=np.array([n])) for n, ask in enumerate(asks) if ask.begun is not None]
-            known = DataProto.concat(begun) if begun else None
-            tickets = self.engines.submit(prompts, training=not validating, begun=known)
-            self._under_way |= dict(zip(tickets, asks, strict=True))
-            self._moved = time.monotonic()
-        self._waiting = []
-
-    def _receive(self) -> None:
-        done = [ticket for ticket in self._under_way if self.engines.ended([ticket])]
-        if not done:
-            return
-        found = self.engines.take(done).fetch()
-        columns = {name: found.jagged(name) for name in _columns_of(found)}
-        for row, (ticket, reason) in enumerate(zip(done, found["finish_reason"], strict=True)):
-            parts = {name: column.row(row) for name, column in columns.items()}
-            ask = self._under_way.pop(ticket)
-            if not ask.answer.done():
-                self._records[ask.ticket].answers.append((len(ask.tokens), found, row))
-                ask.answer.set_result(_sampled(parts, str(reason), len(ask.tokens), ask.most))
-        self._moved = time.monotonic()
-        self._settle()
+            await asyncio.wait_for(self.engines.asked.wait(), seconds)
+            self._moved_at = time.monotonic()
 
     def _end_idle(self) -> None:
         """End conversations that do nothing, once that has lasted for `rollout.agent.timeout_s`."""
-        if time.monotonic() - self._moved < self.agent.timeout_s or self._waiting:
+        if time.monotonic() - self._moved_at < self.agent.timeout_s or not self.engines.is_idle:
             return
-        idle = [(conversation, task) for conversation, task in self._held.values() if not task.done()]
-        for conversation, task in idle:
-            conversation.failure = f"nothing happened for {self.agent.timeout_s:g} s"
-            task.cancel()
-        self._settle()
+        for one in self._going_on.values():
+            one.conversation.failure = f"nothing happened for {self.agent.timeout_s:g} s"
+            one.task.cancel()
 
 
-def _close(events: asyncio.AbstractEventLoop, completions: CompletionServer) -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        _end(events, completions)
-    else:  # Python collects in any thread, also in one where another loop runs
-        thread = threading.Thread(target=_end, args=(events, completions))
-        thread.start()
-        thread.join(_CLOSE_S)
-
-
-def _end(events: asyncio.AbstractEventLoop, completions: CompletionServer) -> None:
-    events.run_until_complete(completions.close())
-    events.run_until_complete(_cancel(list(asyncio.all_tasks(events))))
-    events.close()
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@dataclass(frozen=True, eq=False)
-class _Ask:
-    """What a conversation waits for."""
-
-    training: bool
-    val_set: str
-    ticket: int  # of the conversation
-    uid: int | None
-    tokens: Sequence[int]
-    most: int
-    begun: DataProto | None  # tokens of the answer, which an engine goes on with
-    answer: asyncio.Future[Sampled]
-
-
-@dataclass(frozen=True, eq=False)
-class _Record:
-    """The answers of one conversation: those of an earlier process that it has not come to yet, and those that it was
-    given, each with the number of tokens that it follows, as a row of a batch."""
-
-    training: bool
-    before: deque[DataProto]
-    answers: list[tuple[int, DataProto, int]] = field(default_factory=list)
+async def _cancel(samples: Sequence[_Sample]) -> None:
+    for one in samples:
+        one.task.cancel()
+    await asyncio.gather(*(one.task for one in samples), return_exceptions=True)
 
 
 def _recorded(begun: DataProto | None) -> dict[int, deque[DataProto]]:
@@ -417,18 +354,15 @@ def _digest(tokens: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()
 
 
-def _columns_of(answers: DataProto) -> list[str]:
-    """The columns of an answer's tokens."""
-    return [*_SAMPLED, *(name for name in (ROUTES, *SUPPORT) if name in answers)]
-
-
-def _sampled(columns: Mapping[str, np.ndarray], reason: str, asked: int, most: int) -> Sampled:
-    """An answer to so many tokens, cut to its room; `columns` are those of `_columns_of`."""
-    ids, log_probs, versions = (columns[name][:most] for name in _SAMPLED)
-    routes = columns[ROUTES][: asked + most] if ROUTES in columns else None
-    reason = "length" if len(columns["response_ids"]) > most else reason
-    support = Supports(*(columns[name] for name in SUPPORT)).take(slice(most)) if SUPPORT[0] in columns else None
-    return Sampled(ids, log_probs, versions, reason, routes, support)
+def _sampled(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
+    """An answer to so many tokens, cut to its room."""
+    ids, log_probs, versions = (answers.jagged(name).row(row) for name in _SAMPLED)
+    reason = "length" if len(ids) > most else str(answers["finish_reason"][row])
+    routes = answers.jagged(ROUTES).row(row)[: asked + most] if ROUTES in answers else None
+    support = None
+    if SUPPORT[0] in answers:
+        support = Supports(*(answers.jagged(name).row(row) for name in SUPPORT)).take(slice(most))
+    return Sampled(ids[:most], log_probs[:most], versions[:most], reason, routes, support)
 
 
 def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
@@ -465,9 +399,7 @@ def _last_answer(conversation: Conversation) -> str:
     return said[-1] if said else ""
 
 
-def conversing(
-    engines: RolloutService, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None
-) -> RolloutService:
+def conversing(engines: Requests, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None) -> Rollouts:
     """The engines, with conversations over them where `rollout.agent.loop` holds any; the arguments are those of
     `Conversations`."""
     return Conversations(engines, tokenizer, config, logs) if config.rollout.agent.loop != SINGLE_TURN else engines

@@ -24,7 +24,7 @@ from hybridflow.rewards.verifiers.base import PROMPT, THINKING_OPEN, ScoreResult
 from hybridflow.rollout.answer_statistics import answer_statistics
 from hybridflow.rollout.conversations import TURN_REWARDS
 from hybridflow.rollout.dumps import dump_batch
-from hybridflow.rollout.protocols import ROOM, RolloutService, taken
+from hybridflow.rollout.protocols import ROOM, Rollouts
 from hybridflow.rollout.sampling_control import without_rows
 
 SCORING = DataflowStep(
@@ -51,10 +51,10 @@ class Scorer:
     def __init__(self, rewards: RewardManager, tokenizer: Tokenizer) -> None:
         self.rewards, self.tokenizer = rewards, tokenizer
 
-    def score(self, batch: DataProto) -> DataProto:
+    async def score(self, batch: DataProto) -> DataProto:
         """Columns response_text (objects) and scores [B] f32, as `SCORING` declares, reward_extra (objects: {name:
         value}) where the reward returns more than a score, reward_failure (objects: text or None) where rows failed."""
-        return self.finish(self.begin(batch, len(batch)))
+        return await self.finish(self.begin(batch, len(batch)))
 
     def begin(self, batch: DataProto, size: int) -> list[Scoring]:
         """Begin to score a batch, in parts of `size` rows, for `finish`."""
@@ -103,7 +103,7 @@ class Scorer:
                 facts[THINKING_OPEN] = known[end]
         return found
 
-    def finish(self, parts: Sequence[Scoring]) -> DataProto:
+    async def finish(self, parts: Sequence[Scoring]) -> DataProto:
         """The columns of `score` for the rows of all parts, in order; waits for those that are not scored yet.
 
         Raises:
@@ -111,7 +111,7 @@ class Scorer:
         """
         texts = [text for part in parts for text in part.texts]
         submitted = [part.rows for part in parts if isinstance(part.rows, Submitted)]
-        collected = self.rewards.collect_all(submitted)
+        collected = await self.rewards.collect(submitted)
         self.rewards.check([result for found in collected for result in found])
         left = iter(collected)
         results = [one for part in parts for one in (next(left) if isinstance(part.rows, Submitted) else part.rows)]
@@ -187,15 +187,15 @@ class Validator:
         self.datasets, self.scorer, self.folder = dict(datasets), scorer, folder
         self.sets = val_sets(config)
 
-    def run(self, engines: RolloutService, step: int) -> dict[str, float]:
+    async def run(self, engines: Rollouts, step: int) -> dict[str, float]:
         """The metrics of each set, which begin with "val", or with "val-NAME" for an entry of `data.val_sets`. All sets
         are asked for at once. Nothing without a set."""
         asked = {name: self._prompts(name) for name in self.datasets}
-        tickets = {name: engines.submit(prompts, training=False) for name, prompts in asked.items()}
+        samples = {name: engines.begin(prompts, training=False) for name, prompts in asked.items()}
         metrics: dict[str, float] = {}
         for name, prompts in asked.items():
-            batch = prompts.union(taken(engines, tickets[name]))
-            batch = batch.union(self.scorer.score(batch))
+            batch = prompts.union(await engines.answers(samples[name]))
+            batch = batch.union(await self.scorer.score(batch))
             dump_batch(self.folder / f"validation{tag(name)}", step, batch, self.scorer.tokenizer)
             metrics |= self._metrics(f"val{tag(name)}", batch, self.sets[name].samples)
         return metrics

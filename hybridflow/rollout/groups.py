@@ -30,7 +30,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts, open_sampler
 from hybridflow.rollout.evaluation import Scorer, Scoring
-from hybridflow.rollout.protocols import RolloutService
+from hybridflow.rollout.protocols import Rollouts, Sample
 from hybridflow.rollout.requests import concat
 
 _LATE = 0.1  # for so small a share of a step's groups that end late, prompts are not handed out a whole step earlier
@@ -39,16 +39,21 @@ _LATE = 0.1  # for so small a share of a step's groups that end late, prompts ar
 @dataclass(eq=False)
 class _Group:
     """Rows of `prompts` that were handed out with the weights of `version`, for a row of the dataset. `scoring` begins
-    when the last of them has ended, `steps` after they were handed out at `since`, in the time of `_StepClock`."""
+    when the last of the `samples` has ended, `steps` after they were handed out at `since`, in the time of
+    `_StepClock`."""
 
     index: int
     version: int
     prompts: DataProto
     rows: slice
-    tickets: Sequence[int]
+    samples: Sequence[Sample]
     since: float
     scoring: Scoring | None = None
     steps: float = 0.0
+
+    def done(self) -> bool:
+        """Return whether all samples have ended."""
+        return all(one.done() for one in self.samples)
 
 
 class _StepClock:
@@ -92,7 +97,7 @@ class Groups:
     def __init__(
         self,
         config: RunConfig,
-        engines: RolloutService,
+        engines: Rollouts,
         dataset: Prompts,
         keep: Callable[[DataProto], DataProto],
         scorer: Scorer,
@@ -109,28 +114,28 @@ class Groups:
         self._first = self.state()
         self.metrics: dict[str, float] = {}
 
-    def next_batch(self, version: int) -> DataProto:
+    async def next_batch(self, version: int) -> DataProto:
         """Prompts and answers of `data.train_batch_size` groups for the step that begins with these weights; `uid`
         tells the samples of one prompt.
 
         Raises:
-            HybridFlowError: what `RolloutService.poll` raises.
+            HybridFlowError: what `Rollouts.advance` raises.
         """
         self._steps.step_begins(version)
         self._hand_out(version)
-        if self.config.trainer.max_staleness and self._left and not self.engines.ended(self._left[-1].tickets):
-            self.engines.poll()  # engines begin what was handed out now, also where the step has its groups already
+        if self.config.trainer.max_staleness and self._left and not self._left[-1].done():
+            await self.engines.advance()  # engines begin what was handed out now, also where the step has its groups already
         self._begin_scoring()
         self._steps.wait_begins()
         while (chosen := self._ready(version)) is None:
-            self.engines.poll()
+            await self.engines.advance()
             self._steps.waited()
             self._begin_scoring()
         self._follow(chosen)
         taken = set(map(id, chosen))
         self._left = [group for group in self._left if id(group) not in taken]
         if self.config.trainer.tail_batching:
-            self._cut_off_rest()  # before the step begins: its places are idle, its memory may be wanted
+            await self._cut_off_rest()  # before the step begins: its places are idle, its memory may be wanted
         age = np.array([version - group.version for group in chosen])
         if self.config.trainer.max_staleness:
             self.metrics = {
@@ -140,24 +145,24 @@ class Groups:
                 "rollout/steps_ahead": float(self._ahead),
             }
         prompts = concat([group.prompts.rows(group.rows) for group in chosen])
-        answered = self.engines.take([ticket for group in chosen for ticket in group.tickets])
+        answered = self.engines.batch([one for group in chosen for one in group.samples])
         self._scored = [group.scoring for group in chosen if group.scoring is not None]
         uid = np.repeat(np.arange(len(chosen), dtype=np.int64), self.config.rollout.n)
         return self.keep(prompts.with_columns(uid=uid).union(answered))
 
-    def scores(self) -> DataProto:
+    async def scores(self) -> DataProto:
         """The scores of the batch that `next_batch` returned last, as `Scorer.score` returns them; waits for those that
         are not there yet. They can be taken once."""
         scored, self._scored = self._scored, []
-        return self.scorer.finish(scored)
+        return await self.scorer.finish(scored)
 
-    def forget(self) -> None:
+    async def forget(self) -> None:
         """Have the engines give up what is not trained; `restore` hands it out again."""
         self._forget_scoring()
         self.scorer.forget(self._scored)
         self._scored = []
         self._left, self._next, self._cut_off, self._begun = [], [], [], None
-        self.engines.forget()
+        await self.engines.forget()
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, JSON-able: the order of the prompts, and those that are handed out and not trained."""
@@ -165,18 +170,17 @@ class Groups:
         state = {"sampler": self.sampler.state(), "handed_out": [*left, *self._next], "cut_off": list(self._cut_off)}
         return state | self._kind() | {"versions": [group.version for group in self._left]}
 
-    def begun(self) -> DataProto | None:
+    async def begun(self) -> DataProto | None:
         """What has come of the prompts that are handed out and not trained, to be taken together with `state`: their
         place in it (`group`), the sample, and the answer as far as it has come. None where nothing has."""
-        tickets = [ticket for group in self._left for ticket in group.tickets]
-        begun = self.engines.begun(tickets) if tickets else None
+        samples = [one for group in self._left for one in group.samples]
+        begun = await self.engines.begun(samples) if samples else None
         if begun is None:
             return None
-        places = {ticket: place for place, ticket in enumerate(tickets)}
-        group, sample = np.divmod([places[ticket] for ticket in begun["ticket"].tolist()], self.config.rollout.n)
-        return begun.drop(["ticket"]).with_columns(group=group, sample=sample)
+        group, sample = np.divmod(begun["sample"], self.config.rollout.n)
+        return begun.with_columns(group=group, sample=sample)
 
-    def restore(self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0) -> None:
+    async def restore(self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0) -> None:
         """Go on where `state` was taken, or without it at the first prompt. Prompts that were handed out then are
         handed out again, and go on from `begun`: none is lost, and none is trained twice.
 
@@ -188,7 +192,7 @@ class Groups:
         Raises:
             CheckpointError: the dataset or its order is another one.
         """
-        self.forget()
+        await self.forget()
         state = state or self._first
         self.sampler.restore(state["sampler"])
         self._next = [int(row) for row in state.get("handed_out", [])]
@@ -227,10 +231,10 @@ class Groups:
         versions, begun = self._taken_up(len(rows), version)
         batch = self.dataset.batch(np.array(rows, np.int64))
         batch = self.keep(batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(n))
-        tickets = self.engines.submit(batch, training=True, begun=begun)
+        samples = self.engines.begin(batch, training=True, begun=begun)
         for number, index in enumerate(rows):
             own = slice(number * n, (number + 1) * n)
-            self._left.append(_Group(index, versions[number], batch, own, tickets[own], self._steps.time))
+            self._left.append(_Group(index, versions[number], batch, own, samples[own], self._steps.time))
 
     def _taken_up(self, count: int, version: int) -> tuple[list[int], DataProto | None]:
         """The versions of so many prompts that are handed out now, and what an earlier process had begun of them."""
@@ -246,11 +250,11 @@ class Groups:
 
     def _begin_scoring(self) -> None:
         """Begin to score the groups that have ended since the last call."""
-        new = [group for group in self._left if group.scoring is None and self.engines.ended(group.tickets)]
+        new = [group for group in self._left if group.scoring is None and group.done()]
         if not new:
             return
         prompts = concat([group.prompts.rows(group.rows) for group in new])
-        answered = self.engines.shown([ticket for group in new for ticket in group.tickets])
+        answered = self.engines.shown([one for group in new for one in group.samples])
         parts = self.scorer.begin(prompts.union(answered), self.config.rollout.n)
         for group, part in zip(new, parts, strict=True):
             group.scoring, group.steps = part, self._steps.time - group.since
@@ -276,9 +280,9 @@ class Groups:
         self.metrics = {"rollout/prompts_handed_out": float(len(rows))}
         return rows
 
-    def _cut_off_rest(self) -> None:
+    async def _cut_off_rest(self) -> None:
         """Abort the groups that the step does not train; they wait for a long round."""
-        self.engines.abort([ticket for group in self._left for ticket in group.tickets])
+        await self.engines.abort([one for group in self._left for one in group.samples])
         self._forget_scoring()
         self._cut_off += [group.index for group in self._left]
         self._left = []

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from hybridflow.batch import DataProto
 
 ROOM = "room"  # column of prompts that may not be answered with as many tokens as others [B]: the most
 
 
-class RolloutService(Protocol):
-    """Engines that answer prompts, each on its own. What a caller has submitted moves on while it calls `poll`, or
-    another `poll`s for it; what an engine was asked goes on there meanwhile."""
+class Sample(Protocol):
+    """An answer to a prompt that was begun."""
 
-    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
-        """Take requests in, and return a ticket for each row.
+    def done(self) -> bool:
+        """Return whether it has ended."""
+
+
+class Rollouts(Protocol):
+    """Engines that answer prompts; the samples that it takes are those of its `begin`. Engines work on what they were asked by themselves; they are asked for more, and
+    their answers come in, while somebody waits in `advance` or `answers`."""
+
+    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> Sequence[Sample]:
+        """Begin an answer to each row.
 
         Args:
             prompts: with prompt_ids; rows of one `uid` are the samples of one prompt, which one engine gets. With
@@ -24,53 +31,41 @@ class RolloutService(Protocol):
             training: sample as `rollout.sampling` says, with routed_experts when they are replayed; else as
                 `rollout.val_sampling` says, or with a column `VAL_SET` as the entries of `data.val_sets` say that it
                 names.
-            begun: what `begun` returned of requests like these, perhaps of another process, with `row` [b], their row
+            begun: what `begun` returned of samples like these, perhaps in another process, with `row` [b], their row
                 of `prompts`: they go on from there.
         """
 
-    def begun(self, tickets: Sequence[int]) -> DataProto | None:
-        """What has come of these requests, which go on: rows with their `ticket`, for `submit`; None where nothing
-        has."""
+    async def advance(self) -> None:
+        """Wait a moment for answers, and send what engines have room for."""
 
-    def poll(self) -> None:
-        """Move all requests on: wait a moment for answers, and send what engines have room for."""
+    async def answers(self, samples: Sequence[Any]) -> DataProto:
+        """`batch`, once all of the samples have ended."""
 
-    def ended(self, tickets: Iterable[int]) -> bool:
-        """Whether all of these requests have ended."""
+    def batch(self, samples: Sequence[Any]) -> DataProto:
+        """The answers of samples that have ended, in their order: response_ids, response_mask, rollout_log_probs,
+        response_versions, finish_reason, weight_version; of conversations also `conversations.COLUMNS`."""
 
-    def take(self, tickets: Sequence[int]) -> DataProto:
-        """The answers of requests that have ended, in the order of the tickets; they can be taken once. response_ids,
-        response_mask, rollout_log_probs, response_versions, finish_reason, weight_version; of conversations also
-        `conversations.COLUMNS`."""
+    def shown(self, samples: Sequence[Any]) -> DataProto:
+        """What `batch` returns of samples that have ended, as far as a reward reads it."""
 
-    def shown(self, tickets: Sequence[int]) -> DataProto:
-        """What `take` will return of requests that have ended, as far as a reward reads it."""
+    async def begun(self, samples: Sequence[Any]) -> DataProto | None:
+        """The answers so far of samples that go on, for `begin`: rows with `sample` [b], their place among the samples.
+        None where no answer has begun."""
 
-    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
-        """End these requests wherever they are, and give their places at the engines to others. With `keep` they have
-        then ended, soon, with the finish reason `abort` and what had come of them; otherwise their tickets mean nothing
-        any longer."""
+    async def abort(self, samples: Sequence[Any]) -> None:
+        """End these samples, and give their places at the engines to others. Their answers are lost."""
 
-    def forget(self) -> None:
-        """Give up all requests, waiting, under way or ended; their tickets mean nothing any longer."""
+    async def forget(self) -> None:
+        """End all samples."""
 
-    def sleep(self) -> None:
-        """Give the device memory away."""
+    async def sleep(self) -> None:
+        """Release the device memory."""
 
-    def wake(self, tags: Sequence[str]) -> None:
-        """Take the memory of `weights` or `kv_cache` again; weights come with the next sync."""
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Reallocate the memory of `weights` or `kv_cache`; weights come with the next sync."""
 
-
-def answers(service: RolloutService, prompts: DataProto, *, training: bool) -> DataProto:
-    """The answers to the prompts, in their order, once all have ended."""
-    return taken(service, service.submit(prompts, training=training))
-
-
-def taken(service: RolloutService, tickets: Sequence[int]) -> DataProto:
-    """The answers of these requests, in their order, once all have ended."""
-    while not service.ended(tickets):
-        service.poll()
-    return service.take(tickets)
+    async def close(self) -> None:
+        """End the tasks of this process; engines are not told."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class SyncReport:
 class WeightSync(Protocol):
     """Brings the policy's weights to the engines."""
 
-    def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         """After it returns, every engine that gets requests answers with these weights, and says so in weight_version.
 
         Raises:

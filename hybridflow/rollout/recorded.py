@@ -29,7 +29,7 @@ class RecordedPairs:
         self._first = self.state()
         self.metrics: dict[str, float] = {}
 
-    def next_batch(self, version: int) -> DataProto:
+    async def next_batch(self, version: int) -> DataProto:
         """The two answers to each of `data.train_batch_size` prompts, chosen before rejected, with the scores 1 and 0;
         `uid` tells the pairs apart. They are the same whatever the `version` of the weights."""
         pairs = self.dataset.batch(next(self.sampler))
@@ -45,17 +45,17 @@ class RecordedPairs:
             )
         )
 
-    def forget(self) -> None:
+    async def forget(self) -> None:
         """Nothing is handed out."""
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, JSON-able."""
         return {"sampler": self.sampler.state()}
 
-    def begun(self) -> None:
+    async def begun(self) -> None:
         """No answer is under way."""
 
-    def restore(self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0) -> None:
+    async def restore(self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0) -> None:
         """Go on where `state` was taken, or without it at the first pair. CheckpointError: the dataset or its order is
         another one."""
         self.sampler.restore((state or self._first)["sampler"])

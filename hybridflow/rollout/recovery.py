@@ -7,9 +7,9 @@ not ended is asked again. While another engine can answer, `EngineGroup` asks th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
+from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.protocols import SyncReport, WeightSync
 from hybridflow.rollout.service import EngineGroup
@@ -17,11 +17,11 @@ from hybridflow.rollout.service import EngineGroup
 log = logging.getLogger(__name__)
 
 
-class RestartingRollouts:
-    """`RolloutService` and `WeightSync` over the engines, which start again when none is left.
+class RestartingSync:
+    """`WeightSync` to engines that start again when none is left, in a sync or while they answer (`recover`).
 
     Args:
-        engines, weights: the service and the sync that are called.
+        engines, weights: the engines, and the sync that is called.
         max_restarts: how many times within an hour; 0 lets the first loss end the job.
         told: about each restart, in one line.
     """
@@ -32,51 +32,37 @@ class RestartingRollouts:
         self.engines, self.weights, self._told = engines, weights, told
         self._restarts = RestartLimit(max_restarts)
         self._version = -1
-        # in these calls no loss is met
-        self.submit, self.begun, self.ended = engines.submit, engines.begun, engines.ended
-        self.take, self.shown, self.forget = engines.take, engines.shown, engines.forget
-        self.sleep, self.wake = engines.sleep, engines.wake
+        engines.recover = self.recover
 
-    def poll(self) -> None:
-        """Move all requests on, with the weights of the last sync, however often engines are lost meanwhile.
+    async def recover(self, error: HybridFlowError) -> None:
+        """After engines or workers were lost while they answered: bring them back with the weights of the last sync.
 
         Raises:
             HybridFlowError: the loss, when `max_restarts` are used up; or what went wrong in a restart: engines have
                 `rollout.start_timeout_s` to come up.
         """
-        try:
-            self.engines.poll()
-        except (EnginesLostError, WorkerError) as error:
-            if self._version < 0 or (isinstance(error, WorkerError) and self.engines.workers_alive()):
-                raise
-            self._restart(error)
-            self.weights.sync(self._version)  # waits for engines that are starting
+        if self._version < 0 or (isinstance(error, WorkerError) and self.engines.workers_alive()):
+            raise error
+        await self._restart(error)
+        await self.weights.sync(self._version)  # waits for engines that are starting
 
-    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
-        """End these requests. What lost workers had ended with them."""
-        try:
-            self.engines.abort(tickets, keep=keep)
-        except WorkerError:
-            if self.engines.workers_alive():
-                raise
-
-    def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         """Bring the weights to the engines. Workers that are lost start again; `weights` handles the loss of an engine
         alone."""
         self._version = version
         while True:
             try:
-                return self.weights.sync(version)
+                return await self.weights.sync(version)
             except WorkerError as error:
                 if self.engines.workers_alive():  # a rank of the policy, then
                     raise
-                self._restart(error)
+                await self._restart(error)
 
-    def _restart(self, error: HybridFlowError) -> None:
+    async def _restart(self, error: HybridFlowError) -> None:
         """Start lost workers again; raise `error` when no more restarts are allowed."""
         if not self._restarts.take():
             raise error
         log.info("no engine is left; they start again (%d more times this hour): %s", self._restarts.left, error)
         self._told(str(error).splitlines()[0])
         if not self.engines.workers_alive():
-            self.engines.restart_workers()
+            await self.engines.restart_workers()

@@ -2,172 +2,290 @@
 
 A request waits until an engine has room, goes to the engine that owes the fewest tokens, and with it the other samples
 of its prompt, whose prefix the engine then computes once. One that an engine has begun and lost is asked again from its
-last token on, of another engine. Nothing here runs by itself: `poll` moves everything on, in the caller's thread.
+last token on, of another engine. Requests move on in rounds (`advance`), while somebody waits for an answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from hybridflow.batch import ROUTES, DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig, SamplingConfig
 from hybridflow.config.val_sets import VAL_SET, sampling_of
-from hybridflow.engines.base import Completion, Extras
-from hybridflow.rollout.continuation import continued, free_routes, joined
+from hybridflow.engines.base import Extras
+from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
+from hybridflow.rollout.continuation import continued, joined
 from hybridflow.rollout.placing import shares
 from hybridflow.rollout.protocols import ROOM
+from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
-from hybridflow.workers.rollout import response_columns
 
 _POLL_S = 0.25  # the longest time in which an engine that has ended a request waits for the next
 _RUNNING_SETS = 2  # an engine has the requests that it runs, and as many that wait there for a place
 
 
 @dataclass(eq=False)
-class _Request:
-    """Row `row` of `prompts`, for up to `most` tokens; `begun` has the tokens that lost engines made of it, which are
-    part of the prompt then."""
+class Request:
+    """A prompt and its answer.
 
-    ticket: int
+    Attributes:
+        number: identifies the request to the engine's worker.
+        order: requests that come together are placed in this order, and those of one `group` together.
+        most: tokens that may still be sampled.
+        prompts, row: the prompt is this row of a batch, which may lie in the object store.
+        tokens: the prompt, where it is in this process instead.
+        begun: what lost engines had sampled of the answer; these tokens are part of the prompt then.
+        answer: the answer is this row of a batch; None until it has ended.
+        is_over: settled with the answer, where a task of this process awaits it.
+    """
+
+    number: int
+    order: int
+    group: Hashable
     training: bool
-    prompts: DataProto
-    row: int
+    val_set: str
     most: int
-    val_set: str = ""
+    prompts: DataProto | None = None
+    row: int = 0
+    tokens: Sequence[int] = ()
     begun: DataProto | None = None
     engine: int = -1
-    is_aborted: bool = False
+    answer: tuple[DataProto, int] | None = None
+    is_over: asyncio.Future[None] | None = None
+
+    def done(self) -> bool:
+        """Return whether the answer has ended."""
+        return self.answer is not None
+
+    def prompt(self) -> DataProto:
+        """The prompt as a batch of one row."""
+        if self.prompts is None:
+            return DataProto.from_columns({"prompt_ids": Jagged.from_rows([self.tokens], np.int64)})
+        return self.prompts.rows(np.array([self.row]))
 
 
 class Requests(ABC):
-    """The part of a `RolloutService` that is the same over any engines."""
+    """`Rollouts` whose answers are single requests; the part that is the same over any engines.
+
+    Attributes:
+        recover: awaited with the error when no engine is left, or workers are lost; raises where that is the end.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self._next_ticket = 0
-        self._waiting: deque[list[_Request]] = deque()  # those in one list are placed together
-        self._under_way: dict[int, _Request] = {}
-        self._ended: dict[int, tuple[DataProto, int]] = {}  # the answer is a row of a batch
+        self.recover: Callable[[HybridFlowError], Awaitable[None]] = _give_up
+        self.asked = asyncio.Event()  # a task of this process has asked
+        self._next_number = 0
+        self._new: list[Request] = []
+        self._waiting: deque[list[Request]] = deque()  # those in one list are placed together
+        self._under_way: dict[int, Request] = {}
+        self._unwanted: list[Request] = []  # under way, and nobody waits for them any longer
+        self._round: asyncio.Task[None] | None = None
 
-    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
-        """`RolloutService.submit`: take requests in, and return a ticket for each row."""
-        rows, together = prompts.select(["prompt_ids"]), dict[int, list[_Request]]()
-        keys = prompts["uid"].tolist() if "uid" in prompts else range(len(prompts))
-        tickets = list(range(self._next_ticket, self._next_ticket + len(prompts)))
-        self._next_ticket += len(prompts)
+    # ---- asking
+
+    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[Request]:
+        """`Rollouts.begin`: a request for each row."""
+        rows = prompts.select(["prompt_ids"])
+        uids = prompts["uid"].tolist() if "uid" in prompts else range(len(prompts))
         most = prompts[ROOM].tolist() if ROOM in prompts else [self.config.data.max_response_length] * len(prompts)
         val_sets = prompts[VAL_SET].tolist() if VAL_SET in prompts else [""] * len(prompts)
         known = {} if begun is None else {row: place for place, row in enumerate(begun["row"].tolist())}
-        for row, (ticket, key) in enumerate(zip(tickets, keys, strict=True)):
-            one = _Request(ticket, training, rows, row, most[row], val_sets[row])
-            if begun is not None and row in known:
-                answer = begun.rows(np.array([known[row]])).drop(["row"])
-                if answer["finish_reason"][0] != CUT_SHORT:
-                    self._ended[ticket] = (answer, 0)
-                    continue
-                if not self._goes_on(one, answer, answer):
-                    continue
-            together.setdefault(key, []).append(one)
-        self._waiting.extend(together.values())
-        return tickets
+        first = self._next_number
+        requests = []
+        for row, uid in enumerate(uids):
+            one = self._request(training, val_sets[row], most[row], (first, uid))
+            one.prompts, one.row = rows, row
+            requests.append(one)
+            if begun is None or row not in known:
+                self._new.append(one)
+                continue
+            answer = begun.rows(np.array([known[row]])).drop(["row"])
+            if answer["finish_reason"][0] != CUT_SHORT:
+                self._end(one, answer)
+            elif self._goes_on(one, answer, answer):
+                self._new.append(one)
+        return requests
 
-    def ended(self, tickets: Iterable[int]) -> bool:
-        """Whether all of these requests have ended."""
-        return all(ticket in self._ended for ticket in tickets)
+    def ask(
+        self,
+        tokens: Sequence[int],
+        most: int,
+        *,
+        training: bool,
+        val_set: str = "",
+        order: int = 0,
+        group: Hashable = None,
+        begun: DataProto | None = None,
+    ) -> Request:
+        """Ask for up to `most` tokens after these, for a task that waits in `answer`.
 
-    def poll(self) -> None:
-        """Send what engines have room for, and wait a moment for answers.
+        Args:
+            order, group: see `Request`.
+            begun: an answer that was cut short; it goes on from there.
+        """
+        one = self._request(training, val_set, most, group)
+        one.order, one.tokens = order, tokens
+        if begun is None or self._goes_on(one, begun, begun):
+            one.is_over = asyncio.get_running_loop().create_future()
+            self._new.append(one)
+            self.asked.set()
+        return one
+
+    async def answer(self, request: Request) -> tuple[DataProto, int]:
+        """The row of a batch that is the answer, once it has ended and is in this process; somebody else waits in
+        `advance`. Cancelling it aborts the request."""
+        try:
+            if request.is_over is not None:
+                await request.is_over
+        except asyncio.CancelledError:
+            self._unwanted.append(request)
+            raise
+        assert request.answer is not None
+        return request.answer
+
+    def _request(self, training: bool, val_set: str, most: int, group: Hashable) -> Request:
+        number = self._next_number
+        self._next_number += 1
+        return Request(number, number, group, training, val_set, most)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits or is under way."""
+        return not (self._new or self._waiting or self._under_way)
+
+    @property
+    def is_working(self) -> bool:
+        """Whether an engine has a request."""
+        return bool(self._under_way)
+
+    @property
+    def num_new(self) -> int:
+        """Requests that were made since the last round."""
+        return len(self._new)
+
+    # ---- rounds
+
+    async def advance(self) -> None:
+        """Send what engines have room for, and wait a moment for answers. Those who wait at the same time share the
+        round.
 
         Raises:
             EnginesLostError: no engine is left. The requests wait until one has taken weights again.
             EngineError: an engine refused a request, and still runs.
         """
-        self._send()
-        cut = 0
-        for training in (True, False):
-            engines = sorted({one.engine for one in self._under_way.values() if one.training == training})
-            for answers in self._collect(training, engines, _POLL_S) if engines else ():
-                cut += self._receive(answers)
-        if cut:
-            self._leave_out_lost(cut)
+        if self._round is None or self._round.done():
+            self._round = asyncio.ensure_future(self._advance())
+            self._round.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # somebody has seen it
+        await asyncio.shield(self._round)
 
-    def take(self, tickets: Sequence[int]) -> DataProto:
-        """The answers of requests that have ended, in the order of the tickets. They can be taken once."""
-        found = self._answers(tickets)
-        for ticket in tickets:
-            del self._ended[ticket]
-        return found
+    async def answers(self, samples: Sequence[Request]) -> DataProto:
+        """`Rollouts.answers`."""
+        while not all(one.done() for one in samples):
+            await self.advance()
+        return self.batch(samples)
 
-    def shown(self, tickets: Sequence[int]) -> DataProto:
-        """The tokens of the answers that `take` will return."""
-        return self._answers(tickets, ["response_ids"])
+    async def _advance(self) -> None:
+        try:
+            await self.drop_unwanted()
+            await self._send()
+            cut = 0
+            for training in (True, False):
+                engines = sorted({one.engine for one in self._under_way.values() if one.training == training})
+                for answers in await self._collect(training, engines, _POLL_S) if engines else ():
+                    cut += await self._receive(answers)
+            if cut:
+                await self._leave_out_lost(cut)
+        except (EnginesLostError, WorkerError) as error:
+            await self.recover(error)
 
-    def begun(self, tickets: Sequence[int]) -> DataProto | None:
-        """What has come of these requests, which go on: the columns of `take` and `ticket`, a row for each that has
-        ended or has tokens, with the finish reason `CUT_SHORT` while it has not ended. None where there is none."""
-        ended = [ticket for ticket in tickets if ticket in self._ended]
-        parts = [self._answers(ended).fetch().with_columns(ticket=np.array(ended, np.int64))] if ended else []
-        waiting = {one.ticket: one for group in self._waiting for one in group}
-        left = {ticket: one for ticket in tickets if (one := self._under_way.get(ticket) or waiting.get(ticket))}
-        engines = sorted({one.engine for one in left.values() if one.ticket in self._under_way and one.training})
-        for answers in self._so_far(engines) if engines else ():
+    # ---- answers
+
+    def batch(self, samples: Sequence[Request]) -> DataProto:
+        """`Rollouts.batch`."""
+        return self._answers(samples)
+
+    def shown(self, samples: Sequence[Request]) -> DataProto:
+        """`Rollouts.shown`: the tokens."""
+        return self._answers(samples, ["response_ids"])
+
+    async def begun(self, samples: Sequence[Request]) -> DataProto | None:
+        """`Rollouts.begun`: the columns of `batch`, with the finish reason `CUT_SHORT` while an answer goes on."""
+        places = {one.number: place for place, one in enumerate(samples)}
+        ended = [one for one in samples if one.done()]
+        parts = []
+        if ended:
+            at = np.array([places[one.number] for one in ended], np.int64)
+            parts.append(self.batch(ended).fetch().with_columns(sample=at))
+        left = {one.number: one for one in samples if not one.done()}
+        engines = sorted({one.engine for one in left.values() if one.number in self._under_way and one.training})
+        for answers in await self._so_far(engines) if engines else ():
             found = answers.fetch()
-            for row, ticket in enumerate(found["ticket"].tolist()):
-                if (one := left.pop(ticket, None)) is not None:
-                    rest = found.rows(np.array([row]))
+            for row, number in enumerate(found["ticket"].tolist()):
+                one = left.pop(number, None)
+                if one is not None:
+                    rest = found.rows(np.array([row])).drop(["ticket"])
                     whole = rest if one.begun is None else joined(one.begun, rest)
-                    parts.append(whole.with_columns(ticket=rest["ticket"]))
-        parts += [one.begun.with_columns(ticket=np.array([one.ticket])) for one in left.values() if one.begun]
+                    parts.append(whole.with_columns(sample=np.array([places[number]])))
+        parts += [
+            one.begun.with_columns(sample=np.array([places[one.number]]))
+            for one in left.values()
+            if one.begun is not None
+        ]
         return DataProto.concat(parts) if parts else None
 
-    def _answers(self, tickets: Sequence[int], names: Sequence[str] | None = None) -> DataProto:
+    def _answers(self, samples: Sequence[Request], names: Sequence[str] | None = None) -> DataProto:
         rows: dict[int, list[int]] = {}
         places: dict[int, list[int]] = {}
         batches: dict[int, DataProto] = {}
-        for place, ticket in enumerate(tickets):
-            batch, row = self._ended[ticket]
+        for place, one in enumerate(samples):
+            assert one.answer is not None
+            batch, row = one.answer
             batches[id(batch)] = batch if names is None else batch.select(names)
             rows.setdefault(id(batch), []).append(row)
             places.setdefault(id(batch), []).append(place)
         found = concat([batch.rows(np.array(rows[key])) for key, batch in batches.items()])
         return found.reorder(np.argsort(np.concatenate([places[key] for key in batches])))
 
-    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
-        """End these requests wherever they are, as `RolloutService.abort` says."""
-        wanted, at_engines = frozenset(tickets), dict[int, list[int]]()
-        waiting = [one for group in self._waiting for one in group if one.ticket in wanted]
-        if waiting:
-            left = ([one for one in group if one.ticket not in wanted] for group in self._waiting)
-            self._waiting = deque(group for group in left if group)
-        for one in (self._under_way[ticket] for ticket in tickets if ticket in self._under_way):
-            one.is_aborted = True
-            at_engines.setdefault(one.engine, []).append(one.ticket)
-        if keep:
-            self._end_aborted(waiting)
-        else:
-            for ticket in tickets:
-                self._under_way.pop(ticket, None)
-                self._ended.pop(ticket, None)
-        if at_engines:
-            self._abort(dict(sorted(at_engines.items())))
+    # ---- ending requests
 
-    def forget(self) -> None:
-        """Give up all requests, waiting, under way or ended; their tickets mean nothing any longer."""
+    async def abort(self, samples: Sequence[Request]) -> None:
+        """`Rollouts.abort`: end these requests wherever they are."""
+        numbers = {one.number for one in samples}
+        self._new = [one for one in self._new if one.number not in numbers]
+        kept = ([one for one in group if one.number not in numbers] for group in self._waiting)
+        self._waiting = deque(group for group in kept if group)
+        at_engines: dict[int, list[int]] = {}
+        for number in sorted(numbers & self._under_way.keys()):
+            at_engines.setdefault(self._under_way.pop(number).engine, []).append(number)
+        if at_engines:
+            await self._abort(dict(sorted(at_engines.items())))
+
+    async def drop_unwanted(self) -> None:
+        """Abort the requests that a task was cancelled over."""
+        if self._unwanted:
+            unwanted, self._unwanted = self._unwanted, []
+            await self.abort(unwanted)
+
+    async def forget(self) -> None:
+        """`Rollouts.forget`: give up all requests."""
         engines = sorted({one.engine for one in self._under_way.values()})
+        self._new, self._unwanted, self._under_way = [], [], {}
         self._waiting.clear()
-        self._under_way, self._ended = {}, {}
         if engines:
-            self._forget(engines)
+            await self._forget(engines)
 
     # ---- inside
 
-    def _send(self) -> None:
+    async def _send(self) -> None:
+        self._take_in()
         if not self._waiting:
             return
         owed = dict.fromkeys(self._serving(), 0)
@@ -177,101 +295,119 @@ class Requests(ABC):
         # an engine alone gets everything: there is no other that might be free earlier
         sets = _RUNNING_SETS * (1 + self.config.trainer.max_staleness)  # nobody sends more while the policy trains
         room = sets * self.config.rollout.max_running_requests * len(owed) - len(self._under_way)
-        groups: list[list[_Request]] = []
+        groups: list[list[Request]] = []
         while self._waiting and (room > 0 or len(owed) == 1):
             groups.append(self._waiting.popleft())
             room -= len(groups[-1])
-        for group, engine in zip(groups, shares([sum(one.most for one in g) for g in groups], owed), strict=True):
+        tokens = [sum(one.most for one in group) for group in groups]
+        for group, engine in zip(groups, shares(tokens, owed), strict=True):
             for one in group:
                 one.engine = engine
-                self._under_way[one.ticket] = one
-        alike: dict[tuple[bool, str], dict[int, list[_Request]]] = {}  # what is sampled in one way
-        for one in (one for group in groups for one in group):
-            parts = alike.setdefault((not one.training, one.val_set), {})
-            parts.setdefault(one.engine, []).append(one)
+                self._under_way[one.number] = one
+        alike: dict[tuple[bool, str], dict[int, list[Request]]] = {}  # what is sampled in one way
+        for group in groups:
+            for one in group:
+                parts = alike.setdefault((not one.training, one.val_set), {})
+                parts.setdefault(one.engine, []).append(one)
         for (validating, _), parts in sorted(alike.items()):
-            self._ask(not validating, {engine: _rows(part) for engine, part in sorted(parts.items())})
+            await self._ask(not validating, {engine: _rows(part) for engine, part in sorted(parts.items())})
 
-    def _receive(self, answers: DataProto) -> int:
+    def _take_in(self) -> None:
+        """Let new requests wait, in their order and not in that in which environments happened to answer."""
+        together: dict[Hashable, list[Request]] = {}
+        for one in sorted(self._new, key=lambda one: one.order):
+            group = one.number if one.group is None else one.group
+            together.setdefault((one.training, one.val_set, group), []).append(one)
+        self._new = []
+        self._waiting.extend(together.values())
+
+    async def _receive(self, answers: DataProto) -> int:
         """Take in a batch of answers with their tickets. Returns how many were cut short; those wait again."""
         if not len(answers):
             return 0
-        tickets, reasons = answers["ticket"].tolist(), answers["finish_reason"].tolist()
-        answers, cut = answers.drop(["ticket"]), 0
-        for row, (ticket, reason) in enumerate(zip(tickets, reasons, strict=True)):
-            one = self._under_way.pop(ticket, None)
+        numbers, reasons = answers["ticket"].tolist(), answers["finish_reason"].tolist()
+        answers = answers.drop(["ticket"])
+        if any(number in self._under_way and self._under_way[number].is_over for number in numbers):
+            answers = await in_thread(answers.fetch) if answers.deferred else answers
+        cut = 0
+        for row, (number, reason) in enumerate(zip(numbers, reasons, strict=True)):
+            one = self._under_way.pop(number, None)
             if one is None:
                 continue  # it was given up
             if one.begun is None and reason != CUT_SHORT:
-                self._ended[ticket] = (answers, row)
+                self._end(one, answers, row)
                 continue
             rest = answers.rows(np.array([row])).fetch()
             whole = rest if one.begun is None else joined(one.begun, rest)
             cut += reason == CUT_SHORT
             if reason != CUT_SHORT:
-                self._ended[ticket] = (whole, 0)
-            elif one.is_aborted:
-                self._ended[ticket] = (_ended_as("abort", whole), 0)
+                self._end(one, whole)
             elif self._goes_on(one, whole, rest):
                 self._waiting.appendleft([one])
         return cut
 
-    def _goes_on(self, one: _Request, begun: DataProto, added: DataProto) -> bool:
+    def _end(self, one: Request, batch: DataProto, row: int = 0) -> None:
+        one.answer = batch, row
+        if one.is_over is not None and not one.is_over.done():
+            one.is_over.set_result(None)
+
+    def _goes_on(self, one: Request, begun: DataProto, added: DataProto) -> bool:
         """Make a request one that goes on from its last token. False where it has ended with that."""
         one.most -= int(added.lengths("response_ids")[0])
         if one.most < 1:  # its engine was lost between the last token and the word that it is the last
-            self._ended[one.ticket] = (_ended_as("length", begun), 0)
+            self._end(one, _ended_as("length", begun))
             return False
-        one.prompts, one.row = continued(one.prompts.rows(np.array([one.row])).fetch(), added), 0
+        one.prompts, one.row = continued(one.prompt().fetch(), added), 0
         one.begun = begun
         return True
 
     def _ask_again(self) -> None:
         """Let all requests under way wait again: the workers that had them are gone."""
         lost, self._under_way = list(self._under_way.values()), {}
-        self._end_aborted([one for one in lost if one.is_aborted])
-        self._waiting.extendleft([one] for one in reversed(lost) if not one.is_aborted)
+        self._waiting.extendleft([one] for one in reversed(lost))
 
-    def _end_aborted(self, requests: Sequence[_Request]) -> None:
-        """End requests that no engine has, with what engines had made of them before."""
-        for one in requests:
-            self._ended[one.ticket] = (_ended_as("abort", one.begun or self._nothing(one)), 0)
+    async def close(self) -> None:
+        """Do nothing: no task of this process belongs to a request."""
 
-    def _nothing(self, one: _Request) -> DataProto:
-        """The answer of a request that no engine has begun."""
-        answer = response_columns([Completion([], [], "abort", ())], extras_for(self.config, one.training))
-        if not (one.training and derived.needs_engine_routes(self.config)):
-            return answer
-        routes = free_routes(self.config, int(one.prompts.lengths("prompt_ids")[one.row]))
-        return answer.with_columns(**{ROUTES: Jagged.from_rows([routes], np.int16)})
+    @abstractmethod
+    async def sleep(self) -> None:
+        """`Rollouts.sleep`."""
+
+    @abstractmethod
+    async def wake(self, tags: Sequence[str]) -> None:
+        """`Rollouts.wake`."""
 
     @abstractmethod
     def _serving(self) -> Sequence[int]:
         """The engines that may be asked, one at least; EnginesLostError where there is none."""
 
     @abstractmethod
-    def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
+    async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         """Bring each engine its rows: ticket, prompt_ids, max_new_tokens, and of a named set `VAL_SET`."""
 
     @abstractmethod
-    def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
         """What of these engines has ended, after waiting up to `wait_s` for all: batches with the tickets."""
 
     @abstractmethod
-    def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
+    async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
         """What has come of all training requests of these engines, which go on; see `RolloutWorker.so_far`."""
 
     @abstractmethod
-    def _leave_out_lost(self, answers: int) -> None:
+    async def _leave_out_lost(self, answers: int) -> None:
         """Ask no engine again that has cut so many answers short; EnginesLostError where none is left."""
 
     @abstractmethod
-    def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
-        """Have each engine end these requests. What had come of them is collected like other answers."""
+    async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
+        """Have each engine end these requests."""
 
     @abstractmethod
-    def _forget(self, engines: Sequence[int]) -> None:
+    async def _forget(self, engines: Sequence[int]) -> None:
         """Have these engines give up what they were asked."""
+
+
+async def _give_up(error: HybridFlowError) -> None:
+    raise error
 
 
 def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> SamplingConfig:
@@ -294,17 +430,23 @@ def _ended_as(reason: str, answer: DataProto) -> DataProto:
     return answer.with_columns(finish_reason=np.array([reason], dtype=object))
 
 
-def _rows(requests: Sequence[_Request]) -> DataProto:
+def _rows(requests: Sequence[Request]) -> DataProto:
     """What an engine is asked, in this order."""
     parts: list[DataProto] = []
     start = 0
     for end in range(1, len(requests) + 1):
-        if end == len(requests) or requests[end].prompts is not requests[start].prompts:
-            parts.append(requests[start].prompts.rows(np.array([one.row for one in requests[start:end]])))
-            start = end
+        if end < len(requests) and requests[end].prompts is requests[start].prompts:
+            continue
+        prompts = requests[start].prompts
+        if prompts is None:
+            ids = Jagged.from_rows([one.tokens for one in requests[start:end]], np.int64)
+            parts.append(DataProto.from_columns({"prompt_ids": ids}))
+        else:
+            parts.append(prompts.rows(np.array([one.row for one in requests[start:end]])))
+        start = end
     named = {VAL_SET: np.array([one.val_set for one in requests], object)} if requests[0].val_set else {}
     return concat(parts).with_columns(
-        ticket=np.array([one.ticket for one in requests], np.int64),
+        ticket=np.array([one.number for one in requests], np.int64),
         max_new_tokens=np.array([one.most for one in requests], np.int64),
         **named,
     )

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineGroup(Requests):
-    """`RolloutService` over the workers of the engines.
+    """`Rollouts` over the workers of the engines.
 
     Args:
         group: one worker for each engine (`RolloutWorker`).
@@ -48,38 +48,38 @@ class EngineGroup(Requests):
         super().__init__(config)
         self.group, self.stop_ids, self.others = group, list(stop_ids), others
         self.stale = dict.fromkeys(range(group.world_size), "no weights yet")
-        self._ready: Future | None = group.submit(RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30)
+        self._ready: Future | None = group.call(RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30)
 
-    def check_starting(self) -> None:
+    async def check_starting(self) -> None:
         """Raise at once when an engine has failed to start; return when all is well so far."""
         if self._ready is not None and self._ready.done():
-            self.wait_ready()
+            await self.wait_ready()
 
-    def wait_ready(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait until all engines serve."""
         if self._ready is not None:
-            self._ready.result()
+            await self._ready
             self._ready = None
 
     def workers_alive(self) -> bool:
         """Whether every engine's worker still runs, on each of its nodes."""
         return self.group.is_alive() and (self.others is None or self.others.is_alive())
 
-    def restart_workers(self) -> None:
+    async def restart_workers(self) -> None:
         """Start all workers, and with them all engines, again; the hooks of `WorkerGroup.restart` bring their weight
         connections back."""
         if self.others is not None and not self.others.is_alive():
-            self.others.restart()  # before the first nodes: it is theirs to say when an engine starts
-        self.group.restart()
+            await self.others.restart()  # before the first nodes: it is theirs to say when an engine starts
+        await self.group.restart()
 
-    def begin_again(self) -> None:
+    async def begin_again(self) -> None:
         """After the workers were started again: wait for their engines, which hold no weights."""
         self.stale = dict.fromkeys(range(self.group.world_size), "no weights yet")
         self._ask_again()
-        self._ready = self.group.submit(RolloutWorker.wait_ready, timeout=self.config.rollout.start_timeout_s + 30)
-        self.wait_ready()
+        self._ready = self.group.call(RolloutWorker.wait_ready, timeout=self.config.rollout.start_timeout_s + 30)
+        await self.wait_ready()
 
-    def states(self, wait_s: float = 0.0) -> list[EngineState]:
+    async def states(self, wait_s: float = 0.0) -> list[EngineState]:
         """The state of each engine, after waiting up to `wait_s` for restarts in progress. Engines that have ended are
         started again.
 
@@ -88,8 +88,8 @@ class EngineGroup(Requests):
             it in vain.
         """
         if self.others is not None:
-            self.others.run(RolloutNodeWorker.is_following, timeout=60)
-        states: list[EngineState] = self.group.run(RolloutWorker.engine_state, wait_s, timeout=wait_s + 60)
+            await self.others.call(RolloutNodeWorker.is_following, timeout=60)
+        states: list[EngineState] = await self.group.call(RolloutWorker.engine_state, wait_s, timeout=wait_s + 60)
         return states
 
     def quarantine(self, stale: Mapping[int, str]) -> None:
@@ -100,17 +100,17 @@ class EngineGroup(Requests):
             _log.info("engine-%d gets requests", number)
         self.stale = dict(stale)
 
-    def sleep(self) -> None:
+    async def sleep(self) -> None:
         """Have every engine give its memory back."""
-        self.group.run(RolloutWorker.sleep)
+        await self.group.call(RolloutWorker.sleep)
 
-    def wake(self, tags: Sequence[str]) -> None:
+    async def wake(self, tags: Sequence[str]) -> None:
         """Have every engine take the memory of these parts again."""
-        self.group.run(RolloutWorker.wake, list(tags))
+        await self.group.call(RolloutWorker.wake, list(tags))
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Stop the engines."""
-        self.group.run(RolloutWorker.stop, timeout=30)
+        await self.group.call(RolloutWorker.stop, timeout=30)
 
     # ---- the engines, as `Requests` sees them
 
@@ -120,41 +120,47 @@ class EngineGroup(Requests):
             raise EnginesLostError(f"no engine is left that could answer: {'; '.join(self.stale.values())}")
         return healthy
 
-    def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
+    async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         sampling = sampling_for(self.config, training, next(iter(parts.values())))
         same = [sampling], [self.stop_ids], [extras_for(self.config, training)]
         given = (values * len(parts) for values in same)
-        self.group.run(RolloutWorker.ask, list(parts.values()), *given, timeout=_CALL_S, only=list(parts))
+        await self.group.call(RolloutWorker.ask, list(parts.values()), *given, timeout=_CALL_S, only=list(parts))
 
-    def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
         method = collect_method(self.config) if training else RolloutWorker.collect
-        answers: list[DataProto] = self.group.run(method, wait_s, timeout=wait_s + _CALL_S, only=engines)
+        answers: list[DataProto] = await self.group.call(method, wait_s, timeout=wait_s + _CALL_S, only=engines)
         return answers
 
-    def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
+    async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
         method = _SO_FAR[extras_for(self.config, training=True)]
         try:
-            answers: list[DataProto] = self.group.run(method, timeout=_CALL_S, only=engines)
-        except WorkerError as error:  # `poll` will meet it too
+            answers: list[DataProto] = await self.group.call(method, timeout=_CALL_S, only=engines)
+        except WorkerError as error:  # the next round will meet it too
             _log.warning("what engines have begun cannot be looked at, and is not saved: %s", error)
             return []
         return answers
 
-    def _leave_out_lost(self, answers: int) -> None:
+    async def _leave_out_lost(self, answers: int) -> None:
         lost = {
             n: f"{state.name} is {'without weights' if state.state == UP else state.state}: {state.reason}"
-            for n, state in enumerate(self.states())
+            for n, state in enumerate(await self.states())
             if not state.has_weights
         }
         self.quarantine(self.stale | lost)
         self._serving()
         _log.warning("%d answers were cut short with their engine; the others go on with them", answers)
 
-    def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
-        self.group.run(RolloutWorker.abort_requests, list(tickets.values()), timeout=_CALL_S, only=list(tickets))
+    async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
+        try:
+            await self.group.call(
+                RolloutWorker.abort_requests, list(tickets.values()), timeout=_CALL_S, only=list(tickets)
+            )
+        except WorkerError:
+            if self.workers_alive():
+                raise  # what lost workers were asked has ended with them
 
-    def _forget(self, engines: Sequence[int]) -> None:
-        self.group.run(RolloutWorker.forget_requests, timeout=_CALL_S, only=engines)
+    async def _forget(self, engines: Sequence[int]) -> None:
+        await self.group.call(RolloutWorker.forget_requests, timeout=_CALL_S, only=engines)
 
 
 def collect_method(config: RunConfig) -> Callable[..., Any]:

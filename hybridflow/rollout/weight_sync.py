@@ -45,39 +45,40 @@ class SliceSync:
         self._at = ("", 0)
         self._plan: PlanFacts | None = None
 
-    def prepare(self) -> str:
+    async def prepare(self) -> str:
         """Make and prove the plan, before the first step and with all engines up. Returns one line about it.
 
         Raises:
             WeightSyncError: no proven plan exists; nothing can be synced then.
         """
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
-        platform = Platform(self.policy.run(PolicyWorker.device_kind))
+        platform = Platform(await self.policy.call(PolicyWorker.device_kind))
         self._transport = chosen(self.sync_config.transport, platform, derived.shares_devices(self.config))
         self._staged = derived.is_staged(self.config, platform.kind)
-        self._at = self.policy.run(PolicyWorker.open_sync_store)
-        described = self.engines.group.run(RolloutWorker.describe_weights, *self._at, timeout=2 * wait)
-        self._plan = self.policy.run(PolicyWorker.plan_weights, *self._at, described)[0]
+        self._at = await self.policy.call(PolicyWorker.open_sync_store)
+        described = await self.engines.group.call(RolloutWorker.describe_weights, *self._at, timeout=2 * wait)
+        self._plan = (await self.policy.call(PolicyWorker.plan_weights, *self._at, described))[0]
         assert self._plan is not None
-        self.engines.group.run(RolloutWorker.adopt_plan, self._plan.digest)
+        await self.engines.group.call(RolloutWorker.adopt_plan, self._plan.digest)
         return self._plan.describe()
 
-    def reconnect(self) -> None:
+    async def reconnect(self) -> None:
         """After the policy's ranks or the engines' workers were started again: a new store, new schedules and new
         sessions."""
         self._sessions = [number + 1 for number in self._sessions]
-        self.engines.states(wait_s=self.config.rollout.start_timeout_s)
-        self.prepare()
+        await self.engines.states(wait_s=self.config.rollout.start_timeout_s)
+        await self.prepare()
 
-    def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         """Bring this version to every engine that is up; engines that did not take it are quarantined."""
         if self._plan is None:
             raise RuntimeError("sync before prepare")
         started = time.perf_counter()
-        stale, nbytes = self._round(version)
-        if len(stale) == len(self._sessions) and any(state.state == "starting" for state in self.engines.states()):
-            self.engines.states(wait_s=self.config.rollout.start_timeout_s)  # better late than not at all
-            stale, nbytes = self._round(version)
+        stale, nbytes = await self._round(version)
+        nobody = len(stale) == len(self._sessions)
+        if nobody and any(state.state == "starting" for state in await self.engines.states()):
+            await self.engines.states(wait_s=self.config.rollout.start_timeout_s)  # better late than not at all
+            stale, nbytes = await self._round(version)
         self.engines.quarantine(stale)
         if len(stale) == len(self._sessions):
             reasons = "\n".join(f"  - {why}" for why in stale.values())
@@ -85,10 +86,10 @@ class SliceSync:
         named = {_name(number): why for number, why in stale.items()}
         return SyncReport(version, time.perf_counter() - started, nbytes, named)
 
-    def _round(self, version: int) -> tuple[dict[int, str], int]:
+    async def _round(self, version: int) -> tuple[dict[int, str], int]:
         """Attempts at all engines that are up. Returns why engines did not take the weights, and bytes that reached
         those that did."""
-        states = self.engines.states()
+        states = await self.engines.states()
         stale = {number: f"{s.name} is {s.state}: {s.reason}" for number, s in enumerate(states) if s.state != "up"}
         for number, state in enumerate(states):
             if state.restarts != self._restarts[number]:  # the session's other end died with the engine's processes
@@ -96,7 +97,7 @@ class SliceSync:
                 self._sessions[number] += 1
         pending, nbytes = [number for number in range(len(states)) if number not in stale], 0
         for _ in range(1 + self.sync_config.max_retries):
-            outcomes = self._attempt(pending, version) if pending else []
+            outcomes = await self._attempt(pending, version) if pending else []
             for outcome in outcomes:
                 nbytes += outcome.nbytes
                 stale.pop(outcome.number, None)
@@ -105,15 +106,15 @@ class SliceSync:
             pending = [outcome.number for outcome in outcomes if outcome.status == "stale"]
         return stale, nbytes
 
-    def _attempt(self, numbers: Sequence[int], version: int) -> list[Outcome]:
+    async def _attempt(self, numbers: Sequence[int], version: int) -> list[Outcome]:
         """Have both ends carry out orders to these engines. Returns the engines' outcomes, with the senders' errors."""
         self._attempts += 1
         orders = [self._order(number, version) for number in numbers]
         patience = answer_deadline(self.sync_config.timeout_s)
         wait = 5 * patience + _MARGIN_S  # announce or pause, begin, load, the reports of a pipeline, end
-        sending = self.policy.submit(PolicyWorker.send_weights, orders, 3 * patience, timeout=wait)
+        sending = self.policy.call(PolicyWorker.send_weights, orders, 3 * patience, timeout=wait)
         try:
-            received: list[Outcome] = self.engines.group.run(
+            received: list[Outcome] = await self.engines.group.call(
                 RolloutWorker.receive_weights, orders, timeout=wait, only=numbers
             )
         except HybridFlowError as error:
@@ -121,10 +122,10 @@ class SliceSync:
             for order in orders:
                 refuse(order, str(error).splitlines()[0])
             with suppress(HybridFlowError):
-                sending.result()
+                await sending
             raise
         try:
-            sent: list[Outcome] = [outcome for rank in sending.result() for outcome in rank]
+            sent: list[Outcome] = [outcome for rank in await sending for outcome in rank]
         except HybridFlowError:  # a trainer rank is lost: the run ends with its error, the engines' side is in the log
             self.engines.quarantine(
                 {**self.engines.stale, **{o.number: o.error for o in received if o.status != "served"}}

@@ -8,6 +8,7 @@ then `latest.json` points to it. A crash at any moment leaves the previous one i
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import threading
@@ -49,11 +50,11 @@ _MOST_LATEST_BYTES = 1 << 16
 class Saves(Protocol):
     """What the store needs of the ranks of a role."""
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         """Write the state to a new folder; in the background, return when it has been copied."""
         ...
 
-    def is_saved(self) -> bool:
+    async def is_saved(self) -> bool:
         """Whether no rank is writing. CheckpointError when the last background save failed."""
         ...
 
@@ -136,7 +137,7 @@ class CheckpointStore:
         self.fingerprint = Fingerprint()
         self._pending: _Pending | None = None
 
-    def save(
+    async def save(
         self,
         phase: str,
         step: int,
@@ -156,7 +157,7 @@ class CheckpointStore:
             CheckpointError: it (or the one before, in the background) could not be written; the previous one is in
             force.
         """
-        self.wait()
+        await self.wait()
         final = self.folder / f"{_PREFIX[phase]}{step}"
         partial = final.with_name(final.name + ".partial")
         with self._nothing_left(final, partial):
@@ -172,13 +173,13 @@ class CheckpointStore:
                 known["files"][ROLLOUTS] = asdict(digest_of(partial / ROLLOUTS))
             write_sealed(partial / DRIVER, {"phase": phase, "step": step, "state": finite(state), **known})
             for name, role in roles.items():
-                role.save(partial / name, phase=phase, step=step, background=self.background)
+                await role.save(partial / name, phase=phase, step=step, background=self.background)
             if not self.background:
                 return self._commit(partial, final)
         self._pending = _Pending(self, partial, final, roles)
         return final
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Raise CheckpointError if the save in the background has failed; called between steps."""
         pending = self._pending
         if pending is None:
@@ -186,21 +187,21 @@ class CheckpointStore:
         with self._nothing_left(pending.final, pending.partial, pending):
             if not pending.is_over():
                 for role in pending.roles.values():
-                    role.is_saved()
+                    await role.is_saved()
                 return
         self._pending = None
 
-    def wait(self) -> None:
+    async def wait(self) -> None:
         """Wait until no save is in progress. CheckpointError as from `check`, or after `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         while self._pending is not None:
-            self.check()
+            await self.check()
             if self._pending is not None and time.monotonic() > deadline:
                 raise CheckpointError(
                     f"the checkpoint {self._pending.final} was not written within {self.timeout_s:.0f} s "
                     "(trainer.checkpoint_timeout_s); is the file system hanging?"
                 )
-            time.sleep(_POLL_S / 5)
+            await asyncio.sleep(_POLL_S / 5)
 
     def settle(self) -> None:
         """To be called when the ranks have ended, or are about to: a save in progress counts if it is whole by now, and

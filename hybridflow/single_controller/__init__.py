@@ -2,25 +2,25 @@
 
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import colocated
-from hybridflow.single_controller.future import Future, waited_seconds, waiting
+from hybridflow.single_controller.event_loop import block_on, cancel_all, computing, in_thread, waited_seconds
+from hybridflow.single_controller.future import Future
 from hybridflow.single_controller.in_process import InProcessGroup
-from hybridflow.single_controller.pending import Call, Pending, first_done
 from hybridflow.single_controller.resource_pool import ResourcePool, reserve
 from hybridflow.single_controller.stored import keep_in_store
 from hybridflow.single_controller.worker_group import WorkerGroup
 
 __all__ = [
-    "Call",
     "Cluster",
     "Future",
     "InProcessGroup",
-    "Pending",
     "ResourcePool",
     "WorkerGroup",
+    "block_on",
+    "cancel_all",
     "colocated",
-    "first_done",
+    "computing",
+    "in_thread",
     "keep_in_store",
     "reserve",
     "waited_seconds",
-    "waiting",
 ]

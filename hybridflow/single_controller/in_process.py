@@ -6,7 +6,7 @@ Breakpoints work in every method of the worker.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ from hybridflow.process.rendezvous import leave_world
 from hybridflow.single_controller.actors import environment
 from hybridflow.single_controller.cluster import LOOPBACK
 from hybridflow.single_controller.colocate import address_of
-from hybridflow.single_controller.future import waiting
+from hybridflow.single_controller.event_loop import computing
 from hybridflow.single_controller.host import free_port
-from hybridflow.single_controller.pending import Ended
 
 
 class InProcessGroup:
@@ -56,14 +55,25 @@ class InProcessGroup:
         spec, address = method_spec(method), address_of(self.worker_class, method, role)
         plan = plan_call(spec, 1, self._mesh, args, kwargs)
         call = plan.calls[0]
-        with waiting():
+        with computing():
             result = getattr(self._worker, address)(*call.args, **call.kwargs)
         return plan.collect({0: result})
+
+    def call(self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any) -> Awaitable[Any]:
+        """Call the method at once, as `run` does; awaiting the call gives its result."""
+        return _Done(self.run(method, *args, role=role, **kwargs))
 
     def close(self) -> None:
         """Leave the process groups that the worker joined, so that this process can create another group."""
         leave_world()
 
-    def submit(self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any) -> Ended:
-        """Call the method immediately, like `run`, and return a finished call."""
-        return Ended(self.run(method, *args, role=role, **kwargs))
+
+class _Done:
+    """A call that has ended."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __await__(self) -> Generator[None, None, Any]:
+        yield from ()
+        return self._value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from hybridflow.single_controller.actors import (
 )
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import address_of
+from hybridflow.single_controller.event_loop import block_on
 from hybridflow.single_controller.future import Future, Rank
 from hybridflow.single_controller.host import HostInfo
 from hybridflow.single_controller.pieces import At, Request
@@ -84,12 +85,12 @@ class WorkerGroup:
         self._cluster, self._log_dir, self._name = cluster, Path(log_dir).resolve(), name
         self._pool: ResourcePool | None = pool
         self._args, self._env, self._fork_server = tuple(args), dict(env or {}), fork_server
-        self._restart_hooks: list[Callable[[], None]] = []
+        self._restart_hooks: list[Callable[[], Awaitable[None]]] = []
         self._config = cluster.config
         self._mesh: Mesh | None = None
         self._broken: HybridFlowError | None = None
         self._ranks: list[Rank] = []
-        self._start(pool)
+        block_on(self._start(pool))
 
     @classmethod
     def join(cls, cluster: Cluster, worker_class: type, name: str) -> WorkerGroup:
@@ -105,16 +106,17 @@ class WorkerGroup:
         group._cluster, group._pool, group._name = cluster, None, name
         group._restart_hooks, group._mesh, group._broken = [], None, None
         group._config, group._ranks = cluster.config, ranks
+        block_on(group._find_positions())
         return group
 
-    def on_restart(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after each `restart`, for example to load a checkpoint or to resend the weights.
+    def on_restart(self, hook: Callable[[], Awaitable[None]]) -> None:
+        """Await `hook` after each `restart`, for example to load a checkpoint or to resend the weights.
 
         Hooks run in registration order.
         """
         self._restart_hooks.append(hook)
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
         """Restart a group that lost a rank or hangs.
 
         Kills the remaining processes, starts new ones in the same slots, and runs the hooks.
@@ -128,9 +130,9 @@ class WorkerGroup:
         self._cluster.require_open()
         self.kill()
         self._mesh, self._broken = None, None
-        self._start(self._pool)
+        await self._start(self._pool)
         for hook in self._restart_hooks:
-            hook()
+            await hook()
 
     def is_alive(self) -> bool:
         """Return whether every rank's process is running and no call has marked the group as broken.
@@ -159,9 +161,25 @@ class WorkerGroup:
         role: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call a method of the worker class on the group and wait for the result.
+        """Make a call from code outside of an event loop, and wait for its result.
 
-        A method registered with `blocking=False` returns a `Future` immediately.
+        A method registered with `blocking=False` returns a `Future` immediately. Arguments and errors are those of
+        `call`.
+        """
+        future = self.call(method, *args, timeout=timeout, only=only, role=role, **kwargs)
+        return future.result() if method_spec(method).blocking else future
+
+    def call(
+        self,
+        method: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        only: Sequence[int] | None = None,
+        role: str | None = None,
+        **kwargs: Any,
+    ) -> Future:
+        """Call a method of the worker class on the group. The ranks have the call when this returns; awaiting it gives
+        the result.
 
         Args:
             method: the function on the class, e.g. `PolicyWorker.compute_log_probs`.
@@ -175,24 +193,11 @@ class WorkerGroup:
             SchemaError: arguments or results do not match the declaration of the method.
             HybridFlowError: a rank raised one of our errors (same type).
         """
-        future = self.submit(method, *args, timeout=timeout, only=only, role=role, **kwargs)
-        return future.result() if method_spec(method).blocking else future
-
-    def submit(
-        self,
-        method: Callable[..., Any],
-        *args: Any,
-        timeout: float | None = None,
-        only: Sequence[int] | None = None,
-        role: str | None = None,
-        **kwargs: Any,
-    ) -> Future:
-        """Start a call and return its `Future`. `timeout` is the default timeout of its `result()`."""
         spec, address = method_spec(method), self._address(method, role)
         if self._broken is not None:
             raise self._broken
         ranks = range(self.world_size) if only is None else only
-        mesh = self.mesh if spec.needs_mesh else None
+        mesh = self._mesh if spec.needs_mesh else None
         if mesh is not None and only is not None:
             mesh = mesh.of(ranks)
         plan = plan_call(spec, len(ranks), mesh, args, kwargs)
@@ -204,14 +209,6 @@ class WorkerGroup:
         elif spec.writes and spec.dispatch is Dispatch.DP and mesh is not None:
             collectors = [ranks[rank] for rank in mesh.collectors]
         return self._launch(address, plan, timeout, spec.writes if collectors else (), collectors)
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """Data-parallel positions of the ranks, queried once; None for a class without `mesh_position`."""
-        if self._mesh is None and hasattr(self.worker_class, "mesh_position") and self._broken is None:
-            plan = plan_call(_MESH_SPEC, self.world_size, None, (), {})
-            self._mesh = Mesh(tuple(self._launch("mesh_position", plan, None).result()))
-        return self._mesh
 
     def pids(self) -> list[int]:
         """Return the process ids in rank order, each valid on its own node."""
@@ -238,19 +235,19 @@ class WorkerGroup:
 
     # --- private ---------------------------------------------------------------------------------------------
 
-    def _start(self, pool: ResourcePool) -> None:
+    async def _start(self, pool: ResourcePool) -> None:
         """Start the actors and initialise the ranks. If one fails, all are killed."""
         self._ranks = start_actors(self._cluster, pool, self.role, self._log_dir, self._name, self._fork_server)
         try:
-            self._bring_up(pool)
+            await self._bring_up(pool)
         except BaseException:
             self.kill()
             raise
 
-    def _bring_up(self, pool: ResourcePool) -> None:
+    async def _bring_up(self, pool: ResourcePool) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s
         slots = pool.slots
-        infos: list[HostInfo] = self._everywhere("describe", [(slot.node, slot.ports) for slot in slots], deadline)
+        infos: list[HostInfo] = await self._everywhere("describe", [(slot.node, slot.ports) for slot in slots], deadline)
         for rank, info in zip(self._ranks, infos, strict=True):
             rank.pid = info.pid
         contexts = [self._context(pool, r, infos) for r in range(self.world_size)]
@@ -259,8 +256,15 @@ class WorkerGroup:
             (self.role, c, environment(c, {**given, **self._env}), import_path())
             for c, given in zip(contexts, placed, strict=True)
         ]
-        self._everywhere("set_up", settings, deadline)
-        self._everywhere("construct", [(self.worker_class, c, self._args) for c in contexts], deadline)
+        await self._everywhere("set_up", settings, deadline)
+        await self._everywhere("construct", [(self.worker_class, c, self._args) for c in contexts], deadline)
+        await self._find_positions()
+
+    async def _find_positions(self) -> None:
+        """Ask the ranks of a class with `mesh_position` for their data-parallel positions."""
+        if hasattr(self.worker_class, "mesh_position"):
+            plan = plan_call(_MESH_SPEC, self.world_size, None, (), {})
+            self._mesh = Mesh(tuple(await self._launch("mesh_position", plan, None)))
 
     def _context(self, pool: ResourcePool, rank: int, infos: Sequence[HostInfo]) -> WorkerContext:
         slot = pool.slots[rank]
@@ -275,12 +279,12 @@ class WorkerGroup:
             slot.ports,
         )
 
-    def _everywhere(self, step: str, arguments: Sequence[tuple[Any, ...]], deadline: float) -> list[Any]:
+    def _everywhere(self, step: str, arguments: Sequence[tuple[Any, ...]], deadline: float) -> Future:
         """Run one step of `Host` on all ranks before the deadline."""
         refs = {r: getattr(rank.actor, step).remote(*arguments[r]) for r, rank in enumerate(self._ranks)}
         name = "start-up" if step != "construct" else f"{self.worker_class.__name__}.__init__"
         left = max(0.0, deadline - time.monotonic())
-        return self._future(name, left, refs=refs, collect=in_rank_order).result()
+        return self._future(name, left, refs=refs, collect=in_rank_order)
 
     def _launch(
         self,
@@ -317,7 +321,7 @@ class WorkerGroup:
 
     def _future(self, name: str, wait_s: float, **call: Any) -> Future:
         ranks, check = list(self._ranks), self._cluster.require_open
-        return Future(self.role, name, ranks=ranks, default_timeout_s=wait_s, check=check, **call)
+        return Future(self.role, name, ranks=ranks, timeout_s=wait_s, check=check, **call)
 
     def _address(self, method: Callable[..., Any], role: str | None) -> str:
         try:

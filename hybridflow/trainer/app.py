@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +49,7 @@ from hybridflow.single_controller import (
     InProcessGroup,
     ResourcePool,
     WorkerGroup,
+    block_on,
     colocated,
     keep_in_store,
     reserve,
@@ -222,10 +223,10 @@ class _Job:
             leading = self._group(cluster, first, RolloutWorker, "rollout", args)
             following = self._group(cluster, others, RolloutNodeWorker, "rollout-node", args)
 
-            def follow() -> None:
-                following.run(RolloutNodeWorker.follow, leading.run(RolloutWorker.node_store))
+            async def follow() -> None:
+                await following.call(RolloutNodeWorker.follow, await leading.call(RolloutWorker.node_store))
 
-            follow()
+            block_on(follow())
             leading.on_restart(follow)
             return leading, following
 
@@ -240,7 +241,9 @@ class _Job:
     def _fork_server(self, loaded: str) -> str:
         return self.preload.name(loaded) if self.preload else ""
 
-    def warm_start(self, policy: PolicyGroup, check: Callable[[], None]) -> SftTrainer | None:
+    async def warm_start(
+        self, policy: PolicyGroup, check: Callable[[], Awaitable[None]] | None = None
+    ) -> SftTrainer | None:
         """Run the supervised phase. None where it is not configured or a checkpoint of a later phase exists."""
         config, checkpoint = self.config, self.checkpoint
         if config.sft.steps < 1 or (checkpoint is not None and checkpoint.phase != "sft"):
@@ -248,10 +251,10 @@ class _Job:
         dataset = SftDataset(config.sft.train_files, self.tokenizer, config.data, config.sft)
         trainer = SftTrainer(config.sft, self.session, policy, dataset, config.seed)
         if checkpoint is not None:
-            trainer.resume(checkpoint)
+            await trainer.resume(checkpoint)
         else:
-            policy.run(PolicyWorker.set_optimizer, config.sft.optim)
-        trainer.fit(check)
+            await policy.call(PolicyWorker.set_optimizer, config.sft.optim)
+        await trainer.fit(check)
         return trainer
 
 
@@ -277,11 +280,12 @@ def _train(job: _Job) -> dict[str, Any]:
         at_once=cluster is not None and not derived.alternates(config),
     )
     policy = PolicyGroup(workers["actor"], config)
-    job.warm_start(policy, engines.check_starting)
+    block_on(job.warm_start(policy, engines.check_starting))
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder)
     rollouts, weights = engines.connect(workers["actor"], job.tokenizer, session.folder / "logs")
+    job.stack.callback(lambda: block_on(rollouts.close()))
     told = session.note_restart("restarts", job.progress.message)
     apart = {role: group for role, group in workers.items() if isinstance(group, WorkerGroup)}
     others = {
@@ -295,19 +299,24 @@ def _train(job: _Job) -> dict[str, Any]:
     trainer = RLTrainer(config, session, *parts)
     if "reference" in apart:
         apart["reference"].on_restart(trainer.fill_reference)
-    if job.checkpoint is not None and job.checkpoint.phase == "rl":
-        trainer.resume(job.checkpoint)
-    else:
-        trainer.start_from_present_weights()
-        if config.sft.steps:
-            trainer.save()  # a run that is killed from here on does not repeat the warm start
-    trainer.phases.make_room()
-    engines.wait_ready(job.progress)
     training = {role: apart[role] for role in roles if role in trained and role in apart}
     groups = {role: group for role, group in training.items() if role == "actor" or group is not training["actor"]}
-    fit_with_restarts(trainer, groups, config.trainer.max_restarts, job.progress)
-    exported = _finish(job, policy)
-    engines.stop()
+
+    async def learn() -> str | None:
+        if job.checkpoint is not None and job.checkpoint.phase == "rl":
+            await trainer.resume(job.checkpoint)
+        else:
+            await trainer.start_from_present_weights()
+            if config.sft.steps:
+                await trainer.save()  # a run that is killed from here on does not repeat the warm start
+        await trainer.phases.make_room()
+        await engines.wait_ready(job.progress)
+        await fit_with_restarts(trainer, groups, config.trainer.max_restarts, job.progress)
+        folder = await _finish(job, policy)
+        await engines.stop()
+        return folder
+
+    exported = block_on(learn())
     totals, steps = session.totals, max(trainer.step, 1)
     return {
         "score_before": totals.get("score_before"),
@@ -320,21 +329,21 @@ def _train(job: _Job) -> dict[str, Any]:
         "steps": trainer.step,
         **{name: int(totals.get(name, 0)) for name in ("restarts", "engine_restarts")},
         "exported_to": exported,
-        "planned": planned.compare(config, job.hf_config, session, {"actor": policy, **others}),
+        "planned": block_on(planned.compare(config, job.hf_config, session, {"actor": policy, **others})),
     }
 
 
 def _sft(job: _Job) -> dict[str, Any]:
     cluster = job.start_cluster("sft")
     policy = PolicyGroup(job.start_roles(cluster, ["actor"], ["actor"])["actor"], job.config)
-    trainer = job.warm_start(policy, lambda: None)
+    trainer = block_on(job.warm_start(policy))
     if trainer is None:
         raise ConfigError(
             f"{job.session.folder} already holds a reinforcement-learning run; give this one another name"
         )
     with job.progress.stage("save the checkpoint"):
-        trainer.save()
-    exported = _finish(job, policy)
+        block_on(trainer.save())
+    exported = block_on(_finish(job, policy))
     return {"seconds_sft": job.session.totals.get("seconds_sft", 0.0), "steps": trainer.step, "exported_to": exported}
 
 
@@ -347,18 +356,22 @@ def _train_reward(job: _Job) -> dict[str, Any]:
     workers = job.start_roles(job.start_cluster("train-reward"), roles, roles)
     model = ModelGroup(workers["reward_model"], "reward_model", config)
     trainer = RewardTrainer(settings, job.session, model, dataset, config.seed)
-    if job.checkpoint is not None and job.checkpoint.phase == "reward":
-        trainer.resume(job.checkpoint)
-    else:
-        if config.sft.steps:
-            policy = PolicyGroup(workers["actor"], config)
-            job.warm_start(policy, lambda: None)
-            folder = job.session.folder / "model" / "reward-start"
-            policy.run(PolicyWorker.export, folder)
-            model.run(ModelWorker.fill, folder)
-        model.run(ModelWorker.set_optimizer, settings.optim)
-    trainer.fit()
-    found = pair_accuracy(model, held_out) if held_out else {}
+
+    async def learn() -> dict[str, float]:
+        if job.checkpoint is not None and job.checkpoint.phase == "reward":
+            await trainer.resume(job.checkpoint)
+        else:
+            if config.sft.steps:
+                policy = PolicyGroup(workers["actor"], config)
+                await job.warm_start(policy)
+                folder = job.session.folder / "model" / "reward-start"
+                await policy.call(PolicyWorker.export, folder)
+                await model.call(ModelWorker.fill, folder)
+            await model.call(ModelWorker.set_optimizer, settings.optim)
+        await trainer.fit()
+        return await pair_accuracy(model, held_out) if held_out else {}
+
+    found = block_on(learn())
     for name, value in found.items():
         job.progress.message(f"held-out pairs: {name} {value:.3f}")
     return {
@@ -366,19 +379,19 @@ def _train_reward(job: _Job) -> dict[str, Any]:
         "seconds_reward": job.session.totals.get("seconds_reward", 0.0),
         **{f"held_out_{name}": value for name, value in found.items()},
         "steps": trainer.step,
-        "exported_to": _finish(job, model),
+        "exported_to": block_on(_finish(job, model)),
     }
 
 
-def _finish(job: _Job, trained: ModelGroup) -> str | None:
+async def _finish(job: _Job, trained: ModelGroup) -> str | None:
     """Wait for the last checkpoint and write the export; returns the export's folder."""
     with job.progress.stage("wait for the last checkpoint"):
-        job.session.store.wait()
+        await job.session.store.wait()
     if not job.config.trainer.export or job.config.trainer.rollout_only:
         return None
     folder = job.session.folder / "export"
     with job.progress.stage("export to a Hugging Face folder"):
-        lines = trained.run(RoleWorker.export, folder)[0]
+        lines = (await trained.call(RoleWorker.export, folder))[0]
     for line in lines or ():
         job.progress.message(line)
     return str(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
@@ -16,11 +16,11 @@ from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.conversations import conversing
 from hybridflow.rollout.in_process import InProcessRollouts
-from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
-from hybridflow.rollout.recovery import RestartingRollouts
+from hybridflow.rollout.protocols import Rollouts, Sample, SyncReport, WeightSync
+from hybridflow.rollout.recovery import RestartingSync
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
-from hybridflow.single_controller import InProcessGroup, WorkerGroup
+from hybridflow.single_controller import InProcessGroup, WorkerGroup, block_on
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.rollout import engine_spec
 
@@ -33,18 +33,18 @@ _LOCAL = ("start", "stop", "generate", "take", "sleep", "wake")  # what a run in
 class Generation(Protocol):
     """Engines that have been told to start."""
 
-    def check_starting(self) -> None:
+    async def check_starting(self) -> None:
         """Raise at once when an engine has failed to start; return when all is well so far."""
 
     def connect(
         self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
-    ) -> tuple[RolloutService, WeightSync]:
+    ) -> tuple[Rollouts, WeightSync]:
         """What the loop calls, once the policy is there; `logs` is the folder for what environments print."""
 
-    def wait_ready(self, progress: Progress) -> None:
+    async def wait_ready(self, progress: Progress) -> None:
         """Return when the engines serve and can take weights."""
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Stop the engines."""
 
 
@@ -53,32 +53,32 @@ class NoEngines:
 
     def connect(
         self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
-    ) -> tuple[RolloutService, WeightSync]:
+    ) -> tuple[Rollouts, WeightSync]:
         """What the loop calls."""
         return self, self
 
-    def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         """Send nothing."""
         return SyncReport(version, 0.0, 0, {})
 
-    def nothing(self, *_: object, **__: object) -> None:
+    async def nothing(self, *_: object, **__: object) -> None:
         """Do nothing: no engine was started or asked, and nothing lies on a device."""
 
-    check_starting = wait_ready = stop = poll = begun = abort = forget = sleep = wake = nothing
+    check_starting = wait_ready = stop = advance = begun = abort = forget = sleep = wake = close = nothing
 
-    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
+    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> Sequence[Sample]:
         """Raise HybridFlowError: nobody answers."""
         raise HybridFlowError("trainer.rollouts_from is set, so this run has no engines that could answer")
 
-    def ended(self, tickets: Iterable[int]) -> bool:
-        """Nothing was asked."""
-        return True
+    async def answers(self, samples: Sequence[Sample]) -> DataProto:
+        """Raise HybridFlowError: nothing was asked."""
+        return self.batch(samples)
 
-    def take(self, tickets: Sequence[int]) -> DataProto:
+    def batch(self, samples: Sequence[Sample]) -> DataProto:
         """Raise HybridFlowError: nothing was asked."""
         raise HybridFlowError("trainer.rollouts_from is set, so this run has no engines that answered")
 
-    shown = take
+    shown = batch
 
 
 class EngineProcesses:
@@ -105,40 +105,40 @@ class EngineProcesses:
         """Where the trainer's ranks come to the same devices, wait until the engines have started and released them."""
         if derived.alternates(self.config):
             with progress.stage("wait for the engines to start and to release the GPUs"):
-                self.engines.wait_ready()
-                self.engines.sleep()
+                block_on(self.engines.wait_ready())
+                block_on(self.engines.sleep())
         return self
 
-    def check_starting(self) -> None:
+    async def check_starting(self) -> None:
         """Raise at once when an engine has failed to start."""
-        self.engines.check_starting()
+        await self.engines.check_starting()
 
     def connect(
         self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
-    ) -> tuple[RolloutService, WeightSync]:
+    ) -> tuple[Rollouts, WeightSync]:
         """Slices from the policy's ranks to the engines', and engines that start again when none is left."""
         assert isinstance(policy, WorkerGroup)
         self._weights = weights = SliceSync(policy, self.engines, self.config)
         policy.on_restart(weights.reconnect)
         self.workers.on_restart(self.engines.begin_again)
         self.workers.on_restart(weights.reconnect)
-        rollouts = RestartingRollouts(self.engines, weights, self.config.trainer.max_restarts, self._told)
-        return conversing(rollouts, tokenizer, self.config, logs), rollouts
+        restarting = RestartingSync(self.engines, weights, self.config.trainer.max_restarts, self._told)
+        return conversing(self.engines, tokenizer, self.config, logs), restarting
 
-    def wait_ready(self, progress: Progress) -> None:
+    async def wait_ready(self, progress: Progress) -> None:
         """Wait for the engines, then plan and prove the weight transfer."""
         assert self._weights is not None
         with progress.stage("wait for the engines"):
-            self.engines.wait_ready()
+            await self.engines.wait_ready()
         if derived.alternates(self.config):
-            self.engines.wake(("weights",))
+            await self.engines.wake(("weights",))
         with progress.stage("plan the weight sync"):
-            plan = self._weights.prepare()
+            plan = await self._weights.prepare()
         progress.message(plan)
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Stop what was started."""
-        self.engines.stop()
+        await self.engines.stop()
 
 
 class EngineHere:
@@ -161,12 +161,12 @@ class EngineHere:
         self.engine = cast(LocalEngine, made)
         self.engine.start()
 
-    def check_starting(self) -> None:
+    async def check_starting(self) -> None:
         """Return at once: the engine started when this object was made."""
 
     def connect(
         self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
-    ) -> tuple[RolloutService, WeightSync]:
+    ) -> tuple[Rollouts, WeightSync]:
         """Calls of the engine, and copies from the policy's tensors."""
 
         def copy(target: object) -> int:
@@ -175,10 +175,10 @@ class EngineHere:
         rollouts = InProcessRollouts(self.engine, copy, self.config, self.stop_ids)
         return conversing(rollouts, tokenizer, self.config, logs), rollouts
 
-    def wait_ready(self, progress: Progress) -> None:
+    async def wait_ready(self, progress: Progress) -> None:
         """Return at once: the engine is ready, and no transfer is planned."""
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Stop what was started."""
         self.engine.stop()
 

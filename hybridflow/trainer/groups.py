@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hybridflow.rollout.evaluation import GREEDY, SCORING
 from hybridflow.rollout.recorded import READING
 from hybridflow.rollout.requests import concat
 from hybridflow.rollout.service import collect_method
-from hybridflow.single_controller import Call, InProcessGroup, Pending, WorkerGroup
+from hybridflow.single_controller import InProcessGroup, WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
@@ -56,54 +56,57 @@ class ModelGroup:
         self._cost = SequenceCost.of_model(derived.hf_config(config.model))
         self._data_parallel = derived.role_data_parallel_size(config, role)
 
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a worker method of the role and wait for its result."""
-        return self.submit(method, *args).result()
-
-    def submit(self, method: Callable[..., Any], *args: Any) -> Call:
+    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a worker method of the role. Paths arrive absolute: ranks have another working directory."""
-        resolved = (value.resolve() if isinstance(value, Path) else value for value in args)
-        return self.workers.submit(method, *resolved, role=self.role)
+        return await self._begin(method, *args)
 
-    def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
+    def _begin(self, method: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+        """A call that the ranks have when this returns."""
+        resolved = (value.resolve() if isinstance(value, Path) else value for value in args)
+        return self.workers.call(method, *resolved, role=self.role)
+
+    async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         """A call whose ranks get shares of equal cost; its result is in the order of `batch`."""
         order = balanced_order(self._costs(batch), self._data_parallel)
         share = batch.select(method_spec(method).read_of(batch)).reorder(order)
-        return Pending([self.submit(method, share)], lambda found: found[0].reorder(np.argsort(order)))
+        found: DataProto = await self.call(method, share)
+        return found.reorder(np.argsort(order))
 
-    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
         """Optimizer updates, merged over the data-parallel ranks. With a `seed` the role's epochs, whose mini-batches
         the seed draws from the whole batch: the same on any number of ranks."""
         if seed is None:
-            return merged([self.run(method, batch)])
-        return merged(call.result() for call in self._epochs(method, batch, seed))
+            return merged([await self.call(method, batch)])
+        return merged([await call for call in self._epochs(method, batch, seed)])
 
-    def begin_update(self, method: Callable[..., Any], batch: DataProto, seed: int) -> Pending[list[Update]]:
-        """`update`, begun: the ranks have the calls of all epochs."""
-        return Pending(list(self._epochs(method, batch, seed)), merged)
-
-    def memory(self) -> Mapping[str, float]:
+    async def memory(self) -> Mapping[str, float]:
         """Peaks of the methods, and what lay off the device, since the last call."""
-        return memory_metrics(self.run(RoleWorker.take_observations), self.role)
+        return memory_metrics(await self.call(RoleWorker.take_observations), self.role)
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         """Write the state to a new folder; in the background, return when it has been copied."""
-        self.run(RoleWorker.save, folder, phase, step, background)
+        await self.call(RoleWorker.save, folder, phase, step, background)
 
-    def is_saved(self) -> bool:
+    async def is_saved(self) -> bool:
         """Whether no rank is writing. CheckpointError when the last background save failed."""
-        return all(self.run(RoleWorker.is_saved))
+        return all(await self.call(RoleWorker.is_saved))
 
-    def _epochs(self, method: Callable[..., Any], batch: DataProto, seed: int, first: int = 0) -> Iterator[Call]:
-        """The calls of the epochs from the `first` on, each made when it is asked for."""
-        for epoch in range(first, getattr(self.config, self.role).ppo_epochs):
-            yield self._train(method, batch.rows(self._order(batch, (seed, epoch)).reshape(-1)))
+    def _epochs(
+        self, method: Callable[..., Any], batch: DataProto, seed: int, first: int = 0
+    ) -> list[Awaitable[Any]]:
+        """The calls of the epochs from the `first` on; the ranks have all of them."""
+        return [
+            self._train(method, batch.rows(self._order(batch, (seed, epoch)).reshape(-1)))
+            for epoch in range(first, getattr(self.config, self.role).ppo_epochs)
+        ]
 
-    def _train(self, method: Callable[..., Any], batch: DataProto, *args: Any, without: tuple[str, ...] = ()) -> Call:
+    def _train(
+        self, method: Callable[..., Any], batch: DataProto, *args: Any, without: tuple[str, ...] = ()
+    ) -> Awaitable[Any]:
         """Updates over a batch whose consecutive pieces are the shares of the ranks; `without` some columns."""
         rows = derived.role_samples_per_mini_batch(self.config, self.role) // self._data_parallel
         share = batch.select([name for name in self._reads(method) if name not in without])
-        return self.submit(method, share, rows, *args)
+        return self._begin(method, share, rows, *args)
 
     def _order(self, batch: DataProto, seed: Sequence[int]) -> np.ndarray:
         """[ranks, rows] the rows of an epoch's mini-batches, one mini-batch after another."""
@@ -130,66 +133,21 @@ class FrozenGroup(ModelGroup):
         super().__init__(workers, role, config)
         self._group, self._restarts, self._told = workers, RestartLimit(config.trainer.max_restarts), told
 
-    def submit(self, method: Callable[..., Any], *args: Any) -> Call:
+    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a worker method of the role; the call is made again when ranks are lost in it.
 
         Raises:
             HybridFlowError: what the ranks raised; or of their loss, when `trainer.max_restarts` are used up.
         """
-        return _MadeAgain(lambda: super(FrozenGroup, self).submit(method, *args), self._start_again)
-
-    def _start_again(self, error: HybridFlowError) -> None:
-        """Start lost ranks again; raises the error where none is lost, or it was once too often."""
-        if self._group.is_alive() or not self._restarts.take():
-            raise error
-        self._told(f"the ranks of the {self.role.replace('_', ' ')} start again: {str(error).splitlines()[0]}")
-        self._group.restart()
-
-
-class _MadeAgain:
-    """A call that is made again after an error.
-
-    Args:
-        submit: makes it. recover: told the error; raises where the call would fail again.
-    """
-
-    def __init__(self, submit: Callable[[], Call], recover: Callable[[HybridFlowError], None]) -> None:
-        self._submit, self._recover = submit, recover
-        self._call = self._made()
-
-    def result(self) -> Any:
-        """The result of the call that succeeded."""
         while True:
             try:
-                return self._call.result()
+                return await super().call(method, *args)
             except HybridFlowError as error:
-                self._recover(error)
-            self._call = self._made()
-
-    def done(self) -> bool:
-        """Whether the present call has ended; it may have failed."""
-        return self._call.done()
-
-    @property
-    def open_refs(self) -> list[Any]:
-        """The open references of the present call."""
-        return self._call.open_refs
-
-    @property
-    def ended_at(self) -> float | None:
-        """The end of the present call."""
-        return self._call.ended_at
-
-    def note_end(self) -> None:
-        """Note the end of the present call."""
-        self._call.note_end()
-
-    def _made(self) -> Call:
-        while True:
-            try:
-                return self._submit()
-            except HybridFlowError as error:
-                self._recover(error)
+                if self._group.is_alive() or not self._restarts.take():
+                    raise
+                reason = str(error).splitlines()[0]
+            self._told(f"the ranks of the {self.role.replace('_', ' ')} start again: {reason}")
+            await self._group.restart()
 
 
 class PolicyGroup(ModelGroup):
@@ -199,20 +157,20 @@ class PolicyGroup(ModelGroup):
         super().__init__(workers, "actor", config)
         self._unobserved = False
 
-    def begin_log_probs(self, batch: DataProto) -> Pending[DataProto]:
+    async def log_probs(self, batch: DataProto) -> DataProto:
         """old_log_probs and entropys; with router replay the experts of each token."""
         # the last step did not update the policy (critic warm-up, a lost rank): its counts are of another batch
         if self._unobserved:
-            self.run(PolicyWorker.take_observations)
+            await self.call(PolicyWorker.take_observations)
         self._unobserved = True
-        return self.begin(log_prob_method(self.config), batch)
+        return await self.compute(log_prob_method(self.config), batch)
 
-    def begin_later_log_probs(self, batch: DataProto, seed: int) -> Pending[DataProto]:
+    async def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
         """old_log_probs and entropys of the rows that are not in the first mini-batch of `seed`, as the ranks will hold
         these rows."""
-        return self.begin_log_probs(batch.rows(self._first_and_later(batch, seed)[1]))
+        return await self.log_probs(batch.rows(self._first_and_later(batch, seed)[1]))
 
-    def update_and_score(
+    async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[list[Update], DataProto]:
         """All updates of a step whose first mini-batch no pass has scored. Returns them, and in the order of `batch`
@@ -220,18 +178,18 @@ class PolicyGroup(ModelGroup):
         method, (rows, others) = PolicyWorker.update_policy, self._first_and_later(batch, seed)
         offload = self.config.actor.offload
         if later is not None and (offload.gradients or offload.optimizer):
-            self.run(RoleWorker.wake, ("gradients", "optimizer"))  # once for both calls; training's end offloads them
+            await self.call(RoleWorker.wake, ("gradients", "optimizer"))  # once for both calls; training's end offloads them
         begun = rows if later is not None else self._order(batch, (seed, 0)).reshape(-1)
-        updates = merged([self._train(method, batch.rows(begun), True, without=("old_log_probs",)).result()])
-        found: DataProto = self.run(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(rows))
+        updates = merged([await self._train(method, batch.rows(begun), True, without=("old_log_probs",))])
+        found: DataProto = await self.call(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(rows))
         if later is not None:
-            updates += merged([self._train(method, batch.rows(others).union(later)).result()])
+            updates += merged([await self._train(method, batch.rows(others).union(later))])
             rows, found = np.concatenate([rows, others]), concat([found, later])
         by_row = np.argsort(rows)
         scored = batch.rows(rows[by_row]).union(found.rows(by_row))
         rest = self._epochs(method, scored if len(scored) == len(batch) else batch, seed, first=1)
-        updates += merged(call.result() for call in rest)
-        return self._observed(updates, batch), scored
+        updates += merged([await call for call in rest])
+        return await self._observed(updates, batch), scored
 
     def _first_and_later(self, batch: DataProto, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """The rows of the first mini-batch of the first epoch, and all others, each as the ranks hold them."""
@@ -239,18 +197,19 @@ class PolicyGroup(ModelGroup):
         order = self._order(batch, (seed, 0))
         return order[:, :share].reshape(-1), order[:, share:].reshape(-1)
 
-    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
         """Optimizer updates; those of a step of reinforcement learning say how replay went and what memory was taken.
 
         Raises:
             RouterReplayError: replay was not live in the step that `batch` went through.
         """
-        updates = super().update(method, batch, seed)
-        return updates if seed is None else self._observed(updates, batch)
+        updates = await super().update(method, batch, seed)
+        return updates if seed is None else await self._observed(updates, batch)
 
-    def _observed(self, updates: Sequence[Update], batch: DataProto) -> list[Update]:
+    async def _observed(self, updates: Sequence[Update], batch: DataProto) -> list[Update]:
         """The updates with what the ranks have noticed since the step began."""
-        observations, self._unobserved = self.run(PolicyWorker.take_observations), False
+        observations = await self.call(PolicyWorker.take_observations)
+        self._unobserved = False
         lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
         observed = memory_metrics(observations, self.role) | model_metrics(observations)
         routed = [batch[ROUTED]] if ROUTED in batch else []

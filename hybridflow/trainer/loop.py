@@ -10,16 +10,16 @@ Token columns that workers and engines write stay in the object store; the batch
 fetches it. One step consumes `data.train_batch_size` prompts (x `rollout.n` samples) and ends with new weights in every
 engine.
 
-Passes of roles with devices of their own run at the same time (`calls`). The policy's weights are all that the next
+Passes of roles with devices of their own run at the same time (`devices`). The policy's weights are all that the next
 answers need, so that the update of a critic that shares no devices with policy and engines lasts into the generation of
 the next step, and its own step is recorded after that.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,12 @@ from hybridflow.observe.progress import Progress
 from hybridflow.rollout.dumps import Dumps, dump_batch
 from hybridflow.rollout.evaluation import Scorer, Validator, extra_metrics, failures, with_failures, without_failed
 from hybridflow.rollout.groups import Groups
-from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync, answers
+from hybridflow.rollout.protocols import Rollouts, SyncReport, WeightSync
 from hybridflow.rollout.recorded import RecordedPairs
 from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.advantages import Advantages, lost_parts
-from hybridflow.trainer.calls import Asked, Calls
+from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.metrics import (
     answer_metrics,
     batch_metrics,
@@ -74,7 +74,7 @@ class Trained:
     batch: DataProto
     scored: DataProto
     updates: dict[str, Sequence[Update]]
-    critic: Asked[list[Update]] | None = None
+    critic: asyncio.Task[Sequence[Update]] | None = None
     synced: SyncReport | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -87,7 +87,7 @@ class RLTrainer:
         config: RunConfig,
         session: Session,
         policy: Policy,
-        engines: RolloutService,
+        engines: Rollouts,
         weights: WeightSync,
         dataset: Prompts | PreferenceDataset,
         scorer: Scorer,
@@ -108,15 +108,15 @@ class RLTrainer:
         self.critic, self.reference = self.others.get("critic"), self.others.get("reference")
         self.advantages, self.keep = Advantages(config), keep
         self.made_with, self.dumps = made_with, dumps
-        self.calls = Calls(lambda role: derived.pool_of(config, role), session.timeline)
-        self.phases = Phases(config, policy, engines, self.others, self.calls.is_busy)
+        self.devices = Devices(lambda role: derived.pool_of(config, role), session.timeline)
+        self.phases = Phases(config, policy, engines, self.others, self.devices.is_busy)
         self.groups: Groups | RecordedPairs = (
             RecordedPairs(config, dataset, keep)
             if isinstance(dataset, PreferenceDataset)
             else Groups(config, engines, dataset, keep, scorer)
         )
         scored = dumps is not None or isinstance(self.groups, RecordedPairs)
-        self.passes = Passes(config, self.calls, policy, self.others, scores=not scored)
+        self.passes = Passes(config, self.devices, policy, self.others, scores=not scored)
         self.step, self.last = 0, derived.total_steps(config, len(dataset)) or 1
         self.unrecorded: Trained | None = None
         self.left_out: set[str] = set()
@@ -124,80 +124,81 @@ class RLTrainer:
 
     # ---- the loop
 
-    def fit(self) -> None:
+    async def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""
         trainer, phase = self.config.trainer, self.session.timeline.phase
         with self.session.progress(self.last, "PPO" if self.critic else "GRPO", self.step) as progress:
             if self.step == 0 and self.config.sft.steps:
-                self.session.store.wait()  # ranks that are lost from here on come back with the warm start
-            self.sync_weights(progress)
+                await self.session.store.wait()  # ranks that are lost from here on come back with the warm start
+            await self.sync_weights(progress)
             if self.step == 0 and trainer.val_before_train:
-                self.validate(progress)
+                await self.validate(progress)
             last = self.last
             if self.dumps is not None:
                 last = min(last, self.dumps.last_after(self.step))
             while self.step < last:
                 self.step += 1
                 with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
-                    batch = self.sampled() if self.dumps is None else self.keep(self.dumps.batch(self.step))
+                    batch = await self.sampled() if self.dumps is None else self.keep(self.dumps.batch(self.step))
                     if "greedy_scores" in self.advantages.estimator.reads and "greedy_scores" not in batch:
-                        batch = self.with_greedy_scores(batch)
+                        batch = await self.with_greedy_scores(batch)
                     if trainer.rollout_only:
-                        batch = self.passes.with_model_scores(batch, self.step)
+                        batch = await self.passes.with_model_scores(batch, self.step)
                     else:
-                        self.unrecorded = self.trained_on(batch, progress)
+                        self.unrecorded = await self.trained_on(batch, progress)
                 if self.unrecorded is None:
-                    self.record_rollouts(batch, progress)
+                    await self.record_rollouts(batch, progress)
                     continue
-                if self.unrecorded.critic is None or self.calls.is_over(self.unrecorded.critic):
-                    self.record(progress)
-                self.session.store.check()
-                self.save_if_due(last, progress)
+                if self.unrecorded.critic is None or self.unrecorded.critic.done():
+                    await self.record(progress)
+                await self.session.store.check()
+                await self.save_if_due(last, progress)
 
-    def trained_on(self, batch: DataProto, progress: Progress) -> Trained:
+    async def trained_on(self, batch: DataProto, progress: Progress) -> Trained:
         """Train on a step's samples and bring the weights to the engines; validate where it is due."""
         trainer, phase = self.config.trainer, self.session.timeline.phase
-        with self.phases.training():
-            batch, later = self.passes.before_advantages(batch, self.step, self.update_seed(), self.scores_first)
-            self.record(progress)  # the critic has ended its update of the step before
+        async with self.phases.training():
+            batch, later = await self.passes.before_advantages(batch, self.step, self.update_seed(), self.scores_first)
+            await self.record(progress)  # the critic has ended its update of the step before
             with phase("adv"):
                 batch = self.keep(self.advantages.add(batch))
             if self.scores_first:
                 self.check_log_probs(batch)
-            trained = self.update(batch, later)
+            trained = await self.update(batch, later)
         validates = self.step == self.last or self.session.is_due(trainer.test_every_steps, self.step)
         if self.config.data.answers == "sampled" or validates:  # nobody asks the engines otherwise
             with phase("update_weights"):
-                trained.synced = self.sync_weights(progress)
+                trained.synced = await self.sync_weights(progress)
         if validates:
             with phase("testing"):
-                self.validate(progress)
+                await self.validate(progress)
         trained.metrics = self.sampling_metrics | self.advantages.metrics | self.groups.metrics
         return trained
 
     # ---- parts of a step
 
-    def sampled(self) -> DataProto:
+    async def sampled(self) -> DataProto:
         """Prompts with answers and scores: those of one batch, or with `algorithm.dynamic_sampling` of several."""
         collected, phase = DynamicSampling(self.config), self.session.timeline.phase
         while True:
             with phase("gen"):
-                batch = self.groups.next_batch(self.step - 1)
+                batch = await self.groups.next_batch(self.step - 1)
             if isinstance(self.groups, RecordedPairs):  # which are preferred or not, whatever a reward would say
                 return batch
             with phase("reward"):  # what is left of it: groups are scored from when they have ended
-                batch = self.with_scores(batch.union(self.groups.scores()))
+                batch = self.with_scores(batch.union(await self.groups.scores()))
             if (found := collected.add(batch)) is not None:
                 self.sampling_metrics = collected.metrics
                 return found
 
-    def with_greedy_scores(self, batch: DataProto) -> DataProto:
+    async def with_greedy_scores(self, batch: DataProto) -> DataProto:
         """Adds greedy_scores [B] f32: the weighted score of the most likely answer to the prompt of each row."""
         _, first, group = np.unique(batch["uid"], return_index=True, return_inverse=True)
         prompts = batch.rows(first).select(["uid", *COLUMNS])
         with self.session.timeline.phase("gen_greedy"):
-            answered = prompts.union(answers(self.engines, prompts, training=False))
-        scores = self.scorer.score(answered)["scores"] * np.float32(self.config.reward.weight)
+            samples = self.engines.begin(prompts, training=False)
+            answered = prompts.union(await self.engines.answers(samples))
+        scores = (await self.scorer.score(answered))["scores"] * np.float32(self.config.reward.weight)
         return batch.with_columns(greedy_scores=scores[group])
 
     def with_scores(self, batch: DataProto) -> DataProto:
@@ -215,23 +216,25 @@ class RLTrainer:
         those of its rows."""
         return derived.scores_before_update(self.config) or self.step <= self.config.trainer.critic_warmup
 
-    def update(self, batch: DataProto, later: DataProto | None) -> Trained:
+    async def update(self, batch: DataProto, later: DataProto | None) -> Trained:
         """The step's updates of critic and policy; `later` holds what a pass over some rows has computed. On devices of
         its own the critic is updated beside the policy, and goes on when this returns."""
-        seed, phase, asked = self.update_seed(), self.session.timeline.phase, None
-        if critic := self.critic:
-            begin = partial(critic.begin_update, ModelWorker.update_critic, batch, seed)
-            asked = self.calls.ask("critic", "update_critic", self.step, begin)
-        self.calls.finish_pool("actor")
-        trained = Trained(self.step, batch, batch, {}, asked)
+        seed = self.update_seed()
+        trained = Trained(self.step, batch, batch, {})
+        if self.critic:
+            updating = self.critic.update(ModelWorker.update_critic, batch, seed)
+            trained.critic = self.devices.call("critic", "update_critic", self.step, updating)
         if not self.scores_first:
-            with phase("update_actor"):
-                trained.updates["actor"], trained.scored = self.policy.update_and_score(batch, seed, later)
+            scoring = self.policy.update_and_score(batch, seed, later)
+            call = self.devices.call("actor", "update_actor", self.step, scoring)
+            trained.updates["actor"], trained.scored = await self.devices.result(call)
             self.check_log_probs(trained.scored)  # an error here still comes before anybody gets the update
         elif self.step > self.config.trainer.critic_warmup:
-            with phase("update_actor"):
-                trained.updates["actor"] = self.policy.update(PolicyWorker.update_policy, batch, seed)
-        self.calls.finish_pool("rollout")  # engines on the critic's devices wait for it
+            learning = self.policy.update(PolicyWorker.update_policy, batch, seed)
+            update = self.devices.call("actor", "update_actor", self.step, learning)
+            trained.updates["actor"] = await self.devices.result(update)
+        await self.devices.finish_pool("actor")
+        await self.devices.finish_pool("rollout")  # engines on the critic's devices wait for it
         return trained
 
     def update_seed(self) -> int:
@@ -259,10 +262,10 @@ class RLTrainer:
                 "rollout.logprob_diff_bound if the difference is expected."
             )
 
-    def sync_weights(self, progress: Progress) -> SyncReport:
+    async def sync_weights(self, progress: Progress) -> SyncReport:
         """Send the present weights to the engines; say which engines were left out or have joined again."""
-        with self.phases.sync():
-            synced = self.weights.sync(self.step)
+        async with self.phases.sync():
+            synced = await self.weights.sync(self.step)
         for engine, why in synced.stale.items():
             if engine in self.left_out:
                 continue  # said already
@@ -272,11 +275,11 @@ class RLTrainer:
         self.left_out = set(synced.stale)
         return synced
 
-    def validate(self, progress: Progress) -> None:
+    async def validate(self, progress: Progress) -> None:
         """Scores answers to the held-out prompts; does nothing without any. The totals have the score of the first
         set."""
         with self.session.timed("seconds_validation"):
-            metrics = self.validator.run(self.engines, self.step)
+            metrics = await self.validator.run(self.engines, self.step)
         if not metrics:
             return
         self.session.log(self.step, metrics, phase="val")
@@ -289,7 +292,7 @@ class RLTrainer:
             whose = f" of {name}" if name else ""
             progress.message(f"held-out {what}{whose} after step {self.step}: {score:.3f}")
 
-    def record(self, progress: Progress) -> None:
+    async def record(self, progress: Progress) -> None:
         """Write metrics, progress and rollout dump of the step that was trained last, if they are not written yet;
         waits for its critic.
 
@@ -300,8 +303,7 @@ class RLTrainer:
             return
         trained, updates = self.unrecorded, self.unrecorded.updates
         if trained.critic:
-            self.calls.finish(trained.critic)
-            updates["critic"] = trained.critic.value
+            updates["critic"] = await self.devices.result(trained.critic)
         self.unrecorded, batch, scored, synced = None, trained.batch, trained.scored, trained.synced
         seconds = self.session.timeline.metrics(trained.step)
         metrics = (
@@ -309,7 +311,7 @@ class RLTrainer:
             | update_metrics(updates.get("actor", ()))
             | critic_metrics(updates.get("critic", ()))
         )
-        metrics = over_roles([metrics, *(role.memory() for role in self.others.values())]) | trained.metrics
+        metrics = over_roles([metrics, *[await role.memory() for role in self.others.values()]]) | trained.metrics
         if self.advantages.estimator.preferences:
             metrics |= preference_metrics(batch)
         metrics |= (synced.metrics() if synced else {}) | extra_metrics(batch) | seconds
@@ -332,7 +334,7 @@ class RLTrainer:
         if self.config.actor.on_nonfinite == "stop":
             self._stop_if_skipped(trained.step, updates)
 
-    def record_rollouts(self, batch: DataProto, progress: Progress) -> None:
+    async def record_rollouts(self, batch: DataProto, progress: Progress) -> None:
         """Write metrics, progress and dump of a step without training."""
         seconds = self.session.timeline.metrics(self.step)
         metrics = answer_metrics(batch) | self.sampling_metrics | self.groups.metrics | extra_metrics(batch) | seconds
@@ -340,7 +342,7 @@ class RLTrainer:
         shown = {"reward": metrics["critic/score/mean"], "length": metrics["response_length/mean"]}
         progress.update(self.step, shown, seconds)
         self._dump(self.step, batch, batch, progress)
-        self.session.stop_if_asked()
+        await self.session.stop_if_asked()
 
     def _dump(self, step: int, batch: DataProto, scored: DataProto, progress: Progress) -> None:
         """Say which rows have no score, and write the dump where one is due."""
@@ -362,17 +364,17 @@ class RLTrainer:
 
     # ---- checkpoints
 
-    def save_if_due(self, last_step: int, progress: Progress) -> None:
+    async def save_if_due(self, last_step: int, progress: Progress) -> None:
         """Checkpoint where one is due, after the last step, and where the run was asked to stop, which it then does."""
         last, every = self.step == last_step, self.config.trainer.save_every_steps
         if self.session.is_due(every, self.step) or last or self.session.stop_asked:
-            self.record(progress)  # the critic's update ends first
+            await self.record(progress)  # the critic's update ends first
             with self.session.timeline.phase("save_checkpoint", self.step):
-                self.save()
+                await self.save()
             if not last:
-                self.session.stop_if_asked()
+                await self.session.stop_if_asked()
 
-    def save(self) -> Path:
+    async def save(self) -> Path:
         """Checkpoint after `self.step`."""
         state: dict[str, Any] = {
             **self.groups.state(),
@@ -380,35 +382,36 @@ class RLTrainer:
             "advantages": self.advantages.state(),
         }
         others = {"critic": self.critic} if self.critic else {}
-        return self.session.store.save("rl", self.step, state, self.policy, rollouts=self.groups.begun(), **others)
+        rollouts = await self.groups.begun()
+        return await self.session.store.save("rl", self.step, state, self.policy, rollouts=rollouts, **others)
 
-    def resume(self, checkpoint: Checkpoint) -> None:
+    async def resume(self, checkpoint: Checkpoint) -> None:
         """Go on after a checkpoint of this phase.
 
         Raises:
             CheckpointError: it is of a run without a critic, and this one has one.
         """
         swapped = derived.needs_reference(self.config) and not self.reference
-        self.policy.run(PolicyWorker.load, checkpoint.policy, self.config.actor.optim, swapped)
-        self.fill_reference()
+        await self.policy.call(PolicyWorker.load, checkpoint.policy, self.config.actor.optim, swapped)
+        await self.fill_reference()
         if self.critic:
-            self.critic.run(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
+            await self.critic.call(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
         with checkpoint.restoring():
             if self.session.has_other_data(checkpoint):
-                self.groups.restore(None)
+                await self.groups.restore(None)
             else:
-                self.groups.restore(checkpoint.state, checkpoint.rollouts(), checkpoint.step)
+                await self.groups.restore(checkpoint.state, checkpoint.rollouts(), checkpoint.step)
             if "advantages" in checkpoint.state:
                 self.advantages.restore(checkpoint.state["advantages"])
         self.step = checkpoint.step
 
-    def go_back(self) -> None:
+    async def go_back(self) -> None:
         """After the ranks that train were started again: to the last checkpoint of this phase, or to its beginning.
 
         Raises:
             CheckpointError: the run had a warm start, and no checkpoint holds its weights.
         """
-        self.calls.forget()
+        self.devices.forget()
         self.unrecorded = None
         self.session.store.settle()
         checkpoint = self.session.store.latest()
@@ -421,33 +424,33 @@ class RLTrainer:
             )
         self.session.go_back(checkpoint)
         if checkpoint is not None:
-            self.resume(checkpoint)
+            await self.resume(checkpoint)
             return
-        self.groups.restore(None)
+        await self.groups.restore(None)
         self.advantages = Advantages(self.config)
         self.step = 0
-        self.start_from_present_weights()
+        await self.start_from_present_weights()
 
-    def start_from_present_weights(self) -> None:
+    async def start_from_present_weights(self) -> None:
         """Begin the phase with fresh optimizers. The present weights become the reference's, and the critic's unless it
         has its own."""
         if derived.needs_reference(self.config) and not self.reference:
-            self.policy.run(PolicyWorker.freeze_reference)
-        self.policy.run(PolicyWorker.set_optimizer, self.config.actor.optim)
+            await self.policy.call(PolicyWorker.freeze_reference)
+        await self.policy.call(PolicyWorker.set_optimizer, self.config.actor.optim)
         roles = [(self.reference, self.config.reference.path), (self.critic, self.config.critic.path)]
         if any(role and path is None for role, path in roles):
-            self.policy.run(PolicyWorker.export, self.start_folder)
-        self.fill_reference()
+            await self.policy.call(PolicyWorker.export, self.start_folder)
+        await self.fill_reference()
         if self.critic:
             if self.config.critic.path is None:
-                self.critic.run(ModelWorker.fill, self.start_folder)
-            self.critic.run(ModelWorker.set_optimizer, self.config.critic.optim)
+                await self.critic.call(ModelWorker.fill, self.start_folder)
+            await self.critic.call(ModelWorker.set_optimizer, self.config.critic.optim)
 
-    def fill_reference(self) -> None:
+    async def fill_reference(self) -> None:
         """Give a reference in processes of its own the weights of the policy as the phase began; another model has
         its own already."""
         if self.reference and self.config.reference.path is None:
-            self.reference.run(ModelWorker.fill, self.start_folder)
+            await self.reference.call(ModelWorker.fill, self.start_folder)
 
     @property
     def start_folder(self) -> Path:

@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial, reduce
+import asyncio
+from collections.abc import Mapping
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
-from hybridflow.single_controller import Pending
-from hybridflow.trainer.calls import Asked, Calls
+from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.workers.model_role import ModelWorker, teacher_method
 from hybridflow.workers.policy import PolicyWorker
 
 
 class Passes:
-    """Asks all roles that have something to compute; those with devices of their own do it at the same time.
+    """Calls all roles that have something to compute; those with devices of their own do it at the same time.
 
     Args:
         others: critic, reward_model, teacher and a reference in processes of its own, as far as the run has them.
-        scores: whether the reward model is asked; the samples of a dump have its scores, and pairs need none.
+        scores: whether the reward model is called; the samples of a dump have its scores, and pairs need none.
     """
 
     def __init__(
-        self, config: RunConfig, calls: Calls, policy: Policy, others: Mapping[str, Role], *, scores: bool
+        self, config: RunConfig, devices: Devices, policy: Policy, others: Mapping[str, Role], *, scores: bool
     ) -> None:
-        self.config, self.calls, self.policy = config, calls, policy
+        self.config, self.devices, self.policy = config, devices, policy
         self.reward_model = others.get("reward_model") if scores else None
         self.critic, self.reference, self.teacher = (others.get(name) for name in ("critic", "reference", "teacher"))
 
-    def with_model_scores(self, batch: DataProto, step: int) -> DataProto:
+    async def with_model_scores(self, batch: DataProto, step: int) -> DataProto:
         """Adds rm_scores [B] where there is a reward model."""
-        asked = self._model_scores(batch, step)
-        self.calls.finish(*asked)
-        return _with_found(batch, asked)
+        if self.reward_model is None:
+            return batch
+        scores = self.reward_model.compute(ModelWorker.compute_scores, batch)
+        return batch.union(await self.devices.result(self.devices.call("reward_model", "reward_model", step, scores)))
 
-    def before_advantages(
+    async def before_advantages(
         self, batch: DataProto, step: int, seed: int, scores_first: bool
     ) -> tuple[DataProto, DataProto | None]:
         """Adds rm_scores, old_log_probs, ref_log_probs where a KL term needs them, what a teacher says, values, and
@@ -47,40 +47,34 @@ class Passes:
             scores_first: whether a pass computes old_log_probs of all rows. Otherwise the first update reports those of
                 its rows, and where updates follow it a pass computes those of their rows, which are returned apart.
         """
-        config, policy, later = self.config, self.policy, None
-        asked = self._model_scores(batch, step)
+        config, policy, call = self.config, self.policy, self.devices.call
+        calls: list[asyncio.Task[DataProto]] = []
+        later: asyncio.Task[DataProto] | None = None
+        if self.reward_model:
+            scores = self.reward_model.compute(ModelWorker.compute_scores, batch)
+            calls.append(call("reward_model", "reward_model", step, scores))
         if scores_first:
-            first = self.calls.ask("actor", "old_log_prob", step, partial(policy.begin_log_probs, batch))
-            asked.append(first)
+            log_probs = call("actor", "old_log_prob", step, policy.log_probs(batch))
+            calls.append(log_probs)
             if derived.needs_sum_pi_squared(config):
-
-                def begin() -> Pending[DataProto]:
-                    return policy.begin(PolicyWorker.compute_sum_pi_squared, batch.union(first.value))
-
-                asked.append(self.calls.ask("actor", "sum_pi_squared", step, begin))
+                calls.append(call("actor", "sum_pi_squared", step, self._sum_pi_squared(batch, log_probs)))
         elif derived.scores_later_rows(config):
-            later = self.calls.ask("actor", "old_log_prob", step, partial(policy.begin_later_log_probs, batch, seed))
+            later = call("actor", "old_log_prob", step, policy.later_log_probs(batch, seed))
         if derived.needs_reference(config):
-            holder, worker = (self.reference, ModelWorker) if self.reference else (policy, PolicyWorker)
-            asked.append(
-                self.calls.ask("reference", "ref", step, partial(holder.begin, worker.compute_ref_log_probs, batch))
-            )
+            if self.reference:
+                ref_log_probs = self.reference.compute(ModelWorker.compute_ref_log_probs, batch)
+            else:
+                ref_log_probs = policy.compute(PolicyWorker.compute_ref_log_probs, batch)
+            calls.append(call("reference", "ref", step, ref_log_probs))
         if self.teacher:
-            reading = teacher_method(config.actor.distillation)
-            asked.append(self.calls.ask("teacher", "teacher", step, partial(self.teacher.begin, reading, batch)))
+            reading = self.teacher.compute(teacher_method(config.actor.distillation), batch)
+            calls.append(call("teacher", "teacher", step, reading))
         if self.critic:
-            values = partial(self.critic.begin, ModelWorker.compute_values, batch)
-            asked.append(self.calls.ask("critic", "values", step, values))
-        self.calls.finish(*asked, *([later] if later else []))
-        return _with_found(batch, asked), later.value if later else None
+            calls.append(call("critic", "values", step, self.critic.compute(ModelWorker.compute_values, batch)))
+        await self.devices.finish(*calls, *([later] if later else []))
+        for one in calls:
+            batch = batch.union(one.result())
+        return batch, later.result() if later else None
 
-    def _model_scores(self, batch: DataProto, step: int) -> list[Asked[DataProto]]:
-        if self.reward_model is None:
-            return []
-        begin = partial(self.reward_model.begin, ModelWorker.compute_scores, batch)
-        return [self.calls.ask("reward_model", "reward_model", step, begin)]
-
-
-def _with_found(batch: DataProto, asked: Sequence[Asked[DataProto]]) -> DataProto:
-    """The batch with the columns that these passes found."""
-    return reduce(DataProto.union, (one.value for one in asked), batch)
+    async def _sum_pi_squared(self, batch: DataProto, log_probs: asyncio.Task[DataProto]) -> DataProto:
+        return await self.policy.compute(PolicyWorker.compute_sum_pi_squared, batch.union(await log_probs))

@@ -7,14 +7,14 @@ does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.device.residency import PARTS
-from hybridflow.rollout.protocols import RolloutService
+from hybridflow.rollout.protocols import Rollouts
 from hybridflow.trainer.protocols import Role
 from hybridflow.workers.role import RoleWorker
 
@@ -26,7 +26,7 @@ class Phases:
         self,
         config: RunConfig,
         policy: Role,
-        engines: RolloutService,
+        engines: Rollouts,
         others: Mapping[str, Role] | None = None,
         is_busy: Callable[[str], bool] = lambda name: False,
     ) -> None:
@@ -43,19 +43,19 @@ class Phases:
         self._engines_sleep = config.rollout.sleep_while_training
         self._engines_asleep = derived.alternates(config)
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
         """The engines release their memory; the policy's weights stay on the device over several passes."""
         if self._engines_sleep:
-            self.engines.sleep()
+            await self.engines.sleep()
             self._engines_asleep = True
         if self._policy_sleeps:
-            self.policy.run(RoleWorker.wake, ("weights",))
+            await self.policy.call(RoleWorker.wake, ("weights",))
         yield
         if self._policy_sleeps:
-            self.policy.run(RoleWorker.sleep, ("gradients", "optimizer", "reference"))
+            await self.policy.call(RoleWorker.sleep, ("gradients", "optimizer", "reference"))
 
-    def make_room(self) -> None:
+    async def make_room(self) -> None:
         """Leave the policy's weights alone on the device.
 
         The other roles are off it by then: their methods bring in what they need and take it off again. A role that is
@@ -63,19 +63,19 @@ class Phases:
         """
         for name, role in self._offloaded.items():
             if not self._is_busy(name):
-                role.run(RoleWorker.sleep, PARTS)
+                await role.call(RoleWorker.sleep, PARTS)
         if self._policy_sleeps:
-            self.policy.run(RoleWorker.sleep, ("gradients", "optimizer", "reference"))
+            await self.policy.call(RoleWorker.sleep, ("gradients", "optimizer", "reference"))
 
-    @contextmanager
-    def sync(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def sync(self) -> AsyncIterator[None]:
         """Weights on both sides; then the policy's leave, and only then do the engines allocate their cache again."""
-        self.make_room()
+        await self.make_room()
         if self._engines_asleep:
-            self.engines.wake(("weights",))
+            await self.engines.wake(("weights",))
         yield
         if self._policy_sleeps:
-            self.policy.run(RoleWorker.sleep, ("weights",))
+            await self.policy.call(RoleWorker.sleep, ("weights",))
         if self._engines_asleep:
-            self.engines.wake(("kv_cache",))
+            await self.engines.wake(("kv_cache",))
             self._engines_asleep = False

@@ -33,7 +33,7 @@ PHASES = {
 }
 
 
-def compare(
+async def compare(
     config: RunConfig, hf_config: Mapping[str, Any], session: Session, roles: Mapping[str, ModelGroup]
 ) -> dict[str, Any]:
     """For `summary.json`: bytes of each part of each role on the rank with most, of the engines' weights on a rank, and
@@ -41,7 +41,7 @@ def compare(
     measured. A plan that cannot be made says why and stops nothing.
     """
     try:
-        held = {name: _most(role.run(RoleWorker.take_observations)) for name, role in roles.items()}
+        held = {name: _most(await role.call(RoleWorker.take_observations)) for name, role in roles.items()}
         steps = [line for line in read_jsonl(session.folder / "metrics.jsonl") if line.get("phase") == "train"]
         plan = _plan(config, hf_config, steps)
     except HybridFlowError as error:

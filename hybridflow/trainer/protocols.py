@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from hybridflow.batch import DataProto
 from hybridflow.saving.store import Saves
-from hybridflow.single_controller import Pending
 
 
 @dataclass(frozen=True)
@@ -27,36 +26,33 @@ class Role(Saves, Protocol):
     """The ranks of one role, called through the methods of its worker class (`workers.policy.PolicyWorker`, else
     `workers.model_role.ModelWorker`), which say what they read and write."""
 
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call it on all ranks; a list with the result of each."""
+    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """The results of all ranks, in a list."""
 
-    def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
+    async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         """The columns that a data-parallel method writes, in the order of the batch."""
 
-    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         """All optimizer updates of a data-parallel method that trains, in order. With `seed`, the batch is cut into
         mini-batches that are drawn from it."""
 
-    def begin_update(self, method: Callable[..., Any], batch: DataProto, seed: int) -> Pending[list[Update]]:
-        """`update` with a seed, without waiting for it."""
-
-    def memory(self) -> Mapping[str, float]:
+    async def memory(self) -> Mapping[str, float]:
         """Peaks of the methods, and what lay off the device, since the last call: `observations.memory_metrics`."""
 
 
 class Policy(Role, Protocol):
     """The role that is trained, and whose weights go to the engines."""
 
-    def begin_log_probs(self, batch: DataProto) -> Pending[DataProto]:
+    async def log_probs(self, batch: DataProto) -> DataProto:
         """old_log_probs and entropys; with router replay the experts of each token."""
 
-    def begin_later_log_probs(self, batch: DataProto, seed: int) -> Pending[DataProto]:
+    async def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
         """old_log_probs and entropys of the rows that are not in the first mini-batch of `seed`, for
         `update_and_score`."""
 
-    def update_and_score(
+    async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[Sequence[Update], DataProto]:
         """All updates of a step whose first mini-batch no pass has scored. Returns them, and rows in the order of
         `batch` with old_log_probs and entropys: those of the first mini-batch, as its update computed them, and with
-        what `begin_later_log_probs` found for the same batch and seed all the others."""
+        the `later_log_probs` of the same batch and seed all the others."""

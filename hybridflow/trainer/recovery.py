@@ -16,7 +16,7 @@ from hybridflow.trainer.loop import RLTrainer
 log = logging.getLogger(__name__)
 
 
-def fit_with_restarts(
+async def fit_with_restarts(
     trainer: RLTrainer, groups: Mapping[str, WorkerGroup], max_restarts: int, progress: Progress
 ) -> None:
     """`trainer.fit()`; when a group breaks, restart all, take the trainer back to the last checkpoint and fit again.
@@ -36,7 +36,7 @@ def fit_with_restarts(
     limit = RestartLimit(max_restarts)
     while True:
         try:
-            return trainer.fit()
+            return await trainer.fit()
         # not WorkerError alone: a peer may have noticed first, an engine that was receiving weights, say
         except HybridFlowError as error:
             lost = " and ".join(role for role, group in groups.items() if not group.is_alive())
@@ -48,8 +48,8 @@ def fit_with_restarts(
         progress.message(f"step {trainer.step}: {reason}")
         with progress.stage(f"start the ranks of {' and '.join(groups)} again"):
             with suppress(HybridFlowError):  # engines that are lost as well have given everything up
-                trainer.groups.forget()  # the ranks will look into engines, which must be idle for it
+                await trainer.groups.forget()  # the ranks will look into engines, which must be idle for it
             for group in groups.values():
-                group.restart()
-        trainer.go_back()
+                await group.restart()
+        await trainer.go_back()
         progress.message(f"going on after step {trainer.step}")

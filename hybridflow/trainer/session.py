@@ -216,14 +216,14 @@ class Session:
         """Whether something that happens every so many steps happens now (0: never)."""
         return every > 0 and step % every == 0
 
-    def stop_if_asked(self) -> None:
+    async def stop_if_asked(self) -> None:
         """Call it after a step and its checkpoint.
 
         Raises:
             RunStopped: `stop_asked`; the checkpoint is on the disk.
         """
         if self.stop_asked:
-            self.store.wait()
+            await self.store.wait()
             latest = self.store.latest()
             where = latest.folder if latest else self.folder
             raise RunStopped(f"stopped as asked; the same command resumes from {where}")

@@ -4,7 +4,7 @@ a reward model on preference pairs."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,16 +53,16 @@ class SupervisedTrainer:
         self.sampler = ResumableSampler(len(dataset), config.batch_size, True, seed)
         self.step = 0
 
-    def resume(self, checkpoint: Checkpoint) -> None:
+    async def resume(self, checkpoint: Checkpoint) -> None:
         """Go on after a checkpoint of this phase."""
-        self.model.run(type(self).load, checkpoint.policy, self.config.optim)
+        await self.model.call(type(self).load, checkpoint.policy, self.config.optim)
         if not self.session.has_other_data(checkpoint):
             with checkpoint.restoring():
                 self.sampler.restore(checkpoint.state["sampler"])
         self.step = checkpoint.step
 
-    def fit(self, on_step: Callable[[], None] = lambda: None) -> None:
-        """Run all remaining steps. `on_step` is called between steps, for example to notice an engine that failed to
+    async def fit(self, on_step: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Run all remaining steps. `on_step` is awaited between steps, for example to notice an engine that failed to
         start."""
         session, every = self.session, self.session.config.trainer.save_every_steps
         with (
@@ -71,7 +71,7 @@ class SupervisedTrainer:
         ):
             while self.step < self.config.steps:
                 started = time.perf_counter()
-                [update] = self.model.update(type(self).train, self.dataset.batch(next(self.sampler)))
+                [update] = await self.model.update(type(self).train, self.dataset.batch(next(self.sampler)))
                 self.step += 1
                 loss = update.means.get("loss", float("nan"))
                 if session.config.actor.on_nonfinite == "stop" and not update.applied:
@@ -85,22 +85,23 @@ class SupervisedTrainer:
                 session.log(self.step, metrics, phase=self.phase)
                 shown = {name: metrics[f"reward/{name}"] for name in ("accuracy",) if f"reward/{name}" in metrics}
                 progress.update(self.step, {"loss": loss, **shown}, {"step": seconds})
-                on_step()
-                session.store.check()
+                if on_step is not None:
+                    await on_step()
+                await session.store.check()
                 is_last = self.step == self.config.steps
                 if self.saves_end if is_last else session.is_due(every, self.step) or session.stop_asked:
-                    self.save()
+                    await self.save()
                 if not is_last:
-                    session.stop_if_asked()
+                    await session.stop_if_asked()
 
     def also(self, means: Mapping[str, float]) -> dict[str, float]:
         """What is recorded of an update's means besides the loss."""
         return {}
 
-    def save(self) -> Path:
+    async def save(self) -> Path:
         """Checkpoint this phase."""
         state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals_now()}
-        return self.session.store.save(self.phase, self.step, state, self.model)
+        return await self.session.store.save(self.phase, self.step, state, self.model)
 
 
 class SftTrainer(SupervisedTrainer):
@@ -122,17 +123,18 @@ class RewardTrainer(SupervisedTrainer):
         return {name: value for name, value in means.items() if name != "loss"}
 
 
-def pair_accuracy(model: Role, dataset: PreferenceDataset) -> dict[str, float]:
+async def pair_accuracy(model: Role, dataset: PreferenceDataset) -> dict[str, float]:
     """Share of pairs whose chosen answer scores higher, and the mean difference."""
     differences = []
     for start in range(0, len(dataset), _SCORED_AT_ONCE):
         batch = dataset.batch(np.arange(start, min(start + _SCORED_AT_ONCE, len(dataset))))
-        chosen, rejected = (_scores(model, batch, name) for name in ("chosen_ids", "rejected_ids"))
+        chosen = await _scores(model, batch, "chosen_ids")
+        rejected = await _scores(model, batch, "rejected_ids")
         differences.append(chosen - rejected)
     difference = np.concatenate(differences)
     return {"accuracy": float((difference > 0).mean()), "margin": float(difference.mean())}
 
 
-def _scores(model: Role, batch: DataProto, name: str) -> np.ndarray:
+async def _scores(model: Role, batch: DataProto, name: str) -> np.ndarray:
     rows = DataProto.from_columns({"prompt_ids": batch.jagged("prompt_ids"), "response_ids": batch.jagged(name)})
-    return np.asarray(model.begin(ModelWorker.compute_scores, rows).result()["rm_scores"])
+    return np.asarray((await model.compute(ModelWorker.compute_scores, rows))["rm_scores"])

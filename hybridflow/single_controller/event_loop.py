@@ -1,0 +1,129 @@
+"""The event loop in which the driver waits: one for each thread that waits."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import selectors
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_computing_s = 0.0
+
+
+class _Selector(selectors.DefaultSelector):
+    """Measures the time in which the loop has nothing to do."""
+
+    idle_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        start = time.monotonic()
+        try:
+            return super().select(timeout)
+        finally:
+            self.idle_s += time.monotonic() - start
+
+
+class _Loop(threading.local):
+    """The loop of this thread, which is kept between calls: tasks go on where they stood."""
+
+    def __init__(self) -> None:
+        self.selector = _Selector()
+        self.loop = asyncio.SelectorEventLoop(self.selector)
+
+
+_of_thread = _Loop()
+
+
+@atexit.register
+def _close() -> None:
+    """End the tasks that nobody waits for any longer: Python reports each that is left at the exit."""
+    with suppress(BaseException):
+        cancel_all(list(asyncio.all_tasks(_of_thread.loop)))
+    _of_thread.loop.close()
+
+
+def block_on(awaitable: Awaitable[T]) -> T:
+    """Wait for the result from code that is not in an event loop: a script, a test, or the start of a run.
+
+    Other tasks of this thread's loop go on meanwhile. An exception that interrupts the wait (Ctrl-C) cancels it.
+
+    Raises:
+        RuntimeError: this thread's loop is running; there the call is awaited.
+    """
+    loop = _of_thread.loop
+    if loop.is_running():
+        if asyncio.iscoroutine(awaitable):
+            awaitable.close()
+        raise RuntimeError("the event loop of this thread is running: await the call instead of waiting for it")
+    task = asyncio.ensure_future(_result(awaitable), loop=loop)
+    try:
+        return loop.run_until_complete(task)
+    except BaseException:
+        cancel_all([task])
+        raise
+
+
+def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
+    """Cancel tasks of this thread's loop, from outside of it, and wait until they have ended."""
+    loop = _of_thread.loop
+    pending = [task for task in tasks if not task.done()]
+    for task in pending:
+        task.cancel()
+    if pending and not loop.is_running():
+        with suppress(KeyboardInterrupt):  # the loop raises what a task of these was interrupted with once more
+            loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+
+
+async def _result(awaitable: Awaitable[T]) -> T:
+    return await awaitable
+
+
+def waited_seconds() -> float:
+    """Seconds in which this thread's loop was idle or a worker in this process computed, since the thread started.
+
+    This is the time in which workers and engines were working.
+    """
+    return _of_thread.selector.idle_s + _computing_s
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Count the time inside as that of a worker or an engine in this process. Must not be nested."""
+    global _computing_s
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        _computing_s += time.monotonic() - start
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """The result of blocking work, done in a daemon thread: neither the loop nor the exit of the process waits for it
+    once nobody wants the result."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if result.done():
+            return  # it was cancelled
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name="blocking-work", daemon=True).start()
+    return await result
