@@ -97,7 +97,9 @@ class RewardManager:
             DataError: no verifier for a data source; or `reward.on_failure` is "stop" and a row failed, or all rows
                 failed. Names the first such row, and for a custom function its file, name and line.
         """
-        [results] = asyncio.run(self.collect([self.submit(data_source, response_text, ground_truth, extra_info, groups)]))
+        [results] = asyncio.run(
+            self.collect([self.submit(data_source, response_text, ground_truth, extra_info, groups)])
+        )
         self.check(results)
         return results
 

@@ -25,7 +25,7 @@ class RewardPool:
     """Starts the host (`rewards.host`) at once and in the background; `start` waits for it.
 
     Calls begin when they are submitted and run while the caller does something else. A host that has ended is started
-    again, and calls without an answer are submitted again. Used by one thread, and collected from by one task at a time.
+    again, and calls without an answer are submitted again. One thread uses it, and one task at a time collects.
 
     Args:
         config: the `reward` section.

@@ -37,7 +37,7 @@ from hybridflow.config.val_sets import VAL_SET, val_sets
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError
 from hybridflow.rollout.continuation import free_routes
-from hybridflow.rollout.protocols import ROOM, Rollouts
+from hybridflow.rollout.protocols import ROOM, Engines, SyncReport
 from hybridflow.rollout.requests import Request, Requests
 from hybridflow.workers.requests import CUT_SHORT
 
@@ -82,7 +82,7 @@ class _Sample:
 
 
 class Conversations:
-    """`Rollouts` whose answers are conversations: an agent loop for each, a task of the driver's event loop.
+    """`Engines` whose answers are conversations: an agent loop for each, a task of the driver's event loop.
 
     Args:
         engines: answer what conversations ask.
@@ -242,6 +242,10 @@ class Conversations:
         await _cancel(list(self._going_on.values()))
         await self.engines.forget()
 
+    async def sync(self, version: int) -> SyncReport:
+        """Bring the weights to the engines."""
+        return await self.engines.sync(version)
+
     async def sleep(self) -> None:
         """Have the engines release their memory."""
         await self.engines.sleep()
@@ -399,7 +403,7 @@ def _last_answer(conversation: Conversation) -> str:
     return said[-1] if said else ""
 
 
-def conversing(engines: Requests, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None) -> Rollouts:
+def conversing(engines: Requests, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None) -> Engines:
     """The engines, with conversations over them where `rollout.agent.loop` holds any; the arguments are those of
     `Conversations`."""
     return Conversations(engines, tokenizer, config, logs) if config.rollout.agent.loop != SINGLE_TURN else engines

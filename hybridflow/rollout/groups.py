@@ -124,7 +124,9 @@ class Groups:
         self._steps.step_begins(version)
         self._hand_out(version)
         if self.config.trainer.max_staleness and self._left and not self._left[-1].done():
-            await self.engines.advance()  # engines begin what was handed out now, also where the step has its groups already
+            await (
+                self.engines.advance()
+            )  # engines begin what was handed out now, also where the step has its groups already
         self._begin_scoring()
         self._steps.wait_begins()
         while (chosen := self._ready(version)) is None:

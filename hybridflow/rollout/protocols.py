@@ -19,8 +19,11 @@ class Sample(Protocol):
 
 
 class Rollouts(Protocol):
-    """Engines that answer prompts; the samples that it takes are those of its `begin`. Engines work on what they were asked by themselves; they are asked for more, and
-    their answers come in, while somebody waits in `advance` or `answers`."""
+    """Engines that answer prompts; methods take the samples that `begin` returned.
+
+    Engines work on what they were asked by themselves. They are asked for more, and their answers come in, while
+    somebody waits in `advance` or `answers`.
+    """
 
     def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> Sequence[Sample]:
         """Begin an answer to each row.
@@ -95,3 +98,7 @@ class WeightSync(Protocol):
         Raises:
             WeightSyncError: no engine could take them.
         """
+
+
+class Engines(Rollouts, WeightSync, Protocol):
+    """What answers the prompts of a run, with weights that the run brings it."""

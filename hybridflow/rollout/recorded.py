@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,17 +22,18 @@ READING = DataflowStep(
 
 
 class RecordedPairs:
-    """The batches of a run with `data.answers=pairs`, by the methods of `rollout.groups.Groups`."""
+    """The samples of a run with `data.answers=pairs` (`trainer.samples.Samples`)."""
 
     def __init__(self, config: RunConfig, dataset: PreferenceDataset, keep: Callable[[DataProto], DataProto]) -> None:
         self.dataset, self.keep = dataset, keep
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._first = self.state()
-        self.metrics: dict[str, float] = {}
+        self.metrics: Mapping[str, float] = {}
+        self.num_rows = len(dataset)
 
-    async def next_batch(self, version: int) -> DataProto:
-        """The two answers to each of `data.train_batch_size` prompts, chosen before rejected, with the scores 1 and 0;
-        `uid` tells the pairs apart. They are the same whatever the `version` of the weights."""
+    async def take(self, step: int) -> DataProto:
+        """The two answers to each of `data.train_batch_size` prompts, chosen before rejected, with the scores 1 and 0,
+        whatever a reward would say; `uid` tells the pairs apart."""
         pairs = self.dataset.batch(next(self.sampler))
         rows, count = interleave_pairs(pairs), len(pairs)
         responses = rows.jagged("response_ids")
@@ -44,6 +46,13 @@ class RecordedPairs:
                 **{RESPONSE_MASK: Jagged(np.ones(len(responses.values), np.bool_), responses.offsets)},
             )
         )
+
+    def last_after(self, step: int) -> int | None:
+        """Pairs have no end: they come again in the next epoch."""
+        return None
+
+    def dump(self, folder: Path, step: int, batch: DataProto) -> None:
+        """Write nothing: the pairs are in a file."""
 
     async def forget(self) -> None:
         """Nothing is handed out."""

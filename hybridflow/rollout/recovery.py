@@ -32,7 +32,7 @@ class RestartingSync:
         self.engines, self.weights, self._told = engines, weights, told
         self._restarts = RestartLimit(max_restarts)
         self._version = -1
-        engines.recover = self.recover
+        engines.recover, engines.weights = self.recover, self
 
     async def recover(self, error: HybridFlowError) -> None:
         """After engines or workers were lost while they answered: bring them back with the weights of the last sync.

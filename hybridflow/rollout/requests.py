@@ -23,7 +23,7 @@ from hybridflow.engines.base import Extras
 from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
 from hybridflow.rollout.continuation import continued, joined
 from hybridflow.rollout.placing import shares
-from hybridflow.rollout.protocols import ROOM
+from hybridflow.rollout.protocols import ROOM, SyncReport
 from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
@@ -72,7 +72,7 @@ class Request:
 
 
 class Requests(ABC):
-    """`Rollouts` whose answers are single requests; the part that is the same over any engines.
+    """`Engines` whose answers are single requests; the part that is the same over any engines.
 
     Attributes:
         recover: awaited with the error when no engine is left, or workers are lost; raises where that is the end.
@@ -367,7 +367,13 @@ class Requests(ABC):
         self._waiting.extendleft([one] for one in reversed(lost))
 
     async def close(self) -> None:
-        """Do nothing: no task of this process belongs to a request."""
+        """Stop the round in progress, if there is one."""
+        if self._round is not None:
+            self._round.cancel()
+
+    @abstractmethod
+    async def sync(self, version: int) -> SyncReport:
+        """`WeightSync.sync`."""
 
     @abstractmethod
     async def sleep(self) -> None:

@@ -12,6 +12,7 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.engines.base import Extras
 from hybridflow.engines.supervisor import UP, EngineState
 from hybridflow.errors import EnginesLostError, WorkerError
+from hybridflow.rollout.protocols import SyncReport, WeightSync
 from hybridflow.rollout.requests import Requests, extras_for, sampling_for
 from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.workers.rollout import RolloutWorker
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineGroup(Requests):
-    """`Rollouts` over the workers of the engines.
+    """`Engines` over the workers of the engines.
 
     Args:
         group: one worker for each engine (`RolloutWorker`).
@@ -47,6 +48,7 @@ class EngineGroup(Requests):
     ) -> None:
         super().__init__(config)
         self.group, self.stop_ids, self.others = group, list(stop_ids), others
+        self.weights: WeightSync | None = None  # known once the policy's ranks are there
         self.stale = dict.fromkeys(range(group.world_size), "no weights yet")
         self._ready: Future | None = group.call(RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30)
 
@@ -111,6 +113,11 @@ class EngineGroup(Requests):
     async def stop(self) -> None:
         """Stop the engines."""
         await self.group.call(RolloutWorker.stop, timeout=30)
+
+    async def sync(self, version: int) -> SyncReport:
+        """Bring the policy's weights to the engines."""
+        assert self.weights is not None
+        return await self.weights.sync(version)
 
     # ---- the engines, as `Requests` sees them
 

@@ -247,7 +247,9 @@ class WorkerGroup:
     async def _bring_up(self, pool: ResourcePool) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s
         slots = pool.slots
-        infos: list[HostInfo] = await self._everywhere("describe", [(slot.node, slot.ports) for slot in slots], deadline)
+        infos: list[HostInfo] = await self._everywhere(
+            "describe", [(slot.node, slot.ports) for slot in slots], deadline
+        )
         for rank, info in zip(self._ranks, infos, strict=True):
             rank.pid = info.pid
         contexts = [self._context(pool, r, infos) for r in range(self.world_size)]

@@ -3,21 +3,17 @@ of them with the job."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import check_sampling, derived
-from hybridflow.config.registry import absolute_entry
-from hybridflow.config.schema import ModelConfig, RunConfig
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import open_training
-from hybridflow.data.dataset import PreferenceDataset, SftDataset
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.device.platform import Platform
 from hybridflow.errors import (
     CheckpointError,
@@ -29,50 +25,38 @@ from hybridflow.errors import (
     WeightSyncError,
     WorkerError,
 )
-from hybridflow.observe.environment import package_versions
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
-from hybridflow.placement import pools_of
-from hybridflow.placement.threads import threads_by_role, user_limit
-from hybridflow.planning.deadlines import StartAllowance
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.process.surroundings import without_proxy
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.dumps import Dumps, identity
 from hybridflow.rollout.evaluation import Scorer, Validator, check_truths, open_val_sets, sources_to_score
-from hybridflow.saving.fingerprint import Fingerprint
+from hybridflow.rollout.recorded import RecordedPairs
 from hybridflow.saving.store import Checkpoint, CheckpointStore
 from hybridflow.single_controller import (
-    Cluster,
-    InProcessGroup,
-    ResourcePool,
     WorkerGroup,
     block_on,
-    colocated,
     keep_in_store,
-    reserve,
 )
-from hybridflow.trainer import assets, planned
+from hybridflow.trainer import planned
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.folder import exclusive, make_output_dir, make_room
-from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation, NoEngines, start_both
-from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps, tell_backend
+from hybridflow.trainer.generation import start_both
+from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
+from hybridflow.trainer.job import Job
 from hybridflow.trainer.layout import layout_text
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.preload import Preload
 from hybridflow.trainer.recovery import fit_with_restarts
+from hybridflow.trainer.samples import Dumped, Sampled, Samples
 from hybridflow.trainer.session import Session
-from hybridflow.trainer.supervised import RewardTrainer, SftTrainer, pair_accuracy
+from hybridflow.trainer.supervised import RewardTrainer, pair_accuracy
 from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
-from hybridflow.workers.role import RoleSpec, RoleWorker
-from hybridflow.workers.rollout import RolloutWorker
-from hybridflow.workers.rollout_node import RolloutNodeWorker
-
-_ENGINE_WORKERS = (RolloutWorker, RolloutNodeWorker)
-_log = logging.getLogger(__name__)
+from hybridflow.workers.role import RoleWorker
 
 
 def train(config: RunConfig, preload: Preload | None = None) -> None:
@@ -102,163 +86,7 @@ def train_reward(config: RunConfig, preload: Preload | None = None) -> None:
 # ---- the jobs
 
 
-class _Job:
-    """The parts that all jobs share: session, data, tokenizer, and the start of worker groups."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        preload: Preload | None,
-        session: Session,
-        stack: ExitStack,
-        progress: Progress,
-        goes_on: bool = False,
-    ) -> None:
-        """`goes_on`: this session has trained already, and goes back to its last checkpoint."""
-        self.config, self.preload, self.session, self.stack, self.progress = config, preload, session, stack, progress
-        cores = Platform.detect().cores if config.cluster.address is None else 1
-        self.threads = threads_by_role(config, cores, user_limit())
-        self.checkpoint = session.store.latest() if goes_on or config.trainer.resume == "auto" else None
-        with progress.stage("prepare data"):
-            message = assets.prepare_data(config)
-        if message:
-            progress.message(message)
-        self.tokenizer: Tokenizer = assets.open_tokenizer(config)
-        if not goes_on:
-            changes = session.know(
-                Fingerprint.of(config, self.tokenizer.digests(), package_versions()), self.checkpoint
-            )
-            for line in (*changes, *session.store.left_out(), *session.lost_records(self.checkpoint)):
-                progress.message(line)
-        (session.go_back if goes_on else session.resume)(self.checkpoint)
-        if self.checkpoint is not None:
-            progress.message(f"resuming from {self.checkpoint.folder}")
-        self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
-        self.config = StartAllowance.of(config, self.hf_config).applied(config)
-
-    def start_cluster(self, job: str = "train") -> Cluster | None:
-        """Start Ray, or join the configured cluster, and reserve the devices of the whole job; None where it has one
-        process."""
-        if self.config.cluster.in_process:
-            return None
-        with self.progress.stage("start Ray"):
-            cluster = self.stack.enter_context(Cluster.start(self.config.cluster, self.session.folder))
-            kind = cluster.device_kind()
-            if job == "train":
-                check_devices(self.config, kind)
-            placement, self.pools = reserve(cluster, pools_of(self.config, job, kind), kind)
-        _log.info(placement.describe())
-        return cluster
-
-    def start_roles(
-        self, cluster: Cluster | None, roles: Sequence[str], trained: Sequence[str]
-    ) -> dict[str, WorkerGroup | InProcessGroup]:
-        """The ranks of each of `roles`: those that live in the policy's processes (which are `actor`'s, the first
-        role's) share a group, the others have one each. Only `trained` ones may update their weights."""
-        specs = {role: self._role_spec(role, role in trained) for role in roles}
-        shared = [role for role in roles if derived.is_colocated(self.config, role)]
-        groups: dict[str, WorkerGroup | InProcessGroup] = {}
-        if shared:
-            groups |= dict.fromkeys(shared, self._start_shared(cluster, [specs[role] for role in shared]))
-            tell_backend(groups[shared[0]], self.config, self.session.folder, self.progress.message)
-        own = [role for role in roles if role not in shared]
-        return groups | {role: self._start_own(cluster, specs[role]) for role in own if cluster is not None}
-
-    def _start_shared(self, cluster: Cluster | None, specs: Sequence[RoleSpec]) -> WorkerGroup | InProcessGroup:
-        config = self.config
-        procs, backend = derived.world_size(config), config.actor.backend
-        worker: type = PolicyWorker
-        args: Sequence[Any] = specs
-        if len(specs) > 1:
-            worker = colocated(actor=PolicyWorker, **dict.fromkeys([spec.role for spec in specs[1:]], ModelWorker))
-            args = [(spec,) for spec in specs]
-        if cluster is None:
-            with self.progress.stage(f"build the model in this process ({backend})"):
-                group = InProcessGroup(worker, role="actor", args=args, log_dir=self.session.folder / "logs")
-                self.stack.callback(group.close)
-                return group
-        with self.progress.stage(f"start {procs} {backend} ranks ({layout_text(config)})"):
-            return self._group(cluster, self.pools["actor"], worker, "actor", args)
-
-    def _start_own(self, cluster: Cluster, spec: RoleSpec) -> WorkerGroup:
-        procs = derived.role_world_size(self.config, spec.role)
-        with self.progress.stage(f"start {procs} Megatron ranks of the {spec.role.replace('_', ' ')}"):
-            return self._group(cluster, self.pools[spec.role], ModelWorker, spec.role, (spec,))
-
-    def _role_spec(self, role: str, trains: bool) -> RoleSpec:
-        path = self.config.model.path if role == "actor" else getattr(self.config, role).path
-        is_policy = role == "actor" or path is None
-        hf_config = self.hf_config if is_policy else dict(derived.hf_config(ModelConfig(path=path)))
-        actor = replace(self.config.actor, policy_loss=absolute_entry(self.config.actor.policy_loss))
-        model = self.config.model
-        if model.family is not None:
-            model = replace(model, family=absolute_entry(model.family))
-        config = replace(self.config, actor=actor, model=model)
-        return RoleSpec(config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
-
-    def start_engines(self, cluster: Cluster | None) -> Generation:
-        """The engines, which go on starting in the background where they have processes of their own."""
-        if not derived.generates(self.config):
-            return NoEngines()
-        target, dtype, fp8 = self.session.folder / "model", self.config.model.dtype, self.config.rollout.quantization
-        folder = assets.write_engine_folder(target, self.hf_config, dtype, self.tokenizer, fp8)
-        if cluster is None:
-            return EngineHere(self.config, folder.resolve(), self.session.folder / "logs", self.tokenizer.stop_ids)
-        told = self.session.note_restart("engine_restarts", self.progress.message, "engines start again: ")
-        workers, others = self._start_engine_workers(cluster, folder)
-        engines = EngineProcesses(workers, others, self.config, self.tokenizer.stop_ids, told)
-        return engines.give_way(self.progress)
-
-    def _start_engine_workers(self, cluster: Cluster, folder: Path) -> tuple[WorkerGroup, WorkerGroup | None]:
-        """The workers on the engines' first nodes, and on their others if they have any."""
-        config, dtype = self.config.rollout, self.config.model.dtype
-        with self.progress.stage(f"start {config.num_engines} engine workers"):
-            routes = derived.needs_engine_routes(self.config)
-            threads, fork_server = self.threads["rollout"], self._fork_server("engines")
-            tokenizes = any(one.stop for one in check_sampling.sampled(self.config).values())
-            args = (config, folder.resolve(), dtype, self.config.seed, routes, threads, fork_server, tokenizes)
-            if config.nodes_per_engine == 1:
-                return self._group(cluster, self.pools["rollout"], RolloutWorker, "rollout", args), None
-            first, others = _first_nodes(self.pools["rollout"], config.nodes_per_engine)
-            leading = self._group(cluster, first, RolloutWorker, "rollout", args)
-            following = self._group(cluster, others, RolloutNodeWorker, "rollout-node", args)
-
-            async def follow() -> None:
-                await following.call(RolloutNodeWorker.follow, await leading.call(RolloutWorker.node_store))
-
-            block_on(follow())
-            leading.on_restart(follow)
-            return leading, following
-
-    def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: Sequence[Any]) -> WorkerGroup:
-        serves = worker in _ENGINE_WORKERS  # the engine has processes of its own
-        env, logs = {"OMP_NUM_THREADS": str(1 if serves else self.threads[role])}, self.session.folder / "logs"
-        server = self._fork_server("torch" if serves else "ranks")
-        group = WorkerGroup(cluster, pool, worker, role=role, args=args, env=env, log_dir=logs, fork_server=server)
-        self.stack.callback(group.kill)
-        return group
-
-    def _fork_server(self, loaded: str) -> str:
-        return self.preload.name(loaded) if self.preload else ""
-
-    async def warm_start(
-        self, policy: PolicyGroup, check: Callable[[], Awaitable[None]] | None = None
-    ) -> SftTrainer | None:
-        """Run the supervised phase. None where it is not configured or a checkpoint of a later phase exists."""
-        config, checkpoint = self.config, self.checkpoint
-        if config.sft.steps < 1 or (checkpoint is not None and checkpoint.phase != "sft"):
-            return None
-        dataset = SftDataset(config.sft.train_files, self.tokenizer, config.data, config.sft)
-        trainer = SftTrainer(config.sft, self.session, policy, dataset, config.seed)
-        if checkpoint is not None:
-            await trainer.resume(checkpoint)
-        else:
-            await policy.call(PolicyWorker.set_optimizer, config.sft.optim)
-        await trainer.fit(check)
-        return trainer
-
-
-def _train(job: _Job) -> dict[str, Any]:
+def _train(job: Job) -> dict[str, Any]:
     config, session = job.config, job.session
     rewards = job.stack.enter_context(RewardManager(config.reward, session.folder / "logs" / "rewards.log"))
     dataset = open_training(job.tokenizer, config.data)
@@ -266,11 +94,8 @@ def _train(job: _Job) -> dict[str, Any]:
     rewards.check_data_sources(sources_to_score(config, dataset, *held_out.values()))
     check_truths(rewards, config, dataset, *held_out.values())
     check_steps(config)
-    made_with, dumps = identity(job.hf_config, job.tokenizer), None
-    if config.trainer.rollouts_from is not None:
-        rows = config.data.train_batch_size * config.rollout.n
-        dumps = Dumps(Path(config.trainer.rollouts_from), made_with, rows, derived.needs_support(config))
-        dumps.check(job.checkpoint.step if job.checkpoint is not None and job.checkpoint.phase == "rl" else 0)
+    made_with = identity(job.hf_config, job.tokenizer)
+    dumps = _open_dumps(job, made_with)
     cluster = job.start_cluster()
     trained = ("actor", "critic")
     roles = derived.roles_in_use(config)
@@ -284,8 +109,8 @@ def _train(job: _Job) -> dict[str, Any]:
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder)
-    rollouts, weights = engines.connect(workers["actor"], job.tokenizer, session.folder / "logs")
-    job.stack.callback(lambda: block_on(rollouts.close()))
+    answering = engines.connect(workers["actor"], job.tokenizer, session.folder / "logs")
+    job.stack.callback(lambda: block_on(answering.close()))
     told = session.note_restart("restarts", job.progress.message)
     apart = {role: group for role, group in workers.items() if isinstance(group, WorkerGroup)}
     others = {
@@ -295,8 +120,14 @@ def _train(job: _Job) -> dict[str, Any]:
         for role in roles[1:]
     }
     keep = keep_in_store if cluster is not None else lambda batch: batch
-    parts = (policy, rollouts, weights, dataset, scorer, validator, others, keep, made_with, dumps)
-    trainer = RLTrainer(config, session, *parts)
+    samples: Samples
+    if isinstance(dataset, PreferenceDataset):
+        samples = RecordedPairs(config, dataset, keep)
+    elif dumps is not None:
+        samples = Dumped(dumps, config, answering, dataset, scorer, session.timeline, keep, made_with)
+    else:
+        samples = Sampled(config, answering, dataset, scorer, session.timeline, keep, made_with)
+    trainer = RLTrainer(config, session, {"actor": policy, **others}, answering, samples, validator)
     if "reference" in apart:
         apart["reference"].on_restart(trainer.fill_reference)
     training = {role: apart[role] for role in roles if role in trained and role in apart}
@@ -333,7 +164,18 @@ def _train(job: _Job) -> dict[str, Any]:
     }
 
 
-def _sft(job: _Job) -> dict[str, Any]:
+def _open_dumps(job: Job, made_with: Mapping[str, Any]) -> Dumps | None:
+    """The dumps that the run trains on instead of generating, if it does."""
+    config, checkpoint = job.config, job.checkpoint
+    if config.trainer.rollouts_from is None:
+        return None
+    rows = config.data.train_batch_size * config.rollout.n
+    dumps = Dumps(Path(config.trainer.rollouts_from), made_with, rows, derived.needs_support(config))
+    dumps.check(checkpoint.step if checkpoint is not None and checkpoint.phase == "rl" else 0)
+    return dumps
+
+
+def _sft(job: Job) -> dict[str, Any]:
     cluster = job.start_cluster("sft")
     policy = PolicyGroup(job.start_roles(cluster, ["actor"], ["actor"])["actor"], job.config)
     trainer = block_on(job.warm_start(policy))
@@ -347,7 +189,7 @@ def _sft(job: _Job) -> dict[str, Any]:
     return {"seconds_sft": job.session.totals.get("seconds_sft", 0.0), "steps": trainer.step, "exported_to": exported}
 
 
-def _train_reward(job: _Job) -> dict[str, Any]:
+def _train_reward(job: Job) -> dict[str, Any]:
     config, settings = job.config, job.config.reward_training
     names = (settings.chosen_key, settings.rejected_key)
     dataset = PreferenceDataset(settings.train_files, job.tokenizer, config.data, *names)
@@ -383,7 +225,7 @@ def _train_reward(job: _Job) -> dict[str, Any]:
     }
 
 
-async def _finish(job: _Job, trained: ModelGroup) -> str | None:
+async def _finish(job: Job, trained: ModelGroup) -> str | None:
     """Wait for the last checkpoint and write the export; returns the export's folder."""
     with job.progress.stage("wait for the last checkpoint"):
         await job.session.store.wait()
@@ -401,7 +243,7 @@ async def _finish(job: _Job, trained: ModelGroup) -> str | None:
 
 
 def _run_job(
-    config: RunConfig, preload: Preload | None, job: Callable[[_Job], dict[str, Any]], total_steps: int | None
+    config: RunConfig, preload: Preload | None, job: Callable[[Job], dict[str, Any]], total_steps: int | None
 ) -> None:
     """Open the run folder, run the job, write summary and report; on an interrupt, say how to resume."""
     os.environ.update(without_proxy(os.environ))  # rewards, tools and episodes ask this machine's addresses as well
@@ -450,7 +292,7 @@ def _run_job(
 def _with_clusters(
     config: RunConfig,
     preload: Preload | None,
-    job: Callable[[_Job], dict[str, Any]],
+    job: Callable[[Job], dict[str, Any]],
     session: Session,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -464,7 +306,7 @@ def _with_clusters(
     while True:
         try:
             with ExitStack() as stack:
-                return job(_Job(config, preload, session, stack, progress, goes_on))
+                return job(Job(config, preload, session, stack, progress, goes_on))
         except ClusterLostError as error:
             if _interrupted(error):  # a signal to all processes of the run has ended Ray as well
                 raise KeyboardInterrupt from error
@@ -500,9 +342,3 @@ def _how_to_resume(store: CheckpointStore) -> str:
     if latest is None:
         return "stopped; there is no checkpoint yet, so the same command starts from the beginning"
     return f"stopped; the same command resumes from {latest.folder}"
-
-
-def _first_nodes(engines: ResourcePool, nodes: int) -> tuple[ResourcePool, ResourcePool]:
-    """The slots of the engines' first nodes, and of their others."""
-    slots = engines.split([1] * len(engines))
-    return ResourcePool.merge(slots[::nodes]), ResourcePool.merge([s for n, s in enumerate(slots) if n % nodes])

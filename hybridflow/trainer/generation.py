@@ -16,7 +16,7 @@ from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.conversations import conversing
 from hybridflow.rollout.in_process import InProcessRollouts
-from hybridflow.rollout.protocols import Rollouts, Sample, SyncReport, WeightSync
+from hybridflow.rollout.protocols import Engines, Sample, SyncReport
 from hybridflow.rollout.recovery import RestartingSync
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
@@ -36,9 +36,7 @@ class Generation(Protocol):
     async def check_starting(self) -> None:
         """Raise at once when an engine has failed to start; return when all is well so far."""
 
-    def connect(
-        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
-    ) -> tuple[Rollouts, WeightSync]:
+    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path) -> Engines:
         """What the loop calls, once the policy is there; `logs` is the folder for what environments print."""
 
     async def wait_ready(self, progress: Progress) -> None:
@@ -51,11 +49,9 @@ class Generation(Protocol):
 class NoEngines:
     """What a run has that trains on dumps: nothing answers, nothing is waited for, and weights go nowhere."""
 
-    def connect(
-        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
-    ) -> tuple[Rollouts, WeightSync]:
+    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path) -> Engines:
         """What the loop calls."""
-        return self, self
+        return self
 
     async def sync(self, version: int) -> SyncReport:
         """Send nothing."""
@@ -113,17 +109,15 @@ class EngineProcesses:
         """Raise at once when an engine has failed to start."""
         await self.engines.check_starting()
 
-    def connect(
-        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
-    ) -> tuple[Rollouts, WeightSync]:
-        """Slices from the policy's ranks to the engines', and engines that start again when none is left."""
+    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path) -> Engines:
+        """The engines, which take slices from the policy's ranks, and start again when none is left."""
         assert isinstance(policy, WorkerGroup)
         self._weights = weights = SliceSync(policy, self.engines, self.config)
         policy.on_restart(weights.reconnect)
         self.workers.on_restart(self.engines.begin_again)
         self.workers.on_restart(weights.reconnect)
-        restarting = RestartingSync(self.engines, weights, self.config.trainer.max_restarts, self._told)
-        return conversing(self.engines, tokenizer, self.config, logs), restarting
+        RestartingSync(self.engines, weights, self.config.trainer.max_restarts, self._told)
+        return conversing(self.engines, tokenizer, self.config, logs)
 
     async def wait_ready(self, progress: Progress) -> None:
         """Wait for the engines, then plan and prove the weight transfer."""
@@ -164,16 +158,14 @@ class EngineHere:
     async def check_starting(self) -> None:
         """Return at once: the engine started when this object was made."""
 
-    def connect(
-        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
-    ) -> tuple[Rollouts, WeightSync]:
+    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path) -> Engines:
         """Calls of the engine, and copies from the policy's tensors."""
 
         def copy(target: object) -> int:
             return int(policy.run(PolicyWorker.copy_weights, target))
 
         rollouts = InProcessRollouts(self.engine, copy, self.config, self.stop_ids)
-        return conversing(rollouts, tokenizer, self.config, logs), rollouts
+        return conversing(rollouts, tokenizer, self.config, logs)
 
     async def wait_ready(self, progress: Progress) -> None:
         """Return at once: the engine is ready, and no transfer is planned."""

@@ -91,9 +91,7 @@ class ModelGroup:
         """Whether no rank is writing. CheckpointError when the last background save failed."""
         return all(await self.call(RoleWorker.is_saved))
 
-    def _epochs(
-        self, method: Callable[..., Any], batch: DataProto, seed: int, first: int = 0
-    ) -> list[Awaitable[Any]]:
+    def _epochs(self, method: Callable[..., Any], batch: DataProto, seed: int, first: int = 0) -> list[Awaitable[Any]]:
         """The calls of the epochs from the `first` on; the ranks have all of them."""
         return [
             self._train(method, batch.rows(self._order(batch, (seed, epoch)).reshape(-1)))
@@ -178,7 +176,9 @@ class PolicyGroup(ModelGroup):
         method, (rows, others) = PolicyWorker.update_policy, self._first_and_later(batch, seed)
         offload = self.config.actor.offload
         if later is not None and (offload.gradients or offload.optimizer):
-            await self.call(RoleWorker.wake, ("gradients", "optimizer"))  # once for both calls; training's end offloads them
+            await self.call(
+                RoleWorker.wake, ("gradients", "optimizer")
+            )  # once for both calls; training's end offloads them
         begun = rows if later is not None else self._order(batch, (seed, 0)).reshape(-1)
         updates = merged([await self._train(method, batch.rows(begun), True, without=("old_log_probs",))])
         found: DataProto = await self.call(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(rows))

@@ -18,29 +18,21 @@ the next step, and its own step is recorded after that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, cast
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.config.val_sets import tag
-from hybridflow.data.custom import COLUMNS, Prompts
-from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
-from hybridflow.rollout.dumps import Dumps, dump_batch
-from hybridflow.rollout.evaluation import Scorer, Validator, extra_metrics, failures, with_failures, without_failed
-from hybridflow.rollout.groups import Groups
-from hybridflow.rollout.protocols import Rollouts, SyncReport, WeightSync
-from hybridflow.rollout.recorded import RecordedPairs
-from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
+from hybridflow.rollout.evaluation import Validator, extra_metrics, failures
+from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.saving.store import Checkpoint
-from hybridflow.trainer.advantages import Advantages, lost_parts
+from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.metrics import (
     answer_metrics,
@@ -54,6 +46,7 @@ from hybridflow.trainer.observations import over_roles
 from hybridflow.trainer.passes import Passes
 from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy, Role, Update
+from hybridflow.trainer.samples import Samples
 from hybridflow.trainer.session import Session
 from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
@@ -80,47 +73,36 @@ class Trained:
 
 
 class RLTrainer:
-    """GRPO, or with a critic PPO, over the policy, a rollout service, a weight sync and the other roles of the run."""
+    """GRPO, or with a critic PPO, over the roles of the run and engines.
+
+    Args:
+        roles: `actor`, and as far as the run has them critic, reward_model, teacher and a reference in processes of its
+            own.
+        engines: answer, and take the policy's weights.
+        samples: what each step trains on.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         session: Session,
-        policy: Policy,
-        engines: Rollouts,
-        weights: WeightSync,
-        dataset: Prompts | PreferenceDataset,
-        scorer: Scorer,
+        roles: Mapping[str, Role],
+        engines: Engines,
+        samples: Samples,
         validator: Validator,
-        others: Mapping[str, Role] | None = None,
-        keep: Callable[[DataProto], DataProto] = lambda batch: batch,
-        made_with: Mapping[str, Any] | None = None,
-        dumps: Dumps | None = None,
     ) -> None:
-        """Args:
-        others: critic, reward_model, teacher and a reference in processes of its own, as far as the run has them.
-        keep: moves token columns that the driver makes to where workers and engines read them.
-        made_with: `rollout.dumps.identity` of this run, for its dumps.
-        dumps: train on these instead of generating.
-        """
-        self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
-        self.dataset, self.scorer, self.validator, self.others = dataset, scorer, validator, dict(others or {})
+        self.config, self.session, self.engines, self.samples = config, session, engines, samples
+        self.validator = validator
+        self.policy = cast(Policy, roles["actor"])
+        self.others = {name: role for name, role in roles.items() if name != "actor"}
         self.critic, self.reference = self.others.get("critic"), self.others.get("reference")
-        self.advantages, self.keep = Advantages(config), keep
-        self.made_with, self.dumps = made_with, dumps
+        self.advantages = Advantages(config)
         self.devices = Devices(lambda role: derived.pool_of(config, role), session.timeline)
-        self.phases = Phases(config, policy, engines, self.others, self.devices.is_busy)
-        self.groups: Groups | RecordedPairs = (
-            RecordedPairs(config, dataset, keep)
-            if isinstance(dataset, PreferenceDataset)
-            else Groups(config, engines, dataset, keep, scorer)
-        )
-        scored = dumps is not None or isinstance(self.groups, RecordedPairs)
-        self.passes = Passes(config, self.devices, policy, self.others, scores=not scored)
-        self.step, self.last = 0, derived.total_steps(config, len(dataset)) or 1
+        self.phases = Phases(config, self.policy, engines, self.others, self.devices.is_busy)
+        self.passes = Passes(config, self.devices, self.policy, self.others)
+        self.step, self.last = 0, derived.total_steps(config, samples.num_rows) or 1
         self.unrecorded: Trained | None = None
         self.left_out: set[str] = set()
-        self.sampling_metrics: dict[str, float] = {}
 
     # ---- the loop
 
@@ -133,15 +115,12 @@ class RLTrainer:
             await self.sync_weights(progress)
             if self.step == 0 and trainer.val_before_train:
                 await self.validate(progress)
-            last = self.last
-            if self.dumps is not None:
-                last = min(last, self.dumps.last_after(self.step))
+            ends_at = self.samples.last_after(self.step)
+            last = self.last if ends_at is None else min(self.last, ends_at)
             while self.step < last:
                 self.step += 1
                 with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
-                    batch = await self.sampled() if self.dumps is None else self.keep(self.dumps.batch(self.step))
-                    if "greedy_scores" in self.advantages.estimator.reads and "greedy_scores" not in batch:
-                        batch = await self.with_greedy_scores(batch)
+                    batch = await self.samples.take(self.step)
                     if trainer.rollout_only:
                         batch = await self.passes.with_model_scores(batch, self.step)
                     else:
@@ -161,7 +140,7 @@ class RLTrainer:
             batch, later = await self.passes.before_advantages(batch, self.step, self.update_seed(), self.scores_first)
             await self.record(progress)  # the critic has ended its update of the step before
             with phase("adv"):
-                batch = self.keep(self.advantages.add(batch))
+                batch = self.samples.keep(self.advantages.add(batch))
             if self.scores_first:
                 self.check_log_probs(batch)
             trained = await self.update(batch, later)
@@ -172,43 +151,10 @@ class RLTrainer:
         if validates:
             with phase("testing"):
                 await self.validate(progress)
-        trained.metrics = self.sampling_metrics | self.advantages.metrics | self.groups.metrics
+        trained.metrics = {**self.samples.metrics, **self.advantages.metrics}
         return trained
 
     # ---- parts of a step
-
-    async def sampled(self) -> DataProto:
-        """Prompts with answers and scores: those of one batch, or with `algorithm.dynamic_sampling` of several."""
-        collected, phase = DynamicSampling(self.config), self.session.timeline.phase
-        while True:
-            with phase("gen"):
-                batch = await self.groups.next_batch(self.step - 1)
-            if isinstance(self.groups, RecordedPairs):  # which are preferred or not, whatever a reward would say
-                return batch
-            with phase("reward"):  # what is left of it: groups are scored from when they have ended
-                batch = self.with_scores(batch.union(await self.groups.scores()))
-            if (found := collected.add(batch)) is not None:
-                self.sampling_metrics = collected.metrics
-                return found
-
-    async def with_greedy_scores(self, batch: DataProto) -> DataProto:
-        """Adds greedy_scores [B] f32: the weighted score of the most likely answer to the prompt of each row."""
-        _, first, group = np.unique(batch["uid"], return_index=True, return_inverse=True)
-        prompts = batch.rows(first).select(["uid", *COLUMNS])
-        with self.session.timeline.phase("gen_greedy"):
-            samples = self.engines.begin(prompts, training=False)
-            answered = prompts.union(await self.engines.answers(samples))
-        scores = (await self.scorer.score(answered))["scores"] * np.float32(self.config.reward.weight)
-        return batch.with_columns(greedy_scores=scores[group])
-
-    def with_scores(self, batch: DataProto) -> DataProto:
-        """Leaves out rows whose scores do not count."""
-        lost = lost_parts(self.config, batch)
-        if any(lost):
-            batch = with_failures(batch, lost)
-            self.scorer.check_failures(batch)
-        batch = without_failed(batch, self.config.reward.on_failure)
-        return without_overlong(batch) if self.config.algorithm.overlong_filter else batch
 
     @property
     def scores_first(self) -> bool:
@@ -265,7 +211,7 @@ class RLTrainer:
     async def sync_weights(self, progress: Progress) -> SyncReport:
         """Send the present weights to the engines; say which engines were left out or have joined again."""
         async with self.phases.sync():
-            synced = await self.weights.sync(self.step)
+            synced = await self.engines.sync(self.step)
         for engine, why in synced.stale.items():
             if engine in self.left_out:
                 continue  # said already
@@ -337,7 +283,7 @@ class RLTrainer:
     async def record_rollouts(self, batch: DataProto, progress: Progress) -> None:
         """Write metrics, progress and dump of a step without training."""
         seconds = self.session.timeline.metrics(self.step)
-        metrics = answer_metrics(batch) | self.sampling_metrics | self.groups.metrics | extra_metrics(batch) | seconds
+        metrics = answer_metrics(batch) | dict(self.samples.metrics) | extra_metrics(batch) | seconds
         self.session.log(self.step, metrics)
         shown = {"reward": metrics["critic/score/mean"], "length": metrics["response_length/mean"]}
         progress.update(self.step, shown, seconds)
@@ -349,9 +295,8 @@ class RLTrainer:
         for line in failures(batch):
             progress.message(f"step {step}: {line}")
         dumped = self.session.is_due(self.config.trainer.dump_rollouts_every_steps, step)
-        if dumped and "response_text" in batch:
-            folder, tokenizer = self.session.folder / "rollouts", self.scorer.tokenizer
-            dump_batch(folder, step, scored, tokenizer, self.made_with)
+        if dumped:
+            self.samples.dump(self.session.folder / "rollouts", step, scored)
 
     def _stop_if_skipped(self, step: int, updates: Mapping[str, Sequence[Update]]) -> None:
         for role, done in updates.items():
@@ -377,12 +322,12 @@ class RLTrainer:
     async def save(self) -> Path:
         """Checkpoint after `self.step`."""
         state: dict[str, Any] = {
-            **self.groups.state(),
+            **self.samples.state(),
             "totals": self.session.totals_now(),
             "advantages": self.advantages.state(),
         }
         others = {"critic": self.critic} if self.critic else {}
-        rollouts = await self.groups.begun()
+        rollouts = await self.samples.begun()
         return await self.session.store.save("rl", self.step, state, self.policy, rollouts=rollouts, **others)
 
     async def resume(self, checkpoint: Checkpoint) -> None:
@@ -398,9 +343,9 @@ class RLTrainer:
             await self.critic.call(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
         with checkpoint.restoring():
             if self.session.has_other_data(checkpoint):
-                await self.groups.restore(None)
+                await self.samples.restore(None)
             else:
-                await self.groups.restore(checkpoint.state, checkpoint.rollouts(), checkpoint.step)
+                await self.samples.restore(checkpoint.state, checkpoint.rollouts(), checkpoint.step)
             if "advantages" in checkpoint.state:
                 self.advantages.restore(checkpoint.state["advantages"])
         self.step = checkpoint.step
@@ -426,7 +371,7 @@ class RLTrainer:
         if checkpoint is not None:
             await self.resume(checkpoint)
             return
-        await self.groups.restore(None)
+        await self.samples.restore(None)
         self.advantages = Advantages(self.config)
         self.step = 0
         await self.start_from_present_weights()

@@ -19,13 +19,12 @@ class Passes:
 
     Args:
         others: critic, reward_model, teacher and a reference in processes of its own, as far as the run has them.
-        scores: whether the reward model is called; the samples of a dump have its scores, and pairs need none.
     """
 
-    def __init__(
-        self, config: RunConfig, devices: Devices, policy: Policy, others: Mapping[str, Role], *, scores: bool
-    ) -> None:
+    def __init__(self, config: RunConfig, devices: Devices, policy: Policy, others: Mapping[str, Role]) -> None:
         self.config, self.devices, self.policy = config, devices, policy
+        # the samples of a dump have its scores, and pairs need none
+        scores = config.trainer.rollouts_from is None and config.data.answers != "pairs"
         self.reward_model = others.get("reward_model") if scores else None
         self.critic, self.reference, self.teacher = (others.get(name) for name in ("critic", "reference", "teacher"))
 

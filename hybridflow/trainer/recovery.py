@@ -48,7 +48,7 @@ async def fit_with_restarts(
         progress.message(f"step {trainer.step}: {reason}")
         with progress.stage(f"start the ranks of {' and '.join(groups)} again"):
             with suppress(HybridFlowError):  # engines that are lost as well have given everything up
-                await trainer.groups.forget()  # the ranks will look into engines, which must be idle for it
+                await trainer.samples.forget()  # the ranks will look into engines, which must be idle for it
             for group in groups.values():
                 await group.restart()
         await trainer.go_back()
