@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import selectors
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _computing_s = 0.0
+_log = logging.getLogger(__name__)
 
 
 class _Selector(selectors.DefaultSelector):
@@ -28,12 +30,21 @@ class _Selector(selectors.DefaultSelector):
             self.idle_s += time.monotonic() - start
 
 
+def _log_what_nobody_saw(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Note the failure of a task that nobody waits for any longer. The first failure has been raised where the driver
+    waits, and an interrupt ends every task."""
+    error = context.get("exception")
+    if not isinstance(error, KeyboardInterrupt):
+        _log.info("after the run's end or first failure: %s", context.get("message"), exc_info=error)
+
+
 class _Loop(threading.local):
     """The loop of this thread, which is kept between calls: tasks go on where they stood."""
 
     def __init__(self) -> None:
         self.selector = _Selector()
         self.loop = asyncio.SelectorEventLoop(self.selector)
+        self.loop.set_exception_handler(_log_what_nobody_saw)
 
 
 _of_thread = _Loop()
