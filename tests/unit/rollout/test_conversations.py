@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,9 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.rollout.conversations import Conversations, conversing
-from hybridflow.rollout.protocols import ROOM, answers
+from hybridflow.rollout.protocols import Rollouts
+from hybridflow.rollout.requests import Requests
+from hybridflow.single_controller import block_on
 from hybridflow.workers.rollout import response_columns
 
 CHARACTERS = "0123456789+-*=</>acdefilortuw "
@@ -68,53 +68,67 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-class Engines:
-    """A rollout service that answers a prompt's text with `say(text)` and an eos; keeps what it was asked."""
+class Engines(Requests):
+    """An engine that answers a prompt's text with `say(text)` and an eos in each round; keeps what it was asked."""
 
-    def __init__(self, tokenizer: Tokenizer, say: Callable[[str], str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, say: Callable[[str], str], config: RunConfig | None = None) -> None:
+        super().__init__(config or RunConfig())
         self.tokenizer, self.say, self.rounds, self.rooms = tokenizer, say, list[list[str]](), list[list[int]]()
         self.slept: list[Any] = []
         self.aborted: list[int] = []
-        self.asked, self.answers, self.forgotten = list[list[int]](), list[Completion](), 0
+        self.given, self.waiting = dict[int, list[int]](), dict[int, str]()  # by ticket
 
-    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
-        tickets = [len(self.asked) + number for number in range(len(prompts))]
-        self.asked += [row.tolist() for row in prompts.jagged("prompt_ids")]
-        self.rooms.append(prompts[ROOM].tolist())
-        return tickets
+    def _serving(self) -> Sequence[int]:
+        return [0]
 
-    def poll(self) -> None:
-        new = range(len(self.answers), len(self.asked))
-        texts = ["".join(self.tokenizer.decode([token]) or "." for token in self.asked[ticket]) for ticket in new]
+    async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
+        tickets, rows = parts[0]["ticket"].tolist(), [row.tolist() for row in parts[0].jagged("prompt_ids")]
+        texts = ["".join(self.tokenizer.decode([token]) or "." for token in row) for row in rows]
+        self.given |= dict(zip(tickets, rows, strict=True))
+        self.waiting |= dict(zip(tickets, texts, strict=True))
         self.rounds.append(texts)
-        self.answers += [self._answer(text) for text in texts]
+        self.rooms.append(parts[0]["max_new_tokens"].tolist())
 
-    def ended(self, tickets: Iterable[int]) -> bool:
-        return all(ticket < len(self.answers) for ticket in tickets)
+    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+        answers = {ticket: self._answer(text) for ticket, text in self.waiting.items()}
+        self.waiting.clear()
+        tickets = np.array(list(answers), np.int64)
+        return [self.columns(answers).with_columns(ticket=tickets)]
 
-    def take(self, tickets: Sequence[int]) -> DataProto:
-        return response_columns([self.answers[ticket] for ticket in tickets])
-
-    def begun(self, tickets: Sequence[int]) -> DataProto | None:
-        return None
-
-    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
-        assert not keep
-        self.aborted += tickets
-
-    def forget(self) -> None:
-        self.forgotten += 1
-        self.answers += [Completion([], [], "abort", ())] * (len(self.asked) - len(self.answers))
+    def columns(self, answers: Mapping[int, Completion]) -> DataProto:
+        """The columns of these answers, by ticket."""
+        return response_columns(list(answers.values()))
 
     def _answer(self, text: str) -> Completion:
         ids = [*self.tokenizer.encode(self.say(text)), self.tokenizer.eos_id]
         return Completion(ids, [-0.5] * len(ids), "stop", (WeightSpan("3", 0, len(ids)),))
 
-    def sleep(self) -> None:
+    async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
+        self.aborted += tickets[0]
+        for ticket in tickets[0]:
+            del self.waiting[ticket]
+
+    async def _forget(self, engines: Sequence[int]) -> None:
+        self.waiting.clear()
+
+    async def sleep(self) -> None:
         self.slept.append("sleep")
 
-    def wake(self, tags: Sequence[str]) -> None:
+    async def wake(self, tags: Sequence[str]) -> None:
         self.slept.append(tags)
+
+    async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
+        raise RuntimeError("nothing is saved")
+
+    async def _leave_out_lost(self, answers: int) -> None:
+        raise RuntimeError("no engine is lost")
+
+
+def answers(service: Rollouts, prompts: DataProto, *, training: bool = True) -> DataProto:
+    async def held() -> DataProto:
+        return await service.answers(service.begin(prompts, training=training))
+
+    return block_on(held())
 
 
 def config(limit: int = 60, **agent: Any) -> RunConfig:
@@ -162,19 +176,6 @@ def test_conversations_of_several_lengths_in_rounds(tokenizer: Tokenizer) -> Non
         {"role": "assistant", "content": "12"},
     ]
     assert found["agent_failure"].tolist() == [None] * 3
-
-
-def test_a_service_that_is_collected_while_another_event_loop_runs_is_closed(tokenizer: Tokenizer) -> None:
-    service = Conversations(Engines(tokenizer, lambda _: "7"), tokenizer, config(loop="tools"))
-    events, held = service._events, [service]
-    del service
-
-    async def collect() -> None:
-        held.clear()
-        gc.collect()
-
-    asyncio.run(collect())
-    assert events.is_closed()
 
 
 @pytest.fixture
@@ -254,38 +255,39 @@ def test_an_error_of_the_engines_ends_the_step_and_not_the_next_one(tokenizer: T
     with pytest.raises(ZeroDivisionError):
         answers(service, prompts(tokenizer, "1", "2"), training=True)
     engines.say = lambda _: "7"
-    service.forget()
-    assert engines.forgotten == 1
+    block_on(service.forget())
+    assert engines.is_idle and not engines.waiting and not service._going_on
     assert answers(service, prompts(tokenizer, "1"), training=True)["answer_text"].tolist() == ["7"]
-    service.sleep()
-    service.wake(["weights"])
+    block_on(service.sleep())
+    block_on(service.wake(["weights"]))
     assert engines.slept == ["sleep", ["weights"]]
 
 
 def test_a_conversation_is_aborted_with_what_it_asks_and_the_others_go_on(tokenizer: Tokenizer) -> None:
     engines = Engines(tokenizer, asks_the_calculator)
     service = Conversations(engines, tokenizer, config(loop="tools", tools=("calculator",), call_format="tags"))
-    tickets = service.submit(prompts(tokenizer, "2*3=", "4*5=", "6*7="), training=True)
-    service.poll()  # all have called the calculator
-    service._send()
-    assert len(service._under_way) == 3
-    service.abort(tickets[:1])
-    service.abort(tickets[1:2], keep=True)
-    assert engines.aborted == [3, 4] and service.ended(tickets[1:2]) and len(service._under_way) == 1
-    while not service.ended(tickets[2:]):
-        service.poll()
-    found = service.take(tickets[1:])
-    assert found["finish_reason"].tolist() == ["abort", "stop"] and found["turns"].tolist() == [1, 2]
-    assert found["agent_failure"].tolist() == [None, None] and not service._held
+
+    async def two_of_three() -> None:
+        samples = service.begin(prompts(tokenizer, "2*3=", "4*5=", "6*7="), training=True)
+        await service.advance()  # all have called the calculator
+        await engines._send()
+        assert len(engines.waiting) == 3
+        await service.abort(samples[:2])
+        assert engines.aborted == [3, 4] and samples[1].done() and list(engines.waiting) == [5]
+        found = await service.answers(samples[2:])
+        assert found["finish_reason"].tolist() == ["stop"] and found["turns"].tolist() == [2]
+        assert found["agent_failure"].tolist() == [None] and not service._going_on
+
+    block_on(two_of_three())
 
 
 def test_supports_of_all_answers_are_kept_and_what_was_shown_has_none(tokenizer: Tokenizer) -> None:
     class Cutting(Engines):
-        def take(self, tickets: Sequence[int]) -> DataProto:
-            found = super().take(tickets)
+        def columns(self, answers: Mapping[int, Completion]) -> DataProto:
+            found = super().columns(answers)
             rows = [  # each token was sampled among itself and its ticket
                 Supports(np.full(len(ids), 2, np.int32), np.stack([ids, np.full(len(ids), ticket)], 1).reshape(-1))
-                for ticket, ids in zip(tickets, found.jagged("response_ids"), strict=True)
+                for ticket, ids in zip(answers, found.jagged("response_ids"), strict=True)
             ]
             return found.with_columns(**support_columns(rows))
 
@@ -306,13 +308,13 @@ def test_each_token_keeps_the_experts_of_the_request_that_made_it(tokenizer: Tok
     none."""
 
     class Routing(Engines):
-        def take(self, tickets: Sequence[int]) -> DataProto:
+        def columns(self, answers: Mapping[int, Completion]) -> DataProto:
             rows = []
-            for ticket in tickets:  # every known expert is the ticket of the request
-                row = np.full((len(self.asked[ticket]) + len(self.answers[ticket].token_ids), 3, 2), ticket)
+            for ticket, answer in answers.items():  # every known expert is the ticket of the request
+                row = np.full((len(self.given[ticket]) + len(answer.token_ids), 3, 2), ticket)
                 row[-1] = FREE
                 rows.append(row)
-            return super().take(tickets).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+            return super().columns(answers).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
 
     (tmp_path / "own.py").write_text(OWN)
     sizes = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "num_experts_per_tok": 2}

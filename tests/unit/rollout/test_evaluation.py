@@ -29,6 +29,7 @@ from hybridflow.rollout.evaluation import (
     sources_to_score,
     without_failed,
 )
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.session import Session
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
@@ -84,7 +85,7 @@ def test_what_a_reward_returns_beside_the_score_reaches_dumps_metrics_and_report
     tmp_path: Path, scorer: Scorer
 ) -> None:
     batch = batch_of("ab", "abcd")
-    batch = batch.union(scorer.score(batch))
+    batch = batch.union(block_on(scorer.score(batch)))
     metrics = extra_metrics(batch)
     assert metrics["reward_extra/length/mean"] == 3 and metrics["reward_extra/length/max"] == 4
     assert metrics["reward_extra/brief/mean"] == 0.5
@@ -112,11 +113,11 @@ def test_scores_do_not_depend_on_when_their_scoring_began(tmp_path: Path) -> Non
     batch = batch_of("abc", "a", "ab", "", "abcd", "abc")
     with RewardManager(RewardConfig(processes=2, path=str(tmp_path / "slow.py"))) as rewards:
         scorer = Scorer(rewards, letters)
-        whole, parts = scorer.score(batch), scorer.begin(batch, 2)
-        found = scorer.finish(parts)
+        whole, parts = block_on(scorer.score(batch)), scorer.begin(batch, 2)
+        found = block_on(scorer.finish(parts))
         assert set(found.columns) == set(whole.columns) == {"response_text", "scores", "reward_extra", "reward_failure"}
         assert all(found[name].tolist() == whole[name].tolist() for name in whole.columns)
-        last_first = scorer.finish(scorer.begin(batch, 2)[::-1])
+        last_first = block_on(scorer.finish(scorer.begin(batch, 2)[::-1]))
         assert last_first["scores"].tolist() == [4.0, 3.0, 2.0, 0.0, 3.0, 1.0]
 
 
@@ -137,7 +138,7 @@ def test_what_scores_in_the_driver_begins_when_all_answers_are_there_and_all_of_
     scorer = Scorer(rewards, letters)
     groups = [batch_of(*texts).with_columns(uid=np.zeros(2, np.int64)) for texts in (("a", "ab"), ("abc", "a"))]
     parts = [part for group in groups for part in scorer.begin(group, 2)]
-    assert scorer.finish(parts)["scores"].tolist() == [1.0, 2.0, 3.0, 1.0]
+    assert block_on(scorer.finish(parts))["scores"].tolist() == [1.0, 2.0, 3.0, 1.0]
 
 
 def test_a_verifier_that_reads_the_prompt_is_given_it(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_a_verifier_that_reads_the_prompt_is_given_it(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(source)
     rewards = RewardManager(RewardConfig(processes=0, verifiers=(f"{tmp_path / 'own.py'}:echo",)))
     letters: Any = Letters()
-    found = Scorer(rewards, letters).score(batch_of("ab", "c", source="echo"))
+    found = block_on(Scorer(rewards, letters).score(batch_of("ab", "c", source="echo")))
     assert [extra["asked"] for extra in found["reward_extra"]] == [letters.decode([0])] * 2
 
 
@@ -162,7 +163,7 @@ def conversations() -> DataProto:
 def test_rewards_of_an_agent_loop_are_the_score() -> None:
     """No verifier is asked: there is none for this data source."""
     letters: Any = Letters()
-    found = Scorer(RewardManager(RewardConfig(processes=0)), letters).score(conversations())
+    found = block_on(Scorer(RewardManager(RewardConfig(processes=0)), letters).score(conversations()))
     assert found["scores"].tolist() == [0.75, 0.0]
     assert found["reward_extra"].tolist() == [{"turn_rewards": [0.5, 0.25]}, {"turn_rewards": []}]
     assert "reward_failure" not in found
@@ -174,7 +175,7 @@ def test_a_function_of_ones_own_is_given_the_rewards_of_an_agent_loop(tmp_path: 
     (tmp_path / "own.py").write_text(source)
     rewards = RewardManager(RewardConfig(processes=0, path=str(tmp_path / "own.py")))
     letters: Any = Letters()
-    assert Scorer(rewards, letters).score(conversations())["scores"].tolist() == [3.0, 0.0]
+    assert block_on(Scorer(rewards, letters).score(conversations()))["scores"].tolist() == [3.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -204,13 +205,14 @@ def test_accuracy_is_said_where_every_score_is_0_or_1_alone(
         batch = lambda self, indices: given  # noqa: E731
 
     class Engines:
-        submit = lambda self, prompts, training: list(range(len(rest)))  # noqa: E731
-        ended = lambda self, tickets: True  # noqa: E731
-        take = lambda self, tickets: rest  # noqa: E731
+        begin = lambda self, prompts, training: list(range(len(rest)))  # noqa: E731
+
+        async def answers(self, samples: Sequence[int]) -> DataProto:
+            return rest
 
     rows: Any = Rows()
     engines: Any = Engines()
-    metrics = Validator(RunConfig(), {"": rows}, scorer, tmp_path).run(engines, 0)
+    metrics = block_on(Validator(RunConfig(), {"": rows}, scorer, tmp_path).run(engines, 0))
     assert metrics["val/score"] == metrics["val/toy/score"] == np.mean([len(answer) / 2 for answer in answers])
     assert metrics.get("val/accuracy") == metrics.get("val/toy/accuracy") == accuracy
     assert metrics["val/reward_extra/length/mean"] == np.mean([len(answer) for answer in answers])
@@ -233,7 +235,7 @@ class Answering:
         self.said, self.given = answers, list[DataProto]()
         self.asked: dict[str, int] = {}
 
-    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+    def begin(self, prompts: DataProto, *, training: bool) -> list[int]:
         assert not training
         name = str(prompts[VAL_SET][0]) if VAL_SET in prompts else "unnamed"
         self.asked[name] = len(prompts)
@@ -241,11 +243,8 @@ class Answering:
         self.given.append(batch_of(*(self.said[name][row % len(self.said[name])] for row in range(len(prompts)))))
         return list(range(first, first + len(prompts)))
 
-    def ended(self, tickets: Sequence[int]) -> bool:
-        return True
-
-    def take(self, tickets: Sequence[int]) -> DataProto:
-        found = DataProto.concat(self.given).rows(list(tickets))
+    async def answers(self, samples: Sequence[int]) -> DataProto:
+        found = DataProto.concat(self.given).rows(list(samples))
         return found.select(["response_ids", "response_mask", "response_versions", "finish_reason", "weight_version"])
 
 
@@ -254,7 +253,7 @@ def test_each_validation_set_has_metrics_samples_and_dumps_of_its_own(tmp_path: 
     config = RunConfig(data=DataConfig(val_sets=sets))
     datasets = {"": held_out("ab", "ab"), "hard": held_out("a"), "easy": held_out("ab", "ab", "ab")}
     engines: Any = Answering(unnamed=["ab"], hard=["ab", "", "", ""], easy=["abc"])
-    metrics = Validator(config, datasets, scorer, tmp_path).run(engines, 3)
+    metrics = block_on(Validator(config, datasets, scorer, tmp_path).run(engines, 3))
     assert engines.asked == {"unnamed": 2, "hard": 4, "easy": 3}
     assert {name: metrics[f"{name}/score"] for name in ("val", "val-hard", "val-easy")} == {
         **{"val": 1.0, "val-hard": 0.25, "val-easy": 1.5}
@@ -262,7 +261,7 @@ def test_each_validation_set_has_metrics_samples_and_dumps_of_its_own(tmp_path: 
     assert metrics["val-hard/pass@2"] == pytest.approx(0.5) and metrics["val-hard/toy/best@4"] == 1.0
     assert not [name for name in metrics if "@" in name and not name.startswith("val-hard/")]
     assert "val-easy/accuracy" not in metrics and metrics["val-easy/reward_extra/length/mean"] == 3
-    alone = Validator(config, {"": datasets[""]}, scorer, tmp_path / "alone").run(engines, 3)
+    alone = block_on(Validator(config, {"": datasets[""]}, scorer, tmp_path / "alone").run(engines, 3))
     assert alone == {name: value for name, value in metrics.items() if name.startswith("val/")}
     counts = {
         folder: len(read_rollouts(dump_path(tmp_path / folder, 3))) for folder in ("validation", "validation-hard")
@@ -294,7 +293,7 @@ def scored_batch() -> DataProto:
 def test_a_run_without_held_out_prompts_writes_json_without_nan(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path, total_steps=1), World())
     trainer.validator.datasets.clear()
-    trainer.fit()
+    block_on(trainer.fit())
     assert records(trainer, "val") == []
     assert not {"score_before", "score_after"} & set(trainer.session.totals)
 

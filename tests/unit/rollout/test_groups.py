@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,68 +14,80 @@ import pytest
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from hybridflow.rollout.groups import Groups
+from hybridflow.single_controller import block_on
 
 SIZE, N, ROWS = 4, 2, 10
 
 
+@dataclass(eq=False)
+class Answer:
+    """A sample of a prompt that was handed out with the weights of a version."""
+
+    prompt: int
+    version: int
+    is_over: bool = False
+
+    def done(self) -> bool:
+        return self.is_over
+
+
 class Service:
-    """Each poll ends some requests; the weights of the present version make whatever ends."""
+    """Each poll ends some samples; the weights of the present version make whatever ends."""
 
     def __init__(self, seed: int, rate: float = 0.2) -> None:
         self.random, self.rate, self.version = np.random.default_rng(seed), rate, 0
-        self.open: dict[int, tuple[int, int]] = {}  # ticket: prompt, version when it was handed out
-        self.done: dict[int, tuple[int, int]] = {}
+        self.open: list[Answer] = []
+        self.ended: list[Answer] = []  # and neither taken nor aborted
         self.next, self.polls, self.now = 0, 0, 0.0
 
-    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
+    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[Answer]:
         assert training
-        tickets = list(range(self.next, self.next + len(prompts)))
-        self.next += len(prompts)
-        for ticket, row in zip(tickets, prompts.jagged("prompt_ids"), strict=True):
-            self.open[ticket] = (int(row[0]), self.version)
-        return tickets
+        samples = [Answer(int(row[0]), self.version) for row in prompts.jagged("prompt_ids")]
+        self.next += len(samples)
+        self.open += samples
+        return samples
+
+    async def advance(self) -> None:
+        self.poll()
 
     def poll(self) -> None:
         self.polls += 1
         self.end_some()
 
     def end_some(self) -> None:
-        for ticket in list(self.open):
-            if self.random.random() < self.rate:
-                self.done[ticket] = self.open.pop(ticket)
+        self.end([one for one in self.open if self.random.random() < self.rate])
 
     def end_all(self) -> None:
-        for ticket in list(self.open):
-            self.done[ticket] = self.open.pop(ticket)
+        self.end(self.open)
 
-    def ended(self, tickets: Iterable[int]) -> bool:
-        return all(ticket in self.done for ticket in tickets)
+    def end(self, samples: Sequence[Answer]) -> None:
+        self.open = [one for one in self.open if one not in samples]
+        self.ended += samples
+        for one in samples:
+            one.is_over = True
 
-    def take(self, tickets: Sequence[int]) -> DataProto:
-        rows = [self.done.pop(ticket) for ticket in tickets]
-        return DataProto.from_columns(
-            {
-                "response_ids": Jagged.from_rows([[prompt] for prompt, _ in rows], np.int64),
-                "first_version": np.array([version for _, version in rows]),
-            }
-        )
+    def hold_back(self) -> Answer:
+        """The sample that was begun first, which ends when it is told to."""
+        return self.open.pop(0)
 
-    def shown(self, tickets: Sequence[int]) -> DataProto:
-        return DataProto.from_columns(
-            {"response_ids": Jagged.from_rows([[self.done[t][0]] for t in tickets], np.int64)}
-        )
+    def batch(self, samples: Sequence[Answer]) -> DataProto:
+        for one in samples:
+            self.ended.remove(one)  # a step takes them once
+        versions = np.array([one.version for one in samples])
+        return self.shown(samples).with_columns(first_version=versions)
 
-    def begun(self, tickets: Sequence[int]) -> DataProto | None:
+    def shown(self, samples: Sequence[Answer]) -> DataProto:
+        return DataProto.from_columns({"response_ids": Jagged.from_rows([[one.prompt] for one in samples], np.int64)})
+
+    async def begun(self, samples: Sequence[Answer]) -> DataProto | None:
         return None
 
-    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
-        assert not keep
-        for ticket in tickets:
-            if self.open.pop(ticket, None) is None:
-                del self.done[ticket]
+    async def abort(self, samples: Sequence[Answer]) -> None:
+        for one in samples:
+            (self.ended if one.is_over else self.open).remove(one)
 
-    def forget(self) -> None:
-        self.open, self.done = {}, {}
+    async def forget(self) -> None:
+        self.open, self.ended = [], []
 
 
 class Scores:
@@ -91,7 +104,7 @@ class Scores:
         self.begun += len(parts)
         return parts
 
-    def finish(self, parts: Sequence[int]) -> DataProto:
+    async def finish(self, parts: Sequence[int]) -> DataProto:
         scores = [score for part in parts for score in self.open.pop(part)]
         return DataProto.from_columns({"scores": np.array(scores, np.float32)})
 
@@ -132,12 +145,12 @@ def groups_of(
 def trained(groups: Groups, service: Service, version: int) -> list[int]:
     """The prompts of the next step, after checks of the batch."""
     service.version = version
-    batch = groups.next_batch(version)
+    batch = block_on(groups.next_batch(version))
     prompts = [int(row[0]) for row in batch.jagged("prompt_ids")]
     assert prompts == [int(row[0]) for row in batch.jagged("response_ids")]
     assert batch["uid"].tolist() == np.repeat(np.arange(SIZE), N).tolist()
     assert all(len(set(prompts[i : i + N])) == 1 for i in range(0, SIZE * N, N))
-    assert groups.scores()["scores"].tolist() == prompts
+    assert block_on(groups.scores())["scores"].tolist() == prompts
     scorer: Any = groups.scorer
     assert set(scorer.open) == {group.scoring for group in groups._left if group.scoring is not None}
     age = version - batch["first_version"]
@@ -163,7 +176,7 @@ def test_each_prompt_is_trained_once_and_nothing_is_older_than_allowed(staleness
         handed_out = service.next // N
         assert handed_out == min(version + 1 + staleness, steps) * SIZE
     assert Counter(found) == Counter(in_order(steps))
-    assert not service.open and not service.done and not groups.state()["handed_out"]
+    assert not service.open and not service.ended and not groups.state()["handed_out"]
     if staleness == 0:
         assert found == in_order(steps) and not groups.metrics
     else:
@@ -184,7 +197,7 @@ def test_prompts_are_handed_out_as_late_as_the_engines_allow(staleness: int, rat
         for _ in range(3):  # while the policy trains
             service.end_some()
     assert Counter(found) == Counter(in_order(steps))
-    assert not service.open and not service.done and not groups.state()["handed_out"]
+    assert not service.open and not service.ended and not groups.state()["handed_out"]
 
 
 class Clock(Service):
@@ -193,13 +206,11 @@ class Clock(Service):
     def __init__(self, seconds: float) -> None:
         super().__init__(0)
         self.seconds = seconds
-        self.since: dict[int, float] = {}
+        self.since: dict[Answer, float] = {}
 
     def poll(self) -> None:
         self.now += 0.05
-        for ticket in list(self.open):
-            if self.now >= self.since.setdefault(ticket, self.now) + self.seconds:
-                self.done[ticket] = self.open.pop(ticket)
+        self.end([one for one in self.open if self.now >= self.since.setdefault(one, self.now) + self.seconds])
 
 
 @pytest.mark.parametrize(("seconds", "wanted"), [(0.2, 1), (0.9, 1), (1.5, 2), (2.5, 3), (9.0, 3)])
@@ -231,13 +242,12 @@ def test_a_long_answer_does_not_make_others_wait(ahead: int | None) -> None:
     service = Service(0, 1.0)
     groups = groups_of(service, 3, 9, ahead=ahead)
     groups._hand_out(0)
-    slow = min(service.open)
-    held = service.open.pop(slow)
+    held = service.hold_back()
     for version in range(3):
         polls = service.polls
-        assert held[0] not in trained(groups, service, version) and service.polls <= polls + 1
-    service.done[slow] = held
-    assert held[0] in trained(groups, service, 3) and groups.metrics["rollout/staleness/max"] == 3
+        assert held.prompt not in trained(groups, service, version) and service.polls <= polls + 1
+    service.end([held])
+    assert held.prompt in trained(groups, service, 3) and groups.metrics["rollout/staleness/max"] == 3
 
 
 def test_a_resumed_run_hands_out_what_was_handed_out() -> None:
@@ -247,7 +257,7 @@ def test_a_resumed_run_hands_out_what_was_handed_out() -> None:
     service.end_all()
     trained(groups, service, 0)
     resumed = groups_of(Service(1), 3, 30)
-    resumed.restore(json.loads(json.dumps(groups.state())), version=1)
+    block_on(resumed.restore(json.loads(json.dumps(groups.state())), version=1))
     resumed._hand_out(1)
     assert resumed.state()["handed_out"][: 3 * SIZE] == groups.state()["handed_out"]
 
@@ -256,21 +266,19 @@ def test_a_long_answer_has_the_time_of_so_many_steps_as_it_may_be_old() -> None:
     service = Service(0)
     groups = groups_of(service, 2, 9, ahead=2)
     groups._hand_out(0)
-    slow = min(service.open)
-    held = service.open.pop(slow)
+    held = service.hold_back()
     for version in (0, 1):
-        assert held[0] not in trained(groups, service, version)
+        assert held.prompt not in trained(groups, service, version)
     polls = service.polls
 
     def poll() -> None:
         service.polls += 1
         if service.polls == polls + 50:
-            service.done[slow] = held
-        for ticket in list(service.open):
-            service.done[ticket] = service.open.pop(ticket)
+            service.end([held])
+        service.end_all()
 
     service.poll = poll  # type: ignore[method-assign]
-    assert held[0] in trained(groups, service, 2) and service.polls == polls + 50
+    assert held.prompt in trained(groups, service, 2) and service.polls == polls + 50
 
 
 def test_a_group_is_scored_while_engines_still_answer_others_of_its_step() -> None:
@@ -281,8 +289,7 @@ def test_a_group_is_scored_while_engines_still_answer_others_of_its_step() -> No
     def poll() -> None:
         scorer: Any = groups.scorer
         scored.append(scorer.begun)
-        for ticket in list(service.open)[:N]:  # one group ends
-            service.done[ticket] = service.open.pop(ticket)
+        service.end(service.open[:N])  # one group ends
 
     service.poll = poll  # type: ignore[method-assign]
     trained(groups, service, 0)
@@ -310,7 +317,7 @@ def test_a_run_that_is_stopped_anywhere_trains_each_prompt_once(seed: int) -> No
         service.version = version
         staleness = int(random.integers(0, 4))
         groups = groups_of(service, staleness, steps, ahead=staleness if random.random() < 0.5 else None)
-        groups.restore(state)
+        block_on(groups.restore(state))
         for _ in range(int(random.integers(1, 4))):
             if version < steps:
                 found += trained(groups, service, version)
@@ -324,8 +331,8 @@ def test_going_back_gives_up_what_is_under_way() -> None:
     service = Service(3)
     groups = groups_of(service, 2, 5, ahead=2)
     whole = trained(groups, service, 0) + trained(groups, service, 1)
-    groups.restore(None)
-    assert not service.open and not service.done
+    block_on(groups.restore(None))
+    assert not service.open and not service.ended
     again = trained(groups, service, 0) + trained(groups, service, 1)
     assert sorted(groups.state()["handed_out"] + again) == sorted(in_order(4))
     assert len(whole) == len(again)
@@ -344,13 +351,13 @@ def test_with_tail_batching_each_prompt_of_an_epoch_is_trained_once_by_present_w
         service = Service(seed + version)
         service.version = version
         groups = groups_of(service, 0, steps, tail=tail, rows=SIZE * steps)
-        groups.restore(state)
+        block_on(groups.restore(state))
         for _ in range(int(random.integers(1, 6))):
             if version < steps:
                 found += trained(groups, service, version)  # no token is older than the present version
                 rounds.append(int(groups.metrics["rollout/prompts_handed_out"]))
                 version += 1
-                assert not service.open and not service.done  # places and answers of what was cut off are given back
+                assert not service.open and not service.ended  # places and answers of what was cut off are given back
         state = json.loads(json.dumps(groups.state()))
         if version < steps:  # a step that is lost with the process
             groups._hand_out(version)
@@ -367,8 +374,7 @@ def test_a_long_round_answers_just_the_prompts_that_were_cut_off_and_waits_for_a
 
     def poll() -> None:
         slow = 0 if len(service.open) == SIZE * N else 2 * N  # samples of the first two prompts of a short round
-        for ticket in list(service.open)[slow:]:
-            service.done[ticket] = service.open.pop(ticket)
+        service.end(service.open[slow:])
 
     service.poll = poll  # type: ignore[method-assign]
     short = trained(groups, service, 0) + trained(groups, service, 1)
@@ -385,7 +391,7 @@ def test_prompts_that_were_cut_off_are_trained_also_by_a_run_without_tail_batchi
     state = groups.state()
     assert len(state["cut_off"]) == 4
     groups = groups_of(service, 2, 6)
-    groups.restore(state)
+    block_on(groups.restore(state))
     for version in range(2, 6):
         found += trained(groups, service, version)
     assert Counter(found) == Counter(in_order(6))

@@ -1,34 +1,38 @@
-"""What `RestartingRollouts` decides: what starts again, with which weights, how often, and which errors are none of its
+"""What `RestartingSync` decides: what starts again, with which weights, how often, and which errors are none of its
 business."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hybridflow.batch import DataProto
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import RunConfig
+from hybridflow.engines.base import Completion
 from hybridflow.errors import EngineError, EnginesLostError, HybridFlowError, WeightSyncError, WorkerError
-from hybridflow.rollout.protocols import SyncReport, answers
-from hybridflow.rollout.recovery import RestartingRollouts
+from hybridflow.rollout.protocols import SyncReport
+from hybridflow.rollout.recovery import RestartingSync
+from hybridflow.rollout.requests import Requests
 from hybridflow.rollout.service import EngineGroup
+from hybridflow.single_controller import block_on
+from hybridflow.workers.rollout import response_columns
 
-PROMPTS = DataProto.from_columns({})
-ANSWERS = DataProto.from_columns({}, meta={"answered": True})
+PROMPTS = DataProto.from_columns({"prompt_ids": Jagged.from_rows([[1]], np.int64)})
 LOST = EnginesLostError(
     "no engine is left that could answer: engine-0 is starting: ended with status 137\n  - the long story"
 )
 DEAD = WorkerError("the worker process died", role="rollout", rank=0)
 
 
-class World:
-    """Engines and sync in one. `deeds` are what the next calls of poll and sync do: an error, or None for
+class World(Requests):
+    """Engines and sync in one. `deeds` are what the next calls of `_collect` and `sync` do: an error, or None for
     success."""
 
     def __init__(self, *deeds: HybridFlowError | None) -> None:
-        self.answered = False
+        super().__init__(RunConfig())
         self.deeds, self.calls, self.alive, self.said = list(deeds), [], True, []  # type: ignore[var-annotated]
 
     def _next(self) -> None:
@@ -37,34 +41,19 @@ class World:
             self.alive = not (isinstance(error, WorkerError) and error.role == "rollout")
             raise error
 
-    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
+    def _serving(self) -> Sequence[int]:
         return [0]
 
-    def poll(self) -> None:
+    async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
+        assert self.alive
+
+    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
         self.calls.append("poll")
         self._next()
-        self.answered = True
+        answer = response_columns([Completion([5], [0.0], "stop", ())])
+        return [answer.with_columns(ticket=np.array(list(self._under_way)))]
 
-    def ended(self, tickets: Iterable[int]) -> bool:
-        return self.answered
-
-    def take(self, tickets: Sequence[int]) -> DataProto:
-        return ANSWERS
-
-    def shown(self, tickets: Sequence[int]) -> DataProto:
-        return ANSWERS
-
-    def begun(self, tickets: Sequence[int]) -> DataProto | None:
-        return None
-
-    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
-        self.calls.append(f"abort {list(tickets)} keep={keep}")
-        self._next()
-
-    def forget(self) -> None:
-        self.calls.append("forget")
-
-    def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         self.calls.append(f"sync {version}")
         self._next()
         return SyncReport(version, 0.0, 1, {})
@@ -72,60 +61,52 @@ class World:
     def workers_alive(self) -> bool:
         return self.alive
 
-    def restart_workers(self) -> None:
+    async def restart_workers(self) -> None:
         self.calls.append("restart")
         self.alive = True
+        self._ask_again()
 
-    def sleep(self) -> None:
-        self.calls.append("sleep")
+    async def _unused(self, *_: Any) -> Any:
+        raise RuntimeError("the recovery calls nothing else")
 
-    def wake(self, tags: Sequence[str]) -> None:
-        self.calls.append(f"wake {list(tags)}")
+    _so_far = _leave_out_lost = _abort = _forget = sleep = wake = _unused
 
 
-def rollouts_of(world: Any, max_restarts: int = 1) -> RestartingRollouts:
-    rollouts = RestartingRollouts(world, world, max_restarts, world.said.append)
-    assert rollouts.sync(7).version == 7
-    return rollouts
+def sync_of(world: Any, max_restarts: int = 1) -> RestartingSync:
+    weights = RestartingSync(world, world, max_restarts, world.said.append)
+    assert block_on(weights.sync(7)).version == 7
+    return weights
+
+
+def answered(world: World, max_restarts: int = 1) -> bool:
+    """Whether the prompt is answered by engines that start again as often as this."""
+    sync_of(world, max_restarts)
+    found = block_on(world.answers(world.begin(PROMPTS, training=True)))
+    return found.jagged("response_ids").row(0).tolist() == [5]
 
 
 def test_while_all_is_well_it_is_not_there() -> None:
     world = World()
-    rollouts = rollouts_of(world, 0)
-    assert answers(rollouts, PROMPTS, training=True) is ANSWERS
-    rollouts.sleep()
-    rollouts.wake(["weights"])
-    rollouts.forget()
-    assert world.calls == ["sync 7", "poll", "sleep", "wake ['weights']", "forget"] and world.said == []
-
-
-def test_what_a_lost_worker_was_asked_is_aborted_with_it() -> None:
-    world = World(None, DEAD, None, WorkerError("a rank died", role="actor", rank=0))
-    rollouts = rollouts_of(world)
-    rollouts.abort([3], keep=True)
-    assert not world.alive and world.calls[1:] == ["abort [3] keep=True"]
-    world.restart_workers()
-    rollouts.abort([4])
-    with pytest.raises(WorkerError):
-        rollouts.abort([5])
+    assert answered(world, 0)
+    assert world.calls == ["sync 7", "poll"] and world.said == []
 
 
 def test_a_lost_engine_gets_the_weights_it_had_and_the_prompts_again() -> None:
     world = World(None, LOST)
-    assert answers(rollouts_of(world), PROMPTS, training=True) is ANSWERS
+    assert answered(world)
     assert world.calls == ["sync 7", "poll", "sync 7", "poll"]
     assert world.said == ["no engine is left that could answer: engine-0 is starting: ended with status 137"]
 
 
 def test_a_lost_worker_starts_again_before_the_weights_go_out() -> None:
     world = World(None, DEAD)
-    assert answers(rollouts_of(world), PROMPTS, training=True) is ANSWERS
+    assert answered(world)
     assert world.calls == ["sync 7", "poll", "restart", "sync 7", "poll"]
 
 
 def test_a_worker_lost_in_a_sync_costs_that_sync_alone() -> None:
     world = World(None, DEAD)
-    assert rollouts_of(world).sync(8).version == 8
+    assert block_on(sync_of(world).sync(8)).version == 8
     assert world.calls == ["sync 7", "sync 8", "restart", "sync 8"]
 
 
@@ -133,14 +114,14 @@ def test_a_worker_lost_in_a_sync_costs_that_sync_alone() -> None:
 def test_restarts_are_counted(allowed: int) -> None:
     world = World(None, *[error for _ in range(5) for error in (LOST, None)])
     with pytest.raises(EnginesLostError):
-        answers(rollouts_of(world, allowed), PROMPTS, training=True)
+        answered(world, allowed)
     assert world.calls.count("poll") == 1 + allowed == len(world.said) + 1
 
 
 def test_a_restart_that_fails_ends_it() -> None:
     world = World(None, LOST, WeightSyncError("no engine could take it"))
     with pytest.raises(WeightSyncError):
-        answers(rollouts_of(world, 5), PROMPTS, training=True)
+        answered(world, 5)
     assert world.calls.count("poll") == 1
 
 
@@ -150,35 +131,64 @@ def test_a_restart_that_fails_ends_it() -> None:
 def test_other_errors_are_none_of_its_business(error: HybridFlowError) -> None:
     for call in ("poll", "sync"):
         world = World(None, error)
-        rollouts = rollouts_of(world, 5)
         with pytest.raises(type(error)):
-            answers(rollouts, PROMPTS, training=True) if call == "poll" else rollouts.sync(8)
+            answered(world, 5) if call == "poll" else block_on(sync_of(world, 5).sync(8))
         assert len(world.calls) == 2 and world.said == []
 
 
+class Reply:
+    """A call of a worker group that has ended."""
+
+    def __init__(self, role: str, error: WorkerError | None) -> None:
+        self.role, self.error = role, error
+
+    def __await__(self) -> Generator[None, None, list[str]]:
+        yield from ()
+        if self.error is not None:
+            raise self.error
+        return [self.role]
+
+
 class Workers:
-    """A worker group of one role: what is done to it is noted in `calls`; one that is dead fails every call."""
+    """A worker group of one role: what is done to it is noted in `calls`; one that is dead fails every call, and
+    another whose next call has an `error` fails that one."""
 
     world_size = 1
 
     def __init__(self, role: str, calls: list[str]) -> None:
         self.role, self.calls, self.alive = role, calls, True
+        self.error: WorkerError | None = None
 
-    def submit(self, method: Any, *args: Any, timeout: float | None = None) -> None:
+    def call(self, method: Any, *args: Any, **settings: Any) -> Reply:
         self.calls.append(f"{self.role} {method.__name__}")
-
-    def run(self, method: Any, *args: Any, timeout: float | None = None) -> list[str]:
-        self.submit(method)
+        error, self.error = self.error, None
         if not self.alive:
-            raise WorkerError("the worker process died", role=self.role, rank=0)
-        return [self.role]
+            error = WorkerError("the worker process died", role=self.role, rank=0)
+        return Reply(self.role, error)
 
     def is_alive(self) -> bool:
         return self.alive
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
         self.calls.append(f"{self.role} restart")
         self.alive = True
+
+
+def test_what_a_lost_worker_was_asked_is_aborted_with_it() -> None:
+    calls: list[str] = []
+    workers: Any = Workers("rollout", calls)
+    engines = EngineGroup(workers, RunConfig(), [])
+    engines.quarantine({})
+    requests = engines.begin(DataProto.concat([PROMPTS] * 3), training=True)
+    block_on(engines._send())
+    calls.clear()
+    block_on(engines.abort(requests[:1]))
+    workers.alive = False
+    block_on(engines.abort(requests[1:2]))
+    workers.alive, workers.error = True, WorkerError("a rank died", role="actor", rank=0)
+    with pytest.raises(WorkerError):
+        block_on(engines.abort(requests[2:]))
+    assert calls == ["rollout abort_requests"] * 3
 
 
 @pytest.mark.parametrize("dead", [(), ("rollout",), ("rollout-node",), ("rollout", "rollout-node")])
@@ -192,13 +202,13 @@ def test_workers_on_all_nodes_of_an_engine_are_asked_for_and_start_again(dead: t
     calls.clear()
     if dead:
         with pytest.raises(WorkerError) as raised:
-            engines.states()
+            block_on(engines.states())
         # the other node's first: its loss explains why an engine cannot start again
         assert raised.value.role == dead[-1]
     else:
-        assert engines.states() == ["rollout"]
+        assert block_on(engines.states()) == ["rollout"]
     calls.clear()
-    engines.restart_workers()
+    block_on(engines.restart_workers())
     # the first nodes lead, so they come last; workers of other nodes that live follow the new ones
     assert calls == [*(f"{role} restart" for role in ("rollout-node",) if role in dead), "rollout restart"]
     assert engines.workers_alive()

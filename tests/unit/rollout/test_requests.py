@@ -3,7 +3,7 @@ comes twice, and nobody is asked for more than fits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -15,8 +15,8 @@ from hybridflow.config.val_sets import VAL_SET
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.errors import EnginesLostError
 from hybridflow.rollout.placing import shares
-from hybridflow.rollout.protocols import answers
-from hybridflow.rollout.requests import Requests, sampling_for
+from hybridflow.rollout.requests import Request, Requests, sampling_for
+from hybridflow.single_controller import block_on
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
 
@@ -38,7 +38,7 @@ class Engines(Requests):
         self.random, self.chance, self.version = np.random.default_rng(seed), chance, 0
         self.held: list[dict[int, tuple[list[int], int]]] = [{} for _ in range(count)]  # ticket: prompt, bound
         self.lost: set[int] = set()
-        self.asked: dict[int, list[int]] = {}  # ticket: the engines that were asked
+        self.placed: dict[int, list[int]] = {}  # ticket: the engines that were asked
         self.forgotten: list[int] = []
         self.temperatures: dict[int, float] = {}  # ticket: as it was asked last
         self.aborting: set[int] = set()
@@ -48,7 +48,7 @@ class Engines(Requests):
             raise EnginesLostError("no engine is left")
         return [number for number in range(len(self.held)) if number not in self.lost]
 
-    def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
+    async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         for engine, part in parts.items():
             temperature = sampling_for(self.config, training, part).temperature
             self.temperatures |= dict.fromkeys(part["ticket"].tolist(), temperature)
@@ -57,9 +57,9 @@ class Engines(Requests):
                 part["ticket"].tolist(), part.jagged("prompt_ids"), part["max_new_tokens"].tolist(), strict=True
             ):
                 self.held[engine][ticket] = (prompt.tolist(), most)
-                self.asked.setdefault(ticket, []).append(engine)
+                self.placed.setdefault(ticket, []).append(engine)
 
-    def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
         self.version += 1
         return [self._some_of(engine) for engine in engines]
 
@@ -85,18 +85,24 @@ class Engines(Requests):
         tickets = np.array(list(found), np.int64)
         return response_columns(list(found.values())).with_columns(ticket=tickets)
 
-    def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
+    async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
         raise RuntimeError("nothing is saved")
 
-    def _leave_out_lost(self, answers: int) -> None:
+    async def _leave_out_lost(self, answers: int) -> None:
         self._serving()
 
-    def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
+    async def sleep(self) -> None:
+        raise RuntimeError("no device memory is held")
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        raise RuntimeError("no device memory is held")
+
+    async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
         for engine, part in tickets.items():
             assert set(part) <= self.held[engine].keys() and part
             self.aborting |= set(part)
 
-    def _forget(self, engines: Sequence[int]) -> None:
+    async def _forget(self, engines: Sequence[int]) -> None:
         self.forgotten += engines
         for engine in engines:
             self.held[engine].clear()
@@ -105,6 +111,18 @@ class Engines(Requests):
         for held in self.held:
             held.clear()
         self._ask_again()
+
+
+def advance(engines: Requests) -> None:
+    block_on(engines.advance())
+
+
+def all_ended(requests: Iterable[Request]) -> bool:
+    return all(one.done() for one in requests)
+
+
+def numbers(requests: Iterable[Request]) -> list[int]:
+    return [one.number for one in requests]
 
 
 def prompts_of(count: int, samples: int = 1) -> DataProto:
@@ -126,94 +144,85 @@ def check(batch: DataProto, prompts: DataProto) -> None:
 def test_whatever_is_lost_every_request_is_answered_once(seed: int) -> None:
     random = np.random.default_rng(1000 + seed)
     engines = Engines(1 + seed % 4, seed, chance=0.15)
-    pending: list[tuple[DataProto, list[int]]] = []
+    pending: list[tuple[DataProto, list[Request]]] = []
     for _ in range(4):
         prompts = prompts_of(int(random.integers(1, 9)), int(random.integers(1, 4)))
-        pending.append((prompts, engines.submit(prompts, training=bool(random.integers(2)))))
-    while not all(engines.ended(tickets) for _, tickets in pending):
+        pending.append((prompts, engines.begin(prompts, training=bool(random.integers(2)))))
+    while not all(all_ended(requests) for _, requests in pending):
         try:
-            engines.poll()
+            advance(engines)
         except EnginesLostError:
             engines.lost.clear()  # they start again and take the weights
         if random.random() < 0.1:
             engines.workers_die()
         if random.random() < 0.3:
             engines.lost -= {int(random.integers(len(engines.held)))}
-    for prompts, tickets in pending:
-        check(engines.take(tickets), prompts)
-        assert not engines.ended(tickets)
+    for prompts, requests in pending:
+        check(engines.batch(requests), prompts)
+    assert engines.is_idle
 
 
 def test_an_engine_gets_the_samples_of_a_prompt_together_and_no_more_than_it_has_room_for() -> None:
     engines, prompts = Engines(2, 0, chance=0.0), prompts_of(20, 3)
-    tickets = engines.submit(prompts, training=True)
+    requests = engines.begin(prompts, training=True)
     most = 0
-    while not engines.ended(tickets):
-        engines.poll()
+    while not all_ended(requests):
+        advance(engines)
         most = max(most, *map(len, engines.held))
     assert most <= 2 * RUNNING + 2  # a prompt's samples are not divided over engines
-    asked = [engines.asked[ticket] for ticket in tickets]
+    asked = [engines.placed[number] for number in numbers(requests)]
     assert all(len(engine) == 1 for engine in asked)
     assert all(len({asked[first + i][0] for i in range(3)}) == 1 for first in range(0, 60, 3))
-    check(engines.take(tickets), prompts)
+    check(engines.batch(requests), prompts)
 
 
 def test_an_engine_alone_is_asked_for_everything_at_once() -> None:
     """Then what it samples does not follow from when the driver looks."""
     engines, prompts = Engines(1, 0, chance=0.0), prompts_of(20, 3)
-    engines.submit(prompts, training=True)
-    engines.poll()
-    assert list(engines.asked) == list(range(60))
+    engines.begin(prompts, training=True)
+    advance(engines)
+    assert list(engines.placed) == list(range(60))
 
 
 def test_what_is_given_up_never_comes_back() -> None:
     engines = Engines(2, 0, chance=0.0)
-    old = engines.submit(prompts_of(4), training=True)
-    engines.poll()
+    old = engines.begin(prompts_of(4), training=True)
+    advance(engines)
     late = engines._under_way.copy()
-    engines.forget()
+    block_on(engines.forget())
     assert sorted(engines.forgotten) == sorted({one.engine for one in late.values()})
     prompts = prompts_of(3)
-    check(answers(engines, prompts, training=False), prompts)
-    assert not engines.ended(old[:1]) and engines.poll() is None
+    check(block_on(engines.answers(engines.begin(prompts, training=False))), prompts)
+    advance(engines)
+    assert late and not any(one.done() for one in old if one.number in late)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_requests_are_aborted_one_by_one_wherever_they_are(seed: int) -> None:
-    """What is kept is the beginning of the answer, with the finish reason `abort` unless it had ended; the others are
-    answered as if nothing had been."""
+    """The others are answered as if nothing had been."""
     random = np.random.default_rng(seed)
     engines = Engines(1 + seed % 3, seed, chance=0.1)
     prompts = prompts_of(20, 2)
-    tickets = engines.submit(prompts, training=True)
-    kept, dropped = random.choice(40, (2, 8), replace=False)
-    aborted = dict.fromkeys(kept.tolist(), True) | dict.fromkeys(dropped.tolist(), False)
-    left = [tickets[number] for number in range(40) if aborted.get(number, True)]
-    while not engines.ended(left) or aborted:
+    requests = engines.begin(prompts, training=True)
+    unwanted = random.choice(40, 16, replace=False).tolist()
+    left = [number for number in range(40) if number not in unwanted]
+    while unwanted or not all_ended(requests[number] for number in left):
         with suppress(EnginesLostError):
-            engines.poll()
+            advance(engines)
         engines.lost -= {int(random.integers(len(engines.held)))}
-        if aborted and random.random() < 0.5:
-            number = next(iter(aborted))
-            engines.abort([tickets[number]], keep=aborted.pop(number))
+        if unwanted and random.random() < 0.5:
+            block_on(engines.abort([requests[unwanted.pop()]]))
         if random.random() < 0.05:
             engines.workers_die()
-    whole_ones = [number for number in range(40) if number not in (*kept, *dropped)]
-    check(engines.take([tickets[number] for number in whole_ones]), prompts.rows(np.array(whole_ones)))
-    found = engines.take([tickets[number] for number in kept])
-    first = [int(row[0]) for row in prompts.rows(kept).jagged("prompt_ids")]
-    for one, row, reason in zip(first, found.jagged("response_ids"), found["finish_reason"].tolist(), strict=True):
-        assert row.tolist() == whole(one)[: len(row)]
-        assert reason == "abort" or len(row) == len(whole(one))
-    assert not engines._ended and not engines._waiting
-    assert not engines._under_way
+    check(engines.batch([requests[number] for number in left]), prompts.rows(np.array(left)))
+    assert engines.is_idle
 
 
 def test_places_are_given_to_the_next_group_as_single_samples_end() -> None:
     """The slowest sample of a group holds its own place and no other (AReaL, pull request 1722: refill by sample)."""
     engines = Engines(2, 0, chance=0.0)
-    tickets = engines.submit(prompts_of(20, 5), training=True)
-    engines._send()
+    requests = engines.begin(prompts_of(20, 5), training=True)
+    block_on(engines._send())
     under_way = set(engines._under_way)
     assert len(under_way) == 20  # 2 engines x 2 x RUNNING: four groups of five
     for engine in (0, 1):  # one sample of each group goes on
@@ -222,25 +231,27 @@ def test_places_are_given_to_the_next_group_as_single_samples_end() -> None:
             prompt, _ = engines.held[engine].pop(ticket)
             tokens = whole(prompt[0])
             answer = response_columns([Completion(tokens, [0.0] * len(tokens), "stop", ())])
-            engines._receive(answer.with_columns(ticket=np.array([ticket])))
-    engines._send()
-    assert not any(engines.ended(tickets[first : first + 5]) for first in range(0, 20, 5))
+            block_on(engines._receive(answer.with_columns(ticket=np.array([ticket]))))
+    block_on(engines._send())
+    assert not any(all_ended(requests[first : first + 5]) for first in range(0, 20, 5))
     assert len(engines._under_way) == 24 and len(set(engines._under_way) - under_way) == 20
-    engines.abort([*(under_way & set(engines._under_way)), *tickets[20:25]])  # their places are given to others, too
+    slow = [one for one in requests if one.number in under_way & set(engines._under_way)]
+    block_on(engines.abort([*slow, *requests[20:25]]))  # their places are given to others, too
     assert len(engines._under_way) == 15
-    engines._send()
-    assert set(tickets[40:45]) <= set(engines._under_way)
+    block_on(engines._send())
+    assert set(numbers(requests[40:45])) <= set(engines._under_way)
 
 
 def test_a_request_whose_engine_is_lost_behind_the_last_token_it_may_make_has_ended() -> None:
     engines = Engines(1, 0, chance=1.0)
-    [ticket] = engines.submit(prompts_of(1).with_columns(prompt_ids=Jagged.from_rows([[6]], np.int64)), training=True)
+    prompts = prompts_of(1).with_columns(prompt_ids=Jagged.from_rows([[6]], np.int64))
+    [request] = engines.begin(prompts, training=True)
     engines.random = np.random.default_rng(0)
-    while not engines.ended([ticket]):
+    while not request.done():
         with pytest.raises(EnginesLostError):
-            engines.poll()
+            advance(engines)
         engines.lost.clear()
-    batch = engines.take([ticket])
+    batch = engines.batch([request])
     assert batch.jagged("response_ids").row(0).tolist() == whole(6)
     assert batch["finish_reason"].tolist() == ["length"]
 
@@ -263,15 +274,18 @@ def test_shares_level_what_engines_owe() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_every_set_is_sampled_in_its_own_way_also_after_a_loss(seed: int) -> None:
     engines = Engines(2, seed, chance=0.3)
+    asked: list[Request] = []
     wanted: dict[int, float] = {}
     for name, training, temperature in (("", True, 1.0), ("", False, 0.0), ("cold", False, 0.0), ("warm", False, 0.5)):
         prompts = prompts_of(6)
         if name:
             prompts = prompts.with_columns(**{VAL_SET: np.array([name] * 6, object)})
-        wanted |= dict.fromkeys(engines.submit(prompts, training=training), temperature)
-    while not engines.ended(wanted):
+        requests = engines.begin(prompts, training=training)
+        asked += requests
+        wanted |= dict.fromkeys(numbers(requests), temperature)
+    while not all_ended(asked):
         try:
-            engines.poll()
+            advance(engines)
         except EnginesLostError:
             engines.lost.clear()
         assert engines.temperatures == {ticket: wanted[ticket] for ticket in engines.temperatures}

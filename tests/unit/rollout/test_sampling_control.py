@@ -15,6 +15,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.entries import ESTIMATORS
 from hybridflow.config.schema import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, RunConfig
 from hybridflow.rollout.sampling_control import DynamicSampling, groups_that_differ, without_overlong, without_rows
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.advantages import Advantages
 from tests.unit.trainer.worlds import PROMPTS, N, World, config_of, records, trainer_of
 
@@ -81,7 +82,7 @@ def test_the_loop_asks_further_prompts_and_says_so(tmp_path: Path) -> None:
     class Mostly(World):
         rounds = 0
 
-        def score(self, batch: DataProto) -> DataProto:
+        async def score(self, batch: DataProto) -> DataProto:
             """Nothing differs in the first batch of a step; then everything does."""
             self.rounds += 1
             right = np.arange(len(batch)) % N == 0 if self.rounds % 2 == 0 else np.zeros(len(batch))
@@ -92,7 +93,7 @@ def test_the_loop_asks_further_prompts_and_says_so(tmp_path: Path) -> None:
     settings = config_of(tmp_path, total_steps=2, val_before_train=False)
     trainer = trainer_of(replace(settings, algorithm=AlgorithmConfig(dynamic_sampling=3)), world)
     trainer.scorer.score = world.score  # type: ignore[method-assign]
-    trainer.fit()
+    block_on(trainer.fit())
     assert world.calls.count("generate") == 4 and world.calls.count("update") == 2
     first, second = records(trainer, "train")
     assert first["sampling/batches"] == second["sampling/batches"] == 2

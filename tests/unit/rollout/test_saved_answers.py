@@ -22,10 +22,11 @@ from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.errors import EnginesLostError
 from hybridflow.rollout.conversations import Conversations
 from hybridflow.rollout.groups import Groups
-from hybridflow.rollout.protocols import RolloutService
+from hybridflow.rollout.protocols import Rollouts
 from hybridflow.rollout.requests import Requests
 from hybridflow.saving.manifest import say_saved
 from hybridflow.saving.store import CheckpointStore, Retention
+from hybridflow.single_controller import block_on
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
 from tests.unscored import Unscored
@@ -73,13 +74,13 @@ class Engines(Requests):
         self.lost = set() if len(self.lost) == 2 else self.lost  # they start again and take the weights
         return [number for number in (0, 1) if number not in self.lost]
 
-    def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
+    async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         for engine, part in parts.items():
             rows = zip(part["ticket"].tolist(), part.jagged("prompt_ids"), part["max_new_tokens"], strict=True)
             for ticket, prompt, most in rows:
                 self.held[engine][ticket] = (prompt.tolist(), int(most), [], [])
 
-    def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
         self.looks -= 1
         if self.looks < 0:
             raise Killed
@@ -105,19 +106,25 @@ class Engines(Requests):
         self.lost |= {engine} if is_lost else set()
         return _batch(found)
 
-    def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
+    async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
         return [
             _batch({t: _answer(tokens, made, CUT_SHORT) for t, (_, _, tokens, made) in self.held[n].items() if tokens})
             for n in engines
         ]
 
-    def _leave_out_lost(self, answers: int) -> None:
+    async def _leave_out_lost(self, answers: int) -> None:
         self._serving()
 
-    def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
+    async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
         raise RuntimeError("nothing is aborted")
 
-    def _forget(self, engines: Sequence[int]) -> None:
+    async def sleep(self) -> None:
+        raise RuntimeError("no device memory is held")
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        raise RuntimeError("no device memory is held")
+
+    async def _forget(self, engines: Sequence[int]) -> None:
         self.held = [{}, {}]
 
 
@@ -146,12 +153,12 @@ class Rows:
 class Ranks:
     """A policy without weights."""
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
         say_saved(folder)
 
-    def is_saved(self) -> bool:
+    async def is_saved(self) -> bool:
         return True
 
 
@@ -164,7 +171,7 @@ def config_of(staleness: int, loop: str = "single_turn", steps: int = STEPS, *, 
     )
 
 
-def groups_of(config: RunConfig, service: RolloutService) -> Groups:
+def groups_of(config: RunConfig, service: Rollouts) -> Groups:
     given: Any = (service, Rows(), lambda batch: batch, Unscored())
     return Groups(config, *given)
 
@@ -186,7 +193,7 @@ def check(batch: DataProto, version: int, staleness: int) -> list[int]:
     return [prompt[1] - 3 for prompt in prompts[::N]]
 
 
-def attempts(folder: Path, seed: int, loop: str, tokenizer: Tokenizer | None, chance: float) -> list[list[int]]:
+async def attempts(folder: Path, seed: int, loop: str, tokenizer: Tokenizer | None, chance: float) -> list[list[int]]:
     """A run that is killed some times and resumed; the prompts of each step that counts."""
     random = np.random.default_rng(seed)
     store, trained = CheckpointStore(folder, Retention()), list[list[int]]()
@@ -199,28 +206,28 @@ def attempts(folder: Path, seed: int, loop: str, tokenizer: Tokenizer | None, ch
         service = Conversations(engines, tokenizer, config) if tokenizer else engines
         groups = groups_of(config, service)
         latest = store.latest()
-        groups.restore(*((latest.state, latest.rollouts(), latest.step) if latest else (None,)))
+        await groups.restore(*((latest.state, latest.rollouts(), latest.step) if latest else (None,)))
         del trained[latest.step if latest else 0 :]
         with suppress(Killed):
             while len(trained) < STEPS:
                 engines.version = len(trained)
                 try:
-                    batch = groups.next_batch(len(trained))
+                    batch = await groups.next_batch(len(trained))
                 except EnginesLostError:
                     continue
                 trained.append(check(batch, engines.version, config.trainer.max_staleness))
                 if random.random() < 0.7 or len(trained) == STEPS:
-                    store.save("rl", len(trained), groups.state(), Ranks(), rollouts=groups.begun())
-        is_over = groups.begun() is None
-        service.forget()  # the tasks of a driver that was killed
+                    await store.save("rl", len(trained), groups.state(), Ranks(), rollouts=await groups.begun())
+        is_over = await groups.begun() is None
+        await service.forget()  # the tasks of a driver that was killed
     assert is_over and not groups.state()["handed_out"]
-    assert not engines._ended and not engines._under_way
+    assert engines.is_idle
     return trained
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_run_killed_anywhere_trains_each_prompt_once(seed: int, tmp_path: Path) -> None:
-    trained = attempts(tmp_path, seed, "single_turn", None, chance=0.05)
+    trained = block_on(attempts(tmp_path, seed, "single_turn", None, chance=0.05))
     assert Counter(itertools.chain.from_iterable(trained)) == Counter(range(SIZE * STEPS))
 
 
@@ -248,7 +255,7 @@ def test_conversations_killed_anywhere_go_on_as_long_as_they_are_shown_the_same(
             made(*args)
 
         monkeypatch.setattr(Conversations, "__init__", again)
-    trained = attempts(tmp_path / "saved", seed, f"{tmp_path / 'own.py'}:several", tokenizer, chance=0.03)
+    trained = block_on(attempts(tmp_path / "saved", seed, f"{tmp_path / 'own.py'}:several", tokenizer, chance=0.03))
     assert Counter(itertools.chain.from_iterable(trained)) == Counter(range(SIZE * STEPS))
 
 
@@ -261,7 +268,7 @@ def test_no_token_of_a_checkpoint_is_made_again(
     monkeypatch.setenv("OBSERVED", "12")
     config = config_of(2, kind if kind == "single_turn" else f"{tmp_path / 'own.py'}:several")
 
-    def run(killed: bool) -> tuple[int, list[int]]:
+    async def run(killed: bool) -> tuple[int, list[int]]:
         state: Any = None
         begun: DataProto | None = None
         made, trained = 0, list[int]()
@@ -270,34 +277,34 @@ def test_no_token_of_a_checkpoint_is_made_again(
                 engines = Engines(config, version)
                 service = engines if kind == "single_turn" else Conversations(engines, tokenizer, config)
                 groups = groups_of(config, service)
-                groups.restore(state, begun, version)
+                await groups.restore(state, begun, version)
             engines.version = version
-            trained += check(groups.next_batch(version), version, 2)
-            state, begun = json.loads(json.dumps(groups.state())), groups.begun()
+            trained += check(await groups.next_batch(version), version, 2)
+            state, begun = json.loads(json.dumps(groups.state())), await groups.begun()
             made += engines.made if killed or version == STEPS - 1 else 0
             if killed:
-                service.forget()
+                await service.forget()
         return made, sorted(trained)
 
-    assert run(killed=True) == run(killed=False)
+    assert block_on(run(killed=True)) == block_on(run(killed=False))
 
 
 def test_answers_that_another_run_could_not_use_are_asked_anew() -> None:
     """Too old for a smaller staleness, of another number of samples, or of another agent loop."""
     engines = Engines(config_of(3), 0)
     groups = groups_of(config_of(3), engines)
-    check(groups.next_batch(0), 0, 3)
-    state, begun = groups.state(), groups.begun()
+    check(block_on(groups.next_batch(0)), 0, 3)
+    state, begun = groups.state(), block_on(groups.begun())
     assert begun is not None
     for config, kept in ((config_of(3), True), (config_of(1), False), (config_of(0), False)):
         engines = Engines(config, 1)
         resumed = groups_of(config, engines)
-        resumed.restore(state, begun, 1)
+        block_on(resumed.restore(state, begun, 1))
         resumed._hand_out(1)
-        assert kept == bool(resumed.begun())
+        assert kept == bool(block_on(resumed.begun()))
         engines.version = 1
-        check(resumed.next_batch(1), 1, config.trainer.max_staleness)
+        check(block_on(resumed.next_batch(1)), 1, config.trainer.max_staleness)
     for other in ({"n": 3}, {"loop": "tools"}, {"routes": True}):
         resumed = groups_of(config_of(3), engines)
-        resumed.restore({**state, **other}, begun, 1)
+        block_on(resumed.restore({**state, **other}, begun, 1))
         assert resumed._begun is None

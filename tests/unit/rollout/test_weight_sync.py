@@ -3,7 +3,7 @@ follow a script."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from hybridflow.config.schema import RolloutConfig, RunConfig, SyncConfig
 from hybridflow.engines.supervisor import EngineState
 from hybridflow.errors import WeightSyncError, WorkerError
 from hybridflow.rollout.weight_sync import SliceSync
+from hybridflow.single_controller import block_on
 from hybridflow.sync.schedule import EngineLayout, PlanFacts
 from hybridflow.sync.session import Order, Outcome
 
@@ -19,8 +20,14 @@ FACTS = PlanFacts("d" * 64, 10, 0, (), (100, 100), ((0, 1), (1,)), ((0,), (1, 2)
 
 
 class Answer:
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.result = call
+    """A call on a group: its result, or its error, comes when it is awaited."""
+
+    def __init__(self, result: Callable[[], Any]) -> None:
+        self.result = result
+
+    def __await__(self) -> Generator[None, None, Any]:
+        yield from ()
+        return self.result()
 
 
 class Ends:
@@ -40,7 +47,7 @@ class Ends:
     def group(self) -> Ends:
         return self
 
-    def states(self, wait_s: float = 0.0) -> list[EngineState]:
+    async def states(self, wait_s: float = 0.0) -> list[EngineState]:
         self.waited += wait_s
         if wait_s:
             self.state_names = ["up" if name == "starting" else name for name in self.state_names]
@@ -55,16 +62,19 @@ class Ends:
     def sender_says(self, status: str) -> tuple[str, str]:
         return ("served", "") if status == "served" and not self.senders_fail else ("stale", "trainer rank 1: gone")
 
-    def submit(self, method: Any, *args: Any, timeout: float, only: Any = None) -> Answer:
-        def senders() -> list[list[Outcome]]:
-            if self.sender_dies:
-                raise WorkerError("the worker process died", role="actor", rank=1)
-            statuses = self.statuses[len(self.orders) - 1]
-            return [[Outcome(o.engine, o.number, *self.sender_says(statuses[o.number]), rank=1) for o in args[0]]]
+    def call(self, method: Any, *args: Any, timeout: float | None = None, only: Any = None) -> Awaitable[Any]:
+        if method.__name__ == "send_weights":
+            return Answer(lambda: self.sent(args[0]))
+        result = self.ran(method, *args, only=only)
+        return Answer(lambda: result)
 
-        return Answer(senders)
+    def sent(self, orders: Sequence[Order]) -> list[list[Outcome]]:
+        if self.sender_dies:
+            raise WorkerError("the worker process died", role="actor", rank=1)
+        statuses = self.statuses[len(self.orders) - 1]
+        return [[Outcome(o.engine, o.number, *self.sender_says(statuses[o.number]), rank=1) for o in orders]]
 
-    def run(self, method: Any, *args: Any, timeout: float | None = None, only: Any = None) -> Any:
+    def ran(self, method: Any, *args: Any, only: Any) -> Any:
         if method.__name__ == "device_kind":
             return self.kind
         if method.__name__ == "open_sync_store":
@@ -96,17 +106,17 @@ def sync_of(ends: Ends, **settings: Any) -> SliceSync:
     config = RunConfig(rollout=RolloutConfig(num_engines=2, sync=SyncConfig(**settings)))
     anything: Any = ends
     sync = SliceSync(anything, anything, config)
-    assert "proven: 10 slices" in sync.prepare()
+    assert "proven: 10 slices" in block_on(sync.prepare())
     return sync
 
 
 def test_all_well() -> None:
     ends = Ends([{0: "served", 1: "served"}] * 2)
     sync = sync_of(ends)
-    report = sync.sync(3)
+    report = block_on(sync.sync(3))
     assert (report.version, report.nbytes, report.stale) == (3, 200, {})
     assert report.metrics()["sync/engines_stale"] == 0.0 and report.metrics()["sync/bytes"] == 200.0
-    sync.sync(4)
+    block_on(sync.sync(4))
     first, second = ends.orders
     assert [order.endpoint.senders for order in first] == [(0, 1), (1,)]
     assert [order.endpoint.receivers for order in first] == [(0,), (1, 2)]
@@ -128,7 +138,7 @@ def test_all_well() -> None:
 )
 def test_as_many_messages_are_under_way_as_the_memory_takes(settings: dict[str, Any], slots: list[int]) -> None:
     ends = Ends([{0: "served", 1: "served"}])
-    sync_of(ends, **settings).sync(1)
+    block_on(sync_of(ends, **settings).sync(1))
     assert [order.endpoint.slots for order in ends.orders[0]] == slots
 
 
@@ -137,15 +147,15 @@ def test_the_placement_chooses_the_transport_between_gpus(pool: Any, transport: 
     ends: Any = Ends([{0: "served", 1: "served"}])
     ends.kind = "cuda"
     sync = SliceSync(ends, ends, RunConfig(rollout=RolloutConfig(num_engines=2, pool=pool)))
-    sync.prepare()
-    sync.sync(1)
+    block_on(sync.prepare())
+    block_on(sync.sync(1))
     assert [order.endpoint.transport for order in ends.orders[0]] == [transport] * 2
     assert not ends.orders[0][0].staged
 
 
 def test_only_the_failed_engine_is_tried_again_in_a_new_session() -> None:
     ends = Ends([{0: "served", 1: "stale"}, {1: "served"}])
-    report = sync_of(ends, max_retries=2).sync(1)
+    report = block_on(sync_of(ends, max_retries=2).sync(1))
     assert report.stale == {} and ends.stale == {}
     assert [[order.number for order in orders] for orders in ends.orders] == [[0, 1], [1]]
     assert ends.orders[0][1].endpoint.session != ends.orders[1][0].endpoint.session
@@ -154,51 +164,51 @@ def test_only_the_failed_engine_is_tried_again_in_a_new_session() -> None:
 def test_a_failed_engine_is_left_out_and_asked_again_next_time() -> None:
     ends = Ends([{0: "served", 1: "stale"}, {1: "stale"}, {0: "served", 1: "served"}])
     sync = sync_of(ends, max_retries=1)
-    report = sync.sync(1)
+    report = block_on(sync.sync(1))
     assert set(report.stale) == {"engine-1"} and set(ends.stale) == {1}
     assert "bucket 3 is broken" in report.stale["engine-1"] and "trainer rank 1: gone" in report.stale["engine-1"]
-    assert sync.sync(2).stale == {} and ends.stale == {}
+    assert block_on(sync.sync(2)).stale == {} and ends.stale == {}
 
 
 @pytest.mark.parametrize("status", ["lost", "refused"])
 def test_what_a_retry_cannot_heal_is_not_retried(status: str) -> None:
     ends = Ends([{0: "served", 1: status}])
-    assert set(sync_of(ends, max_retries=3).sync(1).stale) == {"engine-1"}
+    assert set(block_on(sync_of(ends, max_retries=3).sync(1)).stale) == {"engine-1"}
     assert len(ends.orders) == 1
 
 
 def test_an_engine_that_is_being_started_is_left_alone() -> None:
     ends = Ends([{0: "served"}], states=("up", "starting"))
-    report = sync_of(ends).sync(1)
+    report = block_on(sync_of(ends).sync(1))
     assert report.stale == {"engine-1": "engine-1 is starting: it died"} and ends.waited == 0
 
 
 def test_an_engine_that_was_started_again_gets_a_new_session() -> None:
     ends = Ends([{0: "served", 1: "served"}] * 2)
     sync = sync_of(ends)
-    sync.sync(1)
+    block_on(sync.sync(1))
     ends.restarts[1] = 1  # died and came back between the syncs: nothing failed
-    sync.sync(2)
+    block_on(sync.sync(2))
     first, second = ([order.endpoint.session for order in orders] for orders in ends.orders)
     assert first[0] == second[0] and first[1] != second[1]
 
 
 def test_without_any_engine_the_sync_waits_for_one_to_start() -> None:
     ends = Ends([{0: "served"}], states=("starting", "failed"))
-    assert set(sync_of(ends).sync(1).stale) == {"engine-1"} and ends.waited > 0
+    assert set(block_on(sync_of(ends).sync(1)).stale) == {"engine-1"} and ends.waited > 0
 
 
 def test_engines_lost_in_the_sync_are_waited_for_when_there_is_no_other() -> None:
     ends = Ends([{0: "lost", 1: "lost"}, {0: "served", 1: "served"}])
-    assert sync_of(ends).sync(1).stale == {} and ends.waited > 0
+    assert block_on(sync_of(ends).sync(1)).stale == {} and ends.waited > 0
 
 
 def test_a_sender_that_fails_after_its_last_message_costs_the_session_alone() -> None:
     ends = Ends([{0: "served", 1: "served"}] * 2)
     ends.senders_fail = True
     sync = sync_of(ends)
-    assert sync.sync(1).stale == {}
-    sync.sync(2)
+    assert block_on(sync.sync(1)).stale == {}
+    block_on(sync.sync(2))
     assert {order.endpoint.session for order in ends.orders[0]}.isdisjoint(
         order.endpoint.session for order in ends.orders[1]
     )
@@ -209,14 +219,14 @@ def test_no_engine_at_all_names_every_reason() -> None:
     with pytest.raises(
         WeightSyncError, match=r"no engine could take it\n  - engine-0 rank 0: .*\n  - engine-1 rank 1: "
     ):
-        sync_of(ends).sync(1)
+        block_on(sync_of(ends).sync(1))
     assert set(ends.stale) == {0, 1}
 
 
 def test_a_dead_trainer_rank_is_its_own_error_and_its_victims_get_no_requests() -> None:
     ends = Ends([{0: "served", 1: "stale"}], sender_dies=True)
     with pytest.raises(WorkerError, match="actor rank 1"):
-        sync_of(ends).sync(1)
+        block_on(sync_of(ends).sync(1))
     assert set(ends.stale) == {1}
 
 
@@ -229,5 +239,5 @@ def test_what_carries_weights_and_where_they_wait_follows_from_the_ranks_devices
 ) -> None:
     ends = Ends([{0: "served", 1: "served"}])
     ends.kind = kind
-    sync_of(ends, commit=commit).sync(1)
+    block_on(sync_of(ends, commit=commit).sync(1))
     assert {(order.endpoint.transport, order.staged) for order in ends.orders[0]} == {(transport, staged)}
