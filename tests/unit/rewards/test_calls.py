@@ -19,6 +19,7 @@ from hybridflow.errors import DataError
 from hybridflow.rewards import RewardManager
 from hybridflow.rewards.verifiers.base import VERIFIERS
 from hybridflow.rollout.evaluation import Scorer, check_truths
+from hybridflow.single_controller import block_on
 
 ROW = "data_source, solution_str, ground_truth, extra_info"
 
@@ -120,7 +121,7 @@ def test_a_text_that_is_too_long_for_the_driver_goes_to_the_pool() -> None:
     with RewardManager(RewardConfig(processes=1)) as manager:
         parts = manager.submit(["arithmetic"] * 2, ["4", "4" + " " * 200_000], ["4"] * 2)
         assert [isinstance(call, int) for call, _ in parts.calls] == [False, True]
-        assert [result.score for result in manager.collect(parts)] == [1.0, 1.0]
+        assert [result.score for result in block_on(manager.collect([parts]))[0]] == [1.0, 1.0]
 
 
 # ---- the prompt's thinking
@@ -153,16 +154,16 @@ def test_a_verifier_knows_whether_the_prompt_opened_the_thinking() -> None:
     responses = ["#### 7", "#### 7", "a</think>\n#### 7", "#### 7"]
     with RewardManager(RewardConfig(processes=0)) as manager:
         scorer = Scorer(manager, Letters())  # type: ignore[arg-type]
-        assert scorer.score(batch_of(prompts, responses, "openai/gsm8k"))["scores"].tolist() == [1, 0, 1, 1]
+        assert block_on(scorer.score(batch_of(prompts, responses, "openai/gsm8k")))["scores"].tolist() == [1, 0, 1, 1]
         form = batch_of(prompts[:2], ["a</think>\n<answer>b</answer>"] * 2, "format")
-        assert scorer.score(form)["scores"].tolist() == [0, 1]
+        assert block_on(scorer.score(form))["scores"].tolist() == [0, 1]
 
 
 def test_a_function_is_told_whether_the_prompt_opened_the_thinking(tmp_path: Path) -> None:
     code = f"def compute_score({ROW}): return extra_info['thinking_open']"
     with manager_of(tmp_path, code, processes=0) as manager:
         scorer = Scorer(manager, Letters())  # type: ignore[arg-type]
-        assert scorer.score(batch_of(["a", "<think>"], ["b"] * 2, "any"))["scores"].tolist() == [0, 1]
+        assert block_on(scorer.score(batch_of(["a", "<think>"], ["b"] * 2, "any")))["scores"].tolist() == [0, 1]
 
 
 # ---- ground truths

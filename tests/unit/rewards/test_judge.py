@@ -15,6 +15,7 @@ from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.rewards import RewardManager
 from hybridflow.rewards.verifiers.base import ScoreResult
+from hybridflow.single_controller import block_on
 
 Request = dict[str, Any]
 
@@ -138,7 +139,7 @@ def test_rows_whose_judge_says_nonsense_or_nothing_cost_themselves_alone(server:
 def test_a_judge_that_says_nothing_is_given_up_at_the_deadline(server: Server) -> None:
     server.answer = lambda text: None
     with RewardManager(RewardConfig(**settings(server, timeout_s=1.0))) as manager:
-        [found] = manager.collect(manager.submit(["any"], ["x"], ["4"], [{"prompt": "2+2="}]))
+        [[found]] = block_on(manager.collect([manager.submit(["any"], ["x"], ["4"], [{"prompt": "2+2="}])]))
     assert (found.score, found.failure) == (0.0, "no score within 1 s (reward.timeout_s)")
 
 

@@ -11,6 +11,9 @@ from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.process.children import state_of
 from hybridflow.rewards import RewardManager
+from hybridflow.rewards.manager import Submitted
+from hybridflow.rewards.verifiers.base import ScoreResult
+from hybridflow.single_controller import block_on
 
 ROW = "data_source, solution_str, ground_truth, extra_info"
 
@@ -29,6 +32,10 @@ def _ends(pid: int) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def _collected(manager: RewardManager, part: Submitted) -> list[ScoreResult]:
+    return block_on(manager.collect([part]))[0]
 
 
 def _score(manager: RewardManager, *texts: str, **columns: object) -> list:
@@ -92,7 +99,7 @@ def _scored_by(manager: RewardManager, folder: Path, texts: list[str], truths: l
     """Each row's ground truth and the process that has scored it."""
     submitted = manager.submit(["a"] * len(texts), texts, truths, [{"folder": str(folder)}] * len(texts))
     (folder / "all-are-submitted").touch()
-    results = manager.collect(submitted)
+    results = _collected(manager, submitted)
     return [(truth, result.extra["pid"]) for truth, result in zip(truths, results, strict=True)]
 
 
@@ -119,8 +126,8 @@ def test_rows_that_nobody_collects_cost_nobody_anything(tmp_path):
     with _manager(tmp_path, code) as manager:
         first, dropped, last = (manager.submit(["a"] * 2, [text, "0.5"], ["c"] * 2) for text in ("1", "2", "3"))
         manager.forget(dropped)
-        assert [result.score for result in manager.collect(last)] == [3.0, 0.5]
-        assert [result.score for result in manager.collect(first)] == [1.0, 0.5]
+        assert [result.score for result in _collected(manager, last)] == [3.0, 0.5]
+        assert [result.score for result in _collected(manager, first)] == [1.0, 0.5]
         manager.forget(manager.submit(["a"], ["4"], ["c"]))
         assert [result.score for result in _score(manager, "5")] == [5.0]
         assert manager._pool is not None and not manager._pool._outcomes and not manager._pool._jobs
@@ -224,7 +231,7 @@ def test_rows_are_scored_while_the_caller_does_something_else(tmp_path):
         while not all((tmp_path / text).exists() for text in ("1", "2", "3")):  # before anybody has asked for scores
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert [manager.collect(part)[0].score for part in reversed(submitted)] == [3.0, 2.0, 1.0]
+        assert [_collected(manager, part)[0].score for part in reversed(submitted)] == [3.0, 2.0, 1.0]
 
 
 def test_a_host_that_is_killed_is_started_again_and_no_row_is_lost(tmp_path):
