@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from hybridflow.dispatch import Mesh, method_spec, plan_call
+
+
+class Reply:
+    """A call that runs in a thread, whether or not it is awaited."""
+
+    def __init__(self, running: Future[Any]) -> None:
+        self.done, self.result = running.done, running.result
+        self._running = running
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.shield(asyncio.wrap_future(self._running)).__await__()
 
 
 class Threads:
@@ -16,18 +28,13 @@ class Threads:
         self.workers, self.world_size = list(workers), len(workers)
         self.pool = ThreadPoolExecutor(8)
 
-    def submit(
+    def call(
         self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None
-    ) -> Future[Any]:
+    ) -> Reply:
         ranks = range(self.world_size) if only is None else only
         mesh = Mesh(tuple(worker.mesh_position() for worker in self.workers)).of(ranks)
         plan = plan_call(method_spec(method), len(ranks), mesh, args, {}).on(ranks)
         running = {rank: self.pool.submit(method, self.workers[rank], *call.args) for rank, call in plan.calls.items()}
-        return self.pool.submit(
-            lambda: plan.collect({rank: future.result(timeout) for rank, future in running.items()})
+        return Reply(
+            self.pool.submit(lambda: plan.collect({rank: future.result(timeout) for rank, future in running.items()}))
         )
-
-    def run(
-        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None
-    ) -> Any:
-        return self.submit(method, *args, timeout=timeout, only=only).result()

@@ -16,10 +16,12 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SamplingConfig
 from hybridflow.dispatch import WorkerContext
 from hybridflow.engines.base import ENGINES, NO_EXTRAS, Completion, WeightSpan
+from hybridflow.engines.supervisor import EngineState
 from hybridflow.errors import ConfigError, EngineError, EngineSilent, EnginesLostError
-from hybridflow.rollout.protocols import answers
+from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
+from hybridflow.single_controller import block_on
 from hybridflow.sync.schedule import PlanFacts
 from hybridflow.sync.session import Order, Outcome
 from hybridflow.workers import rollout as workers_rollout
@@ -35,15 +37,11 @@ PROMPTS = DataProto.from_columns({"prompt_ids": Jagged.from_rows([[1, 2], [30], 
 class Policy:
     """Trainer ranks that hold a plan and send nothing."""
 
-    def run(self, method: Any, *args: Any, timeout: float | None = None) -> Any:
+    async def call(self, method: Any, *args: Any, timeout: float | None = None) -> Any:
+        if method.__name__ == "send_weights":
+            orders: list[Order] = args[0]
+            return [[Outcome(order.engine, order.number, "served", rank=0) for order in orders]]
         return {"device_kind": "cpu", "open_sync_store": ("127.0.0.1", 1), "plan_weights": [PLAN]}[method.__name__]
-
-    def submit(self, method: Any, orders: list[Order], *args: Any, timeout: float) -> Any:
-        class Sent:
-            def result(self) -> list[list[Outcome]]:
-                return [[Outcome(order.engine, order.number, "served", rank=0) for order in orders]]
-
-        return Sent()
 
 
 class World:
@@ -60,73 +58,82 @@ class World:
         group: Any = Threads(self.workers)
         policy: Any = Policy()
         self.service = EngineGroup(group, config, [])
-        self.service.wait_ready()
-        self.sync = SliceSync(policy, self.service, config)
-        self.sync.prepare()
+        block_on(self.service.wait_ready())
+        self.weights = SliceSync(policy, self.service, config)
+        block_on(self.weights.prepare())
 
     def engine(self, number: int) -> Any:
         return self.workers[number].supervisor.engine
 
+    def sync(self, version: int) -> SyncReport:
+        return block_on(self.weights.sync(version))
+
+    def answers(self, prompts: DataProto = PROMPTS, *, training: bool = True) -> DataProto:
+        return block_on(self.service.answers(self.service.begin(prompts, training=training)))
+
+    def states(self) -> list[EngineState]:
+        return block_on(self.service.states())
+
     def settled(self) -> list[str]:
         """The states once no engine is starting any more."""
         deadline = time.monotonic() + 60.0
-        while any(state.state == "starting" for state in self.service.states()):
+        while any(state.state == "starting" for state in self.states()):
             assert time.monotonic() < deadline
-        return [state.state for state in self.service.states()]
+        return [state.state for state in self.states()]
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     built = World(tmp_path, max_restarts=1)
     yield built
-    built.service.stop()
+    block_on(built.service.stop())
 
 
 def test_it_answers_in_order_with_the_settings_of_training_or_validation(world: World) -> None:
-    assert world.sync.sync(5).nbytes == 16
-    batch = answers(world.service, PROMPTS, training=True)
+    assert world.sync(5).nbytes == 16
+    batch = world.answers()
     assert [row.tolist() for row in batch.jagged("response_ids")] == [[3, 4, 5], [31, 32, 33], [8, 9, 10], [51, 52, 53]]
     assert set(batch.jagged("response_versions").values.tolist()) == {5}
-    answers(world.service, PROMPTS, training=False)
+    world.answers(training=False)
     calls = ["generate at temperature 0.7", "generate at temperature 0.0"]
     assert [world.engine(number).calls for number in (0, 1)] == [calls, calls]
 
 
 def test_it_gives_its_memory_away_and_takes_it_again(world: World) -> None:
-    world.service.sleep()
-    world.service.wake(["weights"])
+    block_on(world.service.sleep())
+    block_on(world.service.wake(["weights"]))
     assert world.engine(0).calls == ["sleep", "wake ['weights']"]
 
 
 def test_one_that_ended_is_replaced_and_takes_the_next_weights(world: World) -> None:
-    world.sync.sync(1)
+    world.sync(1)
     world.engine(0).kill()
-    assert len(answers(world.service, PROMPTS, training=True)) == 4 and set(world.service.stale) == {0}
+    assert len(world.answers()) == 4 and set(world.service.stale) == {0}
     assert world.settled() == ["up", "up"]
-    assert world.sync.sync(2).stale == {} and world.engine(0).version == 2
+    assert world.sync(2).stale == {} and world.engine(0).version == 2
     assert world.engine(0).log_path.name == "engine-0.1.log"
 
 
 def test_one_that_ends_more_often_within_an_hour_than_allowed_is_given_up(world: World) -> None:
     for version in (1, 2):
-        world.sync.sync(version)
+        world.sync(version)
         world.engine(0).kill()
         states = world.settled()
     assert states == ["failed", "up"]
-    reason = world.service.states()[0].reason
+    reason = world.states()[0].reason
     assert "rollout.max_restarts=1 allows no more restarts in this hour" in reason and "ended" in reason
-    assert len(answers(world.service, PROMPTS, training=True)) == 4
+    assert len(world.answers()) == 4
 
 
 def test_a_restart_that_fails_is_told(world: World) -> None:
-    world.sync.sync(1)
+    world.sync(1)
     (world.model / "broken").touch()
     for number in (0, 1):
         world.engine(number).kill()
     with pytest.raises(EnginesLostError, match=r"(?s)engine-0 is \w+: .*engine-1 is \w+: "):
-        answers(world.service, PROMPTS, training=True)
+        world.answers()
     assert world.settled() == ["failed", "failed"]
-    assert "could not be started again: engine engine-0: ended" in world.service.states()[0].reason
+    assert "could not be started again: engine engine-0: ended" in world.states()[0].reason
 
 
 def test_one_without_weights_answers_nobody(world: World) -> None:
@@ -138,7 +145,7 @@ def test_one_without_weights_answers_nobody(world: World) -> None:
 
 
 def test_the_others_go_on_from_the_last_token_of_one_that_is_lost(world: World) -> None:
-    world.sync.sync(5)
+    world.sync(5)
     engine = world.engine(0)
 
     def lose(prompts: Any, *_: Any, **__: Any) -> Any:
@@ -149,7 +156,7 @@ def test_the_others_go_on_from_the_last_token_of_one_that_is_lost(world: World) 
         raise error
 
     engine.generate = lose
-    batch = answers(world.service, PROMPTS, training=True)
+    batch = world.answers()
     assert [row.tolist() for row in batch.jagged("response_ids")] == [[9, 9, 9], [31, 32, 33], [8, 9, 10], [51, 52, 53]]
     assert batch["finish_reason"].tolist() == ["stop", "length", "length", "length"]
     assert batch.jagged("response_versions").row(1).tolist() == [4, 5, 5]
@@ -161,7 +168,7 @@ def test_the_others_go_on_from_the_last_token_of_one_that_is_lost(world: World) 
 def test_single_requests_are_aborted(world: World) -> None:
     """Under way in a call of `generate`, or in a later one, which then leaves them out; at the engine or in the
     driver."""
-    world.sync.sync(5)
+    world.sync(5)
     world.service.quarantine({1: "not asked"})
     engine, generate, going_on = world.engine(0), world.engine(0).generate, threading.Event()
     asked: list[list[list[int]]] = []
@@ -173,24 +180,19 @@ def test_single_requests_are_aborted(world: World) -> None:
 
     engine.generate = wait
     prompts = PROMPTS.with_columns(room=np.array([1, 2, 2, 1]))
-    tickets = world.service.submit(prompts, training=True)
-    world.service.poll()
-    world.service.abort([tickets[0]])
-    world.service.abort([tickets[1]], keep=True)
-    world.service.abort([tickets[3]], keep=True)
+    requests = world.service.begin(prompts, training=True)
+    block_on(world.service.advance())
+    block_on(world.service.abort(requests[:2]))
     going_on.set()
-    while not world.service.ended(tickets[1:]):
-        world.service.poll()
-    assert asked == [[[1, 2], [50]], [[7, 7, 7]]] and not world.service.ended(tickets[:1])
-    batch = world.service.take(tickets[1:])
-    assert [row.tolist() for row in batch.jagged("response_ids")] == [[], [8, 9], [51]]
-    assert batch["finish_reason"].tolist() == ["abort", "length", "length"]  # the last had no other call to wait for
-    assert not world.service._under_way and not world.workers[0].requests._parts
+    batch = block_on(world.service.answers(requests[2:]))
+    assert asked == [[[1, 2], [50]], [[7, 7, 7]]] and not any(one.done() for one in requests[:2])
+    assert [row.tolist() for row in batch.jagged("response_ids")] == [[8, 9], [51]]
+    assert batch["finish_reason"].tolist() == ["length", "length"]
+    assert world.service.is_idle and not world.workers[0].requests._parts
 
 
-def test_an_aborted_request_of_an_engine_that_is_lost_keeps_its_beginning(world: World) -> None:
-    world.sync.sync(5)
-    world.service.quarantine({1: "not asked"})
+def test_an_aborted_request_of_an_engine_that_is_lost_is_asked_nowhere_again(world: World) -> None:
+    world.sync(5)
     engine, going_on = world.engine(0), threading.Event()
 
     def lose(prompts: Any, *_: Any, **__: Any) -> Any:
@@ -201,37 +203,38 @@ def test_an_aborted_request_of_an_engine_that_is_lost_keeps_its_beginning(world:
         raise error
 
     engine.generate = lose
-    [ticket] = world.service.submit(PROMPTS.rows(np.array([1])), training=True)
-    world.service.poll()
-    world.service.abort([ticket], keep=True)
+    world.service.quarantine({1: "not asked"})
+    requests = world.service.begin(PROMPTS.rows(np.array([1, 3])), training=True)
+    block_on(world.service.advance())
+    world.service.quarantine({})
+    block_on(world.service.abort(requests[:1]))
     going_on.set()
-    while not world.service.ended([ticket]):
-        world.service.poll()
-    batch = world.service.take([ticket])
-    assert (batch.jagged("response_ids").row(0).tolist(), batch["finish_reason"].tolist()) == ([9], ["abort"])
+    batch = block_on(world.service.answers(requests[1:]))
+    assert batch.jagged("response_ids").row(0).tolist() == [9, 10, 11] and not requests[0].done()
+    assert world.engine(1).calls == ["generate at temperature 0.7"] and world.service.is_idle
 
 
 def test_an_error_of_one_that_still_runs_is_the_callers(world: World) -> None:
-    world.sync.sync(5)
+    world.sync(5)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise EngineError("too long", engine="engine-0")
 
     world.engine(0).generate = refuse
     with pytest.raises(EngineError, match="engine-0: too long"):
-        answers(world.service, PROMPTS, training=True)
+        world.answers()
     assert world.service.stale == {}
 
 
 def test_one_that_hangs_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_rollout, "_SETTLE_S", 0.0)
-    world.sync.sync(5)
+    world.sync(5)
 
     def hang(*_: Any, **__: Any) -> Any:
         raise EngineSilent("/generate not answered within 3 s", engine="engine-0")
 
     world.engine(0).generate = hang
-    assert len(answers(world.service, PROMPTS, training=True)) == 4
+    assert len(world.answers()) == 4
     assert "not answered within 3 s" in world.service.stale[0]
     assert world.settled() == ["up", "up"]
 

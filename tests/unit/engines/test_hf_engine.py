@@ -26,6 +26,7 @@ from hybridflow.engines.base import ENGINES
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from hybridflow.rollout.in_process import InProcessRollouts
+from hybridflow.single_controller import block_on
 from tests.models import DENSE, FAMILIES, HfConfig
 
 PROMPTS = [[3, 4, 5, 6, 7], [8], [9, 10, 11]]
@@ -171,18 +172,15 @@ def test_requests_that_are_aborted_are_never_computed(tmp_path: Path) -> None:
 
     engine.generate = noted
     rows = [[token, 4] for token in range(3, 11)]
-    tickets = rollouts.submit(DataProto.from_columns({"prompt_ids": Jagged.from_rows(rows, np.int64)}), training=True)
-    rollouts.poll()
-    assert [rollouts.ended([ticket]) for ticket in tickets] == [True, True, *[False] * 6]
-    rollouts.abort([tickets[0], tickets[2], tickets[3]])
-    rollouts.abort([tickets[1], tickets[6]], keep=True)
-    while not rollouts.ended(kept := [tickets[number] for number in (1, 4, 5, 6, 7)]):
-        rollouts.poll()
-    batch = rollouts.take(kept)
-    assert answered == [rows[number] for number in (0, 1, 4, 5, 7)]
-    assert batch["finish_reason"].tolist() == ["length", "length", "length", "abort", "length"]
-    assert batch.lengths("response_ids").tolist() == [5, 5, 5, 0, 5]
-    assert not (rollouts._under_way or rollouts._ended or rollouts._waiting or rollouts._asked)
+    requests = rollouts.begin(DataProto.from_columns({"prompt_ids": Jagged.from_rows(rows, np.int64)}), training=True)
+    block_on(rollouts.advance())
+    assert [one.done() for one in requests] == [True, True, *[False] * 6]
+    block_on(rollouts.abort([requests[number] for number in (0, 2, 3, 6)]))
+    batch = block_on(rollouts.answers([requests[number] for number in (1, 4, 5, 7)]))
+    assert answered == [rows[number] for number in (0, 1, 4, 5, 7)] and rollouts.is_idle
+    assert batch["finish_reason"].tolist() == ["length"] * 4
+    assert batch.lengths("response_ids").tolist() == [5] * 4
+    assert not rollouts._asked
 
 
 def test_an_engine_without_whole_weights_does_not_answer(tmp_path: Path) -> None:
