@@ -157,7 +157,7 @@ def test_slices_reach_engines_of_each_shape(tmp_path: Path, model: dict[str, Any
         if "pipeline" in shape:
             world.configure(pause="abort")
         for seed in (1, 2):
-            assert world.sync.sync(world.train(seed)).stale == {}
+            assert world.sync(world.train(seed)).stale == {}
             assert world.difference(0, seed) <= FACTOR
     finally:
         world.close()
@@ -195,14 +195,14 @@ def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(
     world = SyncWorld(ENGINE_MOE, {"ranks": 2, "pipeline": 2}, [{shape: 2, "nodes_per_engine": 2}], tmp_path)
     try:
         world.configure(pause="abort")  # which a pipeline needs
-        assert world.sync.sync(world.train(1)).stale == {}
+        assert world.sync(world.train(1)).stale == {}
         assert world.difference(0, 1) <= FACTOR
         assert (tmp_path / "engine-0.log").is_file() and (tmp_path / "engine-0.node1.log").is_file()
         (node,) = [other._node for other in world.others]
         assert node is not None and node.server is not None
         if killed:
             _kill_and_wait(world, node.server.pid)
-        assert world.sync.sync(world.train(2)).stale == {}
+        assert world.sync(world.train(2)).stale == {}
         assert world.difference(0, 2) <= FACTOR
         sessions = [world.workers[0].supervisor.engine.pid, node.server.pid]
     finally:
@@ -215,10 +215,10 @@ def _kill_and_wait(world: SyncWorld, session: int) -> None:
     for pid in guard.session_members(session):
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 240
-    while world.engines.states()[0].restarts == 0:
+    while world.states()[0].restarts == 0:
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert world.engines.states(wait_s=300.0)[0].state == "up"
+    assert world.states(wait_s=300.0)[0].state == "up"
 
 
 @pytest.mark.full

@@ -42,7 +42,7 @@ def test_engines_in_fp8_hold_what_a_cold_start_from_a_quantised_checkpoint_loads
     try:
         assert "no tensor unused" in world.plan_line
         for seed in (1, 2):
-            assert world.sync.sync(world.train(seed)).stale == {}
+            assert world.sync(world.train(seed)).stale == {}
             streamed = [weights_checksum(world.client(number)) for number in range(2)]
             folder = quantised_folder(world, seed, tmp_path / f"fp8-{seed}")
             for number in range(2):

@@ -56,19 +56,19 @@ def wait_begun(asked: Asking) -> None:
 
 def test_whole_weights_arrive_and_are_named(world: SyncWorld) -> None:
     for seed in (1, 2, 3):
-        assert world.sync.sync(world.train(seed)).stale == {}
+        assert world.sync(world.train(seed)).stale == {}
         assert world.difference(0, seed, PROMPTS) <= FACTOR
         [found] = world.client(0).generate([[1, 2]], SamplingConfig(temperature=0.7), 4)
         assert [(span.version, span.start, span.end) for span in found.weight_versions] == [(str(world.version), 0, 4)]
 
 
 def test_a_request_that_waits_during_a_sync_goes_on_with_the_new_weights(world: SyncWorld) -> None:
-    world.sync.sync(world.train(4))
+    world.sync(world.train(4))
     engine, told = world.workers[0].supervisor.engine, dict[int, Completion]()
     with ThreadPoolExecutor(1) as pool:
         asked = engine.ask(TokenRequests([[3, 1]], SamplingConfig(), [240], []), told.__setitem__)
         wait_begun(asked)
-        synced = pool.submit(world.sync.sync, world.train(5))
+        synced = pool.submit(world.sync, world.train(5))
         asked.done.result(120.0)
         assert synced.result(120.0).stale == {}
     versions = [span.version for span in told[0].weight_versions]

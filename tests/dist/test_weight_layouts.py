@@ -101,7 +101,7 @@ def test_every_layout_reaches_every_engine(world: SyncWorld) -> None:
     for seed, (name, shape) in enumerate(LAYOUTS.items(), start=1):
         world.cut({key: size for key, size in shape.items() if "expert" not in key or is_sparse(world.model)})
         assert "no tensor unused" in world.plan_line
-        report = world.sync.sync(world.train(seed))
+        report = world.sync(world.train(seed))
         assert report.stale == {}, name
         differences = {number: world.difference(number, seed) for number in numbers}
         assert max(differences.values()) <= FACTOR, (name, differences)
@@ -124,7 +124,7 @@ def test_megatron_ranks_of_a_family_reach_an_engine(tmp_path: Path, family: str)
     try:
         assert min(world.senders.command("step", seed=1)) > 0
         world.version += 1
-        assert world.sync.sync(world.version).stale == {}
+        assert world.sync(world.version).stale == {}
         folder = tmp_path / "export"
         world.senders.command("export", folder=str(folder))
         assert world.difference(0, folder) <= FACTOR

@@ -24,7 +24,8 @@ from hybridflow.engines import guard
 from hybridflow.engines.base import NO_EXTRAS
 from hybridflow.errors import EngineError, WeightSyncError, WorkerError
 from hybridflow.models import family_of
-from hybridflow.rollout.protocols import SyncReport, answers
+from hybridflow.rollout.protocols import SyncReport
+from hybridflow.single_controller import block_on
 from hybridflow.workers import rollout
 from hybridflow.workers.requests import CUT_SHORT
 from tests.dist.harness.asking import generating
@@ -68,7 +69,7 @@ def analytic_bytes(tensors: int) -> int:
 
 
 def synced(world: SyncWorld, seed: int) -> SyncReport:
-    return world.sync.sync(world.train(seed))
+    return world.sync(world.train(seed))
 
 
 def is_whole(world: SyncWorld, number: int, seeds: tuple[int, ...]) -> bool:
@@ -81,8 +82,8 @@ def is_whole(world: SyncWorld, number: int, seeds: tuple[int, ...]) -> bool:
 def heal(world: SyncWorld, seed: int, wait_s: float = 400.0) -> None:
     """After a fault: all engines take the next weights."""
     deadline = time.monotonic() + wait_s
-    while any(state.state != "up" for state in world.engines.states()):
-        assert time.monotonic() < deadline, world.engines.states()
+    while any(state.state != "up" for state in world.states()):
+        assert time.monotonic() < deadline, world.states()
         time.sleep(0.5)
     report = synced(world, seed)
     assert report.stale == {}
@@ -137,7 +138,7 @@ def test_requests_under_way_go_on_and_tell_which_weights_made_each_token(world: 
     synced(world, 5)
     before, version = world.version, world.train(6)
     with generating(world.client(1, 60.0), [[5, 6, 7]] * 8, 240) as asking:
-        world.sync.sync(version)
+        world.sync(version)
         done = asking.result(240.0)
     assert len(done) == 8
     for completion in done:
@@ -180,7 +181,7 @@ def test_megatron_ranks_that_train_reach_the_engines_without_a_whole_tensor(
         for seed in (1, 2):
             assert min(megatron.command("step", seed=seed)) > 0
             world.version += 1
-            report = world.sync.sync(world.version)
+            report = world.sync(world.version)
             assert report.stale == {} and report.nbytes == sum(analytic_bytes(tensors) for tensors in TENSORS)
             folder = tmp_path / f"export-{seed}"
             megatron.command("export", folder=str(folder))
@@ -292,7 +293,7 @@ def test_a_sender_process_that_stops_is_an_error_and_the_next_sync_works(world: 
     resume.start()
     try:
         with pytest.raises(WeightSyncError, match=r"no engine could take it(.|\n)*engine-0(.|\n)*engine-1") as caught:
-            world.sync.sync(version)
+            world.sync(version)
     finally:
         resume.join()
     assert "trainer rank 1" in str(caught.value) and f"{SYNC.timeout_s:g} s" in str(caught.value)
@@ -305,7 +306,7 @@ def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_go
     world.configure()
     world.senders.command("fault", ranks=[0], engine="engine-1", do="hold", at=2, until="receiver-killed")
     version, reports = world.train(31), []
-    syncing = threading.Thread(target=lambda: reports.append(world.sync.sync(version)))
+    syncing = threading.Thread(target=lambda: reports.append(world.sync(version)))
     syncing.start()
     world.wait_for_key("held/0")
     scheduler = _scheduler(world, 1)
@@ -314,28 +315,28 @@ def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_go
     syncing.join(240.0)
     assert list(reports[0].stale) == ["engine-1"] and world.difference(0, 31) <= CLOSE
     assert "engine-1" in reports[0].stale["engine-1"]
-    assert world.engines.states()[1].state == "starting" and world.engines.states()[0].state == "up"
+    assert world.states()[1].state == "starting" and world.states()[0].state == "up"
     assert synced(world, 32).stale["engine-1"].startswith("engine-1 is starting")  # training goes on meanwhile
     assert world.difference(0, 32) <= CLOSE
     heal(world, 33)
-    assert world.engines.states()[1].restarts == 1
+    assert world.states()[1].restarts == 1
 
 
 def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_later(world: SyncWorld) -> None:
     """The plan of such an engine is older than its process. Also: rows go to healthy engines alone, and come back in
     order."""
     heal(world, 40)
-    restarts = world.engines.states()[0].restarts
+    restarts = world.states()[0].restarts
     server = world.workers[0].supervisor.engine
     os.kill(_scheduler(world, 0), signal.SIGKILL)
     _wait_dead(server)
-    batch = answers(world.engines, _prompts(), training=True)
+    batch = _answered(world)
     assert len(batch) == 4 and set(world.engines.stale) == {0}
     report = synced(world, 41)
     assert list(report.stale) == ["engine-0"] and world.difference(1, 41) <= CLOSE
     heal(world, 42)
-    assert world.engines.states()[0].restarts == restarts + 1
-    batch = answers(world.engines, _prompts(), training=True)
+    assert world.states()[0].restarts == restarts + 1
+    batch = _answered(world)
     assert set(batch.jagged("response_versions").values.tolist()) == {world.version}
 
 
@@ -345,14 +346,14 @@ def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, m
     the next weights."""
     heal(world, 45)
     monkeypatch.setattr(rollout, "_SETTLE_S", 1.0)
-    restarts = world.engines.states()[1].restarts
+    restarts = world.states()[1].restarts
     world.workers[1].supervisor.engine.client.tokens.silence_s = 3.0
     os.kill(_scheduler(world, 1), signal.SIGSTOP)
-    batch = answers(world.engines, _prompts(), training=True)
+    batch = _answered(world)
     assert len(batch) == 4 and set(world.engines.stale) == {1}
     assert "/generate not answered within 3 s" in world.engines.stale[1]
     heal(world, 46)
-    assert world.engines.states()[1].restarts == restarts + 1
+    assert world.states()[1].restarts == restarts + 1
 
 
 def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(world: SyncWorld) -> None:
@@ -365,7 +366,7 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
 
     def sync() -> None:
         try:
-            world.sync.sync(version)
+            world.sync(version)
         except WorkerError as error:
             errors.append(error)
 
@@ -395,6 +396,10 @@ def _prompts() -> Any:
     from hybridflow.batch import DataProto, Jagged
 
     return DataProto.from_columns({"prompt_ids": Jagged.from_rows([np.array([1, 2, i]) for i in range(4)], np.int64)})
+
+
+def _answered(world: SyncWorld) -> Any:
+    return block_on(world.engines.answers(world.engines.begin(_prompts(), training=True)))
 
 
 def _scheduler(world: SyncWorld, number: int) -> int:

@@ -30,7 +30,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
 
 
 def test_an_update_without_weights_leaves_the_checksum(world: SyncWorld) -> None:
-    world.sync.sync(world.train(1))
+    world.sync(world.train(1))
     before, *after = through_empty_updates(world, 0)
     assert after == [before, before]
 

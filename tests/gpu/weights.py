@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.single_controller import block_on
 from tests.dist.harness.sync_world import SyncWorld
 from tests.engine_weights import load_weights_from_disk, weights_checksum
 
@@ -29,12 +30,12 @@ def after_sleep(world: SyncWorld, seed: int) -> int:
     """New weights for engines that sleep, as in a colocated run: weights wake, are filled, then the cache wakes.
     Returns the MiB of the device that are in use while they sleep, by whatever process."""
     version = world.train(seed)
-    world.engines.sleep()
+    block_on(world.engines.sleep())
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    world.engines.wake(["weights"])
-    report = world.sync.sync(version)
+    block_on(world.engines.wake(["weights"]))
+    report = world.sync(version)
     assert report.stale == {}, report.stale
-    world.engines.wake(["kv_cache"])
+    block_on(world.engines.wake(["kv_cache"]))
     return (total - free) >> 20
 
 

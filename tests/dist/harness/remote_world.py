@@ -40,7 +40,7 @@ def main(logs: Path) -> dict[str, Any]:
     from ray.cluster_utils import Cluster as Nodes
 
     from hybridflow.placement import pools_of
-    from hybridflow.single_controller import Cluster, WorkerGroup, reserve
+    from hybridflow.single_controller import Cluster, WorkerGroup, block_on, reserve
 
     nodes = Nodes()
     for number in (1, 2):
@@ -53,13 +53,13 @@ def main(logs: Path) -> dict[str, Any]:
             found: dict[str, Any] = {"nodes": [slot.node for slot in pools["actor"].slots]}
             found["hung"] = _error(lambda: group.run(Stub.linger_here, 1, 600.0, timeout=8.0))
             found["stacks"] = "linger_here" in (logs / "actor-rank1.log").read_text()
-            group.restart()
+            block_on(group.restart())
             stopped = group.pids()[1]
-            future = group.submit(Stub.linger_here, 1, 600.0, timeout=240.0)
+            future = group.call(Stub.linger_here, 1, 600.0, timeout=240.0)
             time.sleep(2.0)
             os.kill(stopped, signal.SIGSTOP)
             found["stopped"] = _error(future.result)
-            group.restart()
+            block_on(group.restart())
             found["left"] = is_running(stopped)
             found["again"] = group.run(Stub.linger_here, 0, 0.0)
             group.kill()

@@ -217,7 +217,7 @@ def run_until_killed(out: Path) -> None:
     part = out / "pids.part"
     part.write_text(" ".join(map(str, [*group.pids(), *children])) + f"\n{cluster.temp_dir}")
     part.rename(out / "pids")
-    group.submit(Worker.hang_on, 0)
+    group.call(Worker.hang_on, 0)
     time.sleep(600)
 
 

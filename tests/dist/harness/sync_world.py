@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -24,21 +24,24 @@ from hybridflow.device.platform import Platform
 from hybridflow.dispatch import WorkerContext
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.engine import SglangEngine
+from hybridflow.engines.supervisor import EngineState
 from hybridflow.errors import WorkerError
 from hybridflow.models import family_of
 from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.models.layout import Coordinates
 from hybridflow.process.rendezvous import client_store, master_store
 from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
+from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
+from hybridflow.single_controller import block_on
 from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.sync.session import Order, Outcome
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 from tests.dist.harness.ranks import free_port, import_path
 from tests.dist.harness.sync_senders import tensors_of
-from tests.dist.harness.threads import Threads
+from tests.dist.harness.threads import Reply, Threads
 
 HOST = "127.0.0.1"
 PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 60)), [9] * 25]
@@ -104,11 +107,8 @@ class Senders:
             time.sleep(0.01)
         return [json.loads(self.store.get(key)) for key in keys]
 
-    def submit(self, method: Callable[..., Any], *args: Any, timeout: float | None = None) -> Future[Any]:
-        return self.pool.submit(getattr(self, method.__name__), *args)
-
-    def run(self, method: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
-        return self.submit(method, *args).result()
+    def call(self, method: Callable[..., Any], *args: Any, timeout: float | None = None) -> Reply:
+        return Reply(self.pool.submit(getattr(self, method.__name__), *args))
 
     # ---- `PolicyWorker`'s methods
     # -----------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class SyncWorld:
         self.group: Any = Threads(self.workers)
         config = RunConfig(output_dir=str(folder), rollout=self.configs[0], data=DataConfig(max_response_length=8))
         self.engines = EngineGroup(self.group, config, [])
-        self.engines.wait_ready()
+        block_on(self.engines.wait_ready())
         self.version, self.seed = 0, -1
         self.configure()
 
@@ -223,8 +223,8 @@ class SyncWorld:
         senders: Any = self.senders
         for worker in self.workers:
             worker.config = replace(worker.config, sync=settings)
-        self.sync = SliceSync(senders, self.engines, config)
-        self.plan_line = self.sync.prepare()
+        self.weights = SliceSync(senders, self.engines, config)
+        self.plan_line = block_on(self.weights.prepare())
 
     def cut(self, shape: Mapping[str, int]) -> None:
         """Trainer ranks of another layout in place of these, in the same processes: loading torch five times costs more
@@ -247,6 +247,10 @@ class SyncWorld:
         self.senders.command("weights", seed=seed)
         self.version, self.seed = self.version + 1, seed
         return self.version
+
+    def sync(self, version: int) -> SyncReport:
+        """Bring these weights to the engines, as the driver does."""
+        return block_on(self.weights.sync(version))
 
     def exported(self, seed: int) -> Path:
         """A Hugging Face folder with the weights of a seed."""
@@ -283,6 +287,9 @@ class SyncWorld:
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         return distance(weights if isinstance(weights, Path) else self.exported(weights), rows, change=change)
+
+    def states(self, wait_s: float = 0.0) -> list[EngineState]:
+        return block_on(self.engines.states(wait_s))
 
     def answers(self, number: int, wait_s: float = 1.5) -> bool:
         """Whether the engine, asked directly, produces a token: a paused one does not."""
