@@ -23,6 +23,7 @@ from hybridflow.errors import CheckpointError
 from hybridflow.saving import store as checkpoints
 from hybridflow.saving.manifest import MANIFEST, Manifest, read_sealed, say_saved, write_sealed
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
+from hybridflow.single_controller import block_on
 
 
 class Ranks:
@@ -33,7 +34,7 @@ class Ranks:
         self.failure = ""
         self.saves: list[tuple[str, int, bool]] = []
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.saves.append((phase, step, background))
         folder.mkdir()
         (folder / "rank_0.bin").write_text("weights")
@@ -46,7 +47,7 @@ class Ranks:
         (self.folder / "manifest.json").write_text("{}")
         say_saved(self.folder)
 
-    def is_saved(self) -> bool:
+    async def is_saved(self) -> bool:
         if self.failure:
             raise CheckpointError(self.failure)
         return False
@@ -62,8 +63,8 @@ def names(folder: Path) -> list[str]:
 
 def test_a_checkpoint_counts_only_when_its_manifest_is_there(tmp_path: Path) -> None:
     store, ranks = store_in(tmp_path), Ranks()
-    store.save("rl", 1, {"sampler": 7}, ranks)
-    store.check()
+    block_on(store.save("rl", 1, {"sampler": 7}, ranks))
+    block_on(store.check())
     time.sleep(0.2)
     assert store.latest() is None and names(tmp_path) == ["global_step_1.partial"]
     ranks.finish()
@@ -79,13 +80,13 @@ def test_a_checkpoint_counts_only_when_its_manifest_is_there(tmp_path: Path) -> 
 def test_a_save_whose_manifest_is_there_does_not_count_before_the_ranks_have_said_so(tmp_path: Path) -> None:
     """Rank 0 syncs after the rename that shows its manifest, and may fail in that."""
     store, ranks = store_in(tmp_path), Ranks()
-    store.save("rl", 1, {}, ranks)
+    block_on(store.save("rl", 1, {}, ranks))
     assert ranks.folder is not None
     write_sealed(ranks.folder / MANIFEST, {})
     time.sleep(0.3)
     assert store.latest() is None and names(tmp_path) == ["global_step_1.partial"]
     say_saved(ranks.folder)
-    store.wait()
+    block_on(store.wait())
     latest = store.latest()
     assert latest is not None and names(latest.folder) == ["driver.json", "policy"]
 
@@ -97,7 +98,7 @@ class SlowRanks:
         self.thread = threading.Thread()
         self.errors: list[BaseException] = []
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.thread = threading.Thread(target=self._write, args=(folder, step))
         self.thread.start()
 
@@ -111,7 +112,7 @@ class SlowRanks:
         except OSError as error:
             self.errors.append(error)
 
-    def is_saved(self) -> bool:
+    async def is_saved(self) -> bool:
         return not self.thread.is_alive()
 
 
@@ -131,9 +132,9 @@ def test_renames_syncs_and_listings_that_take_long_lose_no_save_and_end_none(
         drawn, folder, ended, resumes = random.Random(number), tmp_path / str(number), 0, 0
         store, ranks = store_in(folder, last=2), SlowRanks()
         for step in range(1, saves + 1):
-            store.save("rl", step, {}, ranks)
+            block_on(store.save("rl", step, {}, ranks))
             if drawn.random() < 0.7:
-                store.wait()
+                block_on(store.wait())
                 ended = step
             else:
                 time.sleep(drawn.random() * longest_s * 3)
@@ -168,7 +169,7 @@ def _delayed(action: Callable[..., Any], drawn: random.Random, longest_s: float)
 
 def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
     store, ranks = store_in(tmp_path), Ranks()
-    store.save("rl", 1, {}, ranks)
+    block_on(store.save("rl", 1, {}, ranks))
     finished: list[int] = []
 
     def finish() -> None:
@@ -176,7 +177,7 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
         ranks.finish()
 
     threading.Timer(0.4, finish).start()
-    store.save("rl", 2, {}, ranks)
+    block_on(store.save("rl", 2, {}, ranks))
     assert finished == [1]
     assert ranks.saves == [("rl", 1, True), ("rl", 2, True)]
     assert names(tmp_path) == ["global_step_1", "global_step_2.partial", "latest.json"]
@@ -185,46 +186,46 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
 
 def test_waiting_has_a_deadline(tmp_path: Path) -> None:
     store, ranks = store_in(tmp_path, timeout_s=0.3), Ranks()
-    store.save("rl", 1, {}, ranks)
+    block_on(store.save("rl", 1, {}, ranks))
     with pytest.raises(
         CheckpointError, match=r"global_step_1 was not written within 0 s \(trainer.checkpoint_timeout_s\)"
     ):
-        store.wait()
+        block_on(store.wait())
     store.settle()
 
 
 def test_a_failure_in_the_background_reaches_the_next_step_and_leaves_nothing(tmp_path: Path) -> None:
     store, ranks = store_in(tmp_path), Ranks()
-    store.save("rl", 1, {}, ranks)
+    block_on(store.save("rl", 1, {}, ranks))
     ranks.finish()
-    store.wait()
-    store.save("rl", 2, {}, ranks)
+    block_on(store.wait())
+    block_on(store.save("rl", 2, {}, ranks))
     ranks.failure = "rank 3: No space left on device"
     with pytest.raises(CheckpointError, match="rank 3: No space left on device"):
-        store.check()
+        block_on(store.check())
     assert names(tmp_path) == ["global_step_1", "latest.json"]
-    store.check()  # told once
+    block_on(store.check())  # told once
 
 
 def test_a_manifest_that_comes_after_the_end_does_not_count(tmp_path: Path) -> None:
     store, ranks = store_in(tmp_path), Ranks()
-    store.save("rl", 1, {}, ranks)
+    block_on(store.save("rl", 1, {}, ranks))
     store.settle()
     ranks.finish()
     time.sleep(0.2)
     assert store.latest() is None
     assert names(tmp_path) == ["global_step_1.partial"]
     again = store_in(tmp_path)
-    again.save("rl", 1, {}, ranks)  # what is left of it does not stand in the way
+    block_on(again.save("rl", 1, {}, ranks))  # what is left of it does not stand in the way
     ranks.finish()
-    again.wait()
+    block_on(again.wait())
     assert names(tmp_path) == ["global_step_1", "latest.json"]
 
 
 def test_a_save_that_is_whole_when_the_ranks_go_counts(tmp_path: Path) -> None:
     store, ranks = store_in(tmp_path), Ranks()
     for step in (1, 2):
-        store.save("rl", step, {}, ranks)
+        block_on(store.save("rl", step, {}, ranks))
         if step == 1:
             store.settle()  # cut short: its remains go with the next commit
     ranks.finish()
@@ -236,12 +237,12 @@ def test_a_save_that_is_whole_when_the_ranks_go_counts(tmp_path: Path) -> None:
 
 def test_both_roles_must_be_whole(tmp_path: Path) -> None:
     store, policy, critic = store_in(tmp_path), Ranks(), Ranks()
-    store.save("rl", 1, {}, policy, critic=critic)
+    block_on(store.save("rl", 1, {}, policy, critic=critic))
     policy.finish()
     time.sleep(0.2)
     store.settle()
     assert store.latest() is None
-    store.save("rl", 2, {}, policy, critic=critic)
+    block_on(store.save("rl", 2, {}, policy, critic=critic))
     policy.finish()
     critic.finish()
     store.settle()
@@ -256,9 +257,9 @@ def test_both_roles_must_be_whole(tmp_path: Path) -> None:
 def test_the_newest_and_every_so_manieth_stay(tmp_path: Path, last: int, every: int, kept: list[int]) -> None:
     store, ranks = store_in(tmp_path, last, every), Ranks()
     for step in range(1, 8):
-        store.save("rl", step, {}, ranks)
+        block_on(store.save("rl", step, {}, ranks))
         ranks.finish()
-        store.wait()
+        block_on(store.wait())
         newest = store.latest()
         assert newest is not None and newest.step == step and newest.policy.is_dir()
     assert names(tmp_path) == [*[f"global_step_{step}" for step in kept], "latest.json"]
@@ -267,9 +268,9 @@ def test_the_newest_and_every_so_manieth_stay(tmp_path: Path, last: int, every: 
 def test_saving_the_step_in_force_once_more_does_not_endanger_it(tmp_path: Path) -> None:
     store, ranks = store_in(tmp_path, last=1), Ranks()
     for state in ({"number": 1}, {"number": 2}):
-        store.save("rl", 5, state, ranks)
+        block_on(store.save("rl", 5, state, ranks))
         ranks.finish()
-        store.wait()
+        block_on(store.wait())
     latest = store.latest()
     assert latest is not None and latest.state == {"number": 2} and latest.folder.name != "global_step_5"
     assert json.loads((tmp_path / "latest.json").read_text())["folder"] == latest.folder.name
@@ -283,9 +284,9 @@ def test_who_asks_while_a_newer_one_replaces_the_last_is_told_of_the_newer(
     store, ranks = store_in(tmp_path, last=1), Ranks()
 
     def save(step: int) -> None:
-        store.save("rl", step, {}, ranks)
+        block_on(store.save("rl", step, {}, ranks))
         ranks.finish()
-        store.wait()
+        block_on(store.wait())
 
     save(1)
     read, behind = checkpoints._read, [2, 3]
@@ -310,9 +311,9 @@ def test_a_pointer_leads_to_no_other_folder(tmp_path: Path) -> None:
     folder.mkdir()
     other = store_in(tmp_path / "elsewhere")
     ranks = Ranks()
-    other.save("rl", 1, {}, ranks)
+    block_on(other.save("rl", 1, {}, ranks))
     ranks.finish()
-    other.wait()
+    block_on(other.wait())
     for name in ("../elsewhere/global_step_1", str(tmp_path / "elsewhere" / "global_step_1"), "..", ""):
         (folder / "latest.json").write_text(json.dumps({"folder": name}))
         with pytest.raises(CheckpointError, match="is no name of a file inside the folder"):
@@ -322,9 +323,9 @@ def test_a_pointer_leads_to_no_other_folder(tmp_path: Path) -> None:
 def test_without_a_pointer_the_newest_whole_checkpoint_is_in_force(tmp_path: Path) -> None:
     store, ranks = store_in(tmp_path), Ranks()
     for step in (1, 2):
-        store.save("rl", step, {"number": step}, ranks)
+        block_on(store.save("rl", step, {"number": step}, ranks))
         ranks.finish()
-        store.wait()
+        block_on(store.wait())
     (tmp_path / "latest.json").unlink()
     (tmp_path / "global_step_3").mkdir()  # without a manifest it does not count
     shutil.copy(tmp_path / "global_step_2" / "driver.json", tmp_path / "global_step_3")
@@ -335,9 +336,9 @@ def test_without_a_pointer_the_newest_whole_checkpoint_is_in_force(tmp_path: Pat
 @pytest.mark.parametrize("change", [lambda text: text.replace("7", "8"), lambda text: text[:-20], lambda text: "{}"])
 def test_the_drivers_part_of_a_checkpoint_is_checked(tmp_path: Path, change: Callable[[str], str]) -> None:
     store, ranks = store_in(tmp_path), Ranks()
-    store.save("rl", 1, {"sampler": 7}, ranks)
+    block_on(store.save("rl", 1, {"sampler": 7}, ranks))
     ranks.finish()
-    store.wait()
+    block_on(store.wait())
     file = tmp_path / "global_step_1" / "driver.json"
     file.write_text(change(file.read_text()))
     with pytest.raises(CheckpointError, match=r"driver\.json"):
@@ -359,12 +360,12 @@ def policy_with_manifest(folder: Path, step: int) -> None:
 class Whole(Ranks):
     """Ranks whose manifests are whole."""
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         policy_with_manifest(folder, step)
 
 
 def whole_checkpoint(folder: Path, **others: Any) -> Path:
-    return CheckpointStore(folder, Retention()).save("rl", 3, {"totals": {}}, Whole(), **others)
+    return block_on(CheckpointStore(folder, Retention()).save("rl", 3, {"totals": {}}, Whole(), **others))
 
 
 @pytest.mark.parametrize(
@@ -409,7 +410,7 @@ def test_a_checkpoint_that_is_left_out_is_named(tmp_path: Path, capsys: pytest.C
     """Without latest.json an older one is in force: silence would train its steps again."""
     folder = tmp_path / "checkpoints"
     for step in (1, 2, 3):
-        CheckpointStore(folder, Retention()).save("rl", step, {}, Whole())
+        block_on(CheckpointStore(folder, Retention()).save("rl", step, {}, Whole()))
     store = CheckpointStore(folder, Retention())
     assert store.left_out() == []
     (folder / "latest.json").unlink()
