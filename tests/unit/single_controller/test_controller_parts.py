@@ -33,6 +33,7 @@ from hybridflow.single_controller.host import Failure, Host
 from hybridflow.single_controller.joining import find_token, require_listener
 from hybridflow.single_controller.pieces import At, ColumnRecipe, Header, Recipe, Request, gather
 from hybridflow.single_controller.stored import INLINE_BYTES, is_small
+from tests.unit.single_controller.replies import Reply, call_of
 
 CONTEXT = WorkerContext(0, 1, 0, "127.0.0.1", 1, "here", Path("log"))
 
@@ -182,29 +183,13 @@ def one_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], future.Future
     import ray
 
     monkeypatch.setattr(future, "_GRACE_S", 0.0)
-    looks = iter(range(10_000))
-    process = [0]
-
-    def wait(refs: list[str], **_: Any) -> tuple[list[str], list[str]]:
-        has_ended = state_of(process[0]) == "" and next(looks) >= 3
-        ready = [ref for ref in refs if ref == "lives" or has_ended]
-        return ready, [ref for ref in refs if ref not in ready]
-
-    def get(refs: Any, **_: Any) -> Any:
-        if isinstance(refs, list):
-            raise ray.exceptions.GetTimeoutError
-        if refs == "lives":
-            return Failure("RuntimeError", "Connection closed by peer", None)
-        raise ray.exceptions.RayActorError
-
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(ray, "get", get)
 
     def made(pid: int) -> future.Future:
-        process[0] = pid
-        ranks = [future.Rank(None, "here", Path("log"), None, one) for one in (os.getpid(), pid)]
-        refs = {0: "lives", 1: "silent"}
-        return future.Future("actor", "work", ranks=ranks, refs=refs, collect=dict, default_timeout_s=60.0)
+        lives, silent = Reply(), Reply()
+        lives.set_result(Failure("RuntimeError", "Connection closed by peer", None))
+        if state_of(pid) == "":
+            threading.Timer(0.3, silent.set_exception, [ray.exceptions.RayActorError()]).start()
+        return call_of({0: lives, 1: silent}, [os.getpid(), pid])
 
     return made
 
@@ -240,19 +225,14 @@ def test_what_a_rank_raises_is_the_cause_while_the_others_work(one_answer: Calla
     assert caught.value.rank == 0
 
 
-def test_a_call_ends_as_soon_as_no_answer_can_come(one_answer: Callable[[int], future.Future]) -> None:
+def test_a_call_ends_as_soon_as_no_answer_can_come() -> None:
     """The call may be made by a thread that nobody interrupts, while its cluster is given up."""
 
     def lost() -> None:
         raise ClusterLostError("Ray's raylet has ended")
 
-    one_answer(os.getpid())  # a rank that lives
-    ranks = [future.Rank(None, "here", Path("log"), None, os.getpid())]
-    waiting = future.Future(
-        "rollout", "start-up", ranks=ranks, refs={0: "silent"}, collect=dict, default_timeout_s=600.0, check=lost
-    )
     with pytest.raises(ClusterLostError, match="raylet has ended"):
-        waiting.result()
+        call_of({0: Reply()}, [os.getpid()], check=lost).result()
 
 
 @pytest.mark.parametrize(

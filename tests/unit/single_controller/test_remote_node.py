@@ -11,6 +11,7 @@ import ray
 
 from hybridflow.single_controller import remote_node
 from hybridflow.single_controller.future import _POLL_S, _STOPPED_LOOKS, Future, Rank
+from tests.unit.single_controller.replies import Reply
 
 
 class Node:
@@ -68,9 +69,9 @@ def test_a_process_is_taken_for_stopped_after_two_answers(node: Node) -> None:
         "actor",
         "work",
         ranks=[Rank(None, "there", None, node.seen, pid) for pid in (7, 8)],  # type: ignore[arg-type]
-        refs={0: "a", 1: "b"},
+        refs={0: Reply(), 1: Reply()},
         collect=dict,
-        default_timeout_s=60.0,
+        timeout_s=60.0,
     )
     looks: dict[int, int] = {}
 

@@ -12,13 +12,13 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from hybridflow.single_controller import watch
 from hybridflow.single_controller.cluster import _Local
-from hybridflow.single_controller.future import _STOPPED_LOOKS, Future, Rank
+from hybridflow.single_controller.future import _STOPPED_LOOKS
+from tests.unit.single_controller.replies import Reply, call_of
 
 
 @pytest.fixture
@@ -163,8 +163,7 @@ def test_a_driver_inside_of_a_call_that_hears_no_signal_is_ended_with_a_message(
 
 
 def test_a_rank_that_owes_an_answer_and_is_stopped_is_found(sleeper: subprocess.Popen[bytes]) -> None:
-    ranks = [Rank(None, "here", Path("log"), None, pid) for pid in (os.getpid(), sleeper.pid)]
-    waiting = Future("actor", "nap", ranks=ranks, refs={0: "a", 1: "b"}, collect=dict, default_timeout_s=1.0)
+    waiting = call_of({0: Reply(), 1: Reply()}, [os.getpid(), sleeper.pid])
     looks: dict[int, int] = {}
     assert [waiting._stopped(looks) for _ in range(20)] == [None] * 20  # busy, but not stopped
     sleeper.send_signal(signal.SIGSTOP)
