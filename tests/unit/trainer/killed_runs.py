@@ -26,6 +26,7 @@ from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.rollout.evaluation import Validator
 from hybridflow.saving.manifest import say_saved
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
@@ -76,12 +77,12 @@ class Mortal(World):
             self.moment(self.step, "handed out")
         return super().generate(prompts, training=training)
 
-    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
-        done = super().update(method, batch, seed)
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+        done = await super().update(method, batch, seed)
         self.moment(self.step, "trained")
         return done
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.moment(step, "policy begun")
         folder.mkdir()
         (folder / "weights").write_text(str(step))
@@ -125,11 +126,11 @@ def live(folder: Path, files: Files, every: int, background: bool, attempt: int,
     latest = session.store.latest()
     session.resume(latest)
     if latest is not None:
-        trainer.resume(latest)
+        block_on(trainer.resume(latest))
     else:
-        trainer.start_from_present_weights()
-    trainer.fit()
-    session.store.wait()
+        block_on(trainer.start_from_present_weights())
+    block_on(trainer.fit())
+    block_on(session.store.wait())
     session.close()
 
 

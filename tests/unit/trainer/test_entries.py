@@ -18,6 +18,7 @@ from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.explain import Origins, explain
 from hybridflow.config.load import load_config
 from hybridflow.errors import ConfigError, SchemaError
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.groups import check_steps, update_step
 from hybridflow.workers.losses import PolicyLoss
 from tests.unit.trainer.worlds import World, config_of, trainer_of
@@ -83,11 +84,11 @@ def test_an_estimator_of_a_file_gives_the_advantages_of_a_run(tmp_path: Path, en
     config, seen = replace(config, algorithm=algorithm), []
 
     class Noting(World):
-        def update(self, method, batch, seed=None):  # type: ignore[no-untyped-def]
+        async def update(self, method, batch, seed=None):  # type: ignore[no-untyped-def]
             seen.append(batch)
-            return super().update(method, batch, seed)
+            return await super().update(method, batch, seed)
 
-    trainer_of(config, Noting()).fit()
+    block_on(trainer_of(config, Noting()).fit())
     [batch] = seen
     expected = np.repeat(batch["scores"] * 0.75, batch.lengths("response_ids"))
     np.testing.assert_array_equal(batch.jagged("advantages").values, expected)

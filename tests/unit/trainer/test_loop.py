@@ -18,6 +18,7 @@ from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchE
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import read_rollouts
 from hybridflow.rollout.dumps import Dumps
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
@@ -26,7 +27,7 @@ from tests.unit.trainer.worlds import PROMPTS, ROWS, N, World, config_of, record
 
 def test_a_step_does_things_in_order_and_syncs_before_it_generates(tmp_path: Path) -> None:
     world = World()
-    trainer_of(config_of(tmp_path, total_steps=2), world).fit()
+    block_on(trainer_of(config_of(tmp_path, total_steps=2), world).fit())
     step = ["generate", "log_probs", "update"]
     assert world.calls == ["sync 0", "answer", *step, "sync 1", *step, "sync 2", "answer", "save"]
     assert len(set(world.seeds)) == 2  # mini-batches are drawn differently every step
@@ -36,7 +37,7 @@ def test_rollouts_alone_train_and_save_nothing_and_a_run_trains_on_their_dumps(t
     world, made_with = World(), {"tokenizer": "letters"}
     alone = trainer_of(config_of(tmp_path / "alone", total_steps=2, rollout_only=True), world)
     alone.made_with = made_with
-    alone.fit()
+    block_on(alone.fit())
     assert world.calls == ["sync 0", "answer", "generate", "generate"]
     for record in records(alone, "train"):
         assert record["critic/score/mean"] == 0.5 and "actor/loss" not in record and "critic/rewards/mean" not in record
@@ -45,7 +46,7 @@ def test_rollouts_alone_train_and_save_nothing_and_a_run_trains_on_their_dumps(t
     world = World()
     trainer = trainer_of(config_of(tmp_path / "trained", total_steps=3, val_before_train=False), world)
     trainer.dumps = Dumps(folder, made_with, PROMPTS * N)
-    trainer.fit()
+    block_on(trainer.fit())
     assert world.calls == ["sync 0", "log_probs", "update", "sync 1", "log_probs", "update", "sync 2", "save"]
     assert len(records(trainer, "train")) == 2  # of 3: there are no more dumps
 
@@ -60,7 +61,7 @@ def test_where_no_pass_comes_first_the_update_reports_the_log_probs(
     world = World(difference=0.005)
     world.first_rows = rows
     trainer = trainer_of(config, world)
-    trainer.fit()
+    block_on(trainer.fit())
     assert world.calls == ["sync 0", "answer", "generate", "update", "sync 1", "answer", "save"]
     [record] = records(trainer, "train")
     assert record["rollout/logprob_diff/mean"] == pytest.approx(0.005) and record["actor/entropy"] == -1.0
@@ -75,9 +76,9 @@ class Counting(World):
         super().__init__(difference)
         self.scored: list[int] = []
 
-    def log_probs(self, batch: DataProto) -> DataProto:
+    async def log_probs(self, batch: DataProto) -> DataProto:
         self.scored.append(len(batch))
-        return super().log_probs(batch)
+        return await super().log_probs(batch)
 
 
 def test_with_several_updates_a_pass_scores_the_rows_of_the_later_ones_alone(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_with_several_updates_a_pass_scores_the_rows_of_the_later_ones_alone(tmp
     world = Counting(difference=0.005)
     world.first_rows = N
     trainer = trainer_of(config, world)
-    trainer.fit()
+    block_on(trainer.fit())
     assert world.scored == [(PROMPTS - 1) * N]
     [record] = records(trainer, "train")
     assert record["rollout/logprob_diff/mean"] == pytest.approx(0.005) and record["actor/entropy"] == -1.0
@@ -99,7 +100,7 @@ def test_a_pass_scores_all_rows_where_the_reward_reads_them(tmp_path: Path) -> N
     config = config_of(tmp_path, kl=0.1, total_steps=1)
     actor, algorithm = replace(config.actor, ppo_mini_batch_size=1), replace(config.algorithm, kl_coef=0.1)
     world = Counting()
-    trainer_of(replace(config, actor=actor, algorithm=algorithm), world).fit()
+    block_on(trainer_of(replace(config, actor=actor, algorithm=algorithm), world).fit())
     assert world.scored[0] == PROMPTS * N
 
 
@@ -111,7 +112,7 @@ def test_engines_that_disagree_stop_a_run_whose_update_reports_it_before_anybody
     world = World(difference=0.02)
     world.first_rows = mini_batch * N
     with pytest.raises(LogprobMismatchError, match=r"step 1: .*bound 1\.00e-02.*logprob_diff_bound"):
-        trainer_of(replace(config, actor=replace(config.actor, ppo_mini_batch_size=mini_batch)), world).fit()
+        block_on(trainer_of(replace(config, actor=replace(config.actor, ppo_mini_batch_size=mini_batch)), world).fit())
     scored = [] if mini_batch == PROMPTS else ["log_probs"]
     assert world.calls == ["sync 0", "answer", "generate", *scored, "update"]
 
@@ -133,15 +134,15 @@ def test_the_bound_on_the_difference_follows_the_dtype(
     rollout = replace(config.rollout, logprob_diff_bound=bound)
     trainer = trainer_of(replace(config, rollout=rollout, model=replace(config.model, dtype=dtype)), World(difference))
     with pytest.raises(LogprobMismatchError) if stops else nullcontext():
-        trainer.fit()
+        block_on(trainer.fit())
 
 
 def test_a_reference_is_asked_only_where_a_kl_term_needs_it(tmp_path: Path) -> None:
     world = World()
     trainer = trainer_of(config_of(tmp_path, kl=0.1, total_steps=1), world)
-    trainer.start_from_present_weights()
+    block_on(trainer.start_from_present_weights())
     assert world.calls == ["freeze_reference", "set_optimizer"]
-    trainer.fit()
+    block_on(trainer.fit())
     assert world.calls[2:] == [
         "sync 0",
         "answer",
@@ -163,7 +164,7 @@ def test_a_reference_is_asked_only_where_a_kl_term_needs_it(tmp_path: Path) -> N
 )
 def test_validation_before_during_and_after(tmp_path: Path, every: int, validated: list[int], before: bool) -> None:
     trainer = trainer_of(config_of(tmp_path, total_steps=5, test_every_steps=every, val_before_train=before), World())
-    trainer.fit()
+    block_on(trainer.fit())
     assert [record["step"] for record in records(trainer, "val")] == validated
     for step in validated:
         rows = read_rollouts(trainer.session.folder / "validation" / f"step_{step:06d}.parquet")
@@ -175,8 +176,8 @@ def test_validation_before_during_and_after(tmp_path: Path, every: int, validate
 def test_checkpoints_come_when_due_and_at_the_end(tmp_path: Path, every: int, saved: list[int]) -> None:
     config = config_of(tmp_path, total_steps=5, save_every_steps=every, max_checkpoints_to_keep=9)
     trainer = trainer_of(config, World())
-    trainer.fit()
-    trainer.session.store.wait()
+    block_on(trainer.fit())
+    block_on(trainer.session.store.wait())
     folder = trainer.session.folder / "checkpoints"
     assert sorted(path.name for path in folder.glob("global_step_*")) == [f"global_step_{step}" for step in saved]
     assert json.loads((folder / "latest.json").read_text()) == {"folder": "global_step_5"}
@@ -184,20 +185,20 @@ def test_checkpoints_come_when_due_and_at_the_end(tmp_path: Path, every: int, sa
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path, total_steps=5, save_every_steps=1, max_checkpoints_to_keep=2), World())
-    trainer.fit()
-    trainer.session.store.wait()
+    block_on(trainer.fit())
+    block_on(trainer.session.store.wait())
     names = sorted(path.name for path in (trainer.session.folder / "checkpoints").glob("global_step_*"))
     assert names == ["global_step_4", "global_step_5"]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = trainer_of(config_of(tmp_path / "whole", total_steps=6), World())
-    whole.fit()
+    block_on(whole.fit())
 
     config = config_of(tmp_path / "cut", kl=0.1, total_steps=3, save_every_steps=1)
     first = trainer_of(config, World())
-    first.fit()
-    first.session.store.wait()
+    block_on(first.fit())
+    block_on(first.session.store.wait())
     first.session.tracker.log(4, {"x": 1.0})  # as if a fourth step had begun when the run was killed
     first.session.close()
     world = World()
@@ -205,9 +206,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     latest = second.session.store.latest()
     assert latest is not None and (latest.phase, latest.step) == ("rl", 3)
     second.session.resume(latest)
-    second.resume(latest)
+    block_on(second.resume(latest))
     assert world.calls == ["load reference=True"]
-    second.fit()
+    block_on(second.fit())
     assert world.calls[1:3] == [
         "sync 3",
         "generate",
@@ -230,17 +231,17 @@ class Breaking(World):
         super().__init__()
         self.breaks_at, self.updates, self.alive = list(breaks_at), 0, True
 
-    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         self.updates += 1
         if self.updates in self.breaks_at:
             self.alive = False
             raise WorkerError("the worker process died", role="actor", rank=1, node="here", method="update_policy")
-        return super().update(method, batch, seed)
+        return await super().update(method, batch, seed)
 
     def is_alive(self) -> bool:
         return self.alive
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
         self.calls.append("restart")
         self.alive = True
 
@@ -252,8 +253,8 @@ def test_the_console_says_from_which_policy_a_divergence_is(
     lines: list[Mapping[str, float]] = []
     monkeypatch.setattr(Progress, "update", lambda self, step, shown, seconds: lines.append(dict(shown)))
     trainer = trainer_of(config_of(tmp_path, kl=kl, total_steps=1), World())
-    trainer.start_from_present_weights()
-    trainer.fit()
+    block_on(trainer.start_from_present_weights())
+    block_on(trainer.fit())
     [shown], [record] = lines, records(trainer, "train")
     found = {name: value for name, value in shown.items() if "kl" in name}
     assert found == {name: record[f"actor/{name}"] for name in ("ppo_kl", *["ref_kl"] * bool(kl))}
@@ -261,8 +262,8 @@ def test_the_console_says_from_which_policy_a_divergence_is(
 
 def broken_run(folder: Path, world: Breaking, max_restarts: int, **settings: Any) -> RLTrainer:
     trainer = trainer_of(config_of(folder, kl=0.1, **settings), world)
-    trainer.start_from_present_weights()
-    fit_with_restarts(trainer, {"actor": world}, max_restarts, Progress(0, "", enabled=False))
+    block_on(trainer.start_from_present_weights())
+    block_on(fit_with_restarts(trainer, {"actor": world}, max_restarts, Progress(0, "", enabled=False)))
     return trainer
 
 
@@ -271,7 +272,7 @@ def test_a_run_whose_policy_breaks_goes_on_from_its_last_checkpoint(
     tmp_path: Path, every: int, breaks_at: list[int]
 ) -> None:
     whole = trainer_of(config_of(tmp_path / "whole", total_steps=5), World())
-    whole.fit()
+    block_on(whole.fit())
     world = Breaking(breaks_at)
     trainer = broken_run(tmp_path / "broken", world, len(breaks_at), total_steps=5, save_every_steps=every)
     after = world.calls[world.calls.index("restart") + 1]
@@ -306,13 +307,13 @@ def test_engines_that_disagree_stop_the_run_before_it_trains(tmp_path: Path, dif
     config, world = config_of(tmp_path), World(difference=difference)
     config = replace(config, algorithm=replace(config.algorithm, kl_coef=0.1))  # the reward reads log-probs of all rows
     with pytest.raises(LogprobMismatchError, match=r"step 1: .*bound 1\.00e-02.*logprob_diff_bound"):
-        trainer_of(config, world).fit()
+        block_on(trainer_of(config, world).fit())
     assert "update" not in world.calls and "save" not in world.calls
 
 
 def test_without_a_bound_the_difference_is_only_recorded(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path, bound=None), World(difference=0.5))
-    trainer.fit()
+    block_on(trainer.fit())
     assert [record["rollout/logprob_diff/mean"] for record in records(trainer, "train")] == [0.5] * 3
     assert trainer.session.totals["logprob_diff_max"] == 0.5
 
@@ -320,8 +321,8 @@ def test_without_a_bound_the_difference_is_only_recorded(tmp_path: Path) -> None
 def test_a_total_that_is_no_number_has_a_form_in_the_checkpoint_and_comes_back(tmp_path: Path) -> None:
     config = config_of(tmp_path, bound=None)
     first = trainer_of(config, World(difference=math.nan))
-    first.fit()
-    first.session.store.wait()
+    block_on(first.fit())
+    block_on(first.session.store.wait())
     session = trainer_of(config, World()).session
     latest = session.store.latest()
     assert latest is not None
@@ -334,7 +335,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_without_a_checkpoint(tmp_pa
     world = World(applied=(True, False))
     trainer = trainer_of(config_of(tmp_path, save_every_steps=1), world)
     with pytest.raises(HybridFlowError, match=r"step 1: a gradient of the actor is not finite"):
-        trainer.fit()
+        block_on(trainer.fit())
     assert "save" not in world.calls
     [record] = records(trainer, "train")  # what happened can be read
     assert record["actor/skipped_updates"] == 1
@@ -342,7 +343,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_without_a_checkpoint(tmp_pa
 
 def test_metrics_keep_the_first_update_apart(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path, total_steps=1), World())
-    trainer.fit()
+    block_on(trainer.fit())
     [record] = records(trainer, "train")
     assert (record["actor/first_ppo_kl"], record["actor/ppo_kl"]) == (0.0, pytest.approx(0.05))
     assert record["critic/score/mean"] == 0.5
@@ -352,13 +353,13 @@ def test_metrics_keep_the_first_update_apart(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_previous_checkpoint_in_force(tmp_path: Path) -> None:
     world = World()
     trainer = trainer_of(config_of(tmp_path, total_steps=1), world)
-    trainer.fit()
-    trainer.session.store.wait()
+    block_on(trainer.fit())
+    block_on(trainer.session.store.wait())
     trainer.step, world.fail_save = 2, True
     with pytest.raises(
         CheckpointError, match=r"global_step_2 could not be written: .*No space left.*previous checkpoint is untouched"
     ):
-        trainer.save()
+        block_on(trainer.save())
     folder = trainer.session.folder / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["global_step_1", "latest.json"]
     latest = trainer.session.store.latest()
@@ -381,7 +382,7 @@ def test_a_step_off_the_policy_trains_what_older_weights_made_and_bounds_the_new
     world = Aging()
     world.right = 0  # step 1 trains what these made; what version 1 made is trained a version later, in step 3
     trainer = trainer_of(config_of(tmp_path, max_staleness=1, total_steps=3, val_before_train=False), world)
-    trainer.fit()
+    block_on(trainer.fit())
     found = records(trainer, "train")
     assert [record["rollout/staleness/max"] for record in found] == [0, 1, 1]
     assert [record["rollout/groups_left"] for record in found] == [PROMPTS, PROMPTS, 0]
@@ -389,7 +390,7 @@ def test_a_step_off_the_policy_trains_what_older_weights_made_and_bounds_the_new
     world = Aging()
     trainer = trainer_of(config_of(tmp_path / "off", max_staleness=1, total_steps=3, val_before_train=False), world)
     with pytest.raises(LogprobMismatchError, match="step 1"):
-        trainer.fit()
+        block_on(trainer.fit())
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 2), (2, 5), (3, 7)])
@@ -397,6 +398,6 @@ def test_a_run_of_epochs_ends_after_their_last_whole_batch(tmp_path: Path, epoch
     config = config_of(tmp_path, total_steps=None, total_epochs=epochs, test_every_steps=0)
     assert config.data.train_batch_size == 4 and ROWS == 10
     trainer = trainer_of(config, World())
-    trainer.fit()
+    block_on(trainer.fit())
     assert [record["step"] for record in records(trainer, "train")] == list(range(1, steps + 1))
     assert [record["step"] for record in records(trainer, "val")] == [0, steps]

@@ -17,6 +17,7 @@ from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError
 from hybridflow.saving.fingerprint import Fingerprint
 from hybridflow.saving.manifest import Manifest, read_sealed, write_sealed
 from hybridflow.saving.store import Checkpoint
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.folder import make_room
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.session import Session
@@ -38,8 +39,8 @@ def ended(folder: Path, **trainer: Any) -> RLTrainer:
     """A run of three steps whose last two have checkpoints."""
     made = trainer_of(config_of(folder, save_every_steps=1, **trainer), World())
     made.session.know(DATA, None)
-    made.fit()
-    made.session.store.wait()
+    block_on(made.fit())
+    block_on(made.session.store.wait())
     made.session.close()
     return made
 
@@ -119,18 +120,18 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) ->
 @pytest.mark.parametrize("how", ["renamed", "removed"])
 def test_a_run_whose_folder_goes_away_stops_and_does_not_make_it_again(tmp_path: Path, how: str) -> None:
     class Elsewhere(World):
-        def update(self, *given: Any, **named: Any) -> Any:
+        async def update(self, *given: Any, **named: Any) -> Any:
             if self.engine_version == 1:
                 folder.rename(tmp_path / "kept") if how == "renamed" else shutil.rmtree(folder)
-            return super().update(*given, **named)
+            return await super().update(*given, **named)
 
     made = trainer_of(config_of(tmp_path / "out"), Elsewhere())
     folder = made.session.folder
     made.session.know(DATA, None)
     with pytest.raises(HybridFlowError, match=rf"{folder} is not there any more: it was renamed, moved or emptied"):
-        made.fit()
+        block_on(made.fit())
     with pytest.raises(CheckpointError):
-        made.save()
+        block_on(made.save())
     made.session.close()
     assert not folder.exists()
 
@@ -157,4 +158,4 @@ def test_a_drivers_part_with_its_hash_and_other_content_is_refused(
     latest = fresh.session.store.latest() or latest
     with pytest.raises(CheckpointError, match=message):
         fresh.session.resume(latest)
-        fresh.resume(latest)
+        block_on(fresh.resume(latest))

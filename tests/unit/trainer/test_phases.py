@@ -12,6 +12,7 @@ import pytest
 
 from hybridflow.config.schema import ActorConfig, CriticConfig, OffloadConfig, RolloutConfig, RunConfig
 from hybridflow.observe.progress import Progress
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.generation import EngineProcesses
 from hybridflow.trainer.groups import tell_backend
 from hybridflow.trainer.phases import Phases
@@ -23,13 +24,13 @@ class Noted:
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self.calls = name, calls
 
-    def run(self, method: Callable[..., Any], parts: tuple[str, ...]) -> None:
-        getattr(self, method.__name__)(parts)
+    async def call(self, method: Callable[..., Any], parts: tuple[str, ...]) -> None:
+        await getattr(self, method.__name__)(parts)
 
-    def sleep(self, parts: tuple[str, ...] = ()) -> None:
+    async def sleep(self, parts: tuple[str, ...] = ()) -> None:
         self.calls.append(" ".join([self.name, "sleep", *parts]))
 
-    def wake(self, parts: tuple[str, ...]) -> None:
+    async def wake(self, parts: tuple[str, ...]) -> None:
         self.calls.append(" ".join([self.name, "wake", *parts]))
 
 
@@ -39,12 +40,16 @@ def run(offload: OffloadConfig, engines_sleep: bool, pool: Any = None) -> list[s
     config = replace(RunConfig(), actor=ActorConfig(offload=offload), rollout=rollout)
     policy: Any = Noted("policy", calls)
     phases = Phases(config, policy, Noted("engines", calls))  # type: ignore[arg-type]
-    for _ in range(2):
-        with phases.sync():
-            calls.append("SYNC")
-        calls.append("GENERATE")
-        with phases.training():
-            calls.append("TRAIN")
+
+    async def steps() -> None:
+        for _ in range(2):
+            async with phases.sync():
+                calls.append("SYNC")
+            calls.append("GENERATE")
+            async with phases.training():
+                calls.append("TRAIN")
+
+    block_on(steps())
     return calls
 
 
@@ -78,10 +83,10 @@ def test_engines_on_the_trainers_devices_have_released_them_before_the_first_syn
 class NotedEngines(Noted):
     """Engines, and the plan of the weight sync."""
 
-    def wait_ready(self) -> None:
+    async def wait_ready(self) -> None:
         self.calls.append("engines ready")
 
-    def prepare(self) -> str:
+    async def prepare(self) -> str:
         self.calls.append("engines describe")
         return "a plan"
 
@@ -96,7 +101,7 @@ def test_engines_are_released_before_the_ranks_start_and_take_their_weights_to_b
     engines._weights = engines.engines
     assert engines.give_way(told) is engines
     calls.append("RANKS START")
-    engines.wait_ready(told)
+    block_on(engines.wait_ready(told))
     before, after = (["engines ready", "engines sleep"], ["engines wake weights"]) if shared else ([], [])
     assert calls == [*before, "RANKS START", "engines ready", *after, "engines describe"]
 
@@ -115,10 +120,14 @@ def test_other_roles_are_off_the_device_before_weights_travel_and_bring_in_what_
     config = replace(RunConfig(), critic=CriticConfig(offload=OffloadConfig(optimizer=True)))
     policy, engines, critic, model = (Noted(name, calls) for name in ("policy", "engines", "critic", "model"))
     phases = Phases(config, policy, engines, {"critic": critic, "reward_model": model})  # type: ignore[arg-type, dict-item]
-    with phases.sync():
-        calls.append("SYNC")
-    with phases.training():
-        calls.append("TRAIN")
+
+    async def step() -> None:
+        async with phases.sync():
+            calls.append("SYNC")
+        async with phases.training():
+            calls.append("TRAIN")
+
+    block_on(step())
     assert calls == [
         "critic sleep weights gradients optimizer reference",
         "SYNC",

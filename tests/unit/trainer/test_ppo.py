@@ -3,6 +3,7 @@ checkpoint keeps."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import read_rollouts
 from hybridflow.observe.timeline import read_timeline
 from hybridflow.saving.manifest import say_saved
-from hybridflow.single_controller import Pending
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.model_scores import agreement
@@ -55,7 +56,7 @@ NAMES = (
 class FakeRole(Immediate):
     """No offload is configured, so that `sleep` is none."""
 
-    def memory(self) -> dict[str, float]:
+    async def memory(self) -> dict[str, float]:
         return {"perf/max_memory_allocated_gb": 3.0, f"perf/offloaded_gb/{type(self).__name__}": 0.5}
 
 
@@ -78,20 +79,20 @@ class Critic(FakeRole):
         responses = batch.jagged("response_ids")
         return DataProto.from_columns({"values": Jagged(responses.values.astype(np.float32) / 10, responses.offsets)})
 
-    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         assert method is ModelWorker.update_critic and seed is not None
         self.world.calls.append("update_critic")
         self.seen.append(batch)
         return [Update({"loss": 0.25, "critic/vf_clipfrac": 0.0, "critic/vpred_mean": 0.1}, 2.0, 1e-4, self.applied)]
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.world.calls.append("save critic")
         folder.mkdir()
         if self.writes:
             (folder / "manifest.json").write_text("{}")
             say_saved(folder)
 
-    def is_saved(self) -> bool:
+    async def is_saved(self) -> bool:
         return True
 
     def load(self, folder: Path, optim: OptimConfig) -> None:
@@ -105,7 +106,8 @@ class Critic(FakeRole):
 class Model(FakeRole):
     """Scores by row number."""
 
-    def compute_scores(self, batch: DataProto) -> DataProto:
+    async def compute_scores(self, batch: DataProto) -> DataProto:
+        await asyncio.sleep(0)  # a round in which others go on
         return DataProto.from_columns({"rm_scores": np.arange(len(batch), dtype=np.float32)})
 
 
@@ -145,8 +147,8 @@ def test_the_critic_values_before_advantages_and_learns_before_the_policy(tmp_pa
     world = PpoWorld()
     critic = Critic(world)
     trainer = ppo_of(tmp_path, world, critic, total_steps=2)
-    trainer.start_from_present_weights()
-    trainer.fit()
+    block_on(trainer.start_from_present_weights())
+    block_on(trainer.fit())
     step = ["generate", "log_probs", "values", "update_critic", "update"]
     start = ["set_optimizer", "export", "start critic from start"]
     assert world.calls == [
@@ -173,30 +175,17 @@ def test_the_critic_values_before_advantages_and_learns_before_the_policy(tmp_pa
 
 
 class SlowCritic(Critic):
-    """A critic whose update ends when somebody waits for it."""
+    """A critic whose update ends when the loop has come to a place where it waits for it."""
 
-    def begin_update(self, method: Callable[..., Any], batch: DataProto, seed: int) -> Pending[list[Update]]:
-        updates = list(self.update(method, batch, seed))
-        return Pending([Working(lambda: self.world.calls.append("critic ends"))], lambda _: updates)
-
-
-class Working:
-    """A call whose ranks work until somebody waits."""
-
-    open_refs: Sequence[Any] = ()
-    ended_at = None
-
-    def __init__(self, end: Callable[[], Any]) -> None:
-        self.end = end
-
-    def done(self) -> bool:
-        return False
-
-    def note_end(self) -> None:
-        """Nobody can."""
-
-    def result(self) -> None:
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+        updates = await super().update(method, batch, seed)
+        for _ in range(1000):  # far more rounds of the event loop than a step over stand-ins takes
+            await asyncio.sleep(0)
         self.end()
+        return updates
+
+    def end(self) -> None:
+        self.world.calls.append("critic ends")
 
 
 def with_critic_at(trainer: RLTrainer, placement: Any, pool: str | None = None) -> RLTrainer:
@@ -215,8 +204,8 @@ def test_the_update_of_a_critic_with_devices_of_its_own_lasts_into_the_next_gene
     critic = SlowCritic(world)
     trainer = ppo_of(tmp_path, world, critic, total_steps=4, save_every_steps=3)
     trainer = with_critic_at(trainer, placement, pool)
-    trainer.start_from_present_weights()
-    trainer.fit()
+    block_on(trainer.start_from_present_weights())
+    block_on(trainer.fit())
     calls = world.calls[world.calls.index("sync 0") :]
     # the reward model's pass comes first on the policy's devices
     passes = ["values", "log_probs"] if placement == "own" else ["log_probs", "values"]
@@ -241,27 +230,23 @@ def test_a_critic_lost_beside_a_generation_takes_its_own_step_back(tmp_path: Pat
     world, alive = PpoWorld(), [True]
 
     class Lost(SlowCritic):
-        def begin_update(self, method: Callable[..., Any], batch: DataProto, seed: int) -> Pending[list[Update]]:
-            pending = super().begin_update(method, batch, seed)
-
-            def die() -> None:
+        def end(self) -> None:
+            if self.world.calls.count("update_critic") == 2:
                 alive[0] = False
                 raise WorkerError("the worker process died", role="critic", rank=0, node="here", method="update")
-
-            return Pending([Working(die)], lambda _: []) if self.world.calls.count("update_critic") == 2 else pending
 
         def is_alive(self) -> bool:
             return alive[0]
 
-        def restart(self) -> None:
+        async def restart(self) -> None:
             alive[0] = True
             self.world.calls.append("restart")
 
     critic = Lost(world)
     trainer = with_critic_at(ppo_of(tmp_path, world, critic, total_steps=3), "own")
-    trainer.start_from_present_weights()
+    block_on(trainer.start_from_present_weights())
     groups: Any = {"critic": critic}
-    fit_with_restarts(trainer, groups, 1, Progress(0, "", enabled=False))
+    block_on(fit_with_restarts(trainer, groups, 1, Progress(0, "", enabled=False)))
     at = world.calls.index("restart")
     assert world.calls[:at].count("generate") == 3  # the third step's answers were there already
     assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3]
@@ -270,7 +255,7 @@ def test_a_critic_lost_beside_a_generation_takes_its_own_step_back(tmp_path: Pat
 def test_what_the_critic_learns_from_is_gae_of_score_and_model_score(tmp_path: Path) -> None:
     world = PpoWorld()
     critic = Critic(world)
-    ppo_of(tmp_path, world, critic, total_steps=1).fit()
+    block_on(ppo_of(tmp_path, world, critic, total_steps=1).fit())
     [batch] = critic.seen
     scores = np.arange(8) % 2 == 0
     rewards = scores + 0.5 * np.arange(8)
@@ -288,7 +273,7 @@ def test_what_the_critic_learns_from_is_gae_of_score_and_model_score(tmp_path: P
 def test_rollouts_alone_are_scored_by_the_reward_model(tmp_path: Path) -> None:
     world = PpoWorld()
     trainer = ppo_of(tmp_path, world, Critic(world), total_steps=2, rollout_only=True)
-    trainer.fit()
+    block_on(trainer.fit())
     assert world.calls == ["sync 0", "answer", "generate", "generate"]
     found = records(trainer, "train")
     assert [record["reward_model/score/max"] for record in found] == [7, 7]
@@ -301,7 +286,7 @@ def test_a_teacher_adds_its_columns_before_updates(tmp_path: Path) -> None:
     critic = Critic(world)
     trainer = ppo_of(tmp_path, world, critic, total_steps=1)
     arguments = (trainer.policy, trainer.engines, trainer.weights, trainer.dataset, trainer.scorer, trainer.validator)
-    RLTrainer(trainer.config, trainer.session, *arguments, {**trainer.others, "teacher": Teacher()}).fit()
+    block_on(RLTrainer(trainer.config, trainer.session, *arguments, {**trainer.others, "teacher": Teacher()}).fit())
     [batch] = critic.seen
     assert batch.jagged("teacher_top_log_probs").values.shape == (batch.lengths("response_ids").sum(), 2)
     [record] = records(trainer, "train")
@@ -311,7 +296,7 @@ def test_a_teacher_adds_its_columns_before_updates(tmp_path: Path) -> None:
 def test_the_critic_warms_up_alone(tmp_path: Path) -> None:
     world = PpoWorld()
     trainer = ppo_of(tmp_path, world, Critic(world), total_steps=3, critic_warmup=2)
-    trainer.fit()
+    block_on(trainer.fit())
     assert [call for call in world.calls if call.startswith("update")] == ["update_critic"] * 3 + ["update"]
     assert [call for call in world.calls if call.startswith("sync")] == ["sync 0", "sync 1", "sync 2", "sync 3"]
     warm_up, _, last = records(trainer, "train")
@@ -322,13 +307,13 @@ def test_a_resume_brings_the_critic_and_the_kl_coefficient_back(tmp_path: Path) 
     world = PpoWorld()
     first = ppo_of(tmp_path, world, Critic(world), total_steps=2)
     first.advantages.control.value = 0.125
-    first.fit()
-    first.session.store.wait()
+    block_on(first.fit())
+    block_on(first.session.store.wait())
     latest = first.session.store.latest()
     assert latest is not None and latest.critic.is_dir()
     again = PpoWorld()
     second = ppo_of(tmp_path, again, Critic(again), total_steps=3)
-    second.resume(latest)
+    block_on(second.resume(latest))
     assert again.calls == ["load reference=False", "load critic"]
     assert second.advantages.control.value == 0.125 and second.step == 2
 
@@ -356,16 +341,16 @@ def test_a_reference_of_its_own_takes_the_policy_as_it_begins_or_stays_a_teacher
     plain = trainer_of(config, world)
     arguments = (plain.policy, plain.engines, plain.weights, plain.dataset, plain.scorer, plain.validator)
     trainer = RLTrainer(config, plain.session, *arguments, {"reference": Frozen(world)})
-    trainer.start_from_present_weights()
+    block_on(trainer.start_from_present_weights())
     filled = ["export", "start reference from start"] if path is None else []  # a teacher has its weights already
     assert world.calls == ["set_optimizer", *filled]  # no weights are swapped, none are kept twice
-    trainer.fit()
-    trainer.session.store.wait()
+    block_on(trainer.fit())
+    block_on(trainer.session.store.wait())
     assert "own reference" in world.calls and "compute_ref_log_probs" not in world.calls
     latest = trainer.session.store.latest()
     assert latest is not None
     world.calls.clear()
-    trainer.resume(latest)
+    block_on(trainer.resume(latest))
     assert world.calls == ["load reference=False", *filled[-1:]]
 
 
@@ -374,13 +359,13 @@ def test_a_checkpoint_counts_when_the_critic_too_is_on_the_disk(tmp_path: Path) 
     critic = Critic(world)
     trainer = ppo_of(tmp_path, world, critic, total_steps=1)
     critic.writes = False
-    trainer.fit()
+    block_on(trainer.fit())
     time.sleep(0.3)
     assert trainer.session.store.latest() is None
     folder = trainer.session.folder / "checkpoints" / "global_step_1.partial" / "critic"
     (folder / "manifest.json").write_text("{}")
     say_saved(folder)
-    trainer.session.store.wait()
+    block_on(trainer.session.store.wait())
     latest = trainer.session.store.latest()
     assert latest is not None and latest.step == 1
 
@@ -390,7 +375,7 @@ def test_a_critic_gradient_that_is_not_finite_stops_the_run(tmp_path: Path) -> N
     with pytest.raises(
         HybridFlowError, match=r"step 1: a gradient of the critic is not finite .*Lower critic\.optim\.lr"
     ):
-        ppo_of(tmp_path, world, Critic(world, applied=False)).fit()
+        block_on(ppo_of(tmp_path, world, Critic(world, applied=False)).fit())
     assert "save" not in world.calls
 
 

@@ -18,14 +18,14 @@ from hybridflow.config.schema import ReferenceConfig, RunConfig, SftConfig, Trai
 from hybridflow.errors import CheckpointError, HybridFlowError, SchemaError, WorkerError
 from hybridflow.observe.progress import Progress
 from hybridflow.saving.manifest import say_saved
-from hybridflow.single_controller.pending import Ended, Pending
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.groups import FrozenGroup
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.workers.model_role import ModelWorker
 from tests.models import TINY
-from tests.unit.trainer.worlds import Immediate, World, config_of, ended, records, trainer_of
+from tests.unit.trainer.worlds import Ended, Immediate, World, config_of, records, trainer_of
 
 
 def lost(role: str) -> WorkerError:
@@ -42,7 +42,7 @@ class Ranks:
     def is_alive(self) -> bool:
         return self.alive
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
         self.alive, self.restarts = True, self.restarts + 1
         for hook in self.hooks:
             hook()
@@ -55,13 +55,13 @@ class Fragile(World):
         super().__init__()
         self.ranks, self.writes = Ranks(), writes
 
-    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         if self.calls.count("update") == 0 and not self.ranks.restarts:
             self.ranks.alive = False
             raise lost("actor")
-        return super().update(method, batch, seed)
+        return await super().update(method, batch, seed)
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.calls.append("save")
         folder.mkdir()
 
@@ -77,8 +77,8 @@ class Fragile(World):
 
 def after_a_warm_start(folder: Path, world: Fragile) -> RLTrainer:
     trainer = trainer_of(replace(config_of(folder, kl=0.1, total_steps=2), sft=SftConfig(steps=1)), world)
-    trainer.start_from_present_weights()
-    trainer.save()
+    block_on(trainer.start_from_present_weights())
+    block_on(trainer.save())
     world.calls.clear()
     return trainer
 
@@ -86,7 +86,7 @@ def after_a_warm_start(folder: Path, world: Fragile) -> RLTrainer:
 def test_a_policy_lost_in_the_first_step_comes_back_with_the_warm_start(tmp_path: Path) -> None:
     world = Fragile()
     trainer = after_a_warm_start(tmp_path, world)
-    fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False))
+    block_on(fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False)))
     assert world.ranks.restarts == 1
     # the weights that restarted ranks begin with are those before the warm start: they must never count
     assert "load reference=True" in world.calls and "freeze_reference" not in world.calls
@@ -96,10 +96,10 @@ def test_a_policy_lost_in_the_first_step_comes_back_with_the_warm_start(tmp_path
 def test_without_a_checkpoint_of_the_warm_start_a_loss_ends_the_run(tmp_path: Path) -> None:
     world = Fragile()
     trainer = after_a_warm_start(tmp_path, world)
-    trainer.session.store.wait()
+    block_on(trainer.session.store.wait())
     shutil.rmtree(trainer.session.folder / "checkpoints")
     with pytest.raises(CheckpointError, match="no checkpoint holds the weights of the warm start"):
-        fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False))
+        block_on(fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False)))
     assert "freeze_reference" not in world.calls
 
 
@@ -109,30 +109,27 @@ class OwnCritic(Immediate):
     def __init__(self, world: World) -> None:
         self.world, self.ranks, self.updates = world, Ranks(), 0
 
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         self.world.calls.append(f"critic {method.__name__}")
 
-    def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
+    async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         response = batch.jagged("response_ids")
         values = Jagged(np.zeros(len(response.values), np.float32), response.offsets)
-        return ended(DataProto.from_columns({"values": values}))
+        return DataProto.from_columns({"values": values})
 
-    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         self.updates += 1
         if self.updates == 2:
             self.ranks.alive = False
             raise lost("critic")
         return [Update({"loss": 0.1}, 1.0, 1e-3, True)]
 
-    def memory(self) -> dict[str, float]:
-        return {}
-
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
         say_saved(folder)
 
-    def is_saved(self) -> bool:
+    async def is_saved(self) -> bool:
         return True
 
 
@@ -146,10 +143,10 @@ def test_a_lost_critic_takes_the_policy_back_with_it(tmp_path: Path, every: int,
     plain = trainer_of(config, world)
     arguments = (plain.policy, plain.engines, plain.weights, plain.dataset, plain.scorer, plain.validator)
     trainer = RLTrainer(config, plain.session, *arguments, {"critic": critic})
-    trainer.start_from_present_weights()
+    block_on(trainer.start_from_present_weights())
     policy.hooks.append(lambda: world.calls.append("policy restarted"))
     critic.ranks.hooks.append(lambda: world.calls.append("critic restarted"))
-    fit_with_restarts(trainer, {"actor": policy, "critic": critic.ranks}, 1, Progress(0, "", enabled=False))
+    block_on(fit_with_restarts(trainer, {"actor": policy, "critic": critic.ranks}, 1, Progress(0, "", enabled=False)))
     # both begin anew: neither the one's weights nor the other's are those of the checkpoint, or of the beginning
     at = world.calls.index("policy restarted")
     assert world.calls[at : at + 2 + len(back)] == ["policy restarted", "critic restarted", *back]
@@ -162,11 +159,11 @@ class Workers(Ranks):
 
     def __init__(self, lost_in: Sequence[int]) -> None:
         super().__init__()
-        self.lost_in, self.calls = list(lost_in), 0
+        self.lost_in, self.num_calls = list(lost_in), 0
 
-    def submit(self, method: Callable[..., Any], *args: Any, role: str) -> Ended:
-        self.calls += 1
-        if self.calls in self.lost_in:
+    def call(self, method: Callable[..., Any], *args: Any, role: str) -> Ended:
+        self.num_calls += 1
+        if self.num_calls in self.lost_in:
             self.alive = False
             raise lost(role)
         if method is ModelWorker.fill:
@@ -191,10 +188,10 @@ def rows() -> DataProto:
 
 def test_a_role_that_only_computes_starts_again_within_the_step() -> None:
     workers, told, filled = Workers([1]), list[str](), list[int]()
-    workers.hooks.append(lambda: filled.append(workers.calls))
-    found = frozen(workers, told).begin(ModelWorker.compute_ref_log_probs, rows()).result()
+    workers.hooks.append(lambda: filled.append(workers.num_calls))
+    found = block_on(frozen(workers, told).compute(ModelWorker.compute_ref_log_probs, rows()))
     assert found.jagged("prompt_ids").lengths.tolist() == [1, 2, 3, 1, 2, 3]
-    assert (workers.calls, workers.restarts, filled) == (2, 1, [1])
+    assert (workers.num_calls, workers.restarts, filled) == (2, 1, [1])
     assert told[0].startswith("the ranks of the reference start again: the worker process died")
 
 
@@ -202,9 +199,9 @@ def test_its_restarts_are_limited_and_an_error_of_living_ranks_is_none() -> None
     for allowed in (0, 2):
         workers = Workers([1, 2, 3])
         with pytest.raises(WorkerError, match="died"):
-            frozen(workers, [], allowed).begin(ModelWorker.compute_ref_log_probs, rows()).result()
+            block_on(frozen(workers, [], allowed).compute(ModelWorker.compute_ref_log_probs, rows()))
         assert workers.restarts == allowed
     workers = Workers([])
     with pytest.raises(HybridFlowError, match="ranks that live"):
-        frozen(workers, []).run(ModelWorker.fill, Path("start"))
+        block_on(frozen(workers, []).call(ModelWorker.fill, Path("start")))
     assert workers.restarts == 0

@@ -14,11 +14,12 @@ from hybridflow.config.schema import ActorConfig, AlgorithmConfig, DataConfig, M
 from hybridflow.dispatch import Mesh, MeshPosition, method_spec, plan_call
 from hybridflow.observe.rollouts import dump_path, read_rollouts
 from hybridflow.rollout.evaluation import dump_batch
-from hybridflow.single_controller.pending import Ended
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.groups import PolicyGroup
 from hybridflow.trainer.metrics import batch_metrics
 from hybridflow.workers.policy import PolicyWorker
+from tests.unit.trainer.worlds import Ended
 
 LENGTHS = np.array([6, 4, 0, 5, 3])
 SAMPLED = [1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 1]  # in the middle, at the end, at the start
@@ -109,7 +110,7 @@ class Ranks:
         self.mesh = Mesh(tuple(MeshPosition(rank, ranks, True) for rank in range(ranks)))
         self.updates: list[set[int]] = []
 
-    def submit(self, method: Any, *arguments: Any, role: str) -> Ended:
+    def call(self, method: Any, *arguments: Any, role: str) -> Ended:
         assert role == "actor"
         if method.__name__ != "update_policy":
             return Ended([{"memory": {}, "reserved": 0, "offloaded": 0, "routes": {}, "trainable": 1, "copied": 0}])
@@ -138,7 +139,7 @@ def test_every_layout_trains_on_the_same_sequence_of_mini_batches() -> None:
         )
         config = _with_procs(config, procs)
         group: Any = Ranks(procs)
-        updates = PolicyGroup(group, config).update(PolicyWorker.update_policy, batch, seed=5)
+        updates = block_on(PolicyGroup(group, config).update(PolicyWorker.update_policy, batch, seed=5))
         assert len(updates) == len(group.updates) == 8 and all(len(rows) == 4 for rows in group.updates)
         seen.append(group.updates)
     assert seen[0] == seen[1] == seen[2]

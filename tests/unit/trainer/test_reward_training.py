@@ -14,12 +14,12 @@ from hybridflow.config.schema import ActorConfig, OptimConfig, RewardTrainingCon
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.saving.manifest import say_saved
-from hybridflow.single_controller import Pending
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.supervised import RewardTrainer, pair_accuracy
 from hybridflow.workers.model_role import ModelWorker
-from tests.unit.trainer.worlds import ended
+from tests.unit.trainer.worlds import Immediate
 
 PAIRS = 10
 
@@ -39,20 +39,14 @@ class Pairs:
         return DataProto.from_columns({name: Jagged.from_rows(rows, np.int64) for name, rows in columns.items()})
 
 
-class Model:
+class Model(Immediate):
     """Scores a row by its length, so that the chosen answer wins, except behind prompt 3."""
 
     def __init__(self, applied: bool = True) -> None:
         self.applied = applied
         self.seen: list[list[int]] = []
 
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        return getattr(self, method.__name__)(*args)
-
-    def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
-        return ended(self.run(method, batch))
-
-    def update(self, method: Callable[..., Any], batch: DataProto) -> list[Update]:
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
         assert method is ModelWorker.pair_step
         self.seen.append(batch.jagged("prompt_ids").values.tolist())
         return [Update({"loss": 0.5, "reward/accuracy": 0.75, "reward/margin": 1.0}, 1.5, 1e-3, self.applied)]
@@ -62,13 +56,13 @@ class Model:
         scores = np.where(prompts == 3, -1.0, 1.0) * batch.lengths("response_ids")
         return DataProto.from_columns({"rm_scores": scores.astype(np.float32)})
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         assert phase == "reward"
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
         say_saved(folder)
 
-    def is_saved(self) -> bool:
+    async def is_saved(self) -> bool:
         return True
 
     def load(self, folder: Path, optim: OptimConfig) -> None:
@@ -91,11 +85,11 @@ def trainer_of(folder: Path, model: Any, steps: int, **actor: Any) -> RewardTrai
 
 def test_a_resumed_training_sees_the_pairs_of_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = Model()
-    trainer_of(tmp_path / "whole", whole, 6).fit()
+    block_on(trainer_of(tmp_path / "whole", whole, 6).fit())
     first, second = Model(), Model()
     begun = trainer_of(tmp_path / "cut", first, 3)
-    begun.fit()
-    begun.session.store.wait()
+    block_on(begun.fit())
+    block_on(begun.session.store.wait())
     # as if a fourth step had begun when it was killed
     begun.session.tracker.log(4, {"reward/loss": 9.0}, phase="reward")
     begun.session.close()
@@ -103,8 +97,8 @@ def test_a_resumed_training_sees_the_pairs_of_an_uninterrupted_one(tmp_path: Pat
     latest = resumed.session.store.latest()
     assert latest is not None and (latest.phase, latest.step) == ("reward", 3)
     resumed.session.resume(latest)
-    resumed.resume(latest)
-    resumed.fit()
+    block_on(resumed.resume(latest))
+    block_on(resumed.fit())
     assert first.seen + second.seen == whole.seen
     resumed.session.close()
     records = list(read_jsonl(resumed.session.folder / "metrics.jsonl"))
@@ -117,20 +111,20 @@ def test_a_gradient_that_is_not_finite_stops_it(tmp_path: Path) -> None:
     with pytest.raises(
         HybridFlowError, match=r"reward step 1: the gradient is not finite \(loss 0.5\); lower reward_training.optim.lr"
     ):
-        trainer.fit()
+        block_on(trainer.fit())
     assert trainer.session.store.latest() is None
 
 
 def test_it_is_skipped_where_the_actor_skips_it(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Model(applied=False), 3, on_nonfinite="skip")
-    trainer.fit()
+    block_on(trainer.fit())
     assert trainer.step == 3
 
 
 def test_accuracy_counts_pairs_whose_chosen_answer_scores_higher() -> None:
     model: Any = Model()
     pairs: Any = Pairs()
-    assert pair_accuracy(model, pairs) == pytest.approx({"accuracy": 0.9, "margin": (9 * 1.0 - 1.0) / 10})
+    assert block_on(pair_accuracy(model, pairs)) == pytest.approx({"accuracy": 0.9, "margin": (9 * 1.0 - 1.0) / 10})
 
 
 def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from hybridflow.errors import ClusterLostError, RunStopped
 from hybridflow.observe.progress import Progress
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.app import _stop_when_asked, _with_clusters
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
@@ -21,7 +22,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_the_next_run
     before, scored = signal.getsignal(signal.SIGUSR1), trainer.with_scores
     trainer.with_scores = lambda batch: (os.kill(os.getpid(), signal.SIGUSR1), scored(batch))[1]  # type: ignore[method-assign]
     with pytest.raises(RunStopped, match=r"resumes from .*global_step_1") as stopped, _stop_when_asked(trainer.session):
-        trainer.fit()
+        block_on(trainer.fit())
     assert stopped.value.exit_code == 75 and signal.getsignal(signal.SIGUSR1) == before
     assert [record["step"] for record in records(trainer, "train")] == [1]
     checkpoint = trainer.session.store.latest()
@@ -29,15 +30,15 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_the_next_run
 
     again = trainer_of(config_of(tmp_path), World())
     again.session.resume(checkpoint)
-    again.resume(checkpoint)
-    again.fit()
+    block_on(again.resume(checkpoint))
+    block_on(again.fit())
     assert [record["step"] for record in records(again, "train")] == [1, 2, 3]
 
 
 def test_asked_in_the_last_step_the_run_finishes(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path, total_steps=1), World())
     trainer.session.stop_asked = True
-    trainer.fit()
+    block_on(trainer.fit())
     assert trainer.step == 1
 
 

@@ -11,9 +11,10 @@ import pytest
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.load import load_config
 from hybridflow.dispatch import Mesh, MeshPosition, method_spec, plan_call
-from hybridflow.single_controller.pending import Ended
+from hybridflow.single_controller import block_on
 from hybridflow.trainer.groups import PolicyGroup
 from hybridflow.workers.policy import PolicyWorker
+from tests.unit.trainer.worlds import Ended
 
 ROWS, SEED = 16, 5
 
@@ -28,7 +29,7 @@ class Ranks:
         self.mesh = Mesh(tuple(MeshPosition(rank, size, True) for rank in range(size)))
         self.noted: dict[int, DataProto] = {}
 
-    def submit(self, method: Callable[..., Any], *args: Any, role: str | None = None) -> Ended:
+    def call(self, method: Callable[..., Any], *args: Any, role: str | None = None) -> Ended:
         plan = plan_call(method_spec(method), len(self.mesh.positions), self.mesh, args, {})
         found = {rank: getattr(self, method.__name__)(rank, *call.args) for rank, call in plan.calls.items()}
         return Ended(plan.collect(found))
@@ -86,7 +87,7 @@ def group_of(workers: Any, ranks: int, *more: str) -> PolicyGroup:
 def test_each_row_gets_what_its_update_computed(ranks: int, mini_batch: int) -> None:
     workers, batch = Ranks(ranks), rows_of_a_step()
     policy = group_of(workers, ranks, "actor.old_log_probs=engine", f"actor.ppo_mini_batch_size={mini_batch}")
-    updates, scored = policy.update_and_score(batch, SEED)
+    updates, scored = block_on(policy.update_and_score(batch, SEED))
     assert len(updates) == 4 // mini_batch and len(scored) == 4 * mini_batch
     numbers = scored.jagged("prompt_ids").values
     assert (np.diff(numbers) > 0).all()
@@ -103,10 +104,11 @@ def test_later_updates_compare_with_a_pass_over_their_rows_and_later_epochs_with
     words = [f"actor.ppo_mini_batch_size={mini_batch}", f"actor.ppo_epochs={epochs}"]
     workers, whole, batch = Ranks(ranks, compares=True), Ranks(ranks), rows_of_a_step()
     policy = group_of(workers, ranks, *words)
-    later = policy.begin_later_log_probs(batch, SEED).result() if mini_batch < 4 else None
-    updates, scored = policy.update_and_score(batch, SEED, later)
+    later = block_on(policy.later_log_probs(batch, SEED)) if mini_batch < 4 else None
+    updates, scored = block_on(policy.update_and_score(batch, SEED, later))
     assert len(updates) == 4 // mini_batch * epochs and workers.scored == ROWS - 4 * mini_batch
     assert scored.jagged("prompt_ids").equals(batch.jagged("prompt_ids"))
     assert scored.select(["old_log_probs", "entropys"]).equals(log_probs_of(batch))
-    group_of(whole, ranks, *words).update(PolicyWorker.update_policy, batch.union(log_probs_of(batch)), SEED)
+    scored_first = batch.union(log_probs_of(batch))
+    block_on(group_of(whole, ranks, *words).update(PolicyWorker.update_policy, scored_first, SEED))
     assert workers.trained == whole.trained

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.rollout.evaluation import Validator
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.saving.manifest import say_saved
-from hybridflow.single_controller import Pending
-from hybridflow.single_controller.pending import Ended
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
@@ -32,25 +31,44 @@ from hybridflow.workers.policy import PolicyWorker
 ROWS, PROMPTS, N = 10, 4, 2
 
 
-def ended(value: Any) -> Pending[Any]:
-    """A call that needs no waiting."""
-    return Pending([Ended(value)], itemgetter(0))
+class Ended:
+    """A call of a group that has ended when it is made."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __await__(self) -> Generator[None, None, Any]:
+        yield from ()
+        return self.value
 
 
 class Immediate:
-    """Calls methods of its own by the names of the worker's; every call has ended when it has begun."""
+    """Calls methods of its own by the names of the worker's; no call takes time."""
 
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        return getattr(self, method.__name__)(*args)
+    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        found = getattr(self, method.__name__)(*args)
+        return await found if inspect.isawaitable(found) else found
 
-    def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
-        return ended(self.run(method, batch))
+    async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
+        found: DataProto = await self.call(method, batch)
+        return found
 
-    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         raise AssertionError("it is not trained")
 
-    def begin_update(self, method: Callable[..., Any], batch: DataProto, seed: int) -> Pending[list[Update]]:
-        return ended(list(self.update(method, batch, seed)))
+    async def memory(self) -> Mapping[str, float]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sample that has ended: a row of a batch."""
+
+    batch: DataProto
+    row: int
+
+    def done(self) -> bool:
+        return True
 
 
 class World(Immediate):
@@ -65,32 +83,26 @@ class World(Immediate):
         self.fail_save = False
         self.first_rows = PROMPTS * N
         self.stale: dict[str, str] = {}
-        self.answers: list[tuple[DataProto, int]] = []
 
     # the policy
-    def memory(self) -> Mapping[str, float]:
-        return {}
-
     def set_optimizer(self, config: OptimConfig) -> None:
         self.calls.append("set_optimizer")
 
     def freeze_reference(self) -> None:
         self.calls.append("freeze_reference")
 
-    def begin_log_probs(self, batch: DataProto) -> Pending[DataProto]:
-        return ended(self.log_probs(batch))
-
-    def log_probs(self, batch: DataProto) -> DataProto:
+    async def log_probs(self, batch: DataProto) -> DataProto:
         self.calls.append("log_probs")
         response = batch.jagged("response_ids")
         old = Jagged(np.full(len(response.values), -1.0, np.float32), response.offsets)
         return DataProto.from_columns({"old_log_probs": old, "entropys": old})
 
-    def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         self.calls.append("ref_log_probs")
-        return self.log_probs(batch).rename({"old_log_probs": "ref_log_probs"}).select(["ref_log_probs"])
+        found = await self.log_probs(batch)
+        return found.rename({"old_log_probs": "ref_log_probs"}).select(["ref_log_probs"])
 
-    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         assert method is PolicyWorker.update_policy and seed is not None
         self.calls.append("update")
         self.seeds.append(seed)
@@ -99,13 +111,13 @@ class World(Immediate):
             Update({"loss": 0.5, "actor/ppo_kl": i * 0.1}, 1.0, 1e-3, applied) for i, applied in enumerate(self.applied)
         ]
 
-    def begin_later_log_probs(self, batch: DataProto, seed: int) -> Pending[DataProto]:
-        return self.begin_log_probs(batch.rows(np.arange(len(batch)) >= self.first_rows))
+    async def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
+        return await self.log_probs(batch.rows(np.arange(len(batch)) >= self.first_rows))
 
-    def update_and_score(
+    async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[Sequence[Update], DataProto]:
-        updates = self.update(PolicyWorker.update_policy, batch, seed)
+        updates = await self.update(PolicyWorker.update_policy, batch, seed)
         is_first = np.arange(len(batch)) < self.first_rows
         rows = batch.rows(is_first)
         response = rows.jagged("response_ids")
@@ -116,7 +128,7 @@ class World(Immediate):
         assert len(later) == (~is_first).sum()
         return updates, batch.union(DataProto.concat([found, later]))
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.calls.append("save")
         if self.fail_save:
             raise OSError(28, "No space left on device")
@@ -125,7 +137,7 @@ class World(Immediate):
         (folder / "manifest.json").write_text("{}")
         say_saved(folder)
 
-    def is_saved(self) -> bool:
+    async def is_saved(self) -> bool:
         return True
 
     def load(self, folder: Path, optim: OptimConfig, with_reference: bool = False) -> None:
@@ -133,30 +145,38 @@ class World(Immediate):
         self.calls.append(f"load reference={with_reference}")
 
     # the engines, which answer at once
-    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
-        found, first = self.generate(prompts, training=training), len(self.answers)
-        self.answers += [(found, row) for row in range(len(found))]
-        return list(range(first, len(self.answers)))
+    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[Answer]:
+        found = self.generate(prompts, training=training)
+        return [Answer(found, row) for row in range(len(found))]
 
-    def poll(self) -> None:
-        raise AssertionError("all requests have ended")
+    async def advance(self) -> None:
+        raise AssertionError("all samples have ended")
 
-    def ended(self, tickets: Iterable[int]) -> bool:
-        return True
+    async def answers(self, samples: Sequence[Answer]) -> DataProto:
+        return self.batch(samples)
 
-    def take(self, tickets: Sequence[int]) -> DataProto:
-        return DataProto.concat([self.answers[ticket][0].rows([self.answers[ticket][1]]) for ticket in tickets])
+    def batch(self, samples: Sequence[Answer]) -> DataProto:
+        return DataProto.concat([one.batch.rows([one.row]) for one in samples])
 
-    shown = take
+    shown = batch
 
-    def begun(self, tickets: Sequence[int]) -> DataProto | None:
+    async def begun(self, samples: Sequence[Answer]) -> DataProto | None:
         return None
 
-    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
+    async def abort(self, samples: Sequence[Answer]) -> None:
         """They have ended, and nobody takes them."""
 
-    def forget(self) -> None:
-        self.answers.clear()
+    async def forget(self) -> None:
+        """All samples have ended."""
+
+    async def sleep(self) -> None:
+        """It holds no memory."""
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """It holds no memory."""
+
+    async def close(self) -> None:
+        """It has no tasks."""
 
     def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
         self.calls.append("generate" if training else "answer")
@@ -177,7 +197,7 @@ class World(Immediate):
         )
 
     # the sync
-    def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         self.calls.append(f"sync {version}")
         self.engine_version = version
         return SyncReport(version, 0.5, 1000, dict(self.stale))
@@ -215,13 +235,13 @@ class Scores:
     def begin(self, batch: DataProto, size: int) -> list[DataProto]:
         return [batch.rows(np.arange(start, start + size)) for start in range(0, len(batch), size)]
 
-    def finish(self, parts: Sequence[DataProto]) -> DataProto:
-        return self.score(DataProto.concat(list(parts)))
+    async def finish(self, parts: Sequence[DataProto]) -> DataProto:
+        return await self.score(DataProto.concat(list(parts)))
 
     def forget(self, parts: Sequence[DataProto]) -> None:
         """Nothing was begun."""
 
-    def score(self, batch: DataProto) -> DataProto:
+    async def score(self, batch: DataProto) -> DataProto:
         text = np.array(["x"] * len(batch), dtype=object)
         return DataProto.from_columns(
             {"response_text": text, "scores": (np.arange(len(batch)) % 2 == 0).astype(np.float32)}
