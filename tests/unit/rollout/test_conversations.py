@@ -27,7 +27,7 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.rollout.conversations import Conversations, conversing
-from hybridflow.rollout.protocols import Rollouts
+from hybridflow.rollout.protocols import Rollouts, SyncReport
 from hybridflow.rollout.requests import Requests
 from hybridflow.single_controller import block_on
 from hybridflow.workers.rollout import response_columns
@@ -110,6 +110,9 @@ class Engines(Requests):
 
     async def _forget(self, engines: Sequence[int]) -> None:
         self.waiting.clear()
+
+    async def sync(self, version: int) -> SyncReport:
+        raise RuntimeError("no weights are sent")
 
     async def sleep(self) -> None:
         self.slept.append("sleep")

@@ -15,6 +15,7 @@ from hybridflow.config.val_sets import VAL_SET
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.errors import EnginesLostError
 from hybridflow.rollout.placing import shares
+from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.requests import Request, Requests, sampling_for
 from hybridflow.single_controller import block_on
 from hybridflow.workers.requests import CUT_SHORT
@@ -90,6 +91,9 @@ class Engines(Requests):
 
     async def _leave_out_lost(self, answers: int) -> None:
         self._serving()
+
+    async def sync(self, version: int) -> SyncReport:
+        raise RuntimeError("no weights are sent")
 
     async def sleep(self) -> None:
         raise RuntimeError("no device memory is held")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from hybridflow.config.schema import AlgorithmConfig, DataConfig, RewardConfig, 
 from hybridflow.rollout.sampling_control import DynamicSampling, groups_that_differ, without_overlong, without_rows
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.advantages import Advantages
+from hybridflow.trainer.samples import Sampled
 from tests.unit.trainer.worlds import PROMPTS, N, World, config_of, records, trainer_of
 
 
@@ -92,7 +93,7 @@ def test_the_loop_asks_further_prompts_and_says_so(tmp_path: Path) -> None:
     world = Mostly()
     settings = config_of(tmp_path, total_steps=2, val_before_train=False)
     trainer = trainer_of(replace(settings, algorithm=AlgorithmConfig(dynamic_sampling=3)), world)
-    trainer.scorer.score = world.score  # type: ignore[method-assign]
+    cast(Sampled, trainer.samples).scorer.score = world.score  # type: ignore[method-assign]
     block_on(trainer.fit())
     assert world.calls.count("generate") == 4 and world.calls.count("update") == 2
     first, second = records(trainer, "train")

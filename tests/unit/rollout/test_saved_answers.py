@@ -22,7 +22,7 @@ from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.errors import EnginesLostError
 from hybridflow.rollout.conversations import Conversations
 from hybridflow.rollout.groups import Groups
-from hybridflow.rollout.protocols import Rollouts
+from hybridflow.rollout.protocols import Rollouts, SyncReport
 from hybridflow.rollout.requests import Requests
 from hybridflow.saving.manifest import say_saved
 from hybridflow.saving.store import CheckpointStore, Retention
@@ -117,6 +117,9 @@ class Engines(Requests):
 
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
         raise RuntimeError("nothing is aborted")
+
+    async def sync(self, version: int) -> SyncReport:
+        raise RuntimeError("no weights are sent")
 
     async def sleep(self) -> None:
         raise RuntimeError("no device memory is held")

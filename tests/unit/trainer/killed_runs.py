@@ -29,6 +29,7 @@ from hybridflow.saving.manifest import say_saved
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
+from hybridflow.trainer.samples import Sampled
 from hybridflow.trainer.session import Session
 from tests.unit.trainer.worlds import Scores, World
 
@@ -122,7 +123,8 @@ def live(folder: Path, files: Files, every: int, background: bool, attempt: int,
     session.folder.mkdir(parents=True, exist_ok=True)
     world = Mortal(folder / "ledger.jsonl", attempt, kill)
     validator = Validator(config, {"": dataset}, scorer, session.folder)
-    trainer = RLTrainer(config, session, world, world, world, dataset, scorer, validator)
+    samples = Sampled(config, world, dataset, scorer, session.timeline)
+    trainer = RLTrainer(config, session, {"actor": world}, world, samples, validator)
     latest = session.store.latest()
     session.resume(latest)
     if latest is not None:

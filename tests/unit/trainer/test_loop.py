@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -22,7 +22,8 @@ from hybridflow.single_controller import block_on
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
-from tests.unit.trainer.worlds import PROMPTS, ROWS, N, World, config_of, records, trainer_of
+from hybridflow.trainer.samples import Dumped, Sampled
+from tests.unit.trainer.worlds import PROMPTS, ROWS, N, Rows, Scores, World, config_of, records, trainer_of
 
 
 def test_a_step_does_things_in_order_and_syncs_before_it_generates(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_a_step_does_things_in_order_and_syncs_before_it_generates(tmp_path: Pat
 def test_rollouts_alone_train_and_save_nothing_and_a_run_trains_on_their_dumps(tmp_path: Path) -> None:
     world, made_with = World(), {"tokenizer": "letters"}
     alone = trainer_of(config_of(tmp_path / "alone", total_steps=2, rollout_only=True), world)
-    alone.made_with = made_with
+    cast(Sampled, alone.samples).made_with = made_with
     block_on(alone.fit())
     assert world.calls == ["sync 0", "answer", "generate", "generate"]
     for record in records(alone, "train"):
@@ -44,8 +45,10 @@ def test_rollouts_alone_train_and_save_nothing_and_a_run_trains_on_their_dumps(t
     folder = alone.session.folder / "rollouts"
     assert {row["weight_version"] for row in read_rollouts(folder / "step_000002.parquet")} == {"0"}
     world = World()
-    trainer = trainer_of(config_of(tmp_path / "trained", total_steps=3, val_before_train=False), world)
-    trainer.dumps = Dumps(folder, made_with, PROMPTS * N)
+    config = config_of(tmp_path / "trained", total_steps=3, val_before_train=False)
+    trainer = trainer_of(config, world)
+    given: tuple[Any, ...] = (config, world, Rows(), Scores(), trainer.session.timeline)
+    trainer.samples = Dumped(Dumps(folder, made_with, PROMPTS * N), *given)
     block_on(trainer.fit())
     assert world.calls == ["sync 0", "log_probs", "update", "sync 1", "log_probs", "update", "sync 2", "save"]
     assert len(records(trainer, "train")) == 2  # of 3: there are no more dumps
@@ -220,7 +223,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
             for run in (whole, second)
         ]
         assert prompts[0] == prompts[1], f"step {step} saw other prompts"
-    assert second.groups.state() == whole.groups.state()
+    assert second.samples.state() == whole.samples.state()
     assert second.session.totals["seconds_grpo"] > latest.state["totals"]["seconds_grpo"]
 
 

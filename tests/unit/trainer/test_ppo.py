@@ -138,9 +138,7 @@ def ppo_of(folder: Path, world: World, critic: Critic, **settings: int) -> RLTra
         algorithm=AlgorithmConfig(adv_estimator="gae", gamma=0.9, lam=0.8),
         reward_model=RewardModelConfig(weight=0.5),
     )
-    plain = trainer_of(config, world)
-    arguments = (plain.policy, plain.engines, plain.weights, plain.dataset, plain.scorer, plain.validator)
-    return RLTrainer(config, plain.session, *arguments, {"critic": critic, "reward_model": Model()})
+    return trainer_of(config, world, critic=critic, reward_model=Model())
 
 
 def test_the_critic_values_before_advantages_and_learns_before_the_policy(tmp_path: Path) -> None:
@@ -190,8 +188,9 @@ class SlowCritic(Critic):
 
 def with_critic_at(trainer: RLTrainer, placement: Any, pool: str | None = None) -> RLTrainer:
     critic = replace(trainer.config.critic, placement=placement, pool=pool)
-    arguments = (trainer.policy, trainer.engines, trainer.weights, trainer.dataset, trainer.scorer, trainer.validator)
-    return RLTrainer(replace(trainer.config, critic=critic), trainer.session, *arguments, trainer.others)
+    roles = {"actor": trainer.policy, **trainer.others}
+    parts = (trainer.engines, trainer.samples, trainer.validator)
+    return RLTrainer(replace(trainer.config, critic=critic), trainer.session, roles, *parts)
 
 
 @pytest.mark.parametrize(("placement", "pool"), [("own", None), ("own", "rollout"), ("colocated", None)])
@@ -285,8 +284,9 @@ def test_a_teacher_adds_its_columns_before_updates(tmp_path: Path) -> None:
     world = PpoWorld()
     critic = Critic(world)
     trainer = ppo_of(tmp_path, world, critic, total_steps=1)
-    arguments = (trainer.policy, trainer.engines, trainer.weights, trainer.dataset, trainer.scorer, trainer.validator)
-    block_on(RLTrainer(trainer.config, trainer.session, *arguments, {**trainer.others, "teacher": Teacher()}).fit())
+    roles = {"actor": trainer.policy, **trainer.others, "teacher": Teacher()}
+    parts = (trainer.engines, trainer.samples, trainer.validator)
+    block_on(RLTrainer(trainer.config, trainer.session, roles, *parts).fit())
     [batch] = critic.seen
     assert batch.jagged("teacher_top_log_probs").values.shape == (batch.lengths("response_ids").sum(), 2)
     [record] = records(trainer, "train")
@@ -338,9 +338,7 @@ def test_a_reference_of_its_own_takes_the_policy_as_it_begins_or_stays_a_teacher
 ) -> None:
     world = PpoWorld()
     config = replace(config_of(tmp_path, kl=0.1, total_steps=1), reference=ReferenceConfig(placement="own", path=path))
-    plain = trainer_of(config, world)
-    arguments = (plain.policy, plain.engines, plain.weights, plain.dataset, plain.scorer, plain.validator)
-    trainer = RLTrainer(config, plain.session, *arguments, {"reference": Frozen(world)})
+    trainer = trainer_of(config, world, reference=Frozen(world))
     block_on(trainer.start_from_present_weights())
     filled = ["export", "start reference from start"] if path is None else []  # a teacher has its weights already
     assert world.calls == ["set_optimizer", *filled]  # no weights are swapped, none are kept twice

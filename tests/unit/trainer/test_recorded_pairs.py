@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from hybridflow.fsdp.packed import build_micro_batches
 from hybridflow.rollout.recorded import READING, RecordedPairs
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.advantages import Advantages
-from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.metrics import preference_metrics
 from hybridflow.workers.losses import PolicyLoss
 from tests.unit.trainer.worlds import PROMPTS, World, config_of, records, trainer_of
@@ -54,7 +52,7 @@ def test_a_batch_has_both_answers_of_each_pair_and_goes_on_where_it_was(folder: 
     config = config_of(tmp_path)
     dataset = pairs_of(folder, config)
     source = RecordedPairs(config, dataset, lambda batch: batch)
-    batch = block_on(source.next_batch(0))
+    batch = block_on(source.take(1))
     assert set(READING.writes) <= set(batch.columns) and len(batch) == 2 * PROMPTS
     assert batch["uid"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and batch["scores"].tolist() == [1, 0] * PROMPTS
     assert batch.jagged("response_mask").values.all()
@@ -63,13 +61,13 @@ def test_a_batch_has_both_answers_of_each_pair_and_goes_on_where_it_was(folder: 
         for row, name in ((2 * pair, "chosen_ids"), (2 * pair + 1, "rejected_ids")):
             assert batch["response_ids"].row(row).tolist() == rows[name].row(pair).tolist()
             assert batch["prompt_ids"].row(row).tolist() == rows["prompt_ids"].row(pair).tolist()
-    state, later = source.state(), block_on(source.next_batch(1))["index"].tolist()
+    state, later = source.state(), block_on(source.take(2))["index"].tolist()
     again = RecordedPairs(config, dataset, lambda batch: batch)
     block_on(again.restore(state))
-    assert block_on(again.next_batch(1))["index"].tolist() == later != batch["index"].tolist()
+    assert block_on(again.take(2))["index"].tolist() == later != batch["index"].tolist()
     block_on(again.forget())
     block_on(again.restore(None))
-    assert block_on(again.next_batch(0))["index"].tolist() == batch["index"].tolist()
+    assert block_on(again.take(1))["index"].tolist() == batch["index"].tolist()
 
 
 def dpo(ratios: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -94,7 +92,7 @@ def test_an_update_is_a_step_of_the_published_loss(
 ) -> None:
     """From the file to the loss of the policy's worker, by autograd in float64; the log-probs are those of columns."""
     config = preferring(config_of(tmp_path), published.__name__)
-    batch = block_on(RecordedPairs(config, pairs_of(folder, config), lambda batch: batch).next_batch(0))
+    batch = block_on(RecordedPairs(config, pairs_of(folder, config), lambda batch: batch).take(1))
     responses, rng = batch.jagged("response_ids"), np.random.default_rng(0)
     old, reference = (rng.normal(-2, 1, len(responses.values)).astype(np.float32) for _ in range(2))
     batch = batch.with_columns(
@@ -139,9 +137,7 @@ def test_preferences_are_counted_by_prompt_and_ties_half() -> None:
 def test_the_loop_reads_pairs_and_asks_the_engines_for_validation_alone(folder: Path, tmp_path: Path) -> None:
     config = preferring(config_of(tmp_path, total_steps=3, test_every_steps=2))
     world = World()
-    plain = trainer_of(config, world)
-    given: tuple[Any, ...] = (plain.policy, plain.engines, plain.weights)
-    trainer = RLTrainer(config, plain.session, *given, pairs_of(folder, config), plain.scorer, plain.validator)
+    trainer = trainer_of(config, world, RecordedPairs(config, pairs_of(folder, config), lambda batch: batch))
     block_on(trainer.start_from_present_weights())
     block_on(trainer.fit())
     step = ["log_probs", "ref_log_probs", "log_probs", "update"]  # the stand-in's reference asks its log_probs

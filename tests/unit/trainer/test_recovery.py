@@ -140,9 +140,7 @@ def test_a_lost_critic_takes_the_policy_back_with_it(tmp_path: Path, every: int,
     world = World()
     world.export = lambda folder: None  # type: ignore[attr-defined]
     critic, policy = OwnCritic(world), Ranks()
-    plain = trainer_of(config, world)
-    arguments = (plain.policy, plain.engines, plain.weights, plain.dataset, plain.scorer, plain.validator)
-    trainer = RLTrainer(config, plain.session, *arguments, {"critic": critic})
+    trainer = trainer_of(config, world, critic=critic)
     block_on(trainer.start_from_present_weights())
     policy.hooks.append(lambda: world.calls.append("policy restarted"))
     critic.ranks.hooks.append(lambda: world.calls.append("critic restarted"))

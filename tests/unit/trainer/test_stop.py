@@ -19,8 +19,8 @@ from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_the_next_run_goes_on(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path), World())
-    before, scored = signal.getsignal(signal.SIGUSR1), trainer.with_scores
-    trainer.with_scores = lambda batch: (os.kill(os.getpid(), signal.SIGUSR1), scored(batch))[1]  # type: ignore[method-assign]
+    before, add = signal.getsignal(signal.SIGUSR1), trainer.advantages.add
+    trainer.advantages.add = lambda batch: (os.kill(os.getpid(), signal.SIGUSR1), add(batch))[1]  # type: ignore[method-assign]
     with pytest.raises(RunStopped, match=r"resumes from .*global_step_1") as stopped, _stop_when_asked(trainer.session):
         block_on(trainer.fit())
     assert stopped.value.exit_code == 75 and signal.getsignal(signal.SIGUSR1) == before
@@ -64,7 +64,7 @@ def test_a_signal_to_all_processes_stops_the_run_though_ray_is_lost_with_it(
     def parts(config: Any, preload: Any, session: Any, stack: Any, progress: Any, goes_on: bool) -> Any:
         return SimpleNamespace(stack=stack, goes_on=goes_on)
 
-    monkeypatch.setattr("hybridflow.trainer.app._Job", parts)
+    monkeypatch.setattr("hybridflow.trainer.app.Job", parts)
     config = config_of(tmp_path)
     session = trainer_of(config, World()).session
     with Progress(0, "") as progress:

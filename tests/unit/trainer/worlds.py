@@ -25,6 +25,7 @@ from hybridflow.rollout.protocols import SyncReport
 from hybridflow.saving.manifest import say_saved
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
+from hybridflow.trainer.samples import Sampled, Samples
 from hybridflow.trainer.session import Session
 from hybridflow.workers.policy import PolicyWorker
 
@@ -258,21 +259,16 @@ def config_of(folder: Path, kl: float = 0.0, bound: float | None = 0.01, **train
     )
 
 
-def trainer_of(config: RunConfig, world: World) -> RLTrainer:
+def trainer_of(config: RunConfig, world: World, samples: Samples | None = None, **others: Any) -> RLTrainer:
+    """`others`: the roles besides the policy."""
     session = Session(config)
     session.folder.mkdir(parents=True, exist_ok=True)
     rows: Any = Rows()
     scorer: Any = Scores()
-    return RLTrainer(
-        config,
-        session,
-        world,
-        world,
-        world,
-        rows,
-        scorer,
-        Validator(config, {"": rows}, scorer, session.folder),
-    )
+    if samples is None:
+        samples = Sampled(config, world, rows, scorer, session.timeline)
+    validator = Validator(config, {"": rows}, scorer, session.folder)
+    return RLTrainer(config, session, {"actor": world, **others}, world, samples, validator)
 
 
 def records(trainer: RLTrainer, phase: str) -> list[Mapping[str, Any]]:
