@@ -19,11 +19,12 @@ from hybridflow.bench.result import Metric, single
 from hybridflow.bench.rounds import Timed, loops
 from hybridflow.config.schema import AgentConfig, DataConfig, RolloutConfig, RunConfig
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
-from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.rollout.conversations import Conversations
-from hybridflow.rollout.protocols import answers
+from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.requests import Requests
+from hybridflow.single_controller import block_on
 from hybridflow.workers.rollout import response_columns
 
 ANSWERS = 4
@@ -53,23 +54,23 @@ class Engines(Requests):
         self.queues = [deque[int]() for _ in range(ENGINES)]
         span = WeightSpan("3", 0, TOKENS)
         tokens = [5] * (TOKENS - 1) + [eos]
-        self.answer = Completion(tokens, [-0.5] * TOKENS, "stop", (span,))
+        self.said = Completion(tokens, [-0.5] * TOKENS, "stop", (span,))
 
     def _serving(self) -> Sequence[int]:
         return range(ENGINES)
 
-    def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
+    async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         for number, part in parts.items():
             self.queues[number].extend(part["ticket"].tolist())
 
-    def _collect(
+    async def _collect(
         self, training: bool, engines: Sequence[int], wait_s: float
     ) -> Sequence[DataProto]:
         return [self._next_of(self.queues[number]) for number in engines]
 
     def _next_of(self, queue: deque[int]) -> DataProto:
         tickets = [queue.popleft() for _ in range(min(_AT_ONCE, len(queue)))]
-        columns = response_columns([self.answer] * len(tickets))
+        columns = response_columns([self.said] * len(tickets))
         return columns.with_columns(ticket=np.array(tickets, np.int64))
 
     def _unexpected(self, *_: object) -> Any:
@@ -99,8 +100,7 @@ def conversations(place: Place, count: int = 10_000) -> Iterator[Timed | Metric]
     prompts = _prompts(count)
 
     def converse() -> None:
-        service = Conversations(Engines(config, tokenizer.eos_id), tokenizer, config)
-        found = answers(service, prompts, training=True)
+        found = block_on(_answers(config, tokenizer, prompts))
         assert set(found["turns"].tolist()) == {ANSWERS}
 
     yield Timed(
@@ -113,6 +113,11 @@ def conversations(place: Place, count: int = 10_000) -> Iterator[Timed | Metric]
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     limit = ("aim", MOST_GIB)
     yield single("conversations/resident memory", "GiB", memory, "lower", limit=limit)
+
+
+async def _answers(config: RunConfig, tokenizer: Tokenizer, prompts: DataProto) -> DataProto:
+    rollouts = Conversations(Engines(config, tokenizer.eos_id), tokenizer, config)
+    return await rollouts.answers(rollouts.begin(prompts, training=True))
 
 
 def _prompts(count: int) -> DataProto:
