@@ -3,6 +3,8 @@ comes twice, and nobody is asked for more than fits."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -36,7 +38,7 @@ class Engines(Requests):
         rollout = RolloutConfig(num_engines=count, max_running_requests=RUNNING)
         sets = {"cold": {}, "warm": {"sampling": {"temperature": 0.5}}}
         super().__init__(RunConfig(rollout=rollout, data=DataConfig(max_response_length=MOST, val_sets=sets)))
-        self.random, self.chance, self.version = np.random.default_rng(seed), chance, 0
+        self.random, self.chance, self.version, self.rate = np.random.default_rng(seed), chance, 0, 0.4
         self.held: list[dict[int, tuple[list[int], int]]] = [{} for _ in range(count)]  # ticket: prompt, bound
         self.lost: set[int] = set()
         self.placed: dict[int, list[int]] = {}  # ticket: the engines that were asked
@@ -62,6 +64,8 @@ class Engines(Requests):
 
     async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
         self.version += 1
+        for _ in range(3):
+            await asyncio.sleep(0)  # a call of workers takes some time
         return [self._some_of(engine) for engine in engines]
 
     def _some_of(self, engine: int) -> DataProto:
@@ -74,7 +78,7 @@ class Engines(Requests):
                 tokens, reason = rest[: self.random.integers(0, len(rest))], "abort"
             elif is_lost:
                 tokens, reason = rest[: self.random.integers(0, len(rest) + (len(rest) == most))], CUT_SHORT
-            elif self.random.random() < 0.4:
+            elif self.random.random() < self.rate:
                 tokens, reason = rest, "stop"
             else:
                 continue
@@ -220,6 +224,77 @@ def test_requests_are_aborted_one_by_one_wherever_they_are(seed: int) -> None:
             engines.workers_die()
     check(engines.batch([requests[number] for number in left]), prompts.rows(np.array(left)))
     assert engines.is_idle
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_task_that_is_cancelled_takes_its_request_from_the_engine_within_a_round(seed: int) -> None:
+    """Whether it is cancelled between two rounds or while one waits for its engine; nobody else's is touched."""
+    random = np.random.default_rng(seed)
+
+    async def cancel_some() -> None:
+        engines = Engines(1 + seed % 3, seed, chance=0.0)
+        requests = [engines.ask([1 + number], MOST, training=True, order=number) for number in range(40)]
+        tasks = [asyncio.ensure_future(engines.answer(one)) for one in requests]
+        left, cancelled = set(range(40)), set[int]()
+        await asyncio.sleep(0)  # all wait
+        while left:
+            waiting = asyncio.ensure_future(engines.advance())
+            for _ in range(int(random.integers(3))):
+                await asyncio.sleep(0)  # the round goes on
+            chosen = {number for number in left if not requests[number].done() and random.random() < 0.1}
+            for number in chosen:
+                tasks[number].cancel()
+            await waiting
+            await asyncio.sleep(0)
+            await engines.advance()
+            cancelled |= chosen
+            for number in chosen:
+                assert tasks[number].cancelled() and number not in engines._under_way
+                at = [engine for engine in engines.placed.get(number, ()) if number in engines.held[engine]]
+                assert not at or number in engines.aborting
+            left = {number for number in left - chosen if not tasks[number].done()}
+        assert engines.aborting <= cancelled and 0 < len(cancelled) < 40
+        for number in set(range(40)) - cancelled:
+            batch, row = tasks[number].result()
+            assert batch.jagged("response_ids").row(row).tolist() == whole(1 + number)
+        assert engines.is_idle
+
+    block_on(cancel_some())
+
+
+def test_those_who_wait_at_the_same_time_share_a_round_and_its_error() -> None:
+    async def wait(engines: Engines, count: int) -> list[BaseException | None]:
+        return await asyncio.gather(*(engines.advance() for _ in range(count)), return_exceptions=True)
+
+    async def share() -> list[dict[str, object]]:
+        unseen: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        engines, prompts = Engines(2, 0, chance=0.0), prompts_of(9)
+        requests = engines.begin(prompts, training=True)
+        assert await wait(engines, 50) == [None] * 50 and engines.version == 1
+        engines.begin(prompts_of(1), training=True)
+        engines.lost = {0, 1}
+        errors = await wait(engines, 50)
+        assert isinstance(errors[0], EnginesLostError) and set(map(id, errors)) == {id(errors[0])}
+        assert engines.version == 1
+        engines.lost.clear()
+        engines.chance = 1.0
+        alone = asyncio.ensure_future(engines.advance())
+        while engines.version == 1:
+            await asyncio.sleep(0)
+        alone.cancel()  # nobody is left that the error of this round could reach
+        while len(engines.lost) < 2:
+            await asyncio.sleep(0)
+        engines.lost.clear()
+        engines.chance = 0.0
+        assert await wait(engines, 1) == [None] and engines.version == 3
+        check(await engines.answers(requests), prompts)
+        del errors, alone
+        return unseen
+
+    unseen = asyncio.run(share(), debug=True)
+    gc.collect()
+    assert unseen == []
 
 
 def test_places_are_given_to_the_next_group_as_single_samples_end() -> None:
