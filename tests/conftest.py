@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import secrets
 from collections.abc import Iterator
@@ -45,6 +46,19 @@ class FailuresAtOnce:
         if report.failed and reporter is not None:
             reporter.ensure_newline()
             reporter.write_line(f"{report.nodeid} failed in its {report.when}:\n{report.longreprtext[-2000:]}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in the event loop of this thread."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    from hybridflow.single_controller import block_on
+
+    block_on(
+        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters})
+    )
+    return True
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,10 +1,10 @@
-"""Passes of roles on real ranks: at the same time on devices of their own, in turns on shared ones."""
+"""Calls of roles on real ranks: at the same time on devices of their own, in turns on shared ones."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import pytest
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.errors import WorkerError
 from hybridflow.observe.timeline import Timeline, read_timeline
-from hybridflow.single_controller import Cluster, Pending, ResourcePool, WorkerGroup
-from hybridflow.trainer.calls import Asked, Calls
+from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
+from hybridflow.trainer.devices import Devices
 from tests.dist.harness.sc_workers import Worker
 
 pytestmark = pytest.mark.slow
@@ -33,67 +33,70 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worke
         }
 
 
-class Passes:
-    """What is asked of the ranks in one step."""
+class Calls:
+    """What is called in one step."""
 
     def __init__(self, groups: dict[str, WorkerGroup], folder: Path) -> None:
         self.groups, self.folder = groups, folder
         self.timeline = Timeline(folder / "timeline.jsonl")
-        self.calls = Calls(POOLS.__getitem__, self.timeline)
+        self.devices = Devices(POOLS.__getitem__, self.timeline)
 
-    def ask(self, role: str, method: Any, *args: Any) -> Asked[Any]:
-        return self.calls.ask(role, role, 1, partial(self._begin, role, method, *args))
+    def call(self, role: str, method: Any, *args: Any) -> asyncio.Task[Any]:
+        async def work() -> Any:
+            return await self.groups[POOLS[role]].call(method, *args)
 
-    def _begin(self, role: str, method: Any, *args: Any) -> Pending[Any]:
-        return Pending([self.groups[POOLS[role]].submit(method, *args)], lambda found: found[0])
+        return self.devices.call(role, role, 1, work())
 
     def times(self) -> dict[str, tuple[float, float]]:
         self.timeline.close()
         return {one["name"]: (one["start"], one["end"]) for one in read_timeline(self.folder / "timeline.jsonl")}
 
 
-def test_pools_work_at_the_same_time_and_each_in_the_order_of_asking(
+async def test_pools_work_at_the_same_time_and_each_in_the_order_of_calling(
     groups: dict[str, WorkerGroup], tmp_path: Path
 ) -> None:
-    passes = Passes(groups, tmp_path)
+    calls = Calls(groups, tmp_path)
     # the first two would wait for each other for ever if one came after the other
     meeting = [
-        passes.ask("actor", Worker.meet, str(tmp_path), "here", "there"),
-        passes.ask("reference", Worker.nap, 1, 0.0),
-        passes.ask("critic", Worker.meet, str(tmp_path), "there", "here"),
-        passes.ask("reward_model", Worker.nap, 2, 0.3),
+        calls.call("actor", Worker.meet, str(tmp_path), "here", "there"),
+        calls.call("reference", Worker.nap, 1, 0.0),
+        calls.call("critic", Worker.meet, str(tmp_path), "there", "here"),
+        calls.call("reward_model", Worker.nap, 2, 0.3),
     ]
-    passes.calls.finish(*meeting)
-    assert [one.ended for one in meeting] == [True] * 4
-    assert meeting[0].value == meeting[2].value == ["met", "met"] and meeting[3].value == [[2], [2]]
-    times = passes.times()
+    await calls.devices.finish(*meeting)
+    assert [one.done() for one in meeting] == [True] * 4
+    assert meeting[0].result() == meeting[2].result() == ["met", "met"] and meeting[3].result() == [[2], [2]]
+    times = calls.times()
     assert max(times["actor"][0], times["critic"][0]) < min(times["actor"][1], times["critic"][1])
     for first, second in (("actor", "reference"), ("critic", "reward_model")):
         assert times[first][1] <= times[second][0] + 0.01
 
 
-def test_the_end_of_a_pass_is_noted_while_nobody_waits_for_it(groups: dict[str, WorkerGroup], tmp_path: Path) -> None:
-    passes = Passes(groups, tmp_path)
-    asked = passes.ask("critic", Worker.nap, 3, 0.2)
-    assert passes.calls.is_busy("reward_model") and not passes.calls.is_busy("actor")
+async def test_the_end_of_a_call_is_noted_while_nobody_waits_for_it(
+    groups: dict[str, WorkerGroup], tmp_path: Path
+) -> None:
+    calls = Calls(groups, tmp_path)
+    call = calls.call("critic", Worker.nap, 3, 0.2)
+    await asyncio.sleep(0)
+    assert calls.devices.is_busy("reward_model") and not calls.devices.is_busy("actor")
     deadline = time.monotonic() + 30
-    while not passes.calls.is_over(asked):
+    while not call.done():
         assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(1.5)
-    passes.calls.finish(asked)
-    begun, ended = passes.times()["critic"]
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(1.5)
+    await calls.devices.finish(call)
+    begun, ended = calls.times()["critic"]
     assert 0.2 <= ended - begun < 1.5
 
 
-def test_a_rank_that_dies_ends_the_wait_for_another_pool(groups: dict[str, WorkerGroup], tmp_path: Path) -> None:
-    passes = Passes(groups, tmp_path)
-    slow = passes.ask("actor", Worker.nap, 4, 20.0)
-    dying = passes.ask("critic", Worker.die_on, 1, "exit")
+async def test_a_rank_that_dies_ends_the_wait_for_another_pool(groups: dict[str, WorkerGroup], tmp_path: Path) -> None:
+    calls = Calls(groups, tmp_path)
+    slow = calls.call("actor", Worker.nap, 4, 20.0)
+    dying = calls.call("critic", Worker.die_on, 1, "exit")
     start = time.monotonic()
     with pytest.raises(WorkerError, match="died") as caught:
-        passes.calls.finish(slow, dying)
+        await calls.devices.finish(slow, dying)
     assert caught.value.role == "critic" and time.monotonic() - start < 15
-    assert passes.calls.is_busy("actor") and not passes.calls.is_busy("critic")
-    passes.calls.forget()
-    assert not passes.calls.is_busy("actor")
+    assert calls.devices.is_busy("actor") and not calls.devices.is_busy("critic")
+    calls.devices.forget()
+    assert not calls.devices.is_busy("actor")

@@ -74,8 +74,8 @@ def test_a_batch_of_references_is_cut_reordered_and_sent_to_another_group(
 def test_futures_of_two_groups_run_at_the_same_time(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     wide, narrow = groups
     out = wide.run(sw.Tokens.generate, prompts(9))
-    slow = wide.submit(sw.Tokens.generate, prompts(9), 3.0)
-    sums = narrow.submit(sw.Tokens.sums, out)
+    slow = wide.call(sw.Tokens.generate, prompts(9), 3.0)
+    sums = narrow.call(sw.Tokens.sums, out)
     assert sums.result(timeout=120)["total"].tolist() == [uid * (TOKENS - uid) for uid in range(9)]
     assert not slow.done()
     assert slow.result()["uid"].tolist() == list(range(9))
@@ -130,7 +130,7 @@ def test_columns_share_an_object_on_one_node_and_have_their_own_elsewhere(
     joined = Cluster(cluster.config, tmp_path, None)  # as one that this driver did not start
     joined._watch.stop()  # the fixture's cluster is watched already
     apart = WorkerGroup(joined, pool, sw.Tokens, role="apart", args=(1,), log_dir=tmp_path)
-    made = [group.submit(sw.Tokens.generate, prompts(6)) for group in (groups[0], apart)]
+    made = [group.call(sw.Tokens.generate, prompts(6)) for group in (groups[0], apart)]
     assert [[len(set(refs.values())) for refs in future._stored.values()] for future in made] == [[1, 1], [3]]
     whole = DataProto.concat([future.result().rename({"tokens": "others"}) for future in made])
     assert whole.jagged("others").lengths.tolist() == [TOKENS - uid for uid in range(6)] * 2

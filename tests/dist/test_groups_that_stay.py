@@ -18,7 +18,7 @@ import pytest
 
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.errors import ResourceError, WorkerError
-from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
+from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, block_on
 from tests.dist.harness import sc_workers as sw
 
 pytestmark = pytest.mark.slow
@@ -36,8 +36,15 @@ def test_a_group_that_lost_its_ranks_starts_again_and_runs_its_hooks(cluster: Cl
     pool = ResourcePool.allocate(cluster, 1, 2)
     group = WorkerGroup(cluster, pool, sw.Counter, role="counter", args=(40,), log_dir=tmp_path)
     seen: list[object] = []
-    group.on_restart(lambda: seen.append(group.run(sw.Counter.next)))
-    group.on_restart(lambda: seen.append("second"))
+
+    async def first() -> None:
+        seen.append(await group.call(sw.Counter.next))
+
+    async def second() -> None:
+        seen.append("second")
+
+    group.on_restart(first)
+    group.on_restart(second)
     assert group.run(sw.Counter.next) == [41, 41]
     assert group.run(sw.Counter.next) == [42, 42]
     before = group.pids()
@@ -45,7 +52,7 @@ def test_a_group_that_lost_its_ranks_starts_again_and_runs_its_hooks(cluster: Cl
         group.run(sw.Counter.die)
     with pytest.raises(WorkerError, match="died"):
         group.run(sw.Counter.next)
-    group.restart()
+    block_on(group.restart())
     assert seen == [[41, 41], "second"]
     assert group.run(sw.Counter.next) == [42, 42]
     assert not set(before) & set(group.pids())
@@ -75,7 +82,7 @@ def test_another_driver_joins_a_detached_group_by_name(cluster: Cluster, tmp_pat
     same = WorkerGroup.join(cluster, sw.Counter, "counter")
     assert (same.pids(), same.log_paths()) == (group.pids(), group.log_paths())
     with pytest.raises(ResourceError, match="only the driver that started it"):
-        same.restart()
+        block_on(same.restart())
     group.kill()
     with pytest.raises(ResourceError, match="no detached group named 'counter'"):
         WorkerGroup.join(cluster, sw.Counter, "counter")
@@ -87,7 +94,7 @@ def test_the_debugger_sees_a_worker_that_stopped_at_a_breakpoint_and_can_attach(
 ) -> None:
     pool = ResourcePool.allocate(cluster, 1, 1)
     group = WorkerGroup(cluster, pool, sw.Counter, role="paused", env={"RAY_DEBUG": "legacy"}, log_dir=tmp_path)
-    future = group.submit(sw.Counter.stop_here, 41)
+    future = group.call(sw.Counter.stop_here, 41)
     stop = _wait_for_breakpoint()
     assert Path(stop["filename"]).name == "sc_workers.py"
     assert not future.done()
@@ -110,7 +117,7 @@ def test_ray_debug_lists_the_worker_that_stopped_and_attaches_to_it(cluster: Clu
 
     pool = ResourcePool.allocate(cluster, 1, 1)
     group = WorkerGroup(cluster, pool, sw.Counter, role="paused", env={"RAY_DEBUG": "legacy"}, log_dir=tmp_path)
-    future = group.submit(sw.Counter.stop_here, 41)
+    future = group.call(sw.Counter.stop_here, 41)
     _wait_for_breakpoint()
     command = [Path(sys.executable).with_name("ray"), "debug", "--address", ray.get_runtime_context().gcs_address]
     env = {**os.environ, "RAY_DEBUG": "legacy", "PYTHONUNBUFFERED": "1"}

@@ -39,7 +39,7 @@ def lose(part: str, number: signal.Signals, tmp_path: Path) -> tuple[float, str,
     """Seconds until the driver, which waits for a call, knew of the loss; its message; the cluster's folder."""
     with pytest.raises(ClusterLostError) as told, Cluster.start(CONFIG, tmp_path) as cluster:
         group = WorkerGroup(cluster, ResourcePool.allocate(cluster, 1, 1), Worker, role="actor", log_dir=tmp_path)
-        waiting = group.submit(Worker.nap, 1, 60.0)
+        waiting = group.call(Worker.nap, 1, 60.0)
         assert cluster.temp_dir is not None
         part_of_ray(cluster, part).send_signal(number)
         began = time.monotonic()

@@ -114,7 +114,7 @@ def test_missing_column_is_named_before_anything_is_sent(group: WorkerGroup) -> 
 
 
 def test_calls_run_in_order_and_futures_do_not_block(group: WorkerGroup) -> None:
-    futures = [group.submit(sw.Worker.nap, i, 0.5) for i in range(3)]
+    futures = [group.call(sw.Worker.nap, i, 0.5) for i in range(3)]
     assert not futures[2].done()
     assert futures[2].result(timeout=120)[0] == [0, 1, 2]
     assert futures[0].done() and futures[0].result()[3] == [0]
@@ -218,7 +218,7 @@ def test_two_groups_run_side_by_side_and_torch_distributed_finds_its_peers(
     cluster: Cluster, pool: ResourcePool, group: WorkerGroup, tmp_path: Path
 ) -> None:
     gloo = small_group(cluster, pool, tmp_path, sw.GlooWorker)
-    busy = group.submit(sw.Worker.nap, 9, 0.5)
+    busy = group.call(sw.Worker.nap, 9, 0.5)
     assert gloo.run(sw.GlooWorker.total, 5) == [11, 11]
     assert busy.result(timeout=120)[0][-1] == 9
     gloo.kill()

@@ -60,9 +60,9 @@ def _announce(say: Callable[[str, str, int | None], None]) -> None:
             yield
         say("end", title, None)
 
-    def announced_fit(self: SftTrainer, *args: Any) -> None:
+    async def announced_fit(self: SftTrainer, *args: Any) -> None:
         say("begin", "warm start", None)
-        fit(self, *args)
+        await fit(self, *args)
         say("end", "warm start", None)
 
     Timeline.phase = announced_phase  # type: ignore[method-assign]

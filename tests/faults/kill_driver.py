@@ -7,6 +7,7 @@ processes. What it begins it prints ("generate 3"), and what a step is trained o
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -31,6 +32,7 @@ from hybridflow.rollout.groups import Groups
 from hybridflow.rollout.requests import Requests
 from hybridflow.saving.manifest import say_saved
 from hybridflow.saving.store import CheckpointStore, Retention
+from hybridflow.single_controller import block_on, in_thread
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
 from tests.unscored import Unscored
@@ -78,11 +80,17 @@ class _Engine:
 
 
 class Engines(Requests):
-    """`RolloutService` over the engines' processes; one that has ended serves again after a while."""
+    """`Rollouts` over the engines' processes; one that has ended serves again after a while."""
 
     def __init__(self, config: RunConfig, version: int) -> None:
         super().__init__(config)
         self.version, self.engines = version, [_Engine(version) for _ in range(ENGINES)]
+
+    async def sleep(self) -> None:
+        """Their memory stays."""
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Their memory stayed."""
 
     def sync(self, version: int) -> None:
         """The weights of all tokens from now on."""
@@ -99,17 +107,18 @@ class Engines(Requests):
             raise EnginesLostError("both engines have ended")
         return found
 
-    def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
+    async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         for number, part in parts.items():
             rows = zip(part["ticket"].tolist(), part.jagged("prompt_ids"), part["max_new_tokens"].tolist(), strict=True)
             for ticket, prompt, most in rows:
                 self.engines[number].held[ticket] = []
                 self.engines[number].say({"ticket": ticket, "prompt": prompt.tolist(), "most": most})
 
-    def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
         alive = [self.engines[number] for number in engines if not self.engines[number].lost_at]
         if len(alive) == len(engines):
-            readable = select.select([one.lines.socket for one in alive], [], [], wait_s)[0]
+            sockets = [one.lines.socket for one in alive]
+            readable = (await in_thread(lambda: select.select(sockets, [], [], wait_s)))[0]
             for one in alive:
                 if one.lines.socket in readable:
                     one.hear()
@@ -119,17 +128,17 @@ class Engines(Requests):
         over = {ticket for ticket, told in engine.held.items() if engine.lost_at or (told and told[-1][2])}
         return _batch({ticket: engine.held.pop(ticket) for ticket in sorted(over)})
 
-    def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
+    async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
         found = [{t: told for t, told in self.engines[number].held.items() if told} for number in engines]
         return [_batch(one, cut=True) for one in found]
 
-    def _leave_out_lost(self, answers: int) -> None:
+    async def _leave_out_lost(self, answers: int) -> None:
         self._serving()
 
-    def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
+    async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
         raise RuntimeError("nothing is aborted")
 
-    def _forget(self, engines: Sequence[int]) -> None:
+    async def _forget(self, engines: Sequence[int]) -> None:
         for engine in self.engines:
             engine.held.clear()
             engine.say({"forget": True})
@@ -161,14 +170,14 @@ class _Prompts:
 class _Policy:
     """A policy without weights."""
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         """Write an empty part of a checkpoint."""
         folder.mkdir()
         time.sleep(SAVING_S)
         (folder / "manifest.json").write_text("{}")
         say_saved(folder)
 
-    def is_saved(self) -> bool:
+    async def is_saved(self) -> bool:
         """Whether it has been written."""
         return True
 
@@ -198,7 +207,7 @@ def configuration(folder: Path, staleness: int) -> RunConfig:
     )
 
 
-def main() -> None:
+async def main() -> None:
     """Train until the last step."""
     folder, staleness = Path(sys.argv[1]), int(sys.argv[2])
     _say("start", 0)
@@ -209,22 +218,22 @@ def main() -> None:
     service = Conversations(engines, load_tokenizer(folder / "tokenizer"), config, folder / "logs")
     given: Any = (service, _Prompts(), lambda batch: batch, Unscored())
     groups = Groups(config, *given)
-    groups.restore(*((latest.state, latest.rollouts(), step) if latest else (None,)))
+    await groups.restore(*((latest.state, latest.rollouts(), step) if latest else (None,)))
     while step < STEPS:
         engines.sync(step)
         _say("generate", step)
         try:
-            batch = groups.next_batch(step)
+            batch = await groups.next_batch(step)
         except EnginesLostError:
-            time.sleep(0.02)
+            await asyncio.sleep(0.02)
             continue
         _say("train", step)
         _write(folder / TRAINED, step, batch)
-        time.sleep(TRAINING_S)
+        await asyncio.sleep(TRAINING_S)
         step += 1
         _say("save", step)
-        store.save("rl", step, groups.state(), _Policy(), rollouts=groups.begun())
-    assert groups.begun() is None and not groups.state()["handed_out"]
+        await store.save("rl", step, groups.state(), _Policy(), rollouts=await groups.begun())
+    assert await groups.begun() is None and not groups.state()["handed_out"]
     _say("end", step)
 
 
@@ -241,4 +250,4 @@ def _say(moment: str, step: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    block_on(main())
