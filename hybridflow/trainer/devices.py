@@ -27,13 +27,22 @@ class Devices:
     def __init__(self, pool_of: Callable[[str], str], timeline: Timeline) -> None:
         self._pool_of, self._timeline = pool_of, timeline
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # a lock is given in the order of asking
-        self._calls: dict[asyncio.Task[Any], str] = {}  # that have not ended well, with their pools
+        self._calls: dict[asyncio.Task[Any], str] = {}  # that have not ended, with their pools
+        self._first_error: Exception | None = None  # until somebody is told
 
     def call(self, role: str, phase: str, step: int, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run `work` when the devices of the role are free, as this phase of the step."""
         pool = self._pool_of(role)
         call = asyncio.ensure_future(self._in_turn(pool, phase, step, work))
         self._calls[call] = pool
+
+        def note_end(_: asyncio.Task[T]) -> None:
+            del self._calls[call]
+            work.close()  # Python warns of a coroutine that never began, and of an exception that nobody retrieved
+            if not call.cancelled():
+                call.exception()
+
+        call.add_done_callback(note_end)
         return call
 
     async def result(self, call: asyncio.Task[T]) -> T:
@@ -45,12 +54,13 @@ class Devices:
         """Wait until these calls have ended. Others go on.
 
         Raises:
-            HybridFlowError: of the first call that failed, whichever it was.
+            HybridFlowError: of the call that failed first, whichever it was; once.
         """
-        while not all(call.done() for call in wanted):
+        while self._first_error is None and not all(call.done() for call in wanted):
             await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
-            self._forget_ended()
-        self._forget_ended()
+        error, self._first_error = self._first_error, None
+        if error is not None:
+            raise error
 
     async def finish_pool(self, role: str) -> None:
         """Wait until the devices of the role are free."""
@@ -61,29 +71,25 @@ class Devices:
         """Return whether a call holds the devices of the role."""
         return self._turns[self._pool_of(role)].locked()
 
-    def forget(self) -> None:
-        """Cancel what was called: the ranks have been lost."""
-        for call in self._calls:
+    async def forget(self) -> None:
+        """Drop all calls; none goes on when this returns. Their ranks may still be at work: those of groups that start
+        again are killed, and others begin what they are called for later when they have ended this."""
+        calls = list(self._calls)
+        for call in calls:
             call.cancel()
-        self._turns.clear()
-        self._calls = {}
-
-    def _forget_ended(self) -> None:
-        for call in [call for call in self._calls if call.done()]:
-            del self._calls[call]
-            call.result()  # raises what it failed with
+        await asyncio.gather(*calls, return_exceptions=True)
+        self._first_error = None
 
     async def _in_turn(self, pool: str, phase: str, step: int, work: Coroutine[Any, Any, T]) -> T:
         error = ""
-        try:
-            async with self._turns[pool]:
-                span = self._timeline.begin(phase, step)
-                try:
-                    return await work
-                except BaseException as raised:
-                    error = type(raised).__name__
-                    raise
-                finally:
-                    span.end(error=error)
-        finally:
-            work.close()  # Python warns of a coroutine that never began
+        async with self._turns[pool]:
+            span = self._timeline.begin(phase, step)
+            try:
+                return await work
+            except BaseException as raised:
+                error = type(raised).__name__
+                if self._first_error is None and isinstance(raised, Exception):
+                    self._first_error = raised
+                raise
+            finally:
+                span.end(error=error)

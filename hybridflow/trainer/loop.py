@@ -356,7 +356,6 @@ class RLTrainer:
         Raises:
             CheckpointError: the run had a warm start, and no checkpoint holds its weights.
         """
-        self.devices.forget()
         self.unrecorded = None
         self.session.store.settle()
         checkpoint = self.session.store.latest()

@@ -46,6 +46,7 @@ async def fit_with_restarts(
             log.info("step %d: lost ranks of %s (%d more restarts): %s", trainer.step, lost, limit.left, error)
             reason = str(error).splitlines()[0]
         progress.message(f"step {trainer.step}: {reason}")
+        await trainer.devices.forget()  # before they start again: nothing else is to reach the new ranks
         with progress.stage(f"start the ranks of {' and '.join(groups)} again"):
             with suppress(HybridFlowError):  # engines that are lost as well have given everything up
                 await trainer.samples.forget()  # the ranks will look into engines, which must be idle for it

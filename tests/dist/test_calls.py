@@ -98,5 +98,5 @@ async def test_a_rank_that_dies_ends_the_wait_for_another_pool(groups: dict[str,
         await calls.devices.finish(slow, dying)
     assert caught.value.role == "critic" and time.monotonic() - start < 15
     assert calls.devices.is_busy("actor") and not calls.devices.is_busy("critic")
-    calls.devices.forget()
+    await calls.devices.forget()
     assert not calls.devices.is_busy("actor")
