@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -319,7 +320,8 @@ class WorkerGroup:
             else:
                 refs[r] = actor.call_stored.remote((), 0, *arguments)
         wait = self._config.call_timeout_s if timeout is None else timeout
-        return self._future(name, wait, refs=refs, collect=plan.collect, on_lost=self._note_loss, stored=stored)
+        on_lost = partial(self._note_loss, self._ranks)
+        return self._future(name, wait, refs=refs, collect=plan.collect, on_lost=on_lost, stored=stored)
 
     def _future(self, name: str, wait_s: float, **call: Any) -> Future:
         ranks, check = list(self._ranks), self._cluster.require_open
@@ -331,12 +333,13 @@ class WorkerGroup:
         except TypeError as error:
             raise TypeError(f"{error}, which {self.role} runs") from None
 
-    def _note_loss(self, error: HybridFlowError) -> None:
-        """Mark the group as broken.
+    def _note_loss(self, ranks: list[Rank], error: HybridFlowError) -> None:
+        """Mark the group as broken, unless `ranks` have been replaced since.
 
         After a death or hang the ranks are out of step, so every later call would hang too.
         """
-        self._broken = error
+        if ranks is self._ranks:
+            self._broken = error
 
 
 def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:

@@ -3,6 +3,7 @@ debugger."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -56,6 +57,29 @@ def test_a_group_that_lost_its_ranks_starts_again_and_runs_its_hooks(cluster: Cl
     assert seen == [[41, 41], "second"]
     assert group.run(sw.Counter.next) == [42, 42]
     assert not set(before) & set(group.pids())
+    group.kill()
+    pool.release()
+
+
+def test_a_call_under_way_when_its_group_starts_again_does_not_break_the_new_ranks(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Its ranks are killed, which the waiter learns while the new ones start."""
+    pool = ResourcePool.allocate(cluster, 1, 2)
+    group = WorkerGroup(cluster, pool, sw.Worker, role="napping", log_dir=tmp_path)
+
+    async def restarted() -> None:
+        async def nap() -> None:
+            await group.call(sw.Worker.nap, 1, 300.0)
+
+        under_way = asyncio.ensure_future(nap())
+        await asyncio.sleep(0)
+        await group.restart()
+        with pytest.raises(WorkerError, match="died"):
+            await under_way
+
+    block_on(restarted())
+    assert group.is_alive() and group.run(sw.Worker.nap, 2, 0.0) == [[2], [2]]
     group.kill()
     pool.release()
 
