@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_MOST_INTERRUPTS = 4
 _computing_s = 0.0
 _log = logging.getLogger(__name__)
 
@@ -76,18 +77,22 @@ def block_on(awaitable: Awaitable[T]) -> T:
         return loop.run_until_complete(task)
     except BaseException:
         cancel_all([task])
+        if task.done() and not task.cancelled():
+            task.exception()  # Python reports one that nobody retrieved
         raise
 
 
 def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
     """Cancel tasks of this thread's loop, from outside of it, and wait until they have ended."""
     loop = _of_thread.loop
-    pending = [task for task in tasks if not task.done()]
-    for task in pending:
+    for task in tasks:
         task.cancel()
-    if pending and not loop.is_running():
-        with suppress(KeyboardInterrupt):  # the loop raises what a task of these was interrupted with once more
-            loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+    # the loop raises an interrupt of one task again in each that waits for it; more of them come from the user
+    for _ in range(_MOST_INTERRUPTS):
+        pending = [task for task in tasks if not task.done()]
+        if pending and not loop.is_running():
+            with suppress(KeyboardInterrupt):
+                loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
 
 
 async def _result(awaitable: Awaitable[T]) -> T:

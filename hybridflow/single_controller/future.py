@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,8 +179,13 @@ class Future:
         """Have `_arrived` set for each reply that is there, or comes later."""
         loop = asyncio.get_running_loop()
         self._arrived = arrived = asyncio.Event()
+
+        def tell(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(arrived.set)
+
         for reply in self._replies.values():
-            reply.add_done_callback(lambda _: loop.call_soon_threadsafe(arrived.set))
+            reply.add_done_callback(tell)
 
     def _read(self) -> dict[int, Failure | Exception]:
         """Move the replies that are there to the results. Returns the failures among them."""
