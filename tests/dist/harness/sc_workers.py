@@ -20,14 +20,15 @@ from tests.dist.harness.children import start_child
 
 
 class Worker:
-    """4 ranks: 2 data-parallel groups of 2; the second rank of each group collects."""
+    """Data-parallel groups of 2 ranks; the second rank of each group, or one that is left over, collects."""
 
     def __init__(self, context: WorkerContext, scale: int = 1) -> None:
         self.context, self.scale, self.calls = context, scale, []
         print(f"rank {context.rank} is up")
 
     def mesh_position(self) -> MeshPosition:
-        return MeshPosition(self.context.rank // 2, self.context.world_size // 2, self.context.rank % 2 == 1)
+        rank, size = self.context.rank, self.context.world_size
+        return MeshPosition(rank // 2, (size + 1) // 2, rank % 2 == 1 or rank == size - 1)
 
     @register(Dispatch.ONE_TO_ALL)
     def environment(self) -> dict[str, str | int]:
