@@ -22,7 +22,6 @@ from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.rollout.conversations import Conversations
-from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.requests import Requests
 from hybridflow.single_controller import block_on
 from hybridflow.workers.rollout import response_columns
@@ -74,8 +73,11 @@ class Engines(Requests):
         return columns.with_columns(ticket=np.array(tickets, np.int64))
 
     def _unexpected(self, *_: object) -> Any:
-        raise RuntimeError("these engines are never lost, saved or aborted")
+        raise RuntimeError("these engines are never lost, saved, aborted or given weights")
 
+    sync = _unexpected
+    sleep = _unexpected
+    wake = _unexpected
     _so_far = _unexpected
     _leave_out_lost = _unexpected
     _abort = _unexpected
