@@ -39,6 +39,7 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.rollout.continuation import free_routes
 from hybridflow.rollout.protocols import ROOM, Engines, SyncReport
 from hybridflow.rollout.requests import Request, Requests
+from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
 # besides those of `Rollouts.batch`: what the reward sees as the response (the last answer), the messages after
@@ -176,7 +177,7 @@ class Conversations:
         """`Rollouts.answers`."""
         while not all(one.done() for one in samples):
             await self.advance()
-        return self.batch(samples)
+        return await in_thread(partial(self.batch, samples))
 
     def batch(self, samples: Sequence[_Sample]) -> DataProto:
         """The conversations, in this order.

@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from hybridflow.data.custom import Prompts, open_sampler
 from hybridflow.rollout.evaluation import Scorer, Scoring
 from hybridflow.rollout.protocols import Rollouts, Sample
 from hybridflow.rollout.requests import concat
+from hybridflow.single_controller import in_thread
 
 _LATE = 0.1  # for so small a share of a step's groups that end late, prompts are not handed out a whole step earlier
 
@@ -147,7 +149,8 @@ class Groups:
                 "rollout/steps_ahead": float(self._ahead),
             }
         prompts = concat([group.prompts.rows(group.rows) for group in chosen])
-        answered = self.engines.batch([one for group in chosen for one in group.samples])
+        samples = [one for group in chosen for one in group.samples]
+        answered = await in_thread(partial(self.engines.batch, samples))  # of conversations: it takes a while
         self._scored = [group.scoring for group in chosen if group.scoring is not None]
         uid = np.repeat(np.arange(len(chosen), dtype=np.int64), self.config.rollout.n)
         return self.keep(prompts.with_columns(uid=uid).union(answered))

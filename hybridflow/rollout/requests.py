@@ -54,7 +54,7 @@ class Request:
     most: int
     prompts: DataProto | None = None
     row: int = 0
-    tokens: Sequence[int] = ()
+    tokens: np.ndarray | None = None
     begun: DataProto | None = None
     engine: int = -1
     answer: tuple[DataProto, int] | None = None
@@ -67,7 +67,7 @@ class Request:
     def prompt(self) -> DataProto:
         """The prompt as a batch of one row."""
         if self.prompts is None:
-            return DataProto.from_columns({"prompt_ids": Jagged.from_rows([self.tokens], np.int64)})
+            return _tokens_of([self])
         return self.prompts.rows(np.array([self.row]))
 
 
@@ -132,7 +132,8 @@ class Requests(ABC):
             begun: an answer that was cut short; it goes on from there.
         """
         one = self._request(training, val_set, most, group)
-        one.order, one.tokens = order, tokens
+        # an array already now: a round that makes thousands of them holds up all other tasks
+        one.order, one.tokens = order, np.asarray(tokens, np.int64)
         if begun is None or self._goes_on(one, begun, begun):
             one.is_over = asyncio.get_running_loop().create_future()
             self._new.append(one)
@@ -310,7 +311,11 @@ class Requests(ABC):
                 parts = alike.setdefault((not one.training, one.val_set), {})
                 parts.setdefault(one.engine, []).append(one)
         for (validating, _), parts in sorted(alike.items()):
-            await self._ask(not validating, {engine: _rows(part) for engine, part in sorted(parts.items())})
+            await asyncio.sleep(0)  # thousands of requests are placed and brought together: others go on in between
+            # without those that were given up meanwhile
+            left = {engine: [one for one in part if one.number in self._under_way] for engine, part in parts.items()}
+            if any(left.values()):
+                await self._ask(not validating, {engine: _rows(part) for engine, part in sorted(left.items()) if part})
 
     def _take_in(self) -> None:
         """Let new requests wait, in their order and not in that in which environments happened to answer."""
@@ -436,6 +441,12 @@ def _ended_as(reason: str, answer: DataProto) -> DataProto:
     return answer.with_columns(finish_reason=np.array([reason], dtype=object))
 
 
+def _tokens_of(requests: Sequence[Request]) -> DataProto:
+    """The prompts of requests that a task of this process made."""
+    ids = Jagged.from_rows([one.tokens for one in requests if one.tokens is not None], np.int64)
+    return DataProto.from_columns({"prompt_ids": ids})
+
+
 def _rows(requests: Sequence[Request]) -> DataProto:
     """What an engine is asked, in this order."""
     parts: list[DataProto] = []
@@ -445,8 +456,7 @@ def _rows(requests: Sequence[Request]) -> DataProto:
             continue
         prompts = requests[start].prompts
         if prompts is None:
-            ids = Jagged.from_rows([one.tokens for one in requests[start:end]], np.int64)
-            parts.append(DataProto.from_columns({"prompt_ids": ids}))
+            parts.append(_tokens_of(requests[start:end]))
         else:
             parts.append(prompts.rows(np.array([one.row for one in requests[start:end]])))
         start = end

@@ -61,6 +61,7 @@ class Engines(Requests):
             ):
                 self.held[engine][ticket] = (prompt.tolist(), most)
                 self.placed.setdefault(ticket, []).append(engine)
+        await asyncio.sleep(0)
 
     async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
         self.version += 1
@@ -203,6 +204,21 @@ def test_what_is_given_up_never_comes_back() -> None:
     check(block_on(engines.answers(engines.begin(prompts, training=False))), prompts)
     advance(engines)
     assert late and not any(one.done() for one in old if one.number in late)
+
+
+def test_what_is_given_up_while_engines_are_asked_for_others_is_never_asked() -> None:
+    async def give_up() -> None:
+        engines = Engines(2, 0, chance=0.0)
+        training = engines.begin(prompts_of(4), training=True)
+        engines.begin(prompts_of(4), training=False)  # sampled otherwise: another call
+        waiting = asyncio.ensure_future(engines.advance())
+        while not engines.placed:
+            await asyncio.sleep(0)
+        await engines.forget()
+        await waiting
+        assert sorted(engines.placed) == numbers(training) and engines.is_idle
+
+    block_on(give_up())
 
 
 @pytest.mark.parametrize("seed", range(20))
