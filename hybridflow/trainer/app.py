@@ -148,19 +148,23 @@ def _train(job: Job) -> dict[str, Any]:
         return folder
 
     exported = block_on(learn())
-    totals, steps = session.totals, max(trainer.step, 1)
+    compared = block_on(planned.compare(config, job.hf_config, session, {"actor": policy, **others}))
+    return _summary(session, trainer.step) | {"exported_to": exported, "planned": compared}
+
+
+def _summary(session: Session, steps: int) -> dict[str, Any]:
+    """What summary.json says of the loop."""
+    totals = session.totals
     return {
         "score_before": totals.get("score_before"),
         "score_after": totals.get("score_after"),
         "seconds_sft": totals.get("seconds_sft", 0.0),
         "seconds_grpo": totals.get("seconds_grpo", 0.0),
-        "logprob_diff_mean": totals.get("logprob_diff_sum", 0.0) / steps,
+        "logprob_diff_mean": totals.get("logprob_diff_sum", 0.0) / max(steps, 1),
         "logprob_diff_max": totals.get("logprob_diff_max", 0.0),
         "first_ppo_kl_max": totals.get("first_ppo_kl_max"),
-        "steps": trainer.step,
+        "steps": steps,
         **{name: int(totals.get(name, 0)) for name in ("restarts", "engine_restarts")},
-        "exported_to": exported,
-        "planned": block_on(planned.compare(config, job.hf_config, session, {"actor": policy, **others})),
     }
 
 

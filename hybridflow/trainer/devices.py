@@ -26,7 +26,7 @@ class Devices:
 
     def __init__(self, pool_of: Callable[[str], str], timeline: Timeline) -> None:
         self._pool_of, self._timeline = pool_of, timeline
-        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # a lock is given in the order of asking
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # a lock is given in the order of asking
         self._calls: dict[asyncio.Task[Any], str] = {}  # that have not ended, with their pools
         self._first_error: Exception | None = None  # until somebody is told
 
@@ -69,7 +69,7 @@ class Devices:
 
     def is_busy(self, role: str) -> bool:
         """Return whether a call holds the devices of the role."""
-        return self._turns[self._pool_of(role)].locked()
+        return self._locks[self._pool_of(role)].locked()
 
     async def forget(self) -> None:
         """Drop all calls; none goes on when this returns. Their ranks may still be at work: those of groups that start
@@ -82,7 +82,7 @@ class Devices:
 
     async def _in_turn(self, pool: str, phase: str, step: int, work: Coroutine[Any, Any, T]) -> T:
         error = ""
-        async with self._turns[pool]:
+        async with self._locks[pool]:
             span = self._timeline.begin(phase, step)
             try:
                 return await work

@@ -24,5 +24,5 @@ def test_the_loop_fits_on_one_screen_under_its_diagram() -> None:
     tree = ast.parse((ROOT / "hybridflow" / "trainer" / "loop.py").read_text(encoding="utf-8"))
     diagram = ast.get_docstring(tree) or ""
     assert all(word in diagram for word in ("dataset", "engines", "reward", "policy", "sync", "▶"))
-    [fit] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "fit"]
+    [fit] = [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef) and node.name == "fit"]
     assert (fit.end_lineno or 0) - fit.lineno + 1 <= SCREEN
