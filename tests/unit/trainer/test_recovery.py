@@ -17,6 +17,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ReferenceConfig, RunConfig, SftConfig, TrainerConfig
 from hybridflow.errors import CheckpointError, HybridFlowError, SchemaError, WorkerError
 from hybridflow.observe.progress import Progress
+from hybridflow.observe.timeline import read_timeline
 from hybridflow.saving.manifest import say_saved
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.groups import FrozenGroup
@@ -25,6 +26,7 @@ from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.workers.model_role import ModelWorker
 from tests.models import TINY
+from tests.unit.single_controller.replies import Reply, call_of
 from tests.unit.trainer.worlds import Ended, Immediate, World, config_of, records, trainer_of
 
 
@@ -133,15 +135,20 @@ class OwnCritic(Immediate):
         return True
 
 
+def with_critic(config: RunConfig, world: World, critic: OwnCritic) -> RLTrainer:
+    config = replace(config, algorithm=replace(config.algorithm, adv_estimator="gae"))
+    world.export = lambda folder: None  # type: ignore[attr-defined]
+    trainer = trainer_of(config, world, critic=critic)
+    block_on(trainer.start_from_present_weights())
+    return trainer
+
+
 @pytest.mark.parametrize(("every", "back"), [(1, ["load reference=False", "critic load"]), (0, ["set_optimizer"])])
 def test_a_lost_critic_takes_the_policy_back_with_it(tmp_path: Path, every: int, back: list[str]) -> None:
     config = config_of(tmp_path, total_steps=3, save_every_steps=every)
-    config = replace(config, algorithm=replace(config.algorithm, adv_estimator="gae"))
-    world = World()
-    world.export = lambda folder: None  # type: ignore[attr-defined]
-    critic, policy = OwnCritic(world), Ranks()
-    trainer = trainer_of(config, world, critic=critic)
-    block_on(trainer.start_from_present_weights())
+    world, policy = World(), Ranks()
+    critic = OwnCritic(world)
+    trainer = with_critic(config, world, critic)
     policy.hooks.append(lambda: world.calls.append("policy restarted"))
     critic.ranks.hooks.append(lambda: world.calls.append("critic restarted"))
     block_on(fit_with_restarts(trainer, {"actor": policy, "critic": critic.ranks}, 1, Progress(0, "", enabled=False)))
@@ -150,6 +157,33 @@ def test_a_lost_critic_takes_the_policy_back_with_it(tmp_path: Path, every: int,
     assert world.calls[at : at + 2 + len(back)] == ["policy restarted", "critic restarted", *back]
     assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3]
     assert trainer.session.totals["restarts"] == 1
+
+
+class Slow(OwnCritic):
+    """A critic whose first update is under way when the policy is lost, and ends when its ranks are killed."""
+
+    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+        self.world.calls.append("critic update")
+        if not self.ranks.restarts:
+            killed = Reply()
+            self.ranks.hooks.append(lambda: killed.set_result(None))
+            await call_of({0: killed})
+            self.world.calls.append("critic goes on")
+        return [Update({"loss": 0.1}, 1.0, 1e-3, True)]
+
+
+def test_what_was_under_way_when_ranks_were_lost_goes_no_further_and_is_not_recorded(tmp_path: Path) -> None:
+    world = Fragile()
+    config = config_of(tmp_path, total_steps=2)
+    critic = Slow(world)
+    trainer = with_critic(replace(config, critic=replace(config.critic, placement="own")), world, critic)
+    groups: Any = {"actor": world.ranks, "critic": critic.ranks}
+    block_on(fit_with_restarts(trainer, groups, 1, Progress(0, "", enabled=False)))
+    assert "critic goes on" not in world.calls and world.calls.count("critic update") == 3
+    assert [record["step"] for record in records(trainer, "train")] == [1, 2]
+    spans = read_timeline(trainer.session.folder / "timeline.jsonl")
+    assert [span["step"] for span in spans if span["name"] == "update_critic"] == [1, 2]
+    assert not [span for span in spans if "error" in span]
 
 
 class Workers(Ranks):
