@@ -14,6 +14,7 @@ import torch
 
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import RewardConfig, SamplingConfig
+from hybridflow.single_controller import block_on
 from tests.models import LLAMA
 from tests.unit.trainer.worlds import World, config_of, trainer_of
 
@@ -31,11 +32,11 @@ def estimator(file: str, folder: Path) -> None:
     algorithm = replace(config.algorithm, adv_estimator=f"{file}:plain", adv_estimator_options={"scale": 2.0})
 
     class Noting(World):
-        def update(self, method: Any, batch: Any, seed: Any = None) -> Any:
+        async def update(self, method: Any, batch: Any, seed: Any = None) -> Any:
             seen.append(batch)
-            return super().update(method, batch, seed)
+            return await super().update(method, batch, seed)
 
-    trainer_of(replace(config, algorithm=algorithm), Noting()).fit()
+    block_on(trainer_of(replace(config, algorithm=algorithm), Noting()).fit())
     [batch] = seen
     expected = np.repeat((batch["scores"] - batch["scores"].mean()) * 2, batch.lengths("response_ids"))
     np.testing.assert_allclose(batch.jagged("advantages").values, expected, atol=1e-6)
