@@ -90,7 +90,7 @@ class Engines(Requests):
         """Their memory stays."""
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Their memory stayed."""
+        """The memory of the engines stayed where it was."""
 
     def sync(self, version: int) -> None:
         """The weights of all tokens from now on."""

@@ -185,11 +185,11 @@ def one_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], future.Future
     monkeypatch.setattr(future, "_GRACE_S", 0.0)
 
     def made(pid: int) -> future.Future:
-        lives, silent = Reply(), Reply()
-        lives.set_result(Failure("RuntimeError", "Connection closed by peer", None))
+        living, silent = Reply(), Reply()
+        living.set_result(Failure("RuntimeError", "Connection closed by peer", None))
         if state_of(pid) == "":
             threading.Timer(0.3, silent.set_exception, [ray.exceptions.RayActorError()]).start()
-        return call_of({0: lives, 1: silent}, [os.getpid(), pid])
+        return call_of({0: living, 1: silent}, [os.getpid(), pid])
 
     return made
 

@@ -16,12 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow.batch import DataProto
+import numpy as np
+
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.errors import HybridFlowError
 from hybridflow.observe.timeline import Timeline, read_timeline
 from hybridflow.single_controller import block_on, event_loop
 from hybridflow.trainer.devices import Devices
-from hybridflow.trainer.loop import RLTrainer
 from tests.unit.single_controller.replies import Reply, call_of
 from tests.unit.trainer.worlds import Immediate, World, config_of, trainer_of
 
@@ -102,9 +103,8 @@ class Waiting(Immediate):
         return await call_of({0: Reply()})
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        from tests.unit.trainer.test_ppo import Critic
-
-        return Critic(World()).compute_values(batch)
+        responses = batch.jagged("response_ids")
+        return DataProto.from_columns({"values": Jagged(responses.values.astype(np.float32) / 10, responses.offsets)})
 
 
 def interrupts(folder: Path) -> None:
@@ -116,10 +116,7 @@ def interrupts(folder: Path) -> None:
             algorithm=replace(config.algorithm, adv_estimator="gae"),
             critic=replace(config.critic, placement="own"),
         )
-        plain = trainer_of(config, Interrupted(place))
-        parts: Any = (plain.policy, plain.engines, plain.weights, plain.dataset, plain.scorer, plain.validator)
-        critic: Any = Waiting()
-        trainer = RLTrainer(config, plain.session, *parts, {"critic": critic})
+        trainer = trainer_of(config, Interrupted(place), critic=Waiting())
         try:
             block_on(trainer.fit())
         except KeyboardInterrupt:

@@ -52,9 +52,9 @@ async def test_calls_of_a_pool_run_one_at_a_time_in_the_order_of_calling(devices
     drawn, called, events = random.Random(seed), list[int](), list[tuple[str, int]]()
     roles = dict[int, str]()
 
-    async def work(number: int, turns: int) -> int:
+    async def work(number: int, count: int) -> int:
         events.append(("begin", number))
-        await rounds(turns)
+        await rounds(count)
         events.append(("end", number))
         return number
 
@@ -178,15 +178,15 @@ async def test_phases_of_tasks_nest_by_task(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.jsonl")
     devices = Devices(POOLS.__getitem__, timeline)
 
-    async def work(name: str, turns: int) -> None:
+    async def work(name: str, count: int) -> None:
         with timeline.phase(name):
-            await rounds(turns)
+            await rounds(count)
             with timeline.phase("inner"):
-                await rounds(turns)
+                await rounds(count)
 
-    async def side(name: str, step: int, turns: int) -> None:
+    async def side(name: str, step: int, count: int) -> None:
         with timeline.phase("step", step):
-            call = devices.call(name, f"update_{name}", step, work("own", turns))
+            call = devices.call(name, f"update_{name}", step, work("own", count))
             with timeline.phase("gen"):
                 await rounds(7)
                 with timeline.phase("wait"):
