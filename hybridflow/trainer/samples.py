@@ -29,7 +29,7 @@ class Samples(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of the samples that were taken last."""
+        """Metrics of the samples that were taken last."""
 
     async def take(self, step: int) -> DataProto:
         """The samples of the step: prompts, responses and scores."""
@@ -85,7 +85,7 @@ class Sampled:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of dynamic sampling and of the groups."""
+        """Metrics of dynamic sampling and of the groups."""
         return {**self._dynamic, **self.groups.metrics}
 
     async def take(self, step: int) -> DataProto:

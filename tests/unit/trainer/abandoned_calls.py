@@ -125,7 +125,7 @@ def interrupts(folder: Path) -> None:
         trainer.session.close()
         phases = read_timeline(trainer.session.folder / "timeline.jsonl")
         assert [phase["error"] for phase in phases if phase["name"] == "step"], phases
-        del trainer, plain, parts
+        del trainer
         gc.collect()
 
 
