@@ -22,6 +22,8 @@ from hybridflow.rollout.requests import Requests
 from hybridflow.single_controller import block_on
 from hybridflow.workers.rollout import response_columns
 
+pytestmark = pytest.mark.slow  # four thousand requests, twice
+
 MANY, ENGINES, PROMPT, TOKENS, ANSWERS = 2000, 4, 500, 32, 2
 MOST_S = 0.02
 LOOP = f"""
