@@ -36,10 +36,9 @@ class Span:
         self._depth, self._record_of = depth, record
         self._start, self._ticks = time.time(), time.perf_counter()
 
-    def end(self, at: float | None = None, error: str = "") -> None:
-        """Record that the phase has ended, now or when `time.perf_counter` was `at`; `error` names the exception that
-        ended it."""
-        seconds = max((time.perf_counter() if at is None else at) - self._ticks, 0.0)
+    def end(self, error: str = "") -> None:
+        """Record that the phase has ended; `error` names the exception that ended it."""
+        seconds = time.perf_counter() - self._ticks
         record = {
             "name": self.name,
             "step": self.step,
