@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_MOST_INTERRUPTS = 4
+_MOST_INTERRUPTS, _CANCEL_S = 4, 10.0
 _computing_s = 0.0
 _log = logging.getLogger(__name__)
 
@@ -83,16 +83,20 @@ def block_on(awaitable: Awaitable[T]) -> T:
 
 
 def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancel tasks of this thread's loop, from outside of it, and wait until they have ended."""
+    """Cancel tasks of this thread's loop, from outside of it, and wait until they have ended, some seconds at most."""
     loop = _of_thread.loop
     for task in tasks:
         task.cancel()
     # the loop raises an interrupt of one task again in each that waits for it; more of them come from the user
+    deadline = time.monotonic() + _CANCEL_S
     for _ in range(_MOST_INTERRUPTS):
-        pending = [task for task in tasks if not task.done()]
-        if pending and not loop.is_running():
-            with suppress(KeyboardInterrupt):
-                loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        pending, left = [task for task in tasks if not task.done()], deadline - time.monotonic()
+        if not pending or left <= 0 or loop.is_running():
+            return
+        stop = loop.call_later(left, loop.stop)
+        with suppress(KeyboardInterrupt, RuntimeError):  # RuntimeError: it was stopped
+            loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        stop.cancel()
 
 
 async def _result(awaitable: Awaitable[T]) -> T:

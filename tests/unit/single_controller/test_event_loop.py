@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hybridflow.errors import WorkerError
-from hybridflow.single_controller import block_on, in_thread, waited_seconds
+from hybridflow.single_controller import block_on, cancel_all, event_loop, in_thread, waited_seconds
 from hybridflow.single_controller.host import Failure
 from tests.unit.single_controller.replies import Reply, call_of
 
@@ -116,6 +116,30 @@ def test_an_interrupt_ends_the_wait_and_what_waits_with_it() -> None:
         block_on(work())
     assert ends == ["cancelled"]
     assert block_on(asyncio.sleep(0, "the loop goes on")) == "the loop goes on"
+
+
+def test_a_task_that_ignores_its_cancellation_holds_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an agent loop of a user's may, with `except:` in a loop."""
+    monkeypatch.setattr(event_loop, "_CANCEL_S", 0.1)
+    cancelled, may_end = list[int](), asyncio.Event()
+
+    async def stubborn() -> None:
+        while not may_end.is_set():
+            try:
+                await may_end.wait()
+            except asyncio.CancelledError:
+                cancelled.append(1)
+
+    async def begin() -> asyncio.Task[None]:
+        task = asyncio.ensure_future(stubborn())
+        await rounds()
+        return task
+
+    task = block_on(begin())
+    cancel_all([task])
+    assert cancelled == [1] and not task.done()
+    may_end.set()
+    block_on(task)
 
 
 async def test_blocking_work_holds_neither_the_loop_nor_who_gave_it_up() -> None:
