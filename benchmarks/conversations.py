@@ -73,7 +73,9 @@ class Engines(Requests):
         return columns.with_columns(ticket=np.array(tickets, np.int64))
 
     def _unexpected(self, *_: object) -> Any:
-        raise RuntimeError("these engines are never lost, saved, aborted or given weights")
+        raise RuntimeError(
+            "these engines are never lost, saved, aborted or given weights"
+        )
 
     sync = _unexpected
     sleep = _unexpected
@@ -117,7 +119,9 @@ def conversations(place: Place, count: int = 10_000) -> Iterator[Timed | Metric]
     yield single("conversations/resident memory", "GiB", memory, "lower", limit=limit)
 
 
-async def _answers(config: RunConfig, tokenizer: Tokenizer, prompts: DataProto) -> DataProto:
+async def _answers(
+    config: RunConfig, tokenizer: Tokenizer, prompts: DataProto
+) -> DataProto:
     rollouts = Conversations(Engines(config, tokenizer.eos_id), tokenizer, config)
     return await rollouts.answers(rollouts.begin(prompts, training=True))
 

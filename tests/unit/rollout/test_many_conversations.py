@@ -70,7 +70,7 @@ class Engines(Requests):
     async def _unused(self, *_: object) -> None:
         raise RuntimeError("these engines are never lost, and have nothing to give up")
 
-    _so_far = _leave_out_lost = _abort = _forget = sleep = wake = _unused  # type: ignore[assignment]
+    _so_far = _leave_out_lost = _abort = _forget = sync = sleep = wake = _unused  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +135,7 @@ def test_the_number_of_messages_does_not_follow_the_number_of_conversations(
     assert few == many == {"ask": ANSWERS, "collect": ANSWERS}
 
 
+@pytest.mark.full  # the seconds of a processor, which CI's may lack
 def test_no_callback_holds_the_loop_while_conversations_move_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A callback counts that is slow in each of three attempts: other jobs take the caches from this one."""
     for _ in range(3):
