@@ -1,5 +1,4 @@
-"""The other way to bring weights to engines: whole tensors, assembled by the leader of each pipeline stage from its
-ranks' pieces."""
+"""Whole HF tensors, assembled on the leader of each pipeline stage from its ranks' pieces."""
 
 from __future__ import annotations
 
