@@ -368,7 +368,7 @@ def _concatenate(
         if len(part) != chunk_rows:
             raise SchemaError(f"{spec.name} on rank {rank} returned {len(part)} rows for a chunk of {chunk_rows}")
         _check_writes(spec, rank, part)
-    whole = DataProto.concat([_without_padding_mark(part) for part in parts])
+    whole = DataProto.concat(list(map(_without_padding_mark, parts)))
     return whole.unpad(len(whole) - rows)
 
 

@@ -302,21 +302,19 @@ def _tagged(value: Any) -> Any:
             return {key: _tagged(entry) for key, entry in value.items()}
         return {"$items": [[_tagged(key), _tagged(entry)] for key, entry in value.items()]}
     if isinstance(value, (list, tuple)):
-        entries = [_tagged(entry) for entry in value]
+        entries = list(map(_tagged, value))
         return entries if isinstance(value, list) else {"$tuple": entries}
     if isinstance(value, np.generic):
         return {"$scalar": [value.dtype.str, value.item()]}
     if isinstance(value, np.ndarray):
-        return {
-            "$array": [value.dtype.str, list(value.shape), [_tagged(entry) for entry in value.reshape(-1).tolist()]]
-        }
+        return {"$array": [value.dtype.str, list(value.shape), list(map(_tagged, value.reshape(-1).tolist()))]}
     return value
 
 
 def _untagged(value: Any) -> Any:
     """Decode a value encoded by `_tagged`."""
     if isinstance(value, list):
-        return [_untagged(entry) for entry in value]
+        return list(map(_untagged, value))
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
@@ -333,7 +331,7 @@ def _read_array(content: Any) -> np.ndarray:
 
 _TAGS: dict[str, Callable[[Any], Any]] = {
     "$items": lambda pairs: {_untagged(key): _untagged(entry) for key, entry in pairs},
-    "$tuple": lambda entries: tuple(_untagged(entry) for entry in entries),
+    "$tuple": lambda entries: tuple(map(_untagged, entries)),
     "$scalar": lambda content: np.dtype(content[0]).type(content[1]),
     "$array": _read_array,
 }

@@ -76,7 +76,7 @@ class Jagged:
                     f"{', '.join(map(str, arrays[0].shape[1:]))}]"
                 )
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
-        return cls.from_lengths(values, [len(array) for array in arrays])
+        return cls.from_lengths(values, list(map(len, arrays)))
 
     @classmethod
     def from_lengths(cls, values: npt.NDArray[Any], lengths: npt.ArrayLike) -> Jagged:

@@ -24,7 +24,7 @@ examples:
   hybridflow doctor --config-name tiny-moe-grpo  and what this recipe needs
   srun --nodes=4 --ntasks-per-node=1 hybridflow doctor --errors-only
   hybridflow doctor --nodes                      the same on every node of this shell's Slurm job
-  hybridflow doctor --model downloads/Qwen3-8B   a model folder as a run would read it, without a GPU
+  hybridflow doctor --model downloads/Qwen3-8B   a model folder as a run would read it, no GPU
   hybridflow doctor --model downloads/Qwen3-8B --recipe grpo-qwen3-8b-1x8
 
 Levels: ok; unused, with the reason; warning, slower or at risk; error, a run would end. The exit
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         findings = [finding for finding in findings if finding.level in ("warning", "error")]
     name = os.environ.get("SLURMD_NODENAME")
     if args.json:
-        print(json.dumps({"node": name, "findings": [vars(finding) for finding in findings]}))
+        print(json.dumps({"node": name, "findings": list(map(vars, findings))}))
     elif findings:
         say(f"{name}:\n{table(findings)}" if name else table(findings))
     return code

@@ -194,7 +194,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     if args.source is not None and not args.source.exists():
         raise ConfigError(f"--source {args.source}: no such folder")
     out = args.out or Path("data") / args.task
-    options = dict(_parse_option(word) for word in args.overrides)
+    options = dict(map(_parse_option, args.overrides))
     from hybridflow.data.prepare import prepare
 
     done = prepare(args.task, out, args.source, options)
@@ -311,7 +311,7 @@ def _list_recipes(args: argparse.Namespace, job: str) -> None:
     dirs = config_dirs(args.config_dir)
     recipes = list_recipes(dirs)
     width = max((len(recipe.name) for recipe in recipes), default=0)
-    print(f"Recipes in {', '.join(str(folder) for folder in dirs)}:\n")
+    print(f"Recipes in {', '.join(map(str, dirs))}:\n")
     for recipe in recipes:
         print(f"  {recipe.name:<{width}}  {recipe.summary}".rstrip())
     print(f"\nRun one with: hybridflow {job} --config-name NAME [key=value ...]")

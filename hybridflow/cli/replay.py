@@ -20,7 +20,7 @@ examples:
   hybridflow replay runs/tiny-moe-grpo 3                     step 3, from its dump and checkpoint 2
   hybridflow replay runs/tiny-moe-grpo 3 cluster=in-process  in one process, so breakpoint() works
   hybridflow replay runs/tiny-moe-grpo 3 actor.backend=fsdp  with another setting
-  hybridflow replay runs/mine 3 --run-code                   runs the files that its config.yaml names
+  hybridflow replay runs/mine 3 --run-code                   runs the files that config.yaml names
 
 The run must have dumped the step (trainer.dump_rollouts_every_steps) and kept the checkpoint before
 it (trainer.save_every_steps, trainer.max_checkpoints_to_keep). Nothing in RUN_DIR is changed except

@@ -29,11 +29,14 @@ def build(values: Mapping[str, Any]) -> RunConfig:
 def to_plain(value: Any) -> Any:
     """Dataclasses -> dicts and tuples -> lists, all the way down: what YAML and JSON can hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        plain = {}
+        for field in dataclasses.fields(value):
+            plain[field.name] = to_plain(getattr(value, field.name))
+        return plain
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
+        return list(map(to_plain, value))
     return value
 
 

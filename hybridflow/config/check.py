@@ -353,7 +353,10 @@ def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
 
 def _router_losses(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     actor = config.actor
-    keys = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(actor, key)]
+    keys = []
+    for key in ("router_aux_loss_coef", "router_z_loss_coef"):
+        if getattr(actor, key):
+            keys.append(key)
     if not keys or actor.backend == "fsdp":  # refused by the backend
         return
     named = " and ".join(f"actor.{key}={getattr(actor, key)}" for key in keys)
@@ -372,7 +375,9 @@ def _router_replay(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]
     kind = config.actor.router_replay
     if kind != "none" and sizes and not derived.num_experts(sizes):
         yield f"actor.router_replay={kind} needs a mixture of experts, and the model is dense; set it to none"
-    given = {name.replace("_", "-"): value for name, value in config.rollout.extra_args.items()}
+    given = {}
+    for name, value in config.rollout.extra_args.items():
+        given[name.replace("_", "-")] = value
     if derived.needs_engine_routes(config) and given.get("enable-return-routed-experts", True) is not True:
         yield (
             f"actor.router_replay={kind} switches the engines' enable-return-routed-experts on, and rollout.extra_args "

@@ -102,7 +102,10 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
     if config.data.answers != "pairs":
         return
     pairs, correction, algorithm = "data.answers=pairs", config.actor.rollout_correction, config.algorithm
-    able = [name for name in ESTIMATORS.names() if ESTIMATORS.get(name).preferences]
+    able = []
+    for name in ESTIMATORS.names():
+        if ESTIMATORS.get(name).preferences:
+            able.append(name)
     if algorithm.adv_estimator not in able:
         yield (
             f"{pairs} with algorithm.adv_estimator={algorithm.adv_estimator}, which learns from the policy's own "

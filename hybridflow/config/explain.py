@@ -70,8 +70,10 @@ def explain(config: RunConfig, origins: Origins) -> str:
 
 
 def _given(config: RunConfig, origins: Origins) -> list[str]:
-    rows = [(key, str(value_at(config, key)), origins.of(key)) for key in _KEYS]
-    wide = max(len(key) for key in _KEYS)
+    rows = []
+    for key in _KEYS:
+        rows.append((key, str(value_at(config, key)), origins.of(key)))
+    wide = max(map(len, _KEYS))
     return ["Given", *(f"  {key:<{wide}}  {value:>8}  {origin}" for key, value, origin in rows)]
 
 

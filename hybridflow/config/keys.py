@@ -97,7 +97,9 @@ class Entry:
 
     def summaries(self) -> dict[str, str]:
         """{built-in entry: the first paragraph of its module's docstring}."""
-        texts = {file.stem: file.read_text(encoding="utf-8") for file in package_folder(self.package).glob("*.py")}
+        texts = {}
+        for file in package_folder(self.package).glob("*.py"):
+            texts[file.stem] = file.read_text(encoding="utf-8")
         docs = {}
         for name in self.names():
             if name in texts:

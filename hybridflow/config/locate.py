@@ -72,7 +72,7 @@ def require_recipe(name: str, dirs: list[Path]) -> str:
         return stem
     near = difflib.get_close_matches(stem, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    searched = ", ".join(str(folder) for folder in dirs)
+    searched = ", ".join(map(str, dirs))
     raise ConfigError(f"no recipe named {name}{hint} Available: {', '.join(names) or 'none'} (searched {searched})")
 
 

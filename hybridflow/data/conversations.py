@@ -122,7 +122,7 @@ def read_learned(value: Any) -> list[bool]:
     """
     if not isinstance(value, list | tuple) or not all(one in (0, 1) for one in value):
         raise DataError("expected a list of booleans, one for each message of the assistant")
-    return [bool(one) for one in value]
+    return list(map(bool, value))
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -168,7 +168,9 @@ def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
     said = []
     for key in ("reasoning_content", "content"):
         said.extend(_THINKING.split(message.get(key) or ""))
-    calls = [str(call["function"].get("name", "")) for call in message.get("tool_calls") or ()]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        calls.append(str(call["function"].get("name", "")))
     if not shown.strip():
         raise DataError(f"message {place}: the chat template shows nothing of this answer; is it empty?")
     if missing := [part for part in (*said, *calls) if whole_text(part).strip() not in shown]:
@@ -244,4 +246,4 @@ def _without_nulls(value: Any) -> Any:
             if one is not None:
                 kept[key] = _without_nulls(one)
         return kept
-    return [_without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
+    return list(map(_without_nulls, value)) if isinstance(value, list | tuple) else value

@@ -95,7 +95,7 @@ class AnswerEncoder:
         if is_long:
             prompt = _shorten(prompt, row, config)
             answers = {name: _shorten_response(answer, row, config) for name, answer in answers.items()}
-        if self.must_differ and len({tuple(answer) for answer in answers.values()}) < len(answers):
+        if self.must_differ and len(set(map(tuple, answers.values()))) < len(answers):
             one, other = self.answers.values()
             raise DataError(
                 f"{row.path}, row {row.number}: columns {one!r} and {other!r} hold the same answer "
@@ -160,7 +160,7 @@ class ConversationEncoder:
 def _columns(row: LearnedRow, limit: int) -> Ids:
     begin = max(row.learned.index(True), 1)
     response, mask = row.ids[begin:limit], row.learned[begin:limit]
-    return {"prompt_ids": row.ids[:begin], "response_ids": response, RESPONSE_MASK: [int(one) for one in mask]}
+    return {"prompt_ids": row.ids[:begin], "response_ids": response, RESPONSE_MASK: list(map(int, mask))}
 
 
 def _answer_ids(row: Row, key: str, tokenizer: Tokenizer) -> list[int]:

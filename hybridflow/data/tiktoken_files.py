@@ -102,11 +102,10 @@ def _fast_class() -> type[PreTrainedTokenizerFast]:
 
         def encode(self, text: str, *args: Any, **options: Any) -> list[int]:
             """Token ids of the text, without special tokens around it."""
-            return [
-                token
-                for part in parts_of(text)
-                for token in super(TiktokenTokenizer, self).encode(part, *args, **options)
-            ]
+            tokens: list[int] = []
+            for part in parts_of(text):
+                tokens.extend(super().encode(part, *args, **options))
+            return tokens
 
     return TiktokenTokenizer
 

@@ -148,11 +148,11 @@ class Tokenizer:
         if not self._hf.chat_template:
             raise DataError(f"{self.path}: the tokenizer has no chat template; add a chat_template.jinja to the folder")
         shown = self.tools if tools is None else tools
-        given: dict[str, Any] = {"tools": [dict(one) for one in shown]} if shown else {}
+        given: dict[str, Any] = {"tools": list(map(dict, shown))} if shown else {}
         try:
             return str(
                 self._hf.apply_chat_template(
-                    [dict(m) for m in messages], **{**self.template_kwargs, "tokenize": False, **how, **given}
+                    list(map(dict, messages)), **{**self.template_kwargs, "tokenize": False, **how, **given}
                 )
             )
         except Exception as error:  # templates are programs of the model's author and raise what they like
@@ -180,7 +180,7 @@ class Tokenizer:
     @cached_property
     def template(self) -> ChatTemplate:
         """What the chat template writes between an answer and the next one."""
-        stops = [self.token_text(token) for token in self.stop_ids]
+        stops = list(map(self.token_text, self.stop_ids))
         return ChatTemplate(str(self.path), self.render, self._plain.added, stops)
 
     def continuation(self, exchanges: Sequence[Exchange], last: int | None = None) -> list[int]:
@@ -225,7 +225,7 @@ class Tokenizer:
         Special tokens elsewhere stay visible and an id without a token becomes U+FFFD, so that a response with rubbish
         between the right characters does not read like a right one.
         """
-        kept = [int(i) for i in ids]
+        kept = list(map(int, ids))
         end = len(kept)
         while end and (kept[end - 1] in self.stop_ids or kept[end - 1] == self.pad_id):
             end -= 1

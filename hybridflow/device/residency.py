@@ -193,7 +193,7 @@ class _PinnedStore:
         self._blocks: list[torch.Tensor] = []
 
     def write(self, key: str, storages: list[torch.UntypedStorage]) -> None:
-        if [len(block) for block in self._blocks] != [storage.nbytes() for storage in storages]:
+        if list(map(len, self._blocks)) != [storage.nbytes() for storage in storages]:
             self._blocks = []
             try:
                 self._blocks = [

@@ -64,7 +64,10 @@ def build_micro_batches(
             did not sample serve only as context.
         device: the device of the tensors.
     """
-    return [_pack(batch, np.asarray(rows, dtype=np.int64), columns, device) for rows in bins]
+    packed: list[MicroBatch] = []
+    for rows in bins:
+        packed.append(_pack(batch, np.asarray(rows, dtype=np.int64), columns, device))
+    return packed
 
 
 def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: torch.device) -> MicroBatch:

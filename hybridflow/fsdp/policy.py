@@ -123,7 +123,9 @@ class FsdpPolicy(HoldsReference):
         watch = Watch(len(micro_batches), self.device)
         self.optimizer.zero_grad()
         merged = self.accumulate(micro_batches, loss, self._scoring(temperature, with_entropy), watch)
-        metrics = {name: (float(total), float(count)) for name, (total, count) in merged.items()}
+        metrics = {}
+        for name, (total, count) in merged.items():
+            metrics[name] = (float(total), float(count))
         if problem := watch.report_of(self.optimizer.gradients()):
             return not_applied(problem, self.on_nonfinite, metrics, self.optimizer.learning_rate())
         norm, rate = self.optimizer.step()
@@ -212,7 +214,9 @@ class FsdpPolicy(HoldsReference):
 
         Tensors without rows on this rank are omitted.
         """
-        local = {name: shard.detach().to_local() for name, shard in self.shards().items()}
+        local = {}
+        for name, shard in self.shards().items():
+            local[name] = shard.detach().to_local()
         return {name: rows for name, rows in local.items() if rows.numel()}
 
     def release_copies(self) -> None:

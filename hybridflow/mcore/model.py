@@ -252,10 +252,9 @@ def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> l
         overlap_param_gather=parallel.overlap_param_gather,
         check_for_nan_in_grad=False,
     )
-    wrapped = [
-        DistributedDataParallel(model.config, config, model, disable_bucketing=chunk > 0)
-        for chunk, model in enumerate(models)
-    ]
+    wrapped = []
+    for chunk, model in enumerate(models):
+        wrapped.append(DistributedDataParallel(model.config, config, model, disable_bucketing=chunk > 0))
     settings = models[0].config  # shared by all virtual stages
     settings.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap_grad_reduce:  # no reduction before the last micro-batch

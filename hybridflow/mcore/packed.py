@@ -111,7 +111,10 @@ def build_micro_batches(
     """
     read = lengths_read(sequence_lengths(batch), last_token)
     length = cut.total(read, bins) if total is None else total
-    return [_pack(batch, np.asarray(rows, dtype=np.int64), read, columns, cut, length) for rows in bins]
+    packed: list[MicroBatch] = []
+    for rows in bins:
+        packed.append(_pack(batch, np.asarray(rows, dtype=np.int64), read, columns, cut, length))
+    return packed
 
 
 def _pack(

@@ -132,7 +132,9 @@ def gated_local(
 ) -> list[LocalTensor]:
     """Return a rank's `fc1` (its rows of gate stacked on its rows of up) and `fc2` (its columns of down)."""
     rows = ffn // size
-    parts = [(f"{source}{name}.weight", rank * rows, rows) for name in (names.gate, names.up)]
+    parts = []
+    for name in (names.gate, names.up):
+        parts.append((f"{source}{name}.weight", rank * rows, rows))
     return [stacked(fc1, parts, (hidden,)), split(fc2, f"{source}{names.down}.weight", (hidden, ffn), 1, rank, size)]
 
 

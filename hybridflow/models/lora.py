@@ -64,7 +64,7 @@ class AdapterMap:
         for local in family.local_tensors(Coordinates()):
             if _can_be_adapted(local):
                 linears.append(local)
-        has = dict.fromkeys(_target(local) for local in linears)
+        has = dict.fromkeys(map(_target, linears))
         if missing := [target for target in config.targets if target not in has]:
             raise ModelError(
                 f"actor.lora.targets: the model has no {', '.join(missing)} to adapt (routed experts have no "
@@ -109,11 +109,11 @@ class AdapterMap:
 
     def num_parameters(self) -> int:
         """Return the number of trainable parameters."""
-        return sum(math.prod(shape) for shape in self.tensors().values())
+        return sum(map(math.prod, self.tensors().values()))
 
     def facts(self) -> dict[str, Any]:
         """Return the adapter settings for a checkpoint's manifest."""
-        targets = dict.fromkeys(_target(local) for local in self._uncut.values())
+        targets = dict.fromkeys(map(_target, self._uncut.values()))
         return {"rank": self.config.rank, "alpha": self.config.alpha, "targets": list(targets)}
 
     def _is_wanted(self, local: LocalTensor) -> bool:

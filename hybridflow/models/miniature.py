@@ -68,7 +68,10 @@ def _heads(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {key: _EXPERTS for key in _EXPERT_COUNTS if hf.get(key) is not None}
+    found: dict[str, Any] = {}
+    for key in _EXPERT_COUNTS:
+        if hf.get(key) is not None:
+            found[key] = _EXPERTS
     if not found:
         return {}
     chosen = min(4, int(hf.get("num_experts_per_tok") or 2))

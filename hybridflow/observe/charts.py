@@ -78,7 +78,9 @@ def draw(chart: Chart) -> Drawn | None:
         usable = _aligned(usable)
     limit = MAX_BARS if chart.kind == "stack" else MAX_POINTS
     size = max(math.ceil(len(series.points) / limit) for series in usable)
-    thinned = [Series(series.label, thin(series.points, size), series.color) for series in usable]
+    thinned = []
+    for series in usable:
+        thinned.append(Series(series.label, thin(series.points, size), series.color))
     body, legend = _stack(chart, thinned) if chart.kind == "stack" else _lines(chart, thinned)
     each = "bar" if chart.kind == "stack" else "point"
     label = f"{chart.title}: {', '.join(series.label for series in usable)}"
@@ -193,7 +195,7 @@ def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
     for index, one in enumerate(series):
         for at, value in one.points:
             columns.setdefault(at, [0.0] * len(series))[index] = max(0.0, value or 0.0)
-    y = scale.linear([sum(values) for values in columns.values()], HEIGHT - BOTTOM, TOP, (0.0,))
+    y = scale.linear(list(map(sum, columns.values())), HEIGHT - BOTTOM, TOP, (0.0,))
     low = min(columns)
     high = max(columns)
     gap = (high - low) / max(1, len(columns) - 1) or 1.0

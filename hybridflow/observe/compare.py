@@ -77,7 +77,7 @@ def describe(differences: list[Difference]) -> str:
 
 
 def _lengths(batch: DataProto, name: str) -> list[int]:
-    return [int(length) for length in batch.lengths(name)]
+    return list(map(int, batch.lengths(name)))
 
 
 def _column(name: str, one: DataProto, two: DataProto) -> Difference:

@@ -25,7 +25,7 @@ def finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: finite(one) for key, one in value.items()}
-    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+    return list(map(finite, value)) if isinstance(value, list | tuple) else value
 
 
 class JsonlWriter:

@@ -63,7 +63,7 @@ def render(run: RunFolder) -> str:
             if "warning" in record
         ],
         changes=[
-            (f"{record.get('phase')} step {record['step']}", [str(line) for line in record["changes"]])
+            (f"{record.get('phase')} step {record['step']}", list(map(str, record["changes"])))
             for record in run.changes
         ],
         groups=_drawn_groups(run),
@@ -165,7 +165,9 @@ def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
             marks.append((record["step"], "changed"))
     groups: list[tuple[str, list[Drawn]]] = []
     for title, charts in chart_groups(run):
-        drawn = [draw(replace(chart, marks=marks if chart.phase == "train" else ())) for chart in charts]
+        drawn = []
+        for chart in charts:
+            drawn.append(draw(replace(chart, marks=marks if chart.phase == "train" else ())))
         groups.append((title, [one for one in drawn if one is not None]))
     groups.append(("Plan", _plan_pictures(run.summary.get("planned"))))
     return [group for group in groups if group[1]]

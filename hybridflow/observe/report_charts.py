@@ -242,7 +242,7 @@ def _step_time(run: RunFolder) -> Chart:
     named = [name for name in sorted(sums, key=lambda name: -sums[name]) if name != "other"]
     kept = [name for name in _PHASE_COLORS if name in named] + [name for name in named if name not in _PHASE_COLORS]
     smallest = set(named[_MAX_STACKED:])
-    free = [color for color in range(8) if color not in {_PHASE_COLORS.get(name) for name in kept}]
+    free = [color for color in range(8) if color not in set(map(_PHASE_COLORS.get, kept))]
     series, rest = [], [phases["other"]] if "other" in phases else []
     for name in kept:
         color = _PHASE_COLORS.get(name, free.pop(0) if name not in _PHASE_COLORS and free else None)
@@ -276,7 +276,9 @@ def _several(
     run: RunFolder, title: str, names: Sequence[tuple[str, str, int]], unit: str, about: str, **settings: Any
 ) -> Chart:
     """A chart of several metrics of training: their labels, names and colours."""
-    series = [Series(label, run.points("train", name), color) for label, name, color in names]
+    series = []
+    for label, name, color in names:
+        series.append(Series(label, run.points("train", name), color))
     return Chart(title, series, unit, about, **settings)
 
 

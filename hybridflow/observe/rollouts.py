@@ -101,7 +101,10 @@ def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
         if name not in TOKEN_COLUMNS:
             held = batch[name]
             columns[name] = [row.tolist() for row in held] if isinstance(held, Jagged) else held.tolist()
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    rows: list[dict[str, Any]] = []
+    for values in zip(*columns.values(), strict=True):
+        rows.append(dict(zip(columns, values, strict=True)))
+    return rows
 
 
 def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
@@ -129,7 +132,7 @@ def _column(name: str, values: Any) -> Column:
     try:
         if kind is Jagged:
             return Jagged.from_rows([np.reshape(value, (-1, 2)) for value in values], np.int64)
-        return np.array([_text(value) for value in values], object) if kind is str else np.asarray(values, kind)
+        return np.array(list(map(_text, values)), object) if kind is str else np.asarray(values, kind)
     except (TypeError, ValueError) as error:
         raise SchemaError(f"rollout column {name!r}: expected {kind.__name__}: {error}") from error
 

@@ -233,7 +233,7 @@ def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[d
     if len(ranked) <= count:
         return ranked
     good = _varied(ranked, count - count // 2)
-    chosen = {id(row) for row in good}
+    chosen = set(map(id, good))
     bad = _varied([row for row in reversed(ranked) if id(row) not in chosen], count // 2)
     return good + bad[::-1]
 
@@ -304,7 +304,9 @@ def _score(row: Mapping[str, Any]) -> float:
 
 def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows of a row; None stands for a number that is missing or not a number."""
-    numbers = {name: row[name] if _is_number(row.get(name)) else None for name in _NUMBERS}
+    numbers = {}
+    for name in _NUMBERS:
+        numbers[name] = row[name] if _is_number(row.get(name)) else None
     return numbers | {name: row.get(name) for name in _TEXTS}
 
 

@@ -32,7 +32,7 @@ class Scale:
         step = abs(self.ticks[1] - self.ticks[0]) if len(self.ticks) > 1 else abs(tick) or 1.0
         if percent:
             return f"{tick * 100:.{max(0, -math.floor(math.log10(step * 100) + 1e-9))}f} %"
-        largest = max(abs(t) for t in self.ticks)
+        largest = max(map(abs, self.ticks))
         if largest and (largest < 1e-3 or largest >= 1e6):
             return _exponent(tick)
         return f"{tick:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"

@@ -102,7 +102,7 @@ def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def _stretches(batch: DataProto, row: int, decode: Decode) -> list[Stretch]:
-    ids = [int(token) for token in _row(batch, "response_ids", row)[:MOST_TOKENS]]
+    ids = list(map(int, _row(batch, "response_ids", row)[:MOST_TOKENS]))
     mask, versions = (
         _of_runs(_row(batch, name, row), len(_row(batch, "response_ids", row)))
         for name in ("response_mask", "response_versions")

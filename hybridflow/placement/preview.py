@@ -27,7 +27,7 @@ def preview(config: RunConfig, job: str = "train") -> Placement | None:
     if config.cluster.address is not None:
         return None
     pools = pools_of(config, job, "cpu")
-    here = Node("127.0.0.1", sum(_devices(pool) for pool in pools))
+    here = Node("127.0.0.1", sum(map(_devices, pools)))
     return place(ClusterShape((here,), "cpu", is_local=True), pools)
 
 
@@ -40,7 +40,7 @@ def smallest(pools: Sequence[Pool], devices: int) -> ClusterShape:
     # one node per part of each member is always sufficient
     most = sum(pool.shape[0] if pool.shape else sum(one.count * one.nodes for one in pool.groups) for pool in pools)
     place(ClusterShape.uniform(most, devices), pools)
-    least = -(-sum(_devices(pool) for pool in pools) // devices)
+    least = -(-sum(map(_devices, pools)) // devices)
     enough = (nodes for nodes in range(least, most) if _fits(pools, nodes, devices))
     return ClusterShape.uniform(next(enough, most), devices)
 

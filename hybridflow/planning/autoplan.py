@@ -64,7 +64,10 @@ class Search:
         known = self._known[model, size]
         if role is None or margin == 1:
             return known
-        return [replace(option, held=margin * option.held, working=margin * option.working) for option in known]
+        options = []
+        for option in known:
+            options.append(replace(option, held=margin * option.held, working=margin * option.working))
+        return options
 
     def _engine_options(self, size: int) -> Iterator[Option]:
         """Engines of all numbers of ranks, but larger ones than are needed for a generation about as short as any."""

@@ -34,7 +34,9 @@ class Lengths:
     def quantiles(self) -> tuple[float, ...]:
         """Lengths at the middle of equal shares of the responses, in order."""
         normal = NormalDist()
-        shape = [math.exp(SPREAD * normal.inv_cdf((i + 0.5) / _QUANTILES)) for i in range(_QUANTILES)]
+        shape = []
+        for i in range(_QUANTILES):
+            shape.append(math.exp(SPREAD * normal.inv_cdf((i + 0.5) / _QUANTILES)))
         low, high = 1e-6 * self.longest, 1e3 * self.longest
         for _ in range(60):  # the median whose cut distribution has the mean
             middle = math.sqrt(low * high)

@@ -134,7 +134,7 @@ class Plan:
             "devices": job.devices,
             "nodes": job.machines.nodes,
             "device_bytes": self.limit,
-            "parameters": sum(_whole(role) for role in job.roles[:1]),
+            "parameters": sum(map(_whole, job.roles[:1])),
             "step_seconds": self.seconds,
             "device_hours": self.device_hours,
             "tokens_per_second_per_device": self.tokens_per_second,
@@ -353,4 +353,4 @@ def _largest(memory: dict[str, float]) -> list[tuple[str, float]]:
 def _whole(role: RolePlan) -> int:
     from math import prod
 
-    return sum(prod(shape) for shape in role.training.decoder.tensors().values())
+    return sum(map(prod, role.training.decoder.tensors().values()))

@@ -190,7 +190,10 @@ def layer_shapes(decoder: Decoder) -> list[LayerShape]:
 
 def _kind_shapes(decoder: Decoder) -> list[LayerShape]:
     topk = int(decoder.values.get("num_experts_per_tok") or 0)
-    return [layer_shape(attention, mlp, decoder.hidden, topk) for attention, mlp in layer_kinds(decoder)[1]]
+    found: list[LayerShape] = []
+    for attention, mlp in layer_kinds(decoder)[1]:
+        found.append(layer_shape(attention, mlp, decoder.hidden, topk))
+    return found
 
 
 @functools.cache

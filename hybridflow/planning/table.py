@@ -44,7 +44,10 @@ def _layouts(job: Job) -> list[str]:
     engine = job.engine.shape
     names = ("TP", "PP", "VPP", "CP", "EP", "DP")
     sizes = (cut.tensor, cut.pipeline, cut.virtual, cut.context, cut.expert, cut.data)
-    larger = [f"{name} {size}" for name, size in zip(names, sizes, strict=True) if size > 1]
+    larger = []
+    for name, size in zip(names, sizes, strict=True):
+        if size > 1:
+            larger.append(f"{name} {size}")
     pipeline = f", PP {engine.pipeline}" if engine.pipeline > 1 else ""
     expert = f", EP {engine.expert}" if engine.expert > 1 else ""
     devices = "on the trainer's devices in turns" if job.shares else "on devices of their own"
@@ -78,7 +81,9 @@ def _pools(job: Job) -> list[str]:
     if len(members) == 1:
         return []
     members.setdefault(job.engine_pool, []).append("engines")
-    found = [f"{', '.join(names)} on {job.pools[pool]}" for pool, names in members.items()]
+    found = []
+    for pool, names in members.items():
+        found.append(f"{', '.join(names)} on {job.pools[pool]}")
     return [f"pools       {' | '.join(found)} devices, at the same time"]
 
 

@@ -134,12 +134,18 @@ class Training:
     def numbers(self) -> tuple[Numbers, ...]:
         """Parameters of a rank of each pipeline stage."""
         stages = range(self.cut.pipeline)
-        return tuple(stage_numbers(self.decoder, self.cut.place(stage), self.scalar_head) for stage in stages)
+        found = []
+        for stage in stages:
+            found.append(stage_numbers(self.decoder, self.cut.place(stage), self.scalar_head))
+        return tuple(found)
 
     @cached_property
     def layers(self) -> tuple[tuple[tuple[LayerShape, int], ...], ...]:
         """The layers of each pipeline stage, all its virtual stages together: each shape, and how many there are."""
-        return tuple(stage_layers(self.decoder, self.cut.place(stage)) for stage in range(self.cut.pipeline))
+        found = []
+        for stage in range(self.cut.pipeline):
+            found.append(stage_layers(self.decoder, self.cut.place(stage)))
+        return tuple(found)
 
     def weights(self, stage: int) -> float:
         """Weights."""

@@ -36,9 +36,9 @@ class Exchange:
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
-        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
         padded[: data.numel()] = data
-        return padded, [int(size) for size in sizes]
+        return padded, list(map(int, sizes))
 
 
 def _decoded(texts: list[torch.Tensor], sizes: list[int]) -> list[str]:

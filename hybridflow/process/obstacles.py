@@ -85,7 +85,9 @@ def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
             ours = PathFinder.find_spec(name, [entry for entry in sys.path if entry not in ("", folder)])
             if theirs is None or theirs.origin is None or ours is None or ours.origin is None:
                 continue
-            versions = [_version(name, Path(found.origin or "").parents[1]) for found in (theirs, ours)]
+            versions = []
+            for found in (theirs, ours):
+                versions.append(_version(name, Path(found.origin or "").parents[1]))
             if "" in versions or versions[0] != versions[1]:
                 what = f"{folder} has {name} {versions[0] or 'of no known version'}, which hides {name} {versions[1]}"
                 yield Obstacle("PYTHONPATH", "error", f"{what} of this environment", remedy)

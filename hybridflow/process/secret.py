@@ -32,7 +32,11 @@ def job_secret() -> str:
 
 def without_credentials() -> dict[str, str]:
     """This process's environment without Ray's token and the job's secret, for processes that have no use for them."""
-    return {name: value for name, value in os.environ.items() if name not in _CREDENTIALS}
+    kept: dict[str, str] = {}
+    for name, value in os.environ.items():
+        if name not in _CREDENTIALS:
+            kept[name] = value
+    return kept
 
 
 def digest(*parts: str | bytes) -> bytes:

@@ -12,7 +12,9 @@ Array = np.ndarray
 
 def holder_sets(regions: Regions, source: Layout) -> tuple[list[Array], Array]:
     """Return the distinct sets of source ranks that hold a region, and the index of each region's set."""
-    members = [np.flatnonzero(source.rank_class == number) for number in range(len(source.classes))]
+    members = []
+    for number in range(len(source.classes)):
+        members.append(np.flatnonzero(source.rank_class == number))
     known: dict[bytes, int] = {}
     of_region = np.empty(len(regions.tensor), dtype=np.int64)
     sets: list[Array] = []
@@ -48,9 +50,7 @@ def assign_sources(table: Deliveries, regions: Regions, source: Layout, receiver
         rows = order[bounds[number] : bounds[number + 1]]
         if len(rows):
             parts.append(_share(rows, table.nbytes[rows], receivers[table.receiver[rows]], sets[number], load))
-    columns = (
-        [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, dtype=np.int64)] * 4
-    )
+    columns = list(map(np.concatenate, zip(*parts, strict=True))) if parts else [np.empty(0, dtype=np.int64)] * 4
     by_row = np.lexsort((columns[2], columns[0]))
     return Sends(*(column[by_row] for column in columns))
 

@@ -131,7 +131,10 @@ def in_fp8(
         if not local.pieces or not all(piece.source in covered for piece in local.pieces):
             result.append(local)
             continue
-        scales = tuple(_scale_piece(piece, local.name, quantisation, covered[piece.source]) for piece in local.pieces)
+        pieces = []
+        for piece in local.pieces:
+            pieces.append(_scale_piece(piece, local.name, quantisation, covered[piece.source]))
+        scales = tuple(pieces)
         result.append(replace(local, dtype=FP8))
         result.append(
             LocalTensor(f"{local.name}{SCALE_SUFFIX}", quantisation.scale_shape(local.shape), scales, dtype="float32")
@@ -269,7 +272,9 @@ class EngineRank:
     def _gated(self, hf: str, hidden: int, ffn: int, names: MlpNames) -> list[LocalTensor]:
         size = self.shape.dense or self.shape.tensor
         rows, rank = ffn // size, self.rank % size
-        parts = [(f"{hf}{name}.weight", rank * rows, rows) for name in (names.gate, names.up)]
+        parts = []
+        for name in (names.gate, names.up):
+            parts.append((f"{hf}{name}.weight", rank * rows, rows))
         down = _split(f"{hf}{names.down}.weight", (hidden, ffn), 1, rank, size)
         return [stacked(f"{hf}gate_up_proj.weight", parts, (hidden,)), down]
 

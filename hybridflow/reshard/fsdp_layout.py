@@ -38,5 +38,8 @@ def fsdp_layout(family: Family, ranks: int, dtype: str, catalog: Catalog | None 
         dtype: dtype of the shards: float32, regardless of the compute dtype.
     """
     index = (catalog or Catalog.of(family.tensors())).index()
-    classes = tuple(RankLayout.of(fsdp_tensors(family, rank, ranks), index, dtype) for rank in range(ranks))
+    layouts = []
+    for rank in range(ranks):
+        layouts.append(RankLayout.of(fsdp_tensors(family, rank, ranks), index, dtype))
+    classes = tuple(layouts)
     return Layout(classes, np.arange(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64))

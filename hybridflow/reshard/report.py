@@ -60,7 +60,7 @@ class DryRun:
             "sends": len(plan.sends.source),
             "buckets": int(plan.deliveries.bucket.max(initial=-1)) + 1,
             "unused": list(self.proof.unused),
-            "conversions": [list(pair) for pair in plan.conversions],
+            "conversions": list(map(list, plan.conversions)),
             **self.simulation.figures(),
             "plan_s": self.plan_s,
             "proof_s": self.proof_s,

@@ -109,7 +109,7 @@ class SlicePlan:
             **tables,
             "phase": self.phase.tolist(),
             "bucket_bytes": self.bucket_bytes,
-            "conversions": [list(pair) for pair in self.conversions],
+            "conversions": list(map(list, self.conversions)),
         }
 
     def digest(self) -> str:

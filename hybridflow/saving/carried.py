@@ -107,7 +107,9 @@ def exported_config(
 def _groups(names: Iterable[str]) -> str:
     """`model.layers.61 (784)`, by layer and else by name."""
     found = Counter(".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name for name in names)
-    shown = [f"{name} ({count})" if count > 1 else name for name, count in found.items()]
+    shown = []
+    for name, count in found.items():
+        shown.append(f"{name} ({count})" if count > 1 else name)
     return ", ".join(shown[:6]) + (" ..." if len(shown) > 6 else "")
 
 
@@ -119,7 +121,7 @@ def _unquantised(written: Mapping[str, Entry]) -> list[str]:
             quantised.add(name)
     if not quantised:
         return []
-    layers = {_layer(name) for name in quantised}
+    layers = set(map(_layer, quantised))
     plain = (name for name, entry in written.items() if len(entry.shape) == 2 and name not in quantised)
     return list(dict.fromkeys(
         name.removesuffix(".weight") if _layer(name) in layers else _layer(name)

@@ -110,7 +110,9 @@ class Manifest:
             value = read_sealed(file)
             if value["format"] != FORMAT:
                 raise CheckpointError(f"{file} has format {value['format']}, this version reads {FORMAT}")
-            files = {plain_name(name): FileRecord(**record) for name, record in value.pop("files").items()}
+            files = {}
+            for name, record in value.pop("files").items():
+                files[plain_name(name)] = FileRecord(**record)
             _check_sizes([record.size for record in files.values()])
             known = {key: value[key] for key in cls.__dataclass_fields__ if key != "files"}
             for key, kind in _KINDS.items():

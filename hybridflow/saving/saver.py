@@ -237,7 +237,7 @@ class Job:
 
     def _complete(self, texts: Sequence[str]) -> None:
         """On the first rank, when all have written: the index, and last the manifest."""
-        reports = [json.loads(text) for text in texts]
+        reports = list(map(json.loads, texts))
         errors = [report["error"] for report in reports if "error" in report]
         if errors:
             raise CheckpointError("; ".join(errors))

@@ -275,7 +275,7 @@ class CheckpointStore:
 
     def _whole(self) -> list[Checkpoint]:
         """All checkpoints in the folder, oldest first."""
-        return [_read(folder) for folder in _whole(self.folder)]
+        return list(map(_read, _whole(self.folder)))
 
     @contextmanager
     def _nothing_left(self, final: Path, partial: Path, pending: _Pending | None = None) -> Iterator[None]:
@@ -389,7 +389,9 @@ def problems_of_parts(folder: Path) -> list[str]:
                     f"{file} is of step {driver['step']} ({driver['phase']}), and {folder / role / MANIFEST} of step "
                     f"{manifest.step} ({manifest.phase})"
                 )
-        files = {plain_name(name): FileRecord(**record) for name, record in driver.get("files", {}).items()}
+        files = {}
+        for name, record in driver.get("files", {}).items():
+            files[plain_name(name)] = FileRecord(**record)
         return found + problems_in(folder, files)
     except CheckpointError as error:
         return [str(error)]

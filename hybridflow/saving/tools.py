@@ -277,7 +277,7 @@ def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
     for name, shape in shapes.items():
         tensors[f"base_model.model.{name}"] = source.read(name, (0, 0), shape).to(precision).contiguous()
     config = peft_config(
-        source.manifest.lora, {module_of(name) for name in shapes}, family_of(source.manifest.hf_config).tensors()
+        source.manifest.lora, set(map(module_of, shapes)), family_of(source.manifest.hf_config).tensors()
     )
     with _whole_or_nothing(out) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})

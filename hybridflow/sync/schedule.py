@@ -52,7 +52,7 @@ class Schedule:
         return {
             "plan": self.plan,
             "layout": self.layout.to_dict(),
-            "messages": [asdict(message) for message in self.messages],
+            "messages": list(map(asdict, self.messages)),
         }
 
     @classmethod

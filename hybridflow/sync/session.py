@@ -198,7 +198,9 @@ class Board:
 
     def wait_all_staged(self, timeout_s: float) -> None:
         """Wait until every rank of the engine is staged. Raises WeightSyncError naming those that are not."""
-        names = {self._key(f"staged/{rank}"): f"rank {rank}" for rank in self.order.endpoint.receivers}
+        names = {}
+        for rank in self.order.endpoint.receivers:
+            names[self._key(f"staged/{rank}")] = f"rank {rank}"
         self._wait(names, timeout_s, "not everything has arrived at")
 
     def decide(self, wish: str) -> str:

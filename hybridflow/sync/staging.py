@@ -45,7 +45,7 @@ class Copies:
     def __init__(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> None:
         self._messages = messages
         self._prepared: dict[int, Slices] = {}
-        self._slices = [_slices(message) for message in messages]
+        self._slices = list(map(_slices, messages))
         self._local = [[_rectangle(buffers, piece.item) for piece in pieces] for pieces in self._slices]
         self._made = [
             {index for index, piece in enumerate(pieces) if piece.item.blocks is not None} for pieces in self._slices
@@ -229,7 +229,7 @@ class _Staging:
             self.forget()  # some views may refer to the previous channel's memory
             self._channel, self._syncs = channel, 0
         if messages is not self._messages:
-            self._messages, self._keys = messages, [self._key(message) for message in messages]
+            self._messages, self._keys = messages, list(map(self._key, messages))
         self._syncs += 1
         return seeds_of(self._keys, self._syncs)
 
@@ -261,7 +261,7 @@ class _Staging:
         return self._placed[2]
 
     def _in_turn(self, messages: Sequence[Message], copies: Copies) -> list[Payload]:
-        wholes = [copies.whole(number) for number in range(len(messages))]
+        wholes = list(map(copies.whole, range(len(messages))))
         packed = [message for message, whole in zip(messages, wholes, strict=True) if whole is None]
         slabs = cycle(self._allocate(self.slots, largest_message(packed), copies.device) if packed else [])
         payloads: list[Payload] = []
@@ -319,7 +319,7 @@ class ReceiveStaging(_Staging):
 def largest_message(messages: Sequence[Message]) -> int:
     """Return the bytes of the largest message, including the checksum message of each pair."""
     counts = Counter(message.peer for message in messages)
-    return max([0, *(message.nbytes for message in messages), *(seal_bytes(count) for count in counts.values())])
+    return max([0, *(message.nbytes for message in messages), *map(seal_bytes, counts.values())])
 
 
 def seal_bytes(messages: int) -> int:

@@ -279,11 +279,11 @@ def calls_of(code: str, names: Sequence[str]) -> tuple[str, list[Any], list[Any]
             function = function or call.func.id
             if call.func.id not in (*names, function):
                 return None
-            given.append([ast.literal_eval(argument) for argument in call.args])
+            given.append(list(map(ast.literal_eval, call.args)))
             wanted.append(ast.literal_eval(test.comparators[0]))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-    plain = [_plain_json(value) for value in (*given, *wanted)]
+    plain = list(map(_plain_json, (*given, *wanted)))
     return (function, given, wanted) if given and all(plain) else None
 
 

@@ -62,6 +62,6 @@ def write_pairs(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> int:
-    table = pa.Table.from_pylist([dict(row) for row in rows], schema=schema)
+    table = pa.Table.from_pylist(list(map(dict, rows)), schema=schema)
     pq.write_table(table, path)
     return table.num_rows

@@ -37,7 +37,9 @@ def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNK, *characters, *words])}
+    vocabulary = {}
+    for index, token in enumerate([PAD, EOS, UNK, *characters, *words]):
+        vocabulary[token] = index
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     pattern = "|".join([*map(re.escape, words), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")

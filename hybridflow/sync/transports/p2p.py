@@ -72,7 +72,7 @@ class PeerToPeer:
         """True until the session is closed or aborted."""
         return self._group is not None
 
-    def _unopened(self, error: Exception) -> WeightSyncError:
+    def _unopened(self, error: BaseException) -> WeightSyncError:
         """Build the error for a group that could not be created."""
         member, reason = self.member, _first_line(error)
         if ended := self.peers.ended():
@@ -207,7 +207,9 @@ class OverNccl(PeerToPeer):
         if thread.is_alive():
             failed.append(TimeoutError("NCCL has not connected them"))
         if failed:
-            error = failed[0] if isinstance(failed[0], WeightSyncError) else self._unopened(failed[0])  # type: ignore[arg-type]
+            error = failed[0]
+            if not isinstance(error, WeightSyncError):
+                error = self._unopened(error)
             self.abort()
             raise error from failed[0]
 
@@ -344,7 +346,7 @@ def _is_nccl(device: torch.device) -> bool:
     return Platform(device.type).collective_backend == "nccl"  # type: ignore[arg-type]
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0].strip()
 
 

@@ -113,7 +113,9 @@ def answer(steps: Steps) -> str:
 
 def _demonstration(steps: Steps, rng: np.random.Generator) -> dict[str, Any]:
     """The problem, and a program with its operands."""
-    drawn = [(str(rng.choice(list(_OPERATIONS))), operand) for _, operand in steps]
+    drawn = []
+    for _, operand in steps:
+        drawn.append((str(rng.choice(list(_OPERATIONS))), operand))
     return {"prompt": [{"role": "user", "content": question(steps)}], "response": answer(drawn)}
 
 

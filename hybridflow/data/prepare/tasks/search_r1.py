@@ -17,7 +17,7 @@ def convert(row: Row) -> Prompt:
     target = prompt.ground_truth.get("target") if isinstance(prompt.ground_truth, dict) else None
     if not isinstance(target, (str, list)) or not target:
         raise row.malformed("reward_model", "a ground_truth {target: answers}")
-    answers = [target] if isinstance(target, str) else [str(answer) for answer in target]
+    answers = [target] if isinstance(target, str) else list(map(str, target))
     source = prompt.data_source
     source = source if source.startswith(_PREFIX) else f"{_PREFIX}{source}"
     return replace(prompt, data_source=source, ground_truth={"target": answers}, ability="fact-reasoning")
