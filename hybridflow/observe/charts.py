@@ -166,8 +166,12 @@ def _lines(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
     y = _value_scale(chart, series)
     x = scale.steps(_steps_of(series), LEFT, WIDTH - RIGHT)
     parts = [_axes(chart, x, y)]
-    parts += [_reference(y(value), text) for value, text in chart.lines if y.low <= value <= y.high]
-    parts += [_mark(x(at), text) for at, text in chart.marks if x.low <= at <= x.high]
+    for value, text in chart.lines:
+        if y.low <= value <= y.high:
+            parts.append(_reference(y(value), text))
+    for at, text in chart.marks:
+        if x.low <= at <= x.high:
+            parts.append(_mark(x(at), text))
     legend = []
     trend = chart.trend and len(series) == 1 and len(series[0].points) >= _TREND_FROM
     for one in series:
@@ -176,7 +180,8 @@ def _lines(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
     if trend:
         parts.append(_path(moving_average(series[0].points), x, y, _color(series[0].color), "trend"))
         legend.append(("moving average", _color(series[0].color), False))
-    parts += [_note(x(at), y(value), text, y(chart.notes[-1][1]) < y(value)) for at, value, text in chart.notes]
+    for at, value, text in chart.notes:
+        parts.append(_note(x(at), y(value), text, y(chart.notes[-1][1]) < y(value)))
     return Markup("").join(parts), legend if len(legend) > 1 else []
 
 

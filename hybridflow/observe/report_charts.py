@@ -240,9 +240,9 @@ def _step_time(run: RunFolder) -> Chart:
     phases, _ = step_phases(run)
     sums = {name: sum(value or 0.0 for _, value in points) for name, points in phases.items()}
     named = [name for name in sorted(sums, key=lambda name: -sums[name]) if name != "other"]
-    kept = [name for name in _PHASE_COLORS if name in named] + [name for name in named if name not in _PHASE_COLORS]
+    kept = sorted(named, key=lambda name: _PHASE_COLORS.get(name, len(_PHASE_COLORS)))
     smallest = set(named[_MAX_STACKED:])
-    free = [color for color in range(8) if color not in set(map(_PHASE_COLORS.get, kept))]
+    free = sorted(set(range(8)) - set(map(_PHASE_COLORS.get, kept)))
     series, rest = [], [phases["other"]] if "other" in phases else []
     for name in kept:
         color = _PHASE_COLORS.get(name, free.pop(0) if name not in _PHASE_COLORS and free else None)

@@ -79,9 +79,13 @@ class RunFolder:
 
     def val_sets(self) -> list[str]:
         """What the metrics of each validation set begin with, "val" or "val-NAME", in the configuration's order."""
-        names = (name for record in self.metrics if record["phase"] == "val" for name in record)
-        found = (re.fullmatch(r"(val(?:-[^/]+)?)/score", name) for name in names)
-        return list(dict.fromkeys(match[1] for match in found if match))
+        found: dict[str, None] = {}
+        for record in self.metrics:
+            if record["phase"] == "val":
+                for name in record:
+                    if match := re.fullmatch(r"(val(?:-[^/]+)?)/score", name):
+                        found[match[1]] = None
+        return list(found)
 
     def names(self, phase: str) -> set[str]:
         """Names of all metrics of a phase."""

@@ -38,7 +38,9 @@ def smallest(pools: Sequence[Pool], devices: int) -> ClusterShape:
         ResourceError: no number of such nodes is sufficient.
     """
     # one node per part of each member is always sufficient
-    most = sum(pool.shape[0] if pool.shape else sum(one.count * one.nodes for one in pool.groups) for pool in pools)
+    most = 0
+    for pool in pools:
+        most += pool.shape[0] if pool.shape else sum(one.count * one.nodes for one in pool.groups)
     place(ClusterShape.uniform(most, devices), pools)
     least = -(-sum(map(_devices, pools)) // devices)
     enough = (nodes for nodes in range(least, most) if _fits(pools, nodes, devices))
