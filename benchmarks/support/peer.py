@@ -30,12 +30,13 @@ def install() -> Path:
     It is appended to the import path, so that it shadows nothing of the project.
     """
     marker = FOLDER / "complete"
-    if not marker.exists() or marker.read_text() != "\n".join(PACKAGES):
+    listed = "\n".join(PACKAGES)
+    if not marker.exists() or marker.read_text() != listed:
         shutil.rmtree(FOLDER, ignore_errors=True)
         print(f"installing {NAME} into {FOLDER} ...", flush=True)
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
         subprocess.run([*command, "--target", str(FOLDER), *PACKAGES], check=True)
-        marker.write_text("\n".join(PACKAGES))
+        marker.write_text(listed)
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     return FOLDER

@@ -152,9 +152,8 @@ def _measure_once(job: Job, name: str, entry: Measurement, part: int) -> Result:
             code = finish(words, {**os.environ, **CONDITIONS}, stream, entry.timeout_s)
         if code == 0:
             return results.read(local / "metrics.json")
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-        last = next((line for line in reversed(lines) if line), "")
-        why = last[:_LAST].removeprefix("hybridflow: ")
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        why = last.strip()[:_LAST].removeprefix("hybridflow: ")
         why = why or f"it ended with status {code} in silence"
     except subprocess.TimeoutExpired:
         why = f"it was ended after {entry.timeout_s:.0f} s; {log.name} has its output"

@@ -116,8 +116,9 @@ class Measurement:
         self, place: Place, settings: Sequence[str]
     ) -> Iterable[Metric | NotRun | dict[str, str]]:
         """Run the entry: time what it yields, and pass on the rest."""
-        alone = len(place.nodes) == 1
-        rounds = self.rounds if alone else max(self.rounds, ROUNDS)
+        # with several nodes there is one process
+        several = self.processes > 1 and len(place.nodes) > 1
+        rounds = ROUNDS if several else self.rounds
         clock = time.process_time if self.cpu_time else time.perf_counter
         for one in self.run(place, **self.settings(settings)):
             if isinstance(one, Timed):

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from hybridflow.bench.measurements.base import Place, measurement
-from hybridflow.bench.rounds import Side, Timed
+from hybridflow.bench.rounds import Call, Side, Timed
 
 BYTES = 32 << 20
 FILES = 20
@@ -20,18 +20,17 @@ def disk(place: Place) -> Iterator[Timed]:
     data = os.urandom(BYTES)
     shared = place.folder / "disk" / (place.node or "node")
     shared.mkdir(parents=True, exist_ok=True)
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        memory = place.local
+    memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else place.local
     reference = memory / f"hybridflow-bench-{os.getpid()}"
-    limit = Side("the same write to memory", partial(_write, reference, data))
+    memory_write = Side("the same write to memory", partial(_write, reference, data))
+    writes: dict[str, Call] = {}
+    small: dict[str, Call] = {}
+    for name, folder in (("local disk", place.local), ("shared folder", shared)):
+        writes[f"{name}/write"] = partial(_write, folder / "large", data)
+        small[f"{name}/{FILES} small files"] = partial(_small, folder)
     try:
-        for name, folder in (("local disk", place.local), ("shared folder", shared)):
-            write = partial(_write, folder / "large", data)
-            calls = {f"{name}/write": write}
-            yield Timed(calls, limit, amount=BYTES / 1e9, unit="GB/s", bound=0.25)
-            small = {f"{name}/{FILES} small files": partial(_small, folder)}
-            yield Timed(small, yardstick=Side("a large write", write), bound=0.25)
+        yield Timed(writes, memory_write, amount=BYTES / 1e9, unit="GB/s", bound=0.25)
+        yield Timed(small, yardstick=memory_write, bound=0.25)
     finally:
         for path in (reference, *shared.iterdir()):
             path.unlink(missing_ok=True)
