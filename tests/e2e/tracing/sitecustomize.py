@@ -8,15 +8,27 @@ Each process appends the files that it enters to `$TRACED/PID`.
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import mmap
 import os
 import sys
 import threading
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 STEP = 2
 PROMPT, WEIGHT, FIRST_WEIGHTS = 1, 2, 3
+
+
+_RESUMABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+@functools.cache
+def begin_of(code: CodeType) -> int:
+    """The place in a coroutine's or generator's code where it begins: its first RESUME."""
+    return next(one.offset for one in dis.get_instructions(code) if one.opname == "RESUME")
 
 
 class Tracer:
@@ -30,6 +42,8 @@ class Tracer:
         if event != "call":
             return
         code = frame.f_code
+        if code.co_flags & _RESUMABLE and frame.f_lasti > begin_of(code):
+            return  # a coroutine or generator that goes on where it stood was entered before
         if "/hybridflow/observe/" in code.co_filename:
             self.set_journey(code.co_name, frame.f_locals)
         elif code.co_name in ("prepare", "sync") and code.co_filename.endswith("/rollout/weight_sync.py"):
