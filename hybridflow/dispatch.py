@@ -1,8 +1,9 @@
-"""How a worker method is called: `@register` says how arguments reach the ranks of a group and how results come back.
+"""How a worker method is called: `@register` says how arguments reach the ranks of a group and how
+results come back.
 
-A worker module imports this and nothing of the controller, so that the same class also runs under `torchrun` or in a
-plain test. `plan_call` turns a method and its arguments into the call of every rank; `single_controller` carries it
-out. Neither Ray nor torch is imported here.
+A worker module imports this and nothing of the controller, so that the same class also runs under
+`torchrun` or in a plain test. `plan_call` turns a method and its arguments into the call of every
+rank; `single_controller` carries it out. Neither Ray nor torch is imported here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from hybridflow.errors import HybridFlowError, SchemaError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ATTRIBUTE = "__hybridflow_method__"
-PADDING_META = "dp_padding_rows"  # key of a chunk's meta: how many of its last rows are repeated rows that fill it up
+# key of a chunk's meta: how many of its last rows are repeated rows that fill it up
+PADDING_META = "dp_padding_rows"
 
 
 class MeshError(HybridFlowError):
@@ -32,10 +34,12 @@ class Dispatch(enum.Enum):
     """How the arguments of a call reach the ranks, and what comes back."""
 
     ONE_TO_ALL = "one_to_all"  # every rank gets the same arguments; returns the list of results
-    ALL_TO_ALL = "all_to_all"  # every argument is a list with one value per rank; returns the list of results
+    # every argument is a list with one value per rank; returns the list of results
+    ALL_TO_ALL = "all_to_all"
     RANK_ZERO = "rank_zero"  # only rank 0 is called; returns its result
     DP = "dp"  # DataProto arguments are split over the data-parallel groups; returns one DataProto
-    DP_METRIC = "dp_metric"  # split likewise; returns the list of the collecting ranks' results, by data-parallel rank
+    # split likewise; returns the list of the collecting ranks' results, by data-parallel rank
+    DP_METRIC = "dp_metric"
 
 
 class Execute(enum.Enum):
@@ -47,7 +51,8 @@ class Execute(enum.Enum):
 
 @dataclass(frozen=True)
 class MeshPosition:
-    """The data-parallel group of a rank, the number of groups, and whether the rank returns the group's result."""
+    """The data-parallel group of a rank, the number of groups, and whether the rank returns the
+    group's result."""
 
     dp_rank: int
     dp_size: int
@@ -56,8 +61,8 @@ class MeshPosition:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """First argument of a worker's constructor: `cls(context, *args)`. `log_path` receives its stdout and stderr, and
-    what the worker starts listens on `ports`."""
+    """First argument of a worker's constructor: `cls(context, *args)`. `log_path` receives its
+    stdout and stderr, and what the worker starts listens on `ports`."""
 
     rank: int
     world_size: int
@@ -74,7 +79,8 @@ class Mesh:
     """Positions of all ranks of a group, checked.
 
     Raises:
-        MeshError: disagreeing sizes, a data-parallel group without ranks, or with no or several collecting ranks.
+        MeshError: disagreeing sizes, a data-parallel group without ranks, or with no or several
+            collecting ranks.
     """
 
     positions: tuple[MeshPosition, ...]
@@ -90,13 +96,17 @@ class Mesh:
         outside = present - set(range(self.dp_size))
         if missing or outside:
             wrong = [f"missing data-parallel ranks {sorted(missing)}"] * bool(missing)
-            wrong += [f"data-parallel ranks {sorted(outside)} outside 0..{self.dp_size - 1}"] * bool(outside)
+            wrong += [
+                f"data-parallel ranks {sorted(outside)} outside 0..{self.dp_size - 1}"
+            ] * bool(outside)
             raise MeshError("the mesh does not cover the group: " + ", ".join(wrong))
         collectors = Counter(position.dp_rank for position in self.positions if position.collects)
         bad = {dp: collectors[dp] for dp in range(self.dp_size) if collectors[dp] != 1}
         if bad:
             found = ", ".join(f"{n} in group {dp}" for dp, n in bad.items())
-            raise MeshError(f"each data-parallel group needs exactly one collecting rank, found {found}")
+            raise MeshError(
+                f"each data-parallel group needs exactly one collecting rank, found {found}"
+            )
 
     @property
     def dp_size(self) -> int:
@@ -112,25 +122,34 @@ class Mesh:
         groups = sorted({self.positions[rank].dp_rank for rank in ranks})
         if not ranks:
             raise MeshError("a call needs at least one rank")
-        others = {position.dp_rank for rank, position in enumerate(self.positions) if rank not in ranks}
+        others = {
+            position.dp_rank for rank, position in enumerate(self.positions) if rank not in ranks
+        }
         if cut := sorted(others.intersection(groups)):
             raise MeshError(f"ranks {list(ranks)} are only parts of data-parallel groups {cut}")
         chosen = []
         for rank in ranks:
             position = self.positions[rank]
-            chosen.append(MeshPosition(groups.index(position.dp_rank), len(groups), position.collects))
+            chosen.append(
+                MeshPosition(groups.index(position.dp_rank), len(groups), position.collects)
+            )
         return Mesh(tuple(chosen))
 
     @property
     def collectors(self) -> tuple[int, ...]:
         """The collecting rank of each group, by data-parallel rank."""
-        by_dp = {position.dp_rank: rank for rank, position in enumerate(self.positions) if position.collects}
+        by_dp = {
+            position.dp_rank: rank
+            for rank, position in enumerate(self.positions)
+            if position.collects
+        }
         return tuple(by_dp[dp] for dp in range(self.dp_size))
 
 
 @dataclass(frozen=True)
 class RankCall:
-    """Arguments of one rank. Ranks that get the same batch have the same object here, so that it is sent once."""
+    """Arguments of one rank. Ranks that get the same batch have the same object here, so that it is
+    sent once."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -138,8 +157,8 @@ class RankCall:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """One call of a group: the calls by rank (ranks that are absent do not run), and what makes one value of their
-    results."""
+    """One call of a group: the calls by rank (ranks that are absent do not run), and what makes one
+    value of their results."""
 
     calls: Mapping[int, RankCall]
     collect: Callable[[Mapping[int, Any]], Any]
@@ -148,15 +167,19 @@ class CallPlan:
         """The same call, with rank `ranks[i]` in place of rank i."""
         calls = {ranks[i]: call for i, call in self.calls.items()}
         place = {rank: i for i, rank in enumerate(ranks)}
-        return CallPlan(calls, lambda results: self.collect({place[rank]: value for rank, value in results.items()}))
+        return CallPlan(
+            calls,
+            lambda results: self.collect({place[rank]: value for rank, value in results.items()}),
+        )
 
 
 @dataclass(frozen=True)
 class CustomDispatch:
-    """A pair of functions for a method that no mode of `Dispatch` fits; `custom_dispatch` makes them.
+    """A pair of functions for a method that no mode of `Dispatch` fits; `custom_dispatch` makes
+    them.
 
-    `split(world_size, mesh, args, kwargs)` returns the call of each rank, `collect(mesh, results by rank)` the value of
-    the call. `mesh` is None without `needs_mesh`.
+    `split(world_size, mesh, args, kwargs)` returns the call of each rank, `collect(mesh, results by
+    rank)` the value of the call. `mesh` is None without `needs_mesh`.
     """
 
     name: str
@@ -185,7 +208,8 @@ class MethodSpec:
         return self.dispatch in (Dispatch.DP, Dispatch.DP_METRIC)
 
     def read_of(self, batch: DataProto) -> list[str]:
-        """The columns of the batch that the method reads; what it needs and the batch lacks is among them."""
+        """The columns of the batch that the method reads; what it needs and the batch lacks is
+        among them."""
         return [*self.reads, *(name for name in self.may_read if name in batch)]
 
 
@@ -230,21 +254,37 @@ def register(
         execute: which ranks run it.
         blocking: False makes `WorkerGroup.run` return a `Future` at once.
         reads: columns the method needs; with `DP`, only these are sent. Empty: all columns.
-        writes: columns the method returns; with `DP`, the result must have exactly these. Empty: not checked. With
-            `ONE_TO_ALL`, each rank returns a batch of its own with these columns.
+        writes: columns the method returns; with `DP`, the result must have exactly these. Empty:
+            not checked. With `ONE_TO_ALL`, each rank returns a batch of its own with these columns.
         may_read: columns the method reads where the batch has them.
 
     Raises:
         ValueError: a data-parallel method that only rank 0 runs, or a column declared twice.
     """
-    if execute is Execute.RANK_ZERO and dispatch in (Dispatch.DP, Dispatch.DP_METRIC, Dispatch.ALL_TO_ALL):
-        raise ValueError(f"{dispatch} spreads arguments over all ranks and cannot be run by rank 0 alone")
+    if execute is Execute.RANK_ZERO and dispatch in (
+        Dispatch.DP,
+        Dispatch.DP_METRIC,
+        Dispatch.ALL_TO_ALL,
+    ):
+        raise ValueError(
+            f"{dispatch} spreads arguments over all ranks and cannot be run by rank 0 alone"
+        )
     for columns in (reads, writes, may_read):
         if isinstance(columns, str) or len(set(columns)) != len(columns):
-            raise ValueError(f"reads and writes are tuples of different column names, got {columns!r}")
+            raise ValueError(
+                f"reads and writes are tuples of different column names, got {columns!r}"
+            )
 
     def mark(function: F) -> F:
-        spec = MethodSpec(function.__name__, dispatch, execute, blocking, tuple(reads), tuple(writes), tuple(may_read))
+        spec = MethodSpec(
+            function.__name__,
+            dispatch,
+            execute,
+            blocking,
+            tuple(reads),
+            tuple(writes),
+            tuple(may_read),
+        )
         setattr(function, _ATTRIBUTE, spec)
         return function
 
@@ -256,13 +296,17 @@ def method_spec(function: Callable[..., Any]) -> MethodSpec:
     spec = getattr(function, _ATTRIBUTE, None)
     if not isinstance(spec, MethodSpec):
         raise TypeError(
-            f"{getattr(function, '__qualname__', function)!s} is not a worker method: it lacks @register(...)"
+            f"{getattr(function, '__qualname__', function)!s} is not a worker method: it lacks "
+            "@register(...)"
         )
     return spec
 
 
-def check_dataflow(steps: Iterable[Callable[..., Any] | DataflowStep], available: Iterable[str]) -> frozenset[str]:
-    """Check before anything starts that every step's `reads` exist by then; returns the columns at the end.
+def check_dataflow(
+    steps: Iterable[Callable[..., Any] | DataflowStep], available: Iterable[str]
+) -> frozenset[str]:
+    """Check before anything starts that every step's `reads` exist by then; returns the columns at
+    the end.
 
     Raises:
         SchemaError: names the step, the column, and the later step that writes it, if there is one.
@@ -274,13 +318,19 @@ def check_dataflow(steps: Iterable[Callable[..., Any] | DataflowStep], available
             if column not in known:
                 later = next((s.name for s in order[i:] if column in s.writes), None)
                 hint = f"; {later} writes it, but not before" if later else "; no step writes it"
-                raise SchemaError(f"{step.name} reads column {column!r}, which is not there yet{hint}")
+                raise SchemaError(
+                    f"{step.name} reads column {column!r}, which is not there yet{hint}"
+                )
         known |= set(step.writes)
     return frozenset(known)
 
 
 def plan_call(
-    spec: MethodSpec, world_size: int, mesh: Mesh | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    spec: MethodSpec,
+    world_size: int,
+    mesh: Mesh | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> CallPlan:
     """The calls of all ranks, and how their results become one value.
 
@@ -290,8 +340,8 @@ def plan_call(
     """
     if spec.needs_mesh and (mesh is None or len(mesh.positions) != world_size):
         raise MeshError(
-            f"{spec.name} is data-parallel: the worker class needs mesh_position() -> MeshPosition on all {world_size} "
-            "ranks"
+            f"{spec.name} is data-parallel: the worker class needs mesh_position() -> MeshPosition "
+            f"on all {world_size} ranks"
         )
     if isinstance(spec.dispatch, CustomDispatch):
         custom = spec.dispatch
@@ -309,14 +359,18 @@ def plan_call(
     return _plan_data_parallel(spec, mesh, args, kwargs)
 
 
-def _plan_data_parallel(spec: MethodSpec, mesh: Mesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallPlan:
+def _plan_data_parallel(
+    spec: MethodSpec, mesh: Mesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> CallPlan:
     batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
     if not batches:
         raise SchemaError(f"{spec.name} is data-parallel and needs a DataProto argument to split")
     lengths = list(map(len, batches))
     rows = lengths[0]
     if lengths.count(rows) != len(lengths):
-        raise SchemaError(f"{spec.name}: batches of different lengths {lengths} cannot be split together")
+        raise SchemaError(
+            f"{spec.name}: batches of different lengths {lengths} cannot be split together"
+        )
     _require_reads(spec, batches)
     chunks = {id(batch): _chunks(spec, batch, mesh.dp_size) for batch in batches}
 
@@ -336,12 +390,14 @@ def _require_reads(spec: MethodSpec, batches: Sequence[DataProto]) -> None:
         if not any(column in batch for batch in batches):
             have = ", ".join(dict.fromkeys(name for batch in batches for name in batch.columns))
             raise SchemaError(
-                f"{spec.name} reads column {column!r}, which the batch lacks; it has {have or 'no columns'}"
+                f"{spec.name} reads column {column!r}, which the batch lacks; it has "
+                f"{have or 'no columns'}"
             )
 
 
 def _chunks(spec: MethodSpec, batch: DataProto, dp_size: int) -> list[DataProto]:
-    """One piece for each data-parallel group, all with the same number of rows, on which training code may rely."""
+    """One piece for each data-parallel group, all with the same number of rows, on which training
+    code may rely."""
     if spec.reads:
         batch = batch.select(name for name in spec.read_of(batch) if name in batch)
     padded, num_padding = batch.pad_to_divisor(dp_size)
@@ -363,10 +419,13 @@ def _concatenate(
     for rank, part in zip(mesh.collectors, parts, strict=True):
         if not isinstance(part, DataProto):
             raise SchemaError(
-                f"{spec.name} on rank {rank} returned {type(part).__name__}; a data-parallel method returns a DataProto"
+                f"{spec.name} on rank {rank} returned {type(part).__name__}; a data-parallel "
+                "method returns a DataProto"
             )
         if len(part) != chunk_rows:
-            raise SchemaError(f"{spec.name} on rank {rank} returned {len(part)} rows for a chunk of {chunk_rows}")
+            raise SchemaError(
+                f"{spec.name} on rank {rank} returned {len(part)} rows for a chunk of {chunk_rows}"
+            )
         _check_writes(spec, rank, part)
     whole = DataProto.concat(list(map(_without_padding_mark, parts)))
     return whole.unpad(len(whole) - rows)
@@ -377,11 +436,15 @@ def _check_writes(spec: MethodSpec, rank: int, part: DataProto) -> None:
         return
     for name in spec.writes:
         if name not in part:
-            raise SchemaError(f"{spec.name} on rank {rank} did not return column {name!r}, which it declares in writes")
+            raise SchemaError(
+                f"{spec.name} on rank {rank} did not return column {name!r}, which it declares in "
+                "writes"
+            )
     for name in part.columns:
         if name not in spec.writes:
             raise SchemaError(
-                f"{spec.name} on rank {rank} returned column {name!r}, which it does not declare in writes"
+                f"{spec.name} on rank {rank} returned column {name!r}, which it does not declare "
+                "in writes"
             )
 
 
@@ -397,14 +460,20 @@ def _spread_lists(
 ) -> dict[int, RankCall]:
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, (list, tuple)) or len(value) != world_size:
-            got = f"{len(value)} values" if isinstance(value, (list, tuple)) else type(value).__name__
+            got = (
+                f"{len(value)} values" if isinstance(value, (list, tuple)) else type(value).__name__
+            )
             needed = f"a list with one value for each of {world_size} ranks"
             raise SchemaError(f"{spec.name}: argument {name!r} must be {needed}, got {got}")
     return {rank: _mapped(itemgetter(rank), args, kwargs) for rank in range(world_size)}
 
 
-def _mapped(function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RankCall:
-    return RankCall(tuple(map(function, args)), {name: function(value) for name, value in kwargs.items()})
+def _mapped(
+    function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> RankCall:
+    return RankCall(
+        tuple(map(function, args)), {name: function(value) for name, value in kwargs.items()}
+    )
 
 
 def in_rank_order(results: Mapping[int, Any]) -> list[Any]:

@@ -1,8 +1,10 @@
-"""Memory-bound operations, each with a Triton kernel for GPUs and a torch implementation for CPUs in one file.
+"""Memory-bound operations, each with a Triton kernel for GPUs and a torch implementation for CPUs
+in one file.
 
-Callers use the function of an operation, which runs the kernel if `uses_triton` returns True. With a torch build
-without CUDA, Triton is not even imported unless the environment variable TRITON_INTERPRET is set: 1 runs the kernels in
-Triton's interpreter on the CPU (how they are tested), 0 only allows compiling them for a GPU that is not present.
+Callers use the function of an operation, which runs the kernel if `uses_triton` returns True. With
+a torch build without CUDA, Triton is not even imported unless the environment variable
+TRITON_INTERPRET is set: 1 runs the kernels in Triton's interpreter on the CPU (how they are
+tested), 0 only allows compiling them for a GPU that is not present.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ LARGEST = 2**31 - 1
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Return True if operations on this tensor use Triton. This is the only place that decides it."""
+    """Return True if operations on this tensor use Triton. This is the only place that decides
+    it."""
     return TRITON and (tensor.is_cuda or INTERPRETED)
 
 
@@ -29,19 +32,27 @@ def check(tensors: dict[str, torch.Tensor], dtypes: dict[str, tuple[torch.dtype,
         dtypes: accepted dtypes, for the names that are restricted.
 
     Raises:
-        ValueError: an unaccepted dtype, several devices, a non-contiguous tensor, or a dimension beyond int32.
+        ValueError: an unaccepted dtype, several devices, a non-contiguous tensor, or a dimension
+            beyond int32.
     """
     device = next(iter(tensors.values())).device
     for name, tensor in tensors.items():
         accepted = dtypes.get(name, (tensor.dtype,))
         if tensor.dtype not in accepted:
-            raise ValueError(f"{name} is {tensor.dtype}; {' or '.join(map(str, accepted))} is accepted")
+            raise ValueError(
+                f"{name} is {tensor.dtype}; {' or '.join(map(str, accepted))} is accepted"
+            )
         if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, the first tensor on {device}; they must be on one device")
+            raise ValueError(
+                f"{name} is on {tensor.device}, the first tensor on {device}; they must be on one "
+                "device"
+            )
         if not tensor.is_contiguous():
             raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
-                "give tensor.contiguous()"
+                f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
+                "contiguous; give tensor.contiguous()"
             )
         if max(tensor.shape, default=0) > LARGEST:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; dimensions are at most {LARGEST}")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; dimensions are at most {LARGEST}"
+            )

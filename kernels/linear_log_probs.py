@@ -1,11 +1,12 @@
-"""Vocabulary sums for log-probabilities and entropies, and their gradients, computed from hidden states and output
-layer.
+"""Vocabulary sums for log-probabilities and entropies, and their gradients, computed from hidden
+states and output layer.
 
-Shapes: n rows, h hidden size, v vocabulary rows of this rank. A logit is hidden . weight / temperature; all arithmetic
-on logits is fp32. The torch implementation materialises the logits of `chunk` rows at a time. The kernel computes them
-tile by tile and stores none. For the backward pass it writes the gradient of the logits, [n, COLUMNS] at a time, as
-input of the two matrix products that follow. On a GPU, a row's forward result is bitwise independent of the other rows,
-because its tiles and their order depend only on v and h.
+Shapes: n rows, h hidden size, v vocabulary rows of this rank. A logit is hidden . weight /
+temperature; all arithmetic on logits is fp32. The torch implementation materialises the logits of
+`chunk` rows at a time. The kernel computes them tile by tile and stores none. For the backward pass
+it writes the gradient of the logits, [n, COLUMNS] at a time, as input of the two matrix products
+that follow. On a GPU, a row's forward result is bitwise independent of the other rows, because its
+tiles and their order depend only on v and h.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from hybridflow_kernels import INTERPRETED, LARGEST, TRITON, check, uses_triton
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = 8192  # vocabulary rows per block of logit gradients in the backward pass on a GPU
-# Whether the forward pass reads tiles with tensor descriptors (TMA) if everything is 16-byte aligned; not measured yet.
+# Whether the forward pass reads tiles with tensor descriptors (TMA) if everything is 16-byte
+# aligned; not measured yet.
 DESCRIPTORS = False
 _VECTOR = 16
 LOWEST = -3.0e38  # initial maximum; finite, so that differences with it are not NaN
@@ -51,8 +53,9 @@ class Tiles:
 def tiles_for(dtype: torch.dtype, h: int, best: int = 0) -> Tiles:
     """Return the tiles for this dtype and hidden size.
 
-    The interpreter uses small tiles, so that tests cover several of each. Tiles are also small if registers are needed
-    elsewhere: for fp32, for finding the highest logits, or for a hidden size that is not a multiple of the depth.
+    The interpreter uses small tiles, so that tests cover several of each. Tiles are also small if
+    registers are needed elsewhere: for fp32, for finding the highest logits, or for a hidden size
+    that is not a multiple of the depth.
     """
     if INTERPRETED:
         return Tiles(rows=8, columns=16, depth=8, split=32, group=2)
@@ -85,12 +88,12 @@ def partial_sums(
         temperature: divides the logits.
         with_entropy: whether to compute the third sum.
         chunk: rows whose logits are materialised at a time in the torch implementation.
-        best: [n, k] fp32 and [n, k] int64, outputs for the k highest logits in descending order and their rows of
-            `weight_VH`; k is at most v. None: not computed.
+        best: [n, k] fp32 and [n, k] int64, outputs for the k highest logits in descending order and
+            their rows of `weight_VH`; k is at most v. None: not computed.
 
     Returns:
-        [n] fp32 highest logit t (-inf if v is 0), [3, n] fp32: the sum of exp(x - t), the target's logit (0 if it is
-        not among these rows), the sum of exp(x - t) (x - t) (0 unless requested).
+        [n] fp32 highest logit t (-inf if v is 0), [3, n] fp32: the sum of exp(x - t), the target's
+        logit (0 if it is not among these rows), the sum of exp(x - t) (x - t) (0 unless requested).
 
     Raises:
         ValueError: mismatched shapes, another dtype, several devices, or a non-contiguous tensor.
@@ -99,9 +102,9 @@ def partial_sums(
     if best is not None:
         _check_best(hidden_NH, weight_VH, best)
     if not len(weight_VH) or not len(hidden_NH):
-        return hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32), hidden_NH.new_zeros(
-            (3, len(hidden_NH)), dtype=torch.float32
-        )
+        return hidden_NH.new_full(
+            (len(hidden_NH),), -torch.inf, dtype=torch.float32
+        ), hidden_NH.new_zeros((3, len(hidden_NH)), dtype=torch.float32)
     if uses_triton(hidden_NH) and (best is None or best[0].shape[1] <= _most(hidden_NH)):
         return _triton_sums(hidden_NH, weight_VH, targets_N, temperature, with_entropy, best)
     tops = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
@@ -112,7 +115,8 @@ def partial_sums(
         tops[rows] = top = logits.amax(-1)
         if best is not None:
             best[0][rows], best[1][rows] = logits.topk(best[0].shape[1], dim=-1)
-        index, mine = targets_N[rows].clamp(min=0), targets_N[rows] >= 0
+        index = targets_N[rows].clamp(min=0)
+        mine = targets_N[rows] >= 0
         sums[1, rows] = torch.where(mine, logits.gather(-1, index[:, None])[:, 0], 0.0)
         shifted = logits.sub_(top[:, None])
         if with_entropy:
@@ -124,7 +128,8 @@ def partial_sums(
 
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide in place. A temperature of one changes no bit, so the pass over the logits is skipped."""
+    """Divide in place. A temperature of one changes no bit, so the pass over the logits is
+    skipped."""
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -156,27 +161,31 @@ def gradients(
     of_hidden: bool = True,
     grad_weight_VH: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Return the [n, h] gradient of the hidden states in their dtype, from this rank's columns only; None unless
-    requested.
+    """Return the [n, h] gradient of the hidden states in their dtype, from this rank's columns
+    only; None unless requested.
 
-    d log p / dx = onehot - p; dH / dx = -p (log p + H). Arguments and errors are those of `partial_sums`, and:
+    d log p / dx = onehot - p; dH / dx = -p (log p + H). Arguments and errors are those of
+    `partial_sums`, and:
 
     Args:
         of_hidden: whether to compute the gradient of the hidden states.
-        grad_weight_VH: [v, h] fp32 to which the weight's gradient is added, for example the main gradient. None: not
-            computed.
+        grad_weight_VH: [v, h] fp32 to which the weight's gradient is added, for example the main
+            gradient. None: not computed.
     """
     _check(hidden_NH, weight_VH, targets_N, grad_weight_VH)
     grad_hidden = torch.zeros_like(hidden_NH) if of_hidden else None
     if not len(weight_VH) or not len(hidden_NH):
         return grad_hidden
     if uses_triton(hidden_NH):
-        return _triton_gradients(hidden_NH, weight_VH, targets_N, upstream, temperature, of_hidden, grad_weight_VH)
+        return _triton_gradients(
+            hidden_NH, weight_VH, targets_N, upstream, temperature, of_hidden, grad_weight_VH
+        )
     for start in range(0, len(hidden_NH), chunk):
         rows = slice(start, min(start + chunk, len(hidden_NH)))
         logits = _divided(F.linear(hidden_NH[rows], weight_VH).float(), temperature)
         log_p = logits.sub_(upstream.log_z[rows, None])
-        index, mine = targets_N[rows].clamp(min=0), targets_N[rows] >= 0
+        index = targets_N[rows].clamp(min=0)
+        mine = targets_N[rows] >= 0
         from_log_probs = upstream.log_probs[rows]
         if upstream.entropy is not None:
             factor = log_p + upstream.entropies[rows, None]
@@ -194,7 +203,10 @@ def gradients(
 
 
 def _check(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, grad_weight: torch.Tensor | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    grad_weight: torch.Tensor | None = None,
 ) -> None:
     check(
         {"hidden": hidden, "weight": weight, "targets": targets},
@@ -202,24 +214,34 @@ def _check(
     )
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"hidden is {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be [n, h] and [v, h]"
+            f"hidden is {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be [n, "
+            "h] and [v, h]"
         )
     if targets.shape != hidden.shape[:1]:
-        raise ValueError(f"targets are {tuple(targets.shape)} for {len(hidden)} rows of hidden states")
+        raise ValueError(
+            f"targets are {tuple(targets.shape)} for {len(hidden)} rows of hidden states"
+        )
     if grad_weight is not None:
         check({"hidden": hidden, "grad_weight": grad_weight}, {"grad_weight": (torch.float32,)})
         if grad_weight.shape != weight.shape:
-            raise ValueError(f"grad_weight is {tuple(grad_weight.shape)} for a weight of {tuple(weight.shape)}")
+            raise ValueError(
+                f"grad_weight is {tuple(grad_weight.shape)} for a weight of {tuple(weight.shape)}"
+            )
 
 
-def _check_best(hidden: torch.Tensor, weight: torch.Tensor, best: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _check_best(
+    hidden: torch.Tensor, weight: torch.Tensor, best: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     logits, rows = best
-    check({"hidden": hidden, "logits": logits, "rows": rows}, {"logits": (torch.float32,), "rows": (torch.int64,)})
+    check(
+        {"hidden": hidden, "logits": logits, "rows": rows},
+        {"logits": (torch.float32,), "rows": (torch.int64,)},
+    )
     k = logits.shape[-1]
     if logits.shape != (len(hidden), k) or rows.shape != logits.shape or not 1 <= k <= len(weight):
         raise ValueError(
-            f"the highest logits of {len(hidden)} rows over {len(weight)} columns were asked for in "
-            f"{tuple(logits.shape)} and {tuple(rows.shape)}"
+            f"the highest logits of {len(hidden)} rows over {len(weight)} columns were asked for "
+            f"in {tuple(logits.shape)} and {tuple(rows.shape)}"
         )
 
 
@@ -236,7 +258,8 @@ def _triton_sums(
     with_entropy: bool,
     best: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (n, h), v = hidden.shape, len(weight)
+    n, h = hidden.shape
+    v = len(weight)
     kept = 0 if best is None else 1 << (best[0].shape[1] - 1).bit_length()
     tiles = tiles_for(hidden.dtype, h, kept)
     splits = -(-v // tiles.split)
@@ -270,15 +293,19 @@ def _triton_sums(
     top = tops.amax(0)
     shift = tops - top
     scale = shift.exp()
-    entropy_part = (scale * (products + shift * exponentials)).sum(0) if with_entropy else torch.zeros_like(top)
+    entropy_part = (
+        (scale * (products + shift * exponentials)).sum(0)
+        if with_entropy
+        else torch.zeros_like(top)
+    )
     return top, torch.stack([(scale * exponentials).sum(0), picked, entropy_part])
 
 
 def _read_keys(keys: torch.Tensor, best: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Fill `best` from the keys of all programs, [n, any number].
 
-    A key has the logit's bits, mapped to integer order, above its vocabulary row counted from the end. Among equal
-    logits the first row therefore comes first.
+    A key has the logit's bits, mapped to integer order, above its vocabulary row counted from the
+    end. Among equal logits the first row therefore comes first.
     """
     highest = keys.topk(best[0].shape[1], dim=-1).values
     bits = (highest >> 32).int()
@@ -295,7 +322,8 @@ def _triton_gradients(
     of_hidden: bool,
     grad_weight: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    (n, h), v = hidden.shape, len(weight)
+    n, h = hidden.shape
+    v = len(weight)
     tiles = tiles_for(hidden.dtype, h)
     columns = min(2 * tiles.split if INTERPRETED else COLUMNS, v)
     constants = _constants(tiles, hidden)
@@ -337,8 +365,8 @@ def _triton_gradients(
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Compute total += left @ right, summed in fp32.
 
-    On a GPU the product accumulates into `total` directly. Nothing is rounded to the operands' dtype, and no further
-    pass over `total` is needed.
+    On a GPU the product accumulates into `total` directly. Nothing is rounded to the operands'
+    dtype, and no further pass over `total` is needed.
     """
     if total.is_cuda and left.dtype != torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
@@ -375,7 +403,8 @@ if TRITON:
 
     @triton.jit
     def _place(program, num_row_tiles, num_others, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return (row tile, index along the other axis) of a program. GROUP row tiles traverse that axis together."""
+        """Return (row tile, index along the other axis) of a program. GROUP row tiles traverse that
+        axis together."""
         first = program // (GROUP * num_others) * GROUP
         size = tl.minimum(num_row_tiles - first, GROUP)
         inside = program % (GROUP * num_others)
@@ -397,13 +426,16 @@ if TRITON:
         EVEN: tl.constexpr,
         DESCRIPTORS: tl.constexpr,
     ):
-        """Return the [ROWS, COLUMNS] fp32 products of the tile that starts at this row and column."""
+        """Return the [ROWS, COLUMNS] fp32 products of the tile that starts at this row and
+        column."""
         products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         if DESCRIPTORS:
             for start in range(0, h, DEPTH):
-                x, y = hidden.load([row, start]), weight.load([column, start])
+                x = hidden.load([row, start])
+                y = weight.load([column, start])
                 if WIDEN:
-                    x, y = x.to(tl.float32), y.to(tl.float32)
+                    x = x.to(tl.float32)
+                    y = y.to(tl.float32)
                 products = tl.dot(x, y.T, products, input_precision="ieee")
         else:
             # Clamp to the last row and column instead of masking; the surplus results are not used.
@@ -414,19 +446,22 @@ if TRITON:
             b = weight + columns.to(tl.int64)[None, :] * h + depth[:, None]
             for start in range(0, h, DEPTH):
                 if EVEN:
-                    x, y = tl.load(a), tl.load(b)
+                    x = tl.load(a)
+                    y = tl.load(b)
                 else:
                     inside = depth < h - start
                     x = tl.load(a, mask=inside[None, :], other=0.0)
                     y = tl.load(b, mask=inside[:, None], other=0.0)
                 if WIDEN:
-                    x, y = x.to(tl.float32), y.to(tl.float32)
+                    x = x.to(tl.float32)
+                    y = y.to(tl.float32)
                 products = tl.dot(x, y, products, input_precision="ieee")
                 a += DEPTH
                 b += DEPTH
         return products
 
-    # An argument of 1 becomes a constant, and multiples of 16 trigger another compilation; only h benefits from it.
+    # An argument of 1 becomes a constant, and multiples of 16 trigger another compilation; only h
+    # benefits from it.
     @triton.jit(do_not_specialize=["n", "v", "splits", "temperature"])
     def _sums_kernel(  # type: ignore[no-untyped-def]
         hidden,
@@ -452,7 +487,8 @@ if TRITON:
         ENTROPY: tl.constexpr,
         LOWEST: tl.constexpr,
     ):
-        """Compute the three sums of ROWS rows over SPLIT vocabulary columns, and the keys of the BEST highest logits.
+        """Compute the three sums of ROWS rows over SPLIT vocabulary columns, and the keys of the
+        BEST highest logits.
 
         Each sum is relative to the row's maximum in this split.
         """
@@ -469,7 +505,19 @@ if TRITON:
         for start in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, v), COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             x = inverse * _logits(
-                hidden, weight, tile * ROWS, start, n, v, h, ROWS, COLUMNS, DEPTH, WIDEN, EVEN, DESCRIPTORS
+                hidden,
+                weight,
+                tile * ROWS,
+                start,
+                n,
+                v,
+                h,
+                ROWS,
+                COLUMNS,
+                DEPTH,
+                WIDEN,
+                EVEN,
+                DESCRIPTORS,
             )
             real = (columns < v)[None, :]
             x = tl.where(real, x, LOWEST)
@@ -486,8 +534,11 @@ if TRITON:
             shift = top - highest
             scale = tl.exp(shift)
             if ENTROPY:
-                # relative to the new maximum: exp(x - t') (x - t') = exp(t - t') exp(x - t) ((x - t) + (t - t'))
-                products = scale * (products + shift * exponentials) + tl.sum(exponential * shifted, 1)
+                # relative to the new maximum: exp(x - t') (x - t') = exp(t - t') exp(x - t) ((x -
+                # t) + (t - t'))
+                products = scale * (products + shift * exponentials) + tl.sum(
+                    exponential * shifted, 1
+                )
             exponentials = scale * exponentials + tl.sum(exponential, 1)
             top = highest
         place = found + split.to(tl.int64) * n + rows
@@ -495,10 +546,15 @@ if TRITON:
         tl.store(place, top, mask=rows < n)
         tl.store(place + plane, exponentials, mask=rows < n)
         tl.store(place + 2 * plane, products, mask=rows < n)
-        here = (target >= split * SPLIT) & (target < (split + 1) * SPLIT)  # exactly one program has a row's target
+        # exactly one program has a row's target
+        here = (target >= split * SPLIT) & (target < (split + 1) * SPLIT)
         tl.store(picked + rows, at_target, mask=(rows < n) & here)
         if BEST > 0:
-            place = keys + (rows.to(tl.int64) * splits + split)[:, None] * BEST + tl.arange(0, BEST)[None, :]
+            place = (
+                keys
+                + (rows.to(tl.int64) * splits + split)[:, None] * BEST
+                + tl.arange(0, BEST)[None, :]
+            )
             tl.store(place, best, mask=(rows < n)[:, None])
 
     @triton.jit(do_not_specialize=["n", "v", "first", "temperature"])
@@ -525,15 +581,29 @@ if TRITON:
         EVEN: tl.constexpr,
         ENTROPY: tl.constexpr,
     ):
-        """Compute the gradient of one tile's products, [n, v] for the v vocabulary rows from `first`.
+        """Compute the gradient of one tile's products, [n, v] for the v vocabulary rows from
+        `first`.
 
         Columns beyond v, up to `stride`, get arbitrary values.
         """
         tile, other = _place(tl.program_id(0), tl.cdiv(n, ROWS), tl.cdiv(v, COLUMNS), GROUP)
-        rows, columns = tile * ROWS + tl.arange(0, ROWS), other * COLUMNS + tl.arange(0, COLUMNS)
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        columns = other * COLUMNS + tl.arange(0, COLUMNS)
         inverse = 1.0 / temperature
         x = inverse * _logits(
-            hidden, weight, tile * ROWS, other * COLUMNS, n, v, h, ROWS, COLUMNS, DEPTH, WIDEN, EVEN, False
+            hidden,
+            weight,
+            tile * ROWS,
+            other * COLUMNS,
+            n,
+            v,
+            h,
+            ROWS,
+            COLUMNS,
+            DEPTH,
+            WIDEN,
+            EVEN,
+            False,
         )
         real = rows < n
         log_p = x - tl.load(log_z + rows, mask=real, other=0.0)[:, None]
@@ -542,9 +612,15 @@ if TRITON:
         if ENTROPY:
             entropy = tl.load(entropies + rows, mask=real, other=0.0)
             of_entropy = tl.load(from_entropy + rows, mask=real, other=0.0) * inverse
-            minus = tl.exp(log_p) * (upstream[:, None] + of_entropy[:, None] * (log_p + entropy[:, None]))
+            minus = tl.exp(log_p) * (
+                upstream[:, None] + of_entropy[:, None] * (log_p + entropy[:, None])
+            )
         else:
-            minus = tl.exp(log_p) * (tl.zeros((ROWS, COLUMNS), dtype=tl.float32) + upstream[:, None])
+            minus = tl.exp(log_p) * (
+                tl.zeros((ROWS, COLUMNS), dtype=tl.float32) + upstream[:, None]
+            )
         grad = tl.where(columns[None, :] == target[:, None], upstream[:, None], 0.0) - minus
         place = out + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-        tl.store(place, grad.to(out.dtype.element_ty), mask=real[:, None] & (columns < stride)[None, :])
+        tl.store(
+            place, grad.to(out.dtype.element_ty), mask=real[:, None] & (columns < stride)[None, :]
+        )

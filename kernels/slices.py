@@ -1,12 +1,15 @@
-"""Packs many strided slices into one message and back, with the message's checksum, reading all data once.
+"""Packs many strided slices into one message and back, with the message's checksum, reading all
+data once.
 
-A slice is a rectangle `[a, b, c]` of a buffer and the bytes of the message that it fills, in row-major order. While
-packing, a slice is copied, cast from float32 to bfloat16, or quantised to block-wise fp8 (`fp8_cast`). While
-scattering, it is copied. The checksum is that of `digest` over the whole message.
+A slice is a rectangle `[a, b, c]` of a buffer and the bytes of the message that it fills, in
+row-major order. While packing, a slice is copied, cast from float32 to bfloat16, or quantised to
+block-wise fp8 (`fp8_cast`). While scattering, it is copied. The checksum is that of `digest` over
+the whole message.
 
-A program moves a tile and computes the checksum of the eight-byte words of the message that are entirely in the tile.
-Words shared by two slices or two rows are read again by one more launch. In a model whose dimensions are multiples of
-eight, these are only the last word of a message and the words after an odd number of scales.
+A program moves a tile and computes the checksum of the eight-byte words of the message that are
+entirely in the tile. Words shared by two slices or two rows are read again by one more launch. In a
+model whose dimensions are multiples of eight, these are only the last word of a message and the
+words after an odd number of scales.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import torch
 from hybridflow_kernels import INTERPRETED, LARGEST, TRITON, fp8_cast, uses_triton
 from hybridflow_kernels.digest import ODD, WORD, digest, signed
 
-# A program of four warps moves SPAN words of some rows, WORDS of each per loop iteration. If everything is 16-byte
-# aligned it processes ROWS rows, otherwise fewer depending on the element size, to avoid register spills.
+# A program of four warps moves SPAN words of some rows, WORDS of each per loop iteration. If
+# everything is 16-byte aligned it processes ROWS rows, otherwise fewer depending on the element
+# size, to avoid register spills.
 ROWS, WORDS, SPAN = (4, 8, 16) if INTERPRETED else (16, 64, 256)
 FEWER_ROWS = {4: 2, 2: 2, 1: 1} if INTERPRETED else {4: 4, 2: 4, 1: 2}
 AGAIN = 32 if INTERPRETED else 1024  # words per program of the second read
@@ -72,19 +76,21 @@ class Slices:
         nbytes: size of the message.
 
     Raises:
-        ValueError: gaps or overlaps, an offset that is not aligned to the element size, a rectangle whose size differs
-            from its slice of the buffer, or several devices.
+        ValueError: gaps or overlaps, an offset that is not aligned to the element size, a rectangle
+            whose size differs from its slice of the buffer, or several devices.
     """
 
     def __init__(self, slices: Sequence[Slice], nbytes: int) -> None:
         _check(slices, nbytes)
-        self._slices, self._nbytes = tuple(slices), nbytes
+        self._slices = tuple(slices)
+        self._nbytes = nbytes
         self._in_kernel = bool(slices) and uses_triton(slices[0].tensor)
         if self._in_kernel:
             self._prepare()
 
     def pack(self, payload: torch.Tensor, seed: int) -> torch.Tensor:
-        """Fill `payload` (uint8 `[nbytes]`) and return its checksum, int64 `[1]` on its device, without synchronising.
+        """Fill `payload` (uint8 `[nbytes]`) and return its checksum, int64 `[1]` on its device,
+        without synchronising.
 
         Raises:
             ValueError: the payload has another size, dtype or device.
@@ -97,13 +103,16 @@ class Slices:
         Raises:
             ValueError: as for `pack`, or a slice is cast or quantised while packing.
         """
-        if any(piece.block is not None or piece.dtype != piece.tensor.dtype for piece in self._slices):
+        if any(
+            piece.block is not None or piece.dtype != piece.tensor.dtype for piece in self._slices
+        ):
             raise ValueError("slices that are cast, or made of blocks, have no way back")
         return self._pass(payload, seed, scatter=True)
 
     def _pass(self, payload: torch.Tensor, seed: int, scatter: bool) -> torch.Tensor:
         self._check_payload(payload)
-        with torch.cuda.device_of(payload):  # a sender thread starts with the first GPU as its current device
+        # a sender thread starts with the first GPU as its current device
+        with torch.cuda.device_of(payload):
             return self._on_its_device(payload, seed, scatter)
 
     def _on_its_device(self, payload: torch.Tensor, seed: int, scatter: bool) -> torch.Tensor:
@@ -119,7 +128,9 @@ class Slices:
         for values, scales in self._made:
             place = None if scales is None else scales.view(payload)
             words = fp8_cast.Words(sums[done:], values.begin, seed) if _has_words(values) else None
-            done += fp8_cast.launch(values.tensor, _block(values), place, values.view(payload), _at(values), words)
+            done += fp8_cast.launch(
+                values.tensor, _block(values), place, values.view(payload), _at(values), words
+            )
         _again_kernel[(self._programs - done,)](
             self._again,
             self._again_of,
@@ -133,22 +144,35 @@ class Slices:
         return sums.sum(0, keepdim=True)
 
     def _check_payload(self, payload: torch.Tensor) -> None:
-        if payload.dtype != torch.uint8 or payload.shape != (self._nbytes,) or not payload.is_contiguous():
+        if (
+            payload.dtype != torch.uint8
+            or payload.shape != (self._nbytes,)
+            or not payload.is_contiguous()
+        ):
             raise ValueError(
-                f"the payload is {payload.dtype} {tuple(payload.shape)}, strides {payload.stride()}; the slices fill "
-                f"{self._nbytes} bytes in a row"
+                f"the payload is {payload.dtype} {tuple(payload.shape)}, strides "
+                f"{payload.stride()}; the slices fill {self._nbytes} bytes in a row"
             )
         if self._slices and payload.device != self._slices[0].tensor.device:
-            raise ValueError(f"the payload is on {payload.device}, the slices on {self._slices[0].tensor.device}")
+            raise ValueError(
+                f"the payload is on {payload.device}, the slices on {self._slices[0].tensor.device}"
+            )
 
     def _prepare(self) -> None:
         """Sort the slices by the kernel that moves them, and find the remaining words."""
         device = self._slices[0].tensor.device
         groups: dict[tuple[int, bool, bool], list[Slice]] = {}
-        values = [piece for piece in self._slices if piece.block and not piece.makes_scales and _fits(piece)]
+        values = [
+            piece
+            for piece in self._slices
+            if piece.block and not piece.makes_scales and _fits(piece)
+        ]
         scales = {_blocks_of(piece): piece for piece in self._slices if piece.makes_scales}
-        # if a slice contains the values of all blocks, the scales of these blocks come from the same read
-        self._made = [(piece, scales.get(_blocks_of(piece)) if _is_all(piece) else None) for piece in values]
+        # if a slice contains the values of all blocks, the scales of these blocks come from the
+        # same read
+        self._made = [
+            (piece, scales.get(_blocks_of(piece)) if _is_all(piece) else None) for piece in values
+        ]
         done = {id(piece) for pair in self._made for piece in pair}
         for piece in self._slices:
             if piece.block is None and _moves(piece):
@@ -191,28 +215,51 @@ class _Group:
         if not self._by_word:
             self._constants |= {"WIDTH": width, "CAST": cast, "WIDE": wide}
         self.programs = 0
-        rows, counts = [], []
+        rows = []
+        counts = []
         for piece in pieces:
             outer, inner, last, middle, columns = _rows_of(piece)
-            numel, own = prod(piece.size), piece.dtype.itemsize
+            numel = prod(piece.size)
+            own = piece.dtype.itemsize
             across = -(-columns * own // (WORD * SPAN))
             unit, align = (_VECTOR // own if self._by_word else 4, _VECTOR) if wide else (1, 1)
-            place = [outer // unit, inner // unit, last, middle, columns // unit, numel // unit, piece.begin // align]
-            rows.append([piece.tensor.data_ptr(), *place, across, self.programs, int(_has_words(piece))])
+            place = [
+                outer // unit,
+                inner // unit,
+                last,
+                middle,
+                columns // unit,
+                numel // unit,
+                piece.begin // align,
+            ]
+            rows.append(
+                [piece.tensor.data_ptr(), *place, across, self.programs, int(_has_words(piece))]
+            )
             counts.append(-(-numel // (columns * rows_each)) * across)
             self.programs += counts[-1]
         self._table, self._of = _table(rows, counts, pieces[0].tensor.device)
 
     def launch(self, payload: torch.Tensor, sums: torch.Tensor, seed: int, scatter: bool) -> None:
-        """Move the slices. Each program writes its words' contribution to the checksum to `sums`."""
+        """Move the slices. Each program writes its words' contribution to the checksum to
+        `sums`."""
         kernel = _words_kernel if self._by_word else _elements_kernel
         kernel[(self.programs,)](
-            self._table, self._of, payload, sums, signed(seed), **self._constants, SCATTER=scatter, num_warps=4
+            self._table,
+            self._of,
+            payload,
+            sums,
+            signed(seed),
+            **self._constants,
+            SCATTER=scatter,
+            num_warps=4,
         )
 
 
-def _table(rows: list[list[int]], counts: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return table rows and the row of each program, on the device. `counts` is the number of programs per row."""
+def _table(
+    rows: list[list[int]], counts: list[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return table rows and the row of each program, on the device. `counts` is the number of
+    programs per row."""
     of = torch.repeat_interleave(torch.tensor(counts)).int()
     return torch.tensor(rows, dtype=torch.int64, device=device), of.to(device)
 
@@ -222,11 +269,16 @@ def _check(slices: Sequence[Slice], nbytes: int) -> None:
     for piece in slices:
         if piece.begin != at or at % piece.dtype.itemsize:
             raise ValueError(
-                f"a slice of {piece.dtype} begins at byte {piece.begin}, where {at} bytes are filled; slices fill a "
-                "message without gaps, each from a multiple of its element's size on"
+                f"a slice of {piece.dtype} begins at byte {piece.begin}, where {at} bytes are "
+                "filled; slices fill a message without gaps, each from a multiple of its element's "
+                "size on"
             )
-        if piece.tensor.dim() != 3 or (piece.block is None and tuple(piece.size) != tuple(piece.tensor.shape)):
-            raise ValueError(f"a slice of {tuple(piece.size)} is to be filled from {tuple(piece.tensor.shape)}")
+        if piece.tensor.dim() != 3 or (
+            piece.block is None and tuple(piece.size) != tuple(piece.tensor.shape)
+        ):
+            raise ValueError(
+                f"a slice of {tuple(piece.size)} is to be filled from {tuple(piece.tensor.shape)}"
+            )
         if piece.tensor.device != slices[0].tensor.device:
             raise ValueError(f"slices are on {piece.tensor.device} and {slices[0].tensor.device}")
         at = piece.end
@@ -238,7 +290,8 @@ def _move(slices: Sequence[Slice], payload: torch.Tensor, scatter: bool) -> None
     """Torch implementation, without the checksum."""
     copied = [piece for piece in slices if piece.block is None]
     if copied:
-        views, local = [piece.view(payload) for piece in copied], [piece.tensor for piece in copied]
+        views = [piece.view(payload) for piece in copied]
+        local = [piece.tensor for piece in copied]
         torch._foreach_copy_(*((local, views) if scatter else (views, local)))
     for piece in slices:
         if piece.makes_scales:
@@ -270,7 +323,8 @@ def _is_all(piece: Slice) -> bool:
 
 
 def _moves(piece: Slice) -> bool:
-    """Return True if the kernel can move the slice: elements of up to four bytes without a cast, or a cast to bfloat16.
+    """Return True if the kernel can move the slice: elements of up to four bytes without a cast, or
+    a cast to bfloat16.
 
     The kernel counts rows in int32.
     """
@@ -281,8 +335,8 @@ def _moves(piece: Slice) -> bool:
 
 
 def _rows_of(piece: Slice) -> tuple[int, int, int, int, int]:
-    """Describe a slice as rows: strides of its first and second axis and within a row, length of the second axis, row
-    length.
+    """Describe a slice as rows: strides of its first and second axis and within a row, length of
+    the second axis, row length.
 
     A contiguous slice is divided into rows of a tile's width, the last of which may be shorter.
     """
@@ -297,15 +351,18 @@ def _rows_of(piece: Slice) -> tuple[int, int, int, int, int]:
 def _kind(piece: Slice) -> tuple[int, bool, bool]:
     """Return how the slice is moved, as arguments of `_Group`."""
     outer, inner, last, _, columns = _rows_of(piece)
-    width, local = piece.dtype.itemsize, piece.tensor.dtype.itemsize
-    cast, sizes = piece.tensor.dtype != piece.dtype, (columns * width, prod(piece.size) * width)
+    width = piece.dtype.itemsize
+    local = piece.tensor.dtype.itemsize
+    cast = piece.tensor.dtype != piece.dtype
+    sizes = (columns * width, prod(piece.size) * width)
     bounds = (piece.tensor.data_ptr(), outer * local, inner * local, piece.begin, *sizes)
     wide = last == 1 and not any(bound % _VECTOR for bound in bounds)
     return WORD if wide and not cast else width, cast, wide
 
 
 def _has_words(piece: Slice) -> bool:
-    """Return True if the message's words are each within a single row of the slice. Its end may cut a word."""
+    """Return True if the message's words are each within a single row of the slice. Its end may cut
+    a word."""
     if piece.begin % WORD:
         return False
     if piece.block is None:
@@ -314,8 +371,10 @@ def _has_words(piece: Slice) -> bool:
 
 
 def _gaps(owned: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
-    """Return the ranges not in `owned`, in whole words, up to the end of the word after the message's last byte."""
-    found, at = [], 0
+    """Return the ranges not in `owned`, in whole words, up to the end of the word after the
+    message's last byte."""
+    found = []
+    at = 0
     for low, high in [*sorted(owned), (nbytes // WORD * WORD + WORD,) * 2]:
         if low > at:
             found.append((at // WORD * WORD, low))
@@ -330,7 +389,8 @@ if TRITON:
     from hybridflow_kernels.digest import kernel_key, kernel_mixed, kernel_tail, kernel_word
 
     _FIELDS = tl.constexpr(11)  # fields per slice in a table
-    _KEYS = tl.constexpr(signed(WORDS * ODD % (1 << 64)))  # difference between the keys of consecutive iterations
+    # difference between the keys of consecutive iterations
+    _KEYS = tl.constexpr(signed(WORDS * ODD % (1 << 64)))
 
     @triton.jit
     def _rows_here(table, of, SPAN: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -343,13 +403,17 @@ if TRITON:
 
     @triton.jit
     def _at_rows(place, row, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return where rows start in the buffer and in the slice's part of the message, and the elements of each row.
+        """Return where rows start in the buffer and in the slice's part of the message, and the
+        elements of each row.
 
-        The last row of a contiguous slice has fewer elements. Table entries are in units of UNIT, so that the compiler
-        can derive alignments and use 16-byte accesses.
+        The last row of a contiguous slice has fewer elements. Table entries are in units of UNIT,
+        so that the compiler can derive alignments and use 16-byte accesses.
         """
-        outer, inner, middle = tl.load(place + 1), tl.load(place + 2), tl.load(place + 4).to(tl.int32)
-        length, numel = tl.load(place + 5), tl.load(place + 6)
+        outer = tl.load(place + 1)
+        inner = tl.load(place + 2)
+        middle = tl.load(place + 4).to(tl.int32)
+        length = tl.load(place + 5)
+        numel = tl.load(place + 6)
         start = row.to(tl.int64) * length
         limit = tl.minimum(tl.maximum(numel - start, 0), length).to(tl.int32)
         at = (row // middle).to(tl.int64) * outer + (row % middle).to(tl.int64) * inner
@@ -374,9 +438,11 @@ if TRITON:
         SPAN: tl.constexpr,
         SCATTER: tl.constexpr,
     ):
-        """Copy SPAN words of ROWS rows of a slice that is 16-byte aligned. Table entries are in units of 16 bytes."""
+        """Copy SPAN words of ROWS rows of a slice that is 16-byte aligned. Table entries are in
+        units of 16 bytes."""
         place, row, first = _rows_here(table, of, SPAN, ROWS)
-        begin, length = tl.load(place + 7) * 2, tl.load(place + 5).to(tl.int32) * 2
+        begin = tl.load(place + 7) * 2
+        length = tl.load(place + 5).to(tl.int32) * 2
         at, start, limit = _at_rows(place, row, 2)
         base = tl.multiple_of(tl.load(place).to(tl.pointer_type(tl.int64)), 16)
         column = first + tl.arange(0, WORDS)
@@ -413,24 +479,31 @@ if TRITON:
     ):
         """Copy SPAN words of ROWS rows of a slice with any strides, or cast them.
 
-        Table entries are in elements. If everything is 16-byte aligned, they are in units of four elements, and the
-        message's offset is in units of 16 bytes.
+        Table entries are in elements. If everything is 16-byte aligned, they are in units of four
+        elements, and the message's offset is in units of 16 bytes.
         """
         EACH: tl.constexpr = 8 // WIDTH  # elements of a word
         INT: tl.constexpr = tl.int8 if WIDTH == 1 else (tl.int16 if WIDTH == 2 else tl.int32)
         LOCAL: tl.constexpr = tl.float32 if CAST else INT
         place, row, first = _rows_here(table, of, SPAN, ROWS)
         UNIT: tl.constexpr = 4 if WIDE else 1
-        base, last, begin = tl.load(place).to(tl.pointer_type(LOCAL)), tl.load(place + 3), tl.load(place + 7)
-        length, has_words = tl.load(place + 5).to(tl.int32) * UNIT, tl.load(place + 10) != 0
+        base = tl.load(place).to(tl.pointer_type(LOCAL))
+        last = tl.load(place + 3)
+        begin = tl.load(place + 7)
+        length = tl.load(place + 5).to(tl.int32) * UNIT
+        has_words = tl.load(place + 10) != 0
         if WIDE:
-            base, begin, last = tl.multiple_of(base, 16), begin * 16, 1
+            base = tl.multiple_of(base, 16)
+            begin = begin * 16
+            last = 1
         at, start, limit = _at_rows(place, row, UNIT)
         word = first + tl.arange(0, WORDS)
         element = tl.arange(0, EACH)
         column = word[:, None] * EACH + element[None, :]
         local = base + (at[:, None, None] + column[None, :, :] * last)
-        message = (payload + begin).to(tl.pointer_type(INT)) + (start[:, None, None] + column[None, :, :])
+        message = (payload + begin).to(tl.pointer_type(INT)) + (
+            start[:, None, None] + column[None, :, :]
+        )
         key = kernel_key((begin + start * WIDTH)[:, None] // 8 + word[None, :], seed)
         total = tl.zeros((ROWS, WORDS), dtype=tl.int64)
         for turn in range(0, tl.minimum(length - first * EACH, SPAN * EACH), WORDS * EACH):
@@ -444,7 +517,9 @@ if TRITON:
             else:
                 bits = tl.load(local, mask=real, other=0)
                 tl.store(message, bits, mask=real)
-            part = (bits.to(tl.int64) & ((1 << (8 * WIDTH)) - 1)) << (8 * WIDTH * element)[None, None, :]
+            part = (bits.to(tl.int64) & ((1 << (8 * WIDTH)) - 1)) << (8 * WIDTH * element)[
+                None, None, :
+            ]
             words = tl.sum(part, axis=2)
             whole = has_words & ((word * EACH + EACH + turn)[None, :] <= limit[:, None])
             total += tl.where(whole, kernel_mixed(words ^ kernel_mixed(key)), 0)
@@ -455,7 +530,8 @@ if TRITON:
 
     @triton.jit(do_not_specialize=["nbytes", "seed"])
     def _again_kernel(table, of, payload, sums, nbytes, seed, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Compute the checksum of words that are in no tile. The last word of a message is padded with zeros."""
+        """Compute the checksum of words that are in no tile. The last word of a message is padded
+        with zeros."""
         program = tl.program_id(0)
         place = table + tl.load(of + program).to(tl.int64) * 3
         first = tl.load(place) + (program - tl.load(place + 2)) * WORDS

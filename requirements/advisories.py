@@ -1,8 +1,8 @@
 """Check all locks against the advisories that are known: `python -m requirements.advisories`.
 
-`advisories.json` lists vulnerabilities of packages that a lock names or named: `affected` is a version specifier, and
-`date` is that of the source. `accepted` says why a lock may keep an affected version for which there is no fixed one;
-docs/security.md lists these.
+`advisories.json` lists vulnerabilities of packages that a lock names or named: `affected` is a
+version specifier, and `date` is that of the source. `accepted` says why a lock may keep an affected
+version for which there is no fixed one; docs/security.md lists these.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ FIELDS = frozenset({"id", "package", "affected", "date", "source", "meaning"})
 
 def main() -> int:
     """Print every problem; 0 when there is none."""
-    advisories: list[dict[str, Any]] = json.loads((HERE / "advisories.json").read_text(encoding="utf-8"))
+    advisories: list[dict[str, Any]] = json.loads(
+        (HERE / "advisories.json").read_text(encoding="utf-8")
+    )
     documented = (HERE.parent / "docs" / "security.md").read_text(encoding="utf-8")
-    locks = {path.name: list(pinned(path.read_text(encoding="utf-8"))) for path in sorted(HERE.glob("*.txt"))}
+    locks = {
+        path.name: list(pinned(path.read_text(encoding="utf-8")))
+        for path in sorted(HERE.glob("*.txt"))
+    }
     found = problems(advisories, locks, documented)
     for line in found:
         print(f"advisories: {line}", file=sys.stderr)
@@ -42,10 +47,12 @@ def pinned(text: str) -> Iterator[tuple[str, Version]]:
 
 
 def problems(
-    advisories: Iterable[Mapping[str, Any]], locks: Mapping[str, Iterable[tuple[str, Version]]], documented: str
+    advisories: Iterable[Mapping[str, Any]],
+    locks: Mapping[str, Iterable[tuple[str, Version]]],
+    documented: str,
 ) -> list[str]:
-    """A line for each locked version that is affected and not accepted, and for each entry that is not as it should
-    be."""
+    """A line for each locked version that is affected and not accepted, and for each entry that is
+    not as it should be."""
     found = []
     for one in advisories:
         if missing := FIELDS - one.keys():
@@ -61,7 +68,8 @@ def problems(
         ]
         if hit and "accepted" not in one:
             found.append(
-                f"{one['id']} ({one['source']}): {'; '.join(hit)} is affected ({one['affected']}): {one['meaning']}"
+                f"{one['id']} ({one['source']}): {'; '.join(hit)} is affected ({one['affected']}): "
+                f"{one['meaning']}"
             )
         if "accepted" in one and not hit:
             found.append(f"{one['id']} is accepted, and no lock is affected: remove `accepted`")

@@ -1,9 +1,10 @@
-"""Wheels for a GPU machine without a package index: `python requirements/device_wheels.py [PIECE ...]`.
+"""Wheels for a GPU machine without a package index: `python requirements/device_wheels.py [PIECE
+...]`.
 
-Downloads the pins of requirements/device.txt for Python 3.12 on x86-64 and writes each piece to wheels/device/PIECE,
-none above 58 MiB, so that a piece and the source tree fit into one transfer of 64 MiB. `te --python PYTHON` also
-compiles transformer-engine-torch into piece d; PYTHON is a Python 3.12 that has torch 2.11.0+cu130. Needs the standard
-library and pip alone.
+Downloads the pins of requirements/device.txt for Python 3.12 on x86-64 and writes each piece to
+wheels/device/PIECE, none above 58 MiB, so that a piece and the source tree fit into one transfer of
+64 MiB. `te --python PYTHON` also compiles transformer-engine-torch into piece d; PYTHON is a Python
+3.12 that has torch 2.11.0+cu130. Needs the standard library and pip alone.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 58 << 20
-FIRST, CUT = ("a", "b", "c"), ("te1", "te2", "te3")
+FIRST = ("a", "b", "c")
+CUT = ("te1", "te2", "te3")
 # a platform tag is matched exactly: wheels name the oldest C library that they run on
-PLATFORMS = [*(f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)), "manylinux2014_x86_64"]
+PLATFORMS = [
+    *(f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)),
+    "manylinux2014_x86_64",
+]
 ONLY_SOURCE = {"antlr4-python3-runtime"}  # pure Python, but published as source
 BUILT = {"transformer-engine-torch"}
 # parts of a wheel that the checks never load
@@ -81,8 +86,8 @@ def download(wanted: Sequence[str], folder: Path) -> None:
 
 
 def slim(wheel: Path, left_out: Sequence[str]) -> None:
-    """Rewrite a wheel without the files whose path contains one of these words. Its RECORD still lists them, which
-    installing does not mind."""
+    """Rewrite a wheel without the files whose path contains one of these words. Its RECORD still
+    lists them, which installing does not mind."""
     smaller = wheel.with_suffix(".smaller")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as new:
         for item in old.infolist():
@@ -92,7 +97,8 @@ def slim(wheel: Path, left_out: Sequence[str]) -> None:
 
 
 def cut(wheel: Path, folders: Sequence[Path]) -> None:
-    """Cut a file into as many parts, each in a folder of its own; `cat */NAME.part*` joins them again."""
+    """Cut a file into as many parts, each in a folder of its own; `cat */NAME.part*` joins them
+    again."""
     size = -(-wheel.stat().st_size // len(folders))
     with wheel.open("rb") as whole:
         for number, folder in enumerate(folders):
@@ -124,26 +130,40 @@ def make(piece: str, out: Path) -> list[Path]:
 
 
 def compile_te(python: str, out: Path) -> Path:
-    """Compile transformer-engine-torch, which is C++ without kernels and so needs headers, but no GPU and no nvcc."""
+    """Compile transformer-engine-torch, which is C++ without kernels and so needs headers, but no
+    GPU and no nvcc."""
     if not Path(python).is_file():
-        raise SystemExit(f"gpu-wheels: --python {python!r} does not exist; give a Python 3.12 with torch==2.11.0")
-    asked = [python, "-c", "import site, torch; print(site.getsitepackages()[0]); print(torch.__version__)"]
+        raise SystemExit(
+            f"gpu-wheels: --python {python!r} does not exist; give a Python 3.12 with torch==2.11.0"
+        )
+    asked = [
+        python,
+        "-c",
+        "import site, torch; print(site.getsitepackages()[0]); print(torch.__version__)",
+    ]
     said = subprocess.run(asked, capture_output=True, text=True, check=False)
     packages, _, version = said.stdout.strip().partition("\n")
     if not version.startswith("2.11.0"):
         reason = f"has torch {version}" if version else said.stderr.strip()[-300:]
         raise SystemExit(f"gpu-wheels: {python} must have torch 2.11.0+cu130; {reason}")
-    site, folder = Path(packages), out / "d"
+    site = Path(packages)
+    folder = out / "d"
     with tempfile.TemporaryDirectory() as temporary:
         cuda = Path(temporary, "cuda")
         pip("download", "--no-deps", "-d", temporary, *CUDA_HEADERS, python=python)
         for wheel in Path(temporary).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
-                for item in archive.infolist():  # `extractall` drops the mode, and nvcc is asked for its version
+                # `extractall` drops the mode, and nvcc is asked for its version
+                for item in archive.infolist():
                     Path(archive.extract(item, Path(temporary, "headers"))).chmod(0o755)
         for source in (site / "nvidia/cu13", Path(temporary, "headers/nvidia/cu13")):
             shutil.copytree(
-                source, cuda, symlinks=True, dirs_exist_ok=True, copy_function=os.symlink, ignore=_present(source, cuda)
+                source,
+                cuda,
+                symlinks=True,
+                dirs_exist_ok=True,
+                copy_function=os.symlink,
+                ignore=_present(source, cuda),
             )
         includes = [
             cuda / "include",
@@ -160,7 +180,16 @@ def compile_te(python: str, out: Path) -> Path:
             "MAX_JOBS": os.environ.get("MAX_JOBS", "2"),
         }
         (pin,) = (pin for pin in pins()["d"] if name_of(pin) in BUILT)
-        pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), pin, python=python, env=env)
+        pip(
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            str(folder),
+            pin,
+            python=python,
+            env=env,
+        )
     return folder
 
 
@@ -177,10 +206,16 @@ def _present(source: Path, target: Path):  # type: ignore[no-untyped-def]
 def main(words: Sequence[str] | None = None) -> int:
     """The exit status: 1 where a piece is larger than one transfer."""
     parser = argparse.ArgumentParser(
-        prog="make gpu-wheels", description="wheels for a GPU machine without an index", allow_abbrev=False
+        prog="make gpu-wheels",
+        description="wheels for a GPU machine without an index",
+        allow_abbrev=False,
     )
-    parser.add_argument("pieces", nargs="*", default=list(FIRST), help=f"of {', '.join(pins())}; a b c unless named")
-    parser.add_argument("--python", default="", help="for te: a Python 3.12 with torch 2.11.0+cu130")
+    parser.add_argument(
+        "pieces", nargs="*", default=list(FIRST), help=f"of {', '.join(pins())}; a b c unless named"
+    )
+    parser.add_argument(
+        "--python", default="", help="for te: a Python 3.12 with torch 2.11.0+cu130"
+    )
     parser.add_argument("--out", type=Path, default=HERE.parent / "wheels/device")
     wishes = parser.parse_args(words)
     if unknown := [piece for piece in wishes.pieces if piece not in pins()]:
@@ -194,7 +229,9 @@ def main(words: Sequence[str] | None = None) -> int:
         for folder in folders:
             size = sum(file.stat().st_size for file in folder.iterdir())
             large |= size > LIMIT
-            print(f"{folder}: {len(list(folder.iterdir()))} files, {size / 2**20:.1f} MiB", flush=True)
+            print(
+                f"{folder}: {len(list(folder.iterdir()))} files, {size / 2**20:.1f} MiB", flush=True
+            )
     if large:
         print(f"gpu-wheels: a piece is larger than {LIMIT >> 20} MiB", file=sys.stderr)
     return int(large)

@@ -1,7 +1,8 @@
-"""Check an environment against lock files: `python requirements/verify.py LANE LOCK...`. Imports none of the packages
-it checks.
+"""Check an environment against lock files: `python requirements/verify.py LANE LOCK...`. Imports
+none of the packages it checks.
 
-Fails when a locked package is absent or has another version, and on the cpu lane when anything of CUDA came in.
+Fails when a locked package is absent or has another version, and on the cpu lane when anything of
+CUDA came in.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def main(lane: str, locks: list[str]) -> int:
 
 
 def lock_problems(lock: Path) -> list[str]:
-    """Lines for the packages of `lock` that are not installed exactly as locked. A build label (`+cpu`) does not
-    count."""
+    """Lines for the packages of `lock` that are not installed exactly as locked. A build label
+    (`+cpu`) does not count."""
     found = []
     for line in lock.read_text(encoding="utf-8").splitlines():
         name, _, wanted = line.partition("==")
@@ -44,7 +45,9 @@ def lock_problems(lock: Path) -> list[str]:
 
 def cuda_problems() -> list[str]:
     """Lines for what has no place on the cpu lane: nvidia packages and a torch built for CUDA."""
-    names = {re.sub(r"[-_.]+", "-", dist.metadata["Name"]).lower() for dist in metadata.distributions()}
+    names = {
+        re.sub(r"[-_.]+", "-", dist.metadata["Name"]).lower() for dist in metadata.distributions()
+    }
     found = [
         f"{name} is installed, but the cpu lane must hold no NVIDIA package"
         for name in sorted(names)
@@ -56,9 +59,9 @@ def cuda_problems() -> list[str]:
     build = runpy.run_path(str(Path(spec.origin).parent / "version.py"))
     if build.get("cuda") is not None:
         found.append(
-            f"torch {build['__version__']} is built for CUDA {build['cuda']}, but the cpu lane needs a CPU build: add "
-            "a source of CPU builds to pip's configuration (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), then `make "
-            "distclean setup`"
+            f"torch {build['__version__']} is built for CUDA {build['cuda']}, but the cpu lane "
+            "needs a CPU build: add a source of CPU builds to pip's configuration "
+            "(PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), then `make distclean setup`"
         )
     return found
 

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-# One thread a process: tests run several processes on few cores, where more threads cost a factor of ten.
+# One thread a process: tests run several processes on few cores, where more threads cost a factor
+# of ten.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("HYBRIDFLOW_TRACEBACK", None)
-# Ray gives its workers a niceness of 15: beside a test that computes in its own process they would hardly run.
+# Ray gives its workers a niceness of 15: beside a test that computes in its own process they would
+# hardly run.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # the processes that a test starts are one job
 os.environ.setdefault("HYBRIDFLOW_JOB_SECRET", secrets.token_hex(32))
@@ -24,8 +26,9 @@ LOST: list[object] = []  # processes of pytest-xdist that ended by themselves
 
 
 class Scheduling(LoadFileScheduling):
-    """A file's tests run in one process, which shares its fixtures. The files of tests/slurm share one Slurm, those of
-    tests/arch the syntax trees of the project; the recipes that learn share nothing and take minutes each."""
+    """A file's tests run in one process, which shares its fixtures. The files of tests/slurm share
+    one Slurm, those of tests/arch the syntax trees of the project; the recipes that learn share
+    nothing and take minutes each."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -36,16 +39,20 @@ class Scheduling(LoadFileScheduling):
 
 
 class FailuresAtOnce:
-    """Shows a failure when it happens. Pytest itself shows it after the last test, which may be hours later."""
+    """Shows a failure when it happens. Pytest itself shows it after the last test, which may be
+    hours later."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        reporter = self.config.pluginmanager.getplugin("terminalreporter")  # a process of pytest-xdist has none
+        # a process of pytest-xdist has none
+        reporter = self.config.pluginmanager.getplugin("terminalreporter")
         if report.failed and reporter is not None:
             reporter.ensure_newline()
-            reporter.write_line(f"{report.nodeid} failed in its {report.when}:\n{report.longreprtext[-2000:]}")
+            reporter.write_line(
+                f"{report.nodeid} failed in its {report.when}:\n{report.longreprtext[-2000:]}"
+            )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -56,14 +63,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from hybridflow.single_controller import block_on
 
     block_on(
-        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters})
+        pyfuncitem.obj(
+            **{
+                name: pyfuncitem.funcargs[name]
+                for name in inspect.signature(pyfuncitem.obj).parameters
+            }
+        )
     )
     return True
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: half as many processes again as cores, because tests of the units wait a third of their time."""
+    """`-n auto`: half as many processes again as cores, because tests of the units wait a third of
+    their time."""
     return max(2, len(os.sched_getaffinity(0)) * 3 // 2)
 
 
@@ -80,27 +93,29 @@ def pytest_testnodedown(node: object, error: object) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FailuresAtOnce(config))
-    # Hypothesis takes as long to import as pytest, which the runs of tests/arch/test_run.py, that load no plugin of the
-    # environment, would pay in each of their processes.
+    # Hypothesis takes as long to import as pytest, which the runs of tests/arch/test_run.py, that
+    # load no plugin of the environment, would pay in each of their processes.
     if not config.pluginmanager.hasplugin("hypothesispytest"):
         return
     from hypothesis import settings
 
-    # No deadline: a busy machine is no failure. Derandomized and without a database: the same commit gives the same
-    # verdict.
+    # No deadline: a busy machine is no failure. Derandomized and without a database: the same
+    # commit gives the same verdict.
     settings.register_profile("hybridflow", deadline=None, derandomize=True, database=None)
     settings.load_profile("hybridflow")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Without this a process of tests that ends while it imports them looks as if there were none to run."""
+    """Without this a process of tests that ends while it imports them looks as if there were none
+    to run."""
     if LOST and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What the collection imports stays until the end of the process: Python need not look for garbage in it."""
+    """What the collection imports stays until the end of the process: Python need not look for
+    garbage in it."""
     gc.disable()
     try:
         return (yield)
@@ -111,5 +126,6 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test's own working folder: relative paths of the recipes must not find what a developer has prepared."""
+    """A test's own working folder: relative paths of the recipes must not find what a developer has
+    prepared."""
     monkeypatch.chdir(tmp_path)

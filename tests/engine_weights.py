@@ -6,7 +6,8 @@ from hybridflow.engines.sglang.client import EngineClient
 
 
 def weights_checksum(client: EngineClient) -> str:
-    """One checksum over all parameters of all ranks: equal exactly when the loaded weights are equal bit for bit."""
+    """One checksum over all parameters of all ranks: equal exactly when the loaded weights are
+    equal bit for bit."""
     return str(client._post("/weights_checker", {"action": "checksum"})["per_engine_checksum"])
 
 

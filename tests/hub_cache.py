@@ -28,17 +28,20 @@ def download(cache: Path, repository: str, files: dict[str, str], kind: str = "m
 
 
 def adopt(cache: Path, repository: str, folder: Path, kind: str = "models") -> Path:
-    """Move the files of a folder into a cache, as `hf download` would have stored them; returns the snapshot."""
+    """Move the files of a folder into a cache, as `hf download` would have stored them; returns the
+    snapshot."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    snapshot, blobs = _snapshot(cache, repository, [str(file.relative_to(folder)) for file in files], kind)
+    snapshot, blobs = _snapshot(
+        cache, repository, [str(file.relative_to(folder)) for file in files], kind
+    )
     for blob, file in zip(blobs, files, strict=True):
         file.rename(blob)
     return snapshot
 
 
 def _snapshot(cache: Path, repository: str, names: list[str], kind: str) -> tuple[Path, list[Path]]:
-    """Create a snapshot of links and the commit that `main` refers to; returns it and the blobs, which the caller
-    creates."""
+    """Create a snapshot of links and the commit that `main` refers to; returns it and the blobs,
+    which the caller creates."""
     folder = cache / f"{kind}--{repository.replace('/', '--')}"
     snapshot = folder / "snapshots" / COMMIT
     blobs = [folder / "blobs" / f"{number:064x}" for number in range(len(names))]

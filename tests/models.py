@@ -1,9 +1,9 @@
 """Every tiny model of the tests: Hugging Face configurations, each small enough for two cores.
 
-Models without a prefix are compared with transformers. A prefix names the tests that use the others: `MAP_` for the map
-between Hugging Face and Megatron, `FAMILIES` for planning, tracing and streaming (one model of each family), `ENGINE_`
-for SGLang, `STREAM_` for the transports, `SYNC_` for whole weight syncs, `FIELD_` for the sweep over configs,
-`FP8_` for engines in fp8.
+Models without a prefix are compared with transformers. A prefix names the tests that use the
+others: `MAP_` for the map between Hugging Face and Megatron, `FAMILIES` for planning, tracing and
+streaming (one model of each family), `ENGINE_` for SGLang, `STREAM_` for the transports, `SYNC_`
+for whole weight syncs, `FIELD_` for the sweep over configs, `FP8_` for engines in fp8.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ GLM4: HfConfig = {
     "use_qk_norm": True,
     "attention_bias": True,
 }
-# the published shape of a config: yarn, groups of experts, a first dense layer; head widths differ for keys and values
+# the published shape of a config: yarn, groups of experts, a first dense layer; head widths differ
+# for keys and values
 DEEPSEEK: HfConfig = {
     **SIZES,
     "model_type": "deepseek_v3",
@@ -107,7 +108,13 @@ DEEPSEEK: HfConfig = {
     },
 }
 del DEEPSEEK["head_dim"]
-MOONLIGHT: HfConfig = {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None}
+MOONLIGHT: HfConfig = {
+    **DEEPSEEK,
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_scaling": None,
+}
 GLM_FLASH: HfConfig = {
     **MOONLIGHT,
     "model_type": "glm4_moe_lite",
@@ -115,7 +122,12 @@ GLM_FLASH: HfConfig = {
     "q_lora_rank": 24,
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
 }
-MISTRAL: HfConfig = {**SIZES, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+MISTRAL: HfConfig = {
+    **SIZES,
+    "model_type": "mistral",
+    "architectures": ["MistralForCausalLM"],
+    "sliding_window": None,
+}
 SEED_OSS: HfConfig = {
     **SIZES,
     "model_type": "seed_oss",
@@ -143,7 +155,13 @@ LARGE: HfConfig = {
 # the last stage of a value role has no output layer
 WITHOUT_VOCABULARY: HfConfig = {**LARGE, "moe_intermediate_size": 1024}
 # checkpoints that take a moment to write
-WIDE: HfConfig = {**TINY, "vocab_size": 4096, "hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+WIDE: HfConfig = {
+    **TINY,
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+}
 # an export whose memory can be measured
 BIG: HfConfig = {
     **{key: value for key, value in TINY.items() if "expert" not in key},
@@ -225,7 +243,12 @@ FAMILIES: dict[str, HfConfig] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
-    "mixtral": {"model_type": "mixtral", **FAMILY_SIZES, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": {
+        "model_type": "mixtral",
+        **FAMILY_SIZES,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "deepseek_v3": {**FAMILY_DEEPSEEK, "q_lora_rank": 24, "num_nextn_predict_layers": 1},
     "moonlight": {**FAMILY_DEEPSEEK, "q_lora_rank": None},
     "glm4_moe": {
@@ -253,7 +276,8 @@ FAMILIES: dict[str, HfConfig] = {
     },
 }
 
-# whose weights have not been brought into SGLang in a test yet; SGLang 0.5.23 has no model of Seed-OSS
+# whose weights have not been brought into SGLang in a test yet; SGLang 0.5.23 has no model of
+# Seed-OSS
 NOT_SYNCED = ("glm4_moe_lite", "mistral", "qwen2_moe", "seed_oss")
 SYNCED = {name: hf for name, hf in FAMILIES.items() if name not in NOT_SYNCED}
 
@@ -284,8 +308,9 @@ ENGINE_MOE: HfConfig = {
 }
 ENGINE_DEEPSEEK: HfConfig = {
     **_ENGINE_SIZES,
-    # At 0.2, float32 alone moves a log-prob of this model by up to 1.3e-5 (engine against float64, eight seeds): more
-    # than the bound of 1e-5. At 0.15 it is 4.2e-6, and a norm's epsilon that is wrong by 1e-6 still moves 1.3e-4.
+    # At 0.2, float32 alone moves a log-prob of this model by up to 1.3e-5 (engine against float64,
+    # eight seeds): more than the bound of 1e-5. At 0.15 it is 4.2e-6, and a norm's epsilon that is
+    # wrong by 1e-6 still moves 1.3e-4.
     "initializer_range": 0.15,
     "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
@@ -418,11 +443,22 @@ _FIELD_SIZES: HfConfig = {
     "max_position_embeddings": 64,
     "eos_token_id": 1,
 }
-_FIELD_GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_FIELD_GROUPS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 _FIELD_SPARSE = {"moe_intermediate_size": 24}
 _FIELD_LATENT = {
     "num_key_value_heads": 4,
-    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+    },
     **{"n_group": 4, "topk_group": 2},
 }
 FIELD_MODELS: dict[str, HfConfig] = {

@@ -1,5 +1,5 @@
-"""Every setting that differs between CPUs and GPUs, asked of the code: `python -m tests.platforms` writes the table of
-docs/platforms.md."""
+"""Every setting that differs between CPUs and GPUs, asked of the code: `python -m tests.platforms`
+writes the table of docs/platforms.md."""
 
 from __future__ import annotations
 
@@ -48,15 +48,25 @@ def settings(kind: Kind, transformer_engine: bool) -> dict[str, Any]:
     with mock.patch("os.sched_getaffinity", lambda process: set(range(8))):
         found["cores that a process of its own may use, of 8"] = platform.cores
     for shape, hf_config in (("", TINY), ("latent attention, YaRN: ", DEEPSEEK)):
-        for name, value in model.device_settings(family_of(hf_config), kind == "cuda", transformer_engine).items():
+        for name, value in model.device_settings(
+            family_of(hf_config), kind == "cuda", transformer_engine
+        ).items():
             found[f"Megatron: {shape}{name}"] = value
-    found["Megatron: layers"] = "transformer_engine" if transformer_engine else "mcore/torch_modules.py"
+    found["Megatron: layers"] = (
+        "transformer_engine" if transformer_engine else "mcore/torch_modules.py"
+    )
     found["Megatron: gloo groups beside the others"] = kind == "cpu"
-    found["Megatron: torch.compile, state functions of CUDA"] = "off, replaced" if kind == "cpu" else "as they are"
+    found["Megatron: torch.compile, state functions of CUDA"] = (
+        "off, replaced" if kind == "cpu" else "as they are"
+    )
     found["offloaded tensors are kept in"] = _store_of(platform)
     config = RunConfig(rollout=RolloutConfig(tensor=4))
-    found["`rollout.sync.commit: null`"] = "staged" if derived.is_staged(config, kind) else "in_place"
-    found["transports"] = ", ".join(name for name in TRANSPORTS.names() if kind in TRANSPORTS.get(name).devices)
+    found["`rollout.sync.commit: null`"] = (
+        "staged" if derived.is_staged(config, kind) else "in_place"
+    )
+    found["transports"] = ", ".join(
+        name for name in TRANSPORTS.names() if kind in TRANSPORTS.get(name).devices
+    )
     transport = chosen("auto", platform)
     found["bytes of a message's parts (0: whole buckets)"] = part_bytes(transport, platform)
     found["devices of an engine of tensor 4"] = pools_of(config, kind=kind)[-1].groups[-1].devices
@@ -84,12 +94,22 @@ def _store_of(platform: Platform) -> str:
 
 
 def _engine(kind: Kind) -> Iterator[tuple[str, Any]]:
-    spec = EngineSpec(name="engine-0", model_path="a-name", device=kind, memory_saver=True, tensor=2, host="10.0.0.1")
+    spec = EngineSpec(
+        name="engine-0",
+        model_path="a-name",
+        device=kind,
+        memory_saver=True,
+        tensor=2,
+        host="10.0.0.1",
+    )
     with mock.patch.dict(os.environ, {"PATH": "/bin"}, clear=True):
         for name, value in server.server_arguments(spec, 1).items():
             yield f"SGLang: --{name}", value
         for name, value in server.environment(spec, "folder").items():
-            yield f"SGLang: {name}", "of the cores" if name == "SGLANG_CPU_OMP_THREADS_BIND" else value or "(empty)"
+            yield (
+                f"SGLang: {name}",
+                "of the cores" if name == "SGLANG_CPU_OMP_THREADS_BIND" else value or "(empty)",
+            )
     yield "SGLang: seconds until a server that should end is killed", GRACE_S[kind]
 
 
@@ -103,7 +123,10 @@ def differences() -> dict[str, list[Any]]:
 
 def table() -> str:
     """The document."""
-    rows = [f"| {name} | {' | '.join('' if v == '' else str(v) for v in row)} |" for name, row in differences().items()]
+    rows = [
+        f"| {name} | {' | '.join('' if v == '' else str(v) for v in row)} |"
+        for name, row in differences().items()
+    ]
     return HEAD + "\n".join(rows) + "\n"
 
 

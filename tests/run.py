@@ -1,11 +1,11 @@
 """Runs the tests in two parts and closes with one summary line of both, as pytest writes it.
 
-`python tests/run.py [--check] [pytest's arguments]`: first tests/arch and tests/unit on all cores (`-n auto`, see
-tests/conftest.py), then tests/dist, tests/e2e, tests/faults, tests/security and tests/walks, which start several
-processes themselves, two files at a time, and tests/slurm, left out where no Slurm is installed: the closing line says
-so.
-`--check` runs lint, types and the advisories on locked packages before; a check that fails counts as an error of the
-summary. Arguments that name files or folders run alone, in one part.
+`python tests/run.py [--check] [pytest's arguments]`: first tests/arch and tests/unit on all cores
+(`-n auto`, see tests/conftest.py), then tests/dist, tests/e2e, tests/faults, tests/security and
+tests/walks, which start several processes themselves, two files at a time, and tests/slurm, left
+out where no Slurm is installed: the closing line says so. `--check` runs lint, types and the
+advisories on locked packages before; a check that fails counts as an error of the summary.
+Arguments that name files or folders run alone, in one part.
 """
 
 from __future__ import annotations
@@ -26,24 +26,34 @@ PARALLEL = ("tests/arch", "tests/unit")
 WHOLE_RUNS = ("tests/e2e", "tests/dist", "tests/faults", "tests/security", "tests/walks")
 AT_A_TIME = 2  # files of whole runs: each waits for half of its time, and takes up to 8 GiB
 BY_FILE = ("--dist", "loadfile", "--max-worker-restart", "2")
-SLURM, SLURMCTLD = "tests/slurm", "slurmctld"
+SLURM = "tests/slurm"
+SLURMCTLD = "slurmctld"
 CHECKS = ("ruff check .", "ruff format --check .", "mypy hybridflow", "requirements.advisories")
 NOTHING_SELECTED = 5  # pytest's exit status
 Outcome = tuple[int, Counter[str], list[str]]  # exit status, counts, what failed
 
 
 def part(words: Sequence[str]) -> Outcome:
-    """Run pytest once. A part that ends without a report (a crash, a usage error) counts as an error."""
+    """Run pytest once. A part that ends without a report (a crash, a usage error) counts as an
+    error."""
     with tempfile.TemporaryDirectory(prefix="hybridflow-tests-") as folder:
         report = Path(folder) / "report.xml"
         status = subprocess.run(
             [sys.executable, "-m", "pytest", f"--junitxml={report}", *words], cwd=ROOT, check=False
         ).returncode
         if not report.exists():
-            return status or 1, Counter(error=1), [f"ERROR pytest {' '.join(words)} ended without a report"]
+            return (
+                status or 1,
+                Counter(error=1),
+                [f"ERROR pytest {' '.join(words)} ended without a report"],
+            )
         counts, failed = read_report(report)
     if status not in (0, NOTHING_SELECTED) and not failed:
-        return status, counts + Counter(error=1), [f"ERROR pytest {' '.join(words)} ended with status {status}"]
+        return (
+            status,
+            counts + Counter(error=1),
+            [f"ERROR pytest {' '.join(words)} ended with status {status}"],
+        )
     return status, counts, failed
 
 
@@ -70,7 +80,9 @@ def read_report(report: Path) -> tuple[Counter[str], list[str]]:
 def check(command: str) -> Outcome:
     """Run a tool that is no test."""
     print(f"--- {command}", flush=True)
-    status = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, check=False).returncode
+    status = subprocess.run(
+        [sys.executable, "-m", *command.split()], cwd=ROOT, check=False
+    ).returncode
     return (status, Counter(error=1), [f"ERROR {command}"]) if status else (0, Counter(), [])
 
 
@@ -83,7 +95,8 @@ def closing_line(counts: Counter[str], seconds: float) -> str:
 
 
 def has_slurm() -> bool:
-    """Whether the daemons that tests/slurm starts are installed; requirements/slurm.sh installs them."""
+    """Whether the daemons that tests/slurm starts are installed; requirements/slurm.sh installs
+    them."""
     return shutil.which(SLURMCTLD, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is not None
 
 
@@ -98,14 +111,17 @@ def main(words: Sequence[str]) -> int:
     else:
         # in this order, the longest first: tests/slurm is one piece of work (tests/conftest.py)
         whole_runs = [SLURM, *WHOLE_RUNS] if has_slurm() else WHOLE_RUNS
-        left_out = "" if has_slurm() else f"; {SLURM} left out, Slurm is not installed (make setup-slurm)"
+        left_out = (
+            "" if has_slurm() else f"; {SLURM} left out, Slurm is not installed (make setup-slurm)"
+        )
         parts = [
             part([*PARALLEL, "-n", "auto", *BY_FILE, *rest]),
             part([*whole_runs, "-n", str(AT_A_TIME), *BY_FILE, "--no-loadscope-reorder", *rest]),
         ]
     outcomes += parts
     statuses = [status for status, _, _ in outcomes]
-    if any(status != NOTHING_SELECTED for status, _, _ in parts):  # one part may hold none of what -k selects
+    # one part may hold none of what -k selects
+    if any(status != NOTHING_SELECTED for status, _, _ in parts):
         statuses = [0 if status == NOTHING_SELECTED else status for status in statuses]
     counts = sum((counts for _, counts, _ in outcomes), Counter[str]())
     print("=" * 40, *(line for _, _, failed in outcomes for line in failed), sep="\n")

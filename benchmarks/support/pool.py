@@ -78,7 +78,8 @@ class Pool:
         try:
             failure, answer = self.ends[rank].recv()
         except EOFError:
-            failure, answer = "its process has ended", None
+            failure = "its process has ended"
+            answer = None
         if failure:  # the others may wait for this rank
             self.stop()
             raise ResourceError(f"rank {rank}: {failure}")

@@ -1,8 +1,9 @@
-"""The data: each problem as a prompt for the coder and, in the row after it, as a prompt for the unit tester.
+"""The data: each problem as a prompt for the coder and, in the row after it, as a prompt for the
+unit tester.
 
-"code most 3" asks for a Python expression of x ("max(x,3)"), "test most 3" for a unit test ("2:3": x and what is
-expected). Demonstrations show what expressions and unit tests look like and compute correctly, but with an operation
-drawn at random: what the words mean is learnt by training.
+"code most 3" asks for a Python expression of x ("max(x,3)"), "test most 3" for a unit test ("2:3":
+x and what is expected). Demonstrations show what expressions and unit tests look like and compute
+correctly, but with an operation drawn at random: what the words mean is learnt by training.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ Problem = tuple[str, int]
 
 @dataclass(frozen=True)
 class Options:
-    """`num_pairs` problems for training (each a coder's and a tester's row) and `num_sft` demonstrations of each role,
-    drawn by `seed`. A third of the problems of each word are for validation alone; other words have their operands."""
+    """`num_pairs` problems for training (each a coder's and a tester's row) and `num_sft`
+    demonstrations of each role, drawn by `seed`. A third of the problems of each word are for
+    validation alone; other words have their operands."""
 
     num_pairs: int = 1000
     num_sft: int = 4000
@@ -47,10 +49,13 @@ class Options:
 
 
 def write(options: Options, out: Path, source: Path | None) -> dict[str, int]:
-    """Writes train.parquet, test.parquet, sft.parquet and tokenizer/; returns rows per parquet file."""
+    """Writes train.parquet, test.parquet, sft.parquet and tokenizer/; returns rows per parquet
+    file."""
     del source
     every = [(word, operand) for word in EXPRESSIONS for operand in range(1, 10)]
-    held_out = [(word, operand) for word, operand in every if (operand + WORDS.index(word)) % 3 == 0]
+    held_out = [
+        (word, operand) for word, operand in every if (operand + WORDS.index(word)) % 3 == 0
+    ]
     seen = [problem for problem in every if problem not in held_out]
     rng = np.random.default_rng(options.seed)
     drawn = [seen[number] for number in rng.integers(len(seen), size=options.num_pairs)]
@@ -74,7 +79,9 @@ def _rows(problems: Iterable[Problem], split: str) -> list[dict[str, Any]]:
     found = []
     for pair, (word, operand) in enumerate(problems):
         solution = EXPRESSIONS[word].format(operand)
-        truth = json.dumps({"tests": [[x, value(solution, x)] for x in INPUTS], "solution": solution})
+        truth = json.dumps(
+            {"tests": [[x, value(solution, x)] for x in INPUTS], "solution": solution}
+        )
         for role in ROLES:
             info = {"split": split, "role": role, "pair": pair}
             found.append(prompt_row(f"cure/{role}", f"{role} {word} {operand}", truth, info))

@@ -1,4 +1,5 @@
-"""The calls of an answer: what follows its thinking, in a format, with arguments of the types that tools declare."""
+"""The calls of an answer: what follows its thinking, in a format, with arguments of the types that
+tools declare."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 def read_calls(
     call_format: str, answer: str, tools: Mapping[str, Schema], *, thinking_open: bool = False
 ) -> list[Call]:
-    """The calls in an answer, in order. What is written in its thinking calls nothing, and a marker of a thinking in an
-    argument opens none.
+    """The calls in an answer, in order. What is written in its thinking calls nothing, and a marker
+    of a thinking in an argument opens none.
 
     Args:
         call_format: `rollout.agent.call_format`.
@@ -45,17 +46,23 @@ def read_calls(
 
 
 async def while_others_go_on(read: Callable[[str], T], answer: str) -> T:
-    """What `read` makes of an answer. A long one is read in a thread, so that other conversations go on."""
-    return read(answer) if len(answer) <= DRIVER_CHARACTERS else await asyncio.to_thread(read, answer)
+    """What `read` makes of an answer. A long one is read in a thread, so that other conversations
+    go on."""
+    return (
+        read(answer) if len(answer) <= DRIVER_CHARACTERS else await asyncio.to_thread(read, answer)
+    )
 
 
 @functools.cache
 def format_of(example: str) -> str | None:
-    """The built-in format in which this answer calls `lookup` with {"key": "value"}; None where there is none."""
+    """The built-in format in which this answer calls `lookup` with {"key": "value"}; None where
+    there is none."""
     schema = {"properties": {"key": {"type": "string"}}}
     for name in FORMATS.names():
         calls = read_calls(name, example, {"lookup": schema})
-        if [(call.name, dict(call.arguments), call.problem) for call in calls] == [("lookup", {"key": "value"}, "")]:
+        if [(call.name, dict(call.arguments), call.problem) for call in calls] == [
+            ("lookup", {"key": "value"}, "")
+        ]:
             return name
     return None
 
@@ -73,7 +80,10 @@ def _typed(call: Call, schema: Schema) -> Call:
         if kinds and not any(_is(arguments[name], kind) for kind in kinds):
             return dataclasses.replace(
                 call,
-                problem=f"the argument {name} of {call.name} must be {' or '.join(sorted(kinds))}, not {value!r:.80}",
+                problem=(
+                    f"the argument {name} of {call.name} must be {' or '.join(sorted(kinds))}, not "
+                    f"{value!r:.80}"
+                ),
             )
     return dataclasses.replace(call, arguments=arguments, is_text=False)
 

@@ -12,28 +12,37 @@ from hybridflow.process.secret import Lobby
 
 _MOST_STRANGERS = 256
 _MOST_OF_A_KEY = 16  # a conversation has one request at a time
-_AT_A_TIME = 8  # connections accepted in one turn of the loop: in the five until its key is read, one keeps its place
+# connections accepted in one turn of the loop: in the five until its key is read, one keeps its
+# place
+_AT_A_TIME = 8
 _BACKLOG = 1024
 _LINGER_S = 5.0  # for the last answer, once a key is no longer valid
 
 
 class Callers:
-    """Who is connected: strangers, and the clients of each key. Every connection holds a descriptor of this process.
+    """Who is connected: strangers, and the clients of each key. Every connection holds a descriptor
+    of this process.
 
-    Strangers have 256 places between them and a key's clients 16; for a further connection the one of these that has
-    asked nothing for longest is closed. A client that is closed while it asks nothing connects again.
+    Strangers have 256 places between them and a key's clients 16; for a further connection the one
+    of these that has asked nothing for longest is closed. A client that is closed while it asks
+    nothing connects again.
     """
 
     def __init__(self) -> None:
-        self._strangers, self._clients = Lobby(_MOST_STRANGERS), dict[str, Lobby]()
+        self._strangers = Lobby(_MOST_STRANGERS)
+        self._clients = dict[str, Lobby]()
         self._places = dict[asyncio.BaseTransport, ExitStack]()
 
     async def listen(self, host: str, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Server:
-        """A server on a free port of the host, whose connections are strangers' until `know` says more."""
+        """A server on a free port of the host, whose connections are strangers' until `know` says
+        more."""
         listener = socket.create_server((host, 0))
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: _counted(protocol(), self), sock=listener, backlog=_AT_A_TIME)
-        listener.listen(_BACKLOG)  # asyncio takes its backlog for both: how many wait, and how many it accepts at once
+        server = await loop.create_server(
+            lambda: _counted(protocol(), self), sock=listener, backlog=_AT_A_TIME
+        )
+        # asyncio takes its backlog for both: how many wait, and how many it accepts at once
+        listener.listen(_BACKLOG)
         return server
 
     def came(self, transport: asyncio.Transport) -> None:
@@ -51,8 +60,8 @@ class Callers:
         self._places.pop(transport).close()
 
     def forget(self, key: str) -> None:
-        """Close the connections of a key that is no longer valid, in a few seconds: a client may read its last answer,
-        and may not hold this process by not reading it."""
+        """Close the connections of a key that is no longer valid, in a few seconds: a client may
+        read its last answer, and may not hold this process by not reading it."""
         if (clients := self._clients.pop(key, None)) is not None:
             asyncio.get_running_loop().call_later(_LINGER_S, clients.close)
 
@@ -70,7 +79,8 @@ class _Counted:
     """The protocol of one connection, which is told of everything, with its place."""
 
     def __init__(self, protocol: asyncio.Protocol, callers: Callers) -> None:
-        self._protocol, self._callers = protocol, callers
+        self._protocol = protocol
+        self._callers = callers
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport

@@ -1,4 +1,5 @@
-"""A request of OpenAI's chat completions, read and checked: each field is honoured, or refused by its name."""
+"""A request of OpenAI's chat completions, read and checked: each field is honoured, or refused by
+its name."""
 
 from __future__ import annotations
 
@@ -11,14 +12,28 @@ _MOST_STOPS = 4
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 # what no answer depends on
 _OF_THE_SENDER = (
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *(
+        "model",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+    ),
     "prompt_cache_retention",
 )
 # {field: (values that change nothing, why another is refused)}
 _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "must be 1: a conversation has one answer at a time"),
-    "top_logprobs": ((0,), "must be 0: the engines tell the log-probabilities of sampled tokens alone"),
-    "response_format": (({"type": "text"},), 'must be {"type": "text"}: a grammar would change what is sampled'),
+    "top_logprobs": (
+        (0,),
+        "must be 0: the engines tell the log-probabilities of sampled tokens alone",
+    ),
+    "response_format": (
+        ({"type": "text"},),
+        'must be {"type": "text"}: a grammar would change what is sampled',
+    ),
     "presence_penalty": ((0,), "must be 0: the policy is sampled without penalties"),
     "frequency_penalty": ((0,), "must be 0: the policy is sampled without penalties"),
     "repetition_penalty": ((1,), "must be 1: the policy is sampled without penalties"),
@@ -29,17 +44,27 @@ _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "function_call": ((), "is the old name of tool_choice; send tool_choice"),
 }
 _READ = (
-    *("messages", "max_tokens", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "stop"),
+    *(
+        "messages",
+        "max_tokens",
+        "max_completion_tokens",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "stop",
+    ),
     *("logprobs", "stream", "stream_options"),
 )
 
 
 class RequestError(Exception):
-    """What is wrong with a request, told to the client with an HTTP status and the name of the field."""
+    """What is wrong with a request, told to the client with an HTTP status and the name of the
+    field."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status = status
+        self.param = param
 
 
 @dataclass(frozen=True)
@@ -47,7 +72,8 @@ class ChatRequest:
     """What a request asks for.
 
     Attributes:
-        messages: role and content as text, with `tool_calls`, `tool_call_id` and `name` where they are given.
+        messages: role and content as text, with `tool_calls`, `tool_call_id` and `name` where they
+            are given.
         tools: declarations of functions.
         reads_calls: calls in the answer are told as such (`tool_choice` is not none).
         most_calls: calls that are told; None: all.
@@ -76,18 +102,29 @@ def read_request(body: Any) -> ChatRequest:
     Raises:
         RequestError: a field cannot be honoured.
     """
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+    if (
+        not isinstance(body, dict)
+        or not isinstance(body.get("messages"), list)
+        or not body["messages"]
+    ):
         raise RequestError("messages is needed, a list of messages", param="messages")
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         _check(name, value)
     choice = given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise RequestError("tool_choice must be auto or none: a call cannot be forced", param="tool_choice")
+        raise RequestError(
+            "tool_choice must be auto or none: a call cannot be forced", param="tool_choice"
+        )
     options = given.get("stream_options", {})
     if not isinstance(options, dict) or set(options) - {"include_usage"}:
-        raise RequestError("stream_options must be an object that holds include_usage alone", param="stream_options")
-    limits = [_whole(given, name) for name in ("max_completion_tokens", "max_tokens") if name in given]
+        raise RequestError(
+            "stream_options must be an object that holds include_usage alone",
+            param="stream_options",
+        )
+    limits = [
+        _whole(given, name) for name in ("max_completion_tokens", "max_tokens") if name in given
+    ]
     return ChatRequest(
         messages=[_message(number, one) for number, one in enumerate(given["messages"])],
         tools=_tools(given.get("tools", [])),
@@ -132,7 +169,9 @@ def _stops(given: Any) -> tuple[str, ...]:
         or len(stops) > _MOST_STOPS
         or not all(isinstance(one, str) and one for one in stops)
     ):
-        raise RequestError(f"stop must be a text or a list of at most {_MOST_STOPS} texts", param="stop")
+        raise RequestError(
+            f"stop must be a text or a list of at most {_MOST_STOPS} texts", param="stop"
+        )
     return tuple(stops)
 
 
@@ -156,14 +195,22 @@ def _message(number: int, message: Any) -> Mapping[str, Any]:
         raise RequestError(f"message {number} has no role", param="messages")
     content = message.get("content")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        if not all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+        ):
             raise RequestError(f"message {number} has a part that is no text", param="messages")
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
         raise RequestError(f"the content of message {number} is no text", param="messages")
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(isinstance(one, dict) for one in calls):
-        raise RequestError(f"the tool_calls of message {number} are no list of calls", param="messages")
-    known = {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
+        raise RequestError(
+            f"the tool_calls of message {number} are no list of calls", param="messages"
+        )
+    known = {
+        name: message[name]
+        for name in ("tool_call_id", "name")
+        if isinstance(message.get(name), str)
+    }
     found = {"role": message["role"], "content": content or "", **known}
     return {**found, "tool_calls": calls} if calls else found

@@ -1,8 +1,10 @@
-"""OpenAI's chat completions over conversations: a program that knows only that interface becomes an agent loop.
+"""OpenAI's chat completions over conversations: a program that knows only that interface becomes an
+agent loop.
 
-One HTTP server on the loopback address answers for all conversations of a process; the API key of a request says which
-one it belongs to. A conversation stays tokens: the first request must render to the prompt of its row, and of every
-later one only what follows the last answer is taken. Nothing that was sampled is made again from text.
+One HTTP server on the loopback address answers for all conversations of a process; the API key of a
+request says which one it belongs to. A conversation stays tokens: the first request must render to
+the prompt of its row, and of every later one only what follows the last answer is taken. Nothing
+that was sampled is made again from text.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 MODEL = "policy"
 _MOST_BYTES = 16 << 20  # of a request
 _MOST_CONTAINERS = 100_000
-_LONGER, _SLACK = 4, 20_000  # characters that a chat template and a tokenizer may leave out of what they are given
+# characters that a chat template and a tokenizer may leave out of what they are given
+_LONGER = 4
+_SLACK = 20_000
 _log = logging.getLogger(__name__)
 _BODY_S = 60.0  # for the body of a request to come
 _IDLE_S = 60.0  # for the head of a request to come, also of the next one over a connection
@@ -47,13 +51,15 @@ class _Served:
     messages: Sequence[Mapping[str, Any]] = ()  # those of the last request
     tools: Sequence[Mapping[str, Any]] = ()  # those of the first one
     pending: asyncio.Task[dict[str, Any]] | None = None  # the answer to it
-    calls: list[dict[str, Any]] = field(default_factory=list)  # in the last answer, as the client was told them
+    # in the last answer, as the client was told them
+    calls: list[dict[str, Any]] = field(default_factory=list)
     over: ConversationOver | None = None
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # one body at a time is in memory
 
 
 class CompletionServer:
-    """Answers requests in the event loop that starts it; `Conversation.serve` is how an agent loop gets an endpoint."""
+    """Answers requests in the event loop that starts it; `Conversation.serve` is how an agent loop
+    gets an endpoint."""
 
     def __init__(self) -> None:
         self._served: dict[str, _Served] = {}
@@ -75,12 +81,14 @@ class CompletionServer:
         """Answer for a conversation inside of the block.
 
         Raises:
-            ConversationOver: the conversation came to its end inside of the block, whatever the client made of that.
+            ConversationOver: the conversation came to its end inside of the block, whatever the
+                client made of that.
         """
         async with self._starting:
             if self._runner is None:
                 await self._start()
-        key, served = secrets.token_urlsafe(32), _Served(conversation)
+        key = secrets.token_urlsafe(32)
+        served = _Served(conversation)
         self._served[key] = served
         self._moved = time.monotonic()
         try:
@@ -100,7 +108,8 @@ class CompletionServer:
     async def close(self) -> None:
         """End the server and its connections."""
         if self._runner is not None and self._listener is not None:
-            runner, self._runner = self._runner, None
+            runner = self._runner
+            self._runner = None
             self._listener.close()
             await runner.cleanup()
 
@@ -118,13 +127,16 @@ class CompletionServer:
         )
         http = logging.getLogger(f"{__name__}.http")
         http.addFilter(_is_ours)
-        runner = web.AppRunner(app, access_log=None, logger=http, shutdown_timeout=1.0, keepalive_timeout=_IDLE_S)
+        runner = web.AppRunner(
+            app, access_log=None, logger=http, shutdown_timeout=1.0, keepalive_timeout=_IDLE_S
+        )
         await runner.setup()
         server = runner.server
         assert server is not None
         self._listener = await self._callers.listen("127.0.0.1", server)
         port = self._listener.sockets[0].getsockname()[1]
-        self._runner, self._base_url = runner, f"http://127.0.0.1:{port}/v1"
+        self._base_url = f"http://127.0.0.1:{port}/v1"
+        self._runner = runner
 
     # ---- requests
 
@@ -156,7 +168,9 @@ class CompletionServer:
             return _error(error)
         except ConversationOver as over:
             served.over = over
-            return _error(RequestError(f"the conversation is over: {over}"), "context_length_exceeded")
+            return _error(
+                RequestError(f"the conversation is over: {over}"), "context_length_exceeded"
+            )
         return await _streamed(request, completion, asked) if asked.stream else _json(completion)
 
     def _warn(self, asked: ChatRequest) -> None:
@@ -164,7 +178,8 @@ class CompletionServer:
         if asked.ignored and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "a program asks for %s: answers are sampled as rollout.sampling and rollout.val_sampling say",
+                "a program asks for %s: answers are sampled as rollout.sampling and "
+                "rollout.val_sampling say",
                 ", ".join(asked.ignored),
             )
 
@@ -181,7 +196,9 @@ class CompletionServer:
     @staticmethod
     def _show(served: _Served, asked: ChatRequest) -> None:
         """Append to the conversation what the request adds to it."""
-        conversation, messages, before = served.conversation, asked.messages, len(served.messages)
+        conversation = served.conversation
+        messages = asked.messages
+        before = len(served.messages)
         if served.pending is None:
             _compare(conversation, messages, asked.tools)
             served.tools = asked.tools
@@ -189,27 +206,41 @@ class CompletionServer:
         if served.over is not None:
             raise served.over
         if asked.tools != served.tools:
-            raise RequestError("tools must be those of the first request: the prompt shows them", param="tools")
-        differs = next((n for n in range(before) if n >= len(messages) or messages[n] != served.messages[n]), None)
+            raise RequestError(
+                "tools must be those of the first request: the prompt shows them", param="tools"
+            )
+        differs = next(
+            (n for n in range(before) if n >= len(messages) or messages[n] != served.messages[n]),
+            None,
+        )
         if differs is not None:
-            raise RequestError(f"message {differs} is not that of the last request; a conversation only goes on")
+            raise RequestError(
+                f"message {differs} is not that of the last request; a conversation only goes on"
+            )
         if len(messages) < before + 2 or not _is_last_answer(messages[before], served):
             raise RequestError(
-                f"message {before} must be the last answer as it was given, and another message must follow it"
+                f"message {before} must be the last answer as it was given, and another message "
+                "must follow it"
             )
         _observe(served, messages[before + 1 :])
 
 
-def _compare(conversation: Conversation, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> None:
-    """Refuse messages that are not the prompt of the row. A message of the role developer may be its system message."""
+def _compare(
+    conversation: Conversation, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+) -> None:
+    """Refuse messages that are not the prompt of the row. A message of the role developer may be
+    its system message."""
     shown = conversation.tokenizer.decode(conversation.prompt)
     asked = sum(len(one["content"]) + 1 for one in messages) + len(json.dumps(tools))
-    if asked > _LONGER * len(shown) + _SLACK:  # to encode megabytes would keep the other conversations waiting
+    # to encode megabytes would keep the other conversations waiting
+    if asked > _LONGER * len(shown) + _SLACK:
         raise RequestError(
-            f"the messages and tools of the first request have {asked} characters, the prompt of the row has "
-            f"{len(shown)}: they cannot render to it"
+            f"the messages and tools of the first request have {asked} characters, the prompt of "
+            f"the row has {len(shown)}: they cannot render to it"
         )
-    as_system = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+    as_system = [
+        {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
+    ]
     problem: DataError | None = None
     ids: list[int] = []
     for some in [messages, *([as_system] if as_system != messages else [])]:
@@ -236,13 +267,17 @@ def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
     shown: list[dict[str, str]] = []
     for one in new:
         if one["role"] == "assistant":
-            raise RequestError("a message of the assistant follows the answer; the policy alone answers")
+            raise RequestError(
+                "a message of the assistant follows the answer; the policy alone answers"
+            )
         known = {"tool_call_id": one["tool_call_id"]} if "tool_call_id" in one else {}
         name = one.get("name") or names.get(one.get("tool_call_id", ""))
         named = {"name": name} if name and one["role"] == "tool" else {}
         shown.append({"role": one["role"], "content": one["content"], **known, **named})
     for role in {one["role"] for one in shown}:
-        served.conversation.tokenizer.template.check(role, with_calls=role == "tool" and bool(calls))
+        served.conversation.tokenizer.template.check(
+            role, with_calls=role == "tool" and bool(calls)
+        )
     served.conversation.show(shown, calls)
 
 
@@ -251,12 +286,15 @@ async def _next_answer(served: _Served, asked: ChatRequest) -> dict[str, Any]:
     conversation = served.conversation
     before = len(conversation.prompt) + len(conversation.tokens)
     text = await conversation.answer(asked.most, asked.stop)
-    served.calls = await while_others_go_on(lambda said: _tool_calls(conversation, said, asked), text)
+    served.calls = await while_others_go_on(
+        lambda said: _tool_calls(conversation, said, asked), text
+    )
     conversation.calls += len(served.calls)
     message: dict[str, Any] = {"role": "assistant", "content": text}
     reason = conversation.finish_reason
     if served.calls:
-        message, reason = {**message, "tool_calls": served.calls}, "tool_calls"
+        message = {**message, "tool_calls": served.calls}
+        reason = "tool_calls"
     after = len(conversation.prompt) + len(conversation.tokens)
     sampled = after - before
     choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
@@ -275,9 +313,11 @@ async def _next_answer(served: _Served, asked: ChatRequest) -> dict[str, Any]:
 
 def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]:
     """The last tokens with their log-probabilities, without the one that ended the answer."""
-    ids, log_probs = conversation.tokens[-sampled:], conversation.log_probs[-sampled:]
+    ids = conversation.tokens[-sampled:]
+    log_probs = conversation.log_probs[-sampled:]
     if ids and ids[-1] in conversation.tokenizer.stop_ids:
-        ids, log_probs = ids[:-1], log_probs[:-1]
+        ids = ids[:-1]
+        log_probs = log_probs[:-1]
     texts = [conversation.tokenizer.decode([token]) for token in ids]
     return [
         {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
@@ -286,8 +326,11 @@ def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]
 
 
 def _tool_calls(conversation: Conversation, text: str, asked: ChatRequest) -> list[dict[str, Any]]:
-    """The calls that the text has, as OpenAI's clients read them; none where one of them cannot be read."""
-    tools = {str(one["function"]["name"]): one["function"].get("parameters", {}) for one in asked.tools}
+    """The calls that the text has, as OpenAI's clients read them; none where one of them cannot be
+    read."""
+    tools = {
+        str(one["function"]["name"]): one["function"].get("parameters", {}) for one in asked.tools
+    }
     if not tools or not asked.reads_calls:
         return []
     opened = conversation.tokenizer.template.opens_thinking
@@ -306,7 +349,9 @@ def _tool_calls(conversation: Conversation, text: str, asked: ChatRequest) -> li
 
 def _is_last_answer(message: Mapping[str, Any], served: _Served) -> bool:
     given = served.conversation.messages[-1]["content"]
-    same_calls = [one.get("id") for one in message.get("tool_calls") or ()] == [one["id"] for one in served.calls]
+    same_calls = [one.get("id") for one in message.get("tool_calls") or ()] == [
+        one["id"] for one in served.calls
+    ]
     told = message["content"] == given or (not message["content"] and bool(served.calls))
     return message["role"] == "assistant" and told and same_calls
 
@@ -322,21 +367,24 @@ def _containers(text: str) -> int:
 
 
 async def _go_on(request: web.Request) -> None:
-    """Ask a client that waits for it to send the body; aiohttp's own handler fails where the client has gone."""
+    """Ask a client that waits for it to send the body; aiohttp's own handler fails where the client
+    has gone."""
     with suppress(OSError):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether the server failed: a request that is none, or whose client has gone, is nothing to write of, or strangers
-    could fill the log."""
+    """Whether the server failed: a request that is none, or whose client has gone, is nothing to
+    write of, or strangers could fill the log."""
     from aiohttp.http_exceptions import HttpProcessingError
 
     return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, OSError)))
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:
-    return _error(RequestError(f"{request.path} is not served; use /v1/chat/completions or /v1/models", 404))
+    return _error(
+        RequestError(f"{request.path} is not served; use /v1/chat/completions or /v1/models", 404)
+    )
 
 
 async def _body_of(request: web.Request) -> Any:
@@ -345,8 +393,11 @@ async def _body_of(request: web.Request) -> Any:
     try:
         async with asyncio.timeout(_BODY_S):
             text = await request.text()
-        if (made := _containers(text)) > _MOST_CONTAINERS:  # seconds to make, in which no other conversation goes on
-            raise RequestError(f"the body has {made} lists and objects, more than {_MOST_CONTAINERS}")
+        # seconds to make, in which no other conversation goes on
+        if (made := _containers(text)) > _MOST_CONTAINERS:
+            raise RequestError(
+                f"the body has {made} lists and objects, more than {_MOST_CONTAINERS}"
+            )
         return json.loads(text)
     except TimeoutError as error:
         raise RequestError(f"the body did not come within {_BODY_S:.0f} s", 408) from error
@@ -377,22 +428,40 @@ def _error(error: Exception, code: str | None = None) -> web.Response:
     return web.json_response({"error": told}, status=status)
 
 
-async def _streamed(request: web.Request, completion: Mapping[str, Any], asked: ChatRequest) -> web.StreamResponse:
+async def _streamed(
+    request: web.Request, completion: Mapping[str, Any], asked: ChatRequest
+) -> web.StreamResponse:
     """The completion as server-sent events: the message in one piece, then why it ended."""
     from aiohttp import web
 
     [choice] = completion["choices"]
     message = dict(choice["message"])
     if "tool_calls" in message:
-        message["tool_calls"] = [{"index": number, **one} for number, one in enumerate(message["tool_calls"])]
-    head = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+        message["tool_calls"] = [
+            {"index": number, **one} for number, one in enumerate(message["tool_calls"])
+        ]
+    head = {name: completion[name] for name in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
     chunks: list[dict[str, Any]] = [
-        {**head, "choices": [{"index": 0, "delta": message, "finish_reason": None, "logprobs": choice["logprobs"]}]},
+        {
+            **head,
+            "choices": [
+                {
+                    "index": 0,
+                    "delta": message,
+                    "finish_reason": None,
+                    "logprobs": choice["logprobs"],
+                }
+            ],
+        },
         {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
     ]
     if asked.with_usage:
         chunks.append({**head, "choices": [], "usage": completion["usage"]})
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
     await response.prepare(request)
     for chunk in chunks:
         await response.write(f"data: {json.dumps(chunk)}\n\n".encode())

@@ -1,7 +1,8 @@
-"""One conversation as the tokens that the engine saw: what the policy sampled, and between it what it was shown.
+"""One conversation as the tokens that the engine saw: what the policy sampled, and between it what
+it was shown.
 
-Tokens are appended and never made again from text: a chat template is asked only for what it puts between an answer
-and the next one (`Tokenizer.continuation`).
+Tokens are appended and never made again from text: a chat template is asked only for what it puts
+between an answer and the next one (`Tokenizer.continuation`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the engine sampled: token_ids, log_probs and weight versions `[t]`, and why it ended (stop, length, abort);
-    where they are replayed, the experts of all tokens that it was asked with and of these
-    `[asked + t, layers, experts a token]`, those of the last one not known; and where the sampler cuts its
-    distribution, what each token was sampled among."""
+    """What the engine sampled: token_ids, log_probs and weight versions `[t]`, and why it ended
+    (stop, length, abort); where they are replayed, the experts of all tokens that it was asked with
+    and of these `[asked + t, layers, experts a token]`, those of the last one not known; and where
+    the sampler cuts its distribution, what each token was sampled among."""
 
     token_ids: np.ndarray
     log_probs: np.ndarray
@@ -45,13 +46,14 @@ Sample = Callable[[Sequence[int], int], Awaitable[Sampled]]
 
 
 class ConversationOver(Exception):
-    """The conversation has no room for another token, or has had its answers. Ends the agent loop that does not catch
-    it."""
+    """The conversation has no room for another token, or has had its answers. Ends the agent loop
+    that does not catch it."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a client of OpenAI's interface finds a conversation: OPENAI_BASE_URL and OPENAI_API_KEY."""
+    """Where a client of OpenAI's interface finds a conversation: OPENAI_BASE_URL and
+    OPENAI_API_KEY."""
 
     base_url: str
     api_key: str
@@ -74,7 +76,8 @@ class Conversation:
         endpoint: how a conversation is served to programs that speak OpenAI's interface.
         rewards: what the loop has given.
         answered, calls: number of answers, and of tools called.
-        routes: experts of the first tokens of prompt and conversation, as far as they are known; None: not asked for.
+        routes: experts of the first tokens of prompt and conversation, as far as they are known;
+            None: not asked for.
         supports: what the `tokens` were sampled among, in parts.
     """
 
@@ -106,19 +109,23 @@ class Conversation:
 
         Args:
             most: tokens of this answer; None: as many as there is room for.
-            stop: texts before which the answer ends. The token that completes one is its last: what was sampled after
-                it is dropped.
+            stop: texts before which the answer ends. The token that completes one is its last: what
+                was sampled after it is dropped.
 
         Raises:
-            ConversationOver: it has had `rollout.agent.max_answers` answers, or there is no room for another token.
+            ConversationOver: it has had `rollout.agent.max_answers` answers, or there is no room
+                for another token.
         """
         if self.answered == self.config.max_answers:
             raise ConversationOver(f"{self.answered} answers")
         self.need(1)
         asked = [*self.prompt, *self.tokens]
-        sampled, text = self._until(stop, await self.sample(asked, min(self.room, most or self.room)), len(asked))
+        sampled, text = self._until(
+            stop, await self.sample(asked, min(self.room, most or self.room)), len(asked)
+        )
         self._append(sampled.token_ids, True, sampled.log_probs, sampled.versions, sampled.support)
-        if sampled.routes is not None:  # each token keeps those of the request in which it was sampled or shown
+        # each token keeps those of the request in which it was sampled or shown
+        if sampled.routes is not None:
             known = sampled.routes[:0] if self.routes is None else self.routes
             self.routes = np.concatenate([known, sampled.routes[len(known) : -1]])
         self.answered += 1
@@ -127,21 +134,30 @@ class Conversation:
         return text
 
     def observe(self, texts: Sequence[str], calls: Sequence[Call] = ()) -> None:
-        """Show the policy these texts, each as a message of `rollout.agent.observation_role` and cut to
-        `max_observation_tokens`. It is asked next.
+        """Show the policy these texts, each as a message of `rollout.agent.observation_role` and
+        cut to `max_observation_tokens`. It is asked next.
 
         Args:
-            calls: those of the last answer whose results the texts are, for templates that show names or ids of them.
+            calls: those of the last answer whose results the texts are, for templates that show
+                names or ids of them.
 
         Raises:
-            ConversationOver: the last answer did not end by itself, or there is no room for the texts and an answer.
+            ConversationOver: the last answer did not end by itself, or there is no room for the
+                texts and an answer.
             DataError: the chat template cannot show the texts after the answer.
         """
         role = self.config.observation_role
-        made = [ShownCall(one.name, one.id or self.call_id(number)) for number, one in enumerate(calls)]
-        known = [{"tool_call_id": one.id, "name": one.name} for one in made] if role == "tool" else []
+        made = [
+            ShownCall(one.name, one.id or self.call_id(number)) for number, one in enumerate(calls)
+        ]
+        known = (
+            [{"tool_call_id": one.id, "name": one.name} for one in made] if role == "tool" else []
+        )
         named = [*known, *({} for _ in texts)]
-        self.show([{"role": role, "content": text, **named[place]} for place, text in enumerate(texts)], made)
+        self.show(
+            [{"role": role, "content": text, **named[place]} for place, text in enumerate(texts)],
+            made,
+        )
 
     def show(self, messages: Sequence[Mapping[str, str]], calls: Sequence[ShownCall] = ()) -> None:
         """Show the policy messages of any role, as `observe` does.
@@ -152,20 +168,33 @@ class Conversation:
         """
         if self.finish_reason != "stop":
             raise ConversationOver("the answer was cut off")
-        self.need(len(messages) + 1)  # each takes a token at least: a million of them are not rendered first
+        # each takes a token at least: a million of them are not rendered first
+        self.need(len(messages) + 1)
         most = self.config.max_observation_tokens
-        exchange = Exchange([{**one, "content": self.tokenizer.cut(one["content"], most)} for one in messages], calls)
-        ids = self.tokenizer.continuation([*self.shown, exchange], self.tokens[-1] if self.tokens else None)
+        exchange = Exchange(
+            [{**one, "content": self.tokenizer.cut(one["content"], most)} for one in messages],
+            calls,
+        )
+        ids = self.tokenizer.continuation(
+            [*self.shown, exchange], self.tokens[-1] if self.tokens else None
+        )
         self.need(len(ids) + 1)
         self.shown.append(exchange)
         version = self.versions[-1] if self.versions else -1
         count = len(ids)
-        self._append(np.array(ids, np.int64), False, np.zeros(count, np.float32), np.full(count, version, np.int64))
-        self.messages += [{"role": one["role"], "content": whole_text(one["content"])} for one in messages]
+        self._append(
+            np.array(ids, np.int64),
+            False,
+            np.zeros(count, np.float32),
+            np.full(count, version, np.int64),
+        )
+        self.messages += [
+            {"role": one["role"], "content": whole_text(one["content"])} for one in messages
+        ]
 
     def call_id(self, number: int) -> str:
-        """An id for a call of the last answer: nine letters and digits, as some templates want, and the same when the
-        conversation is held again."""
+        """An id for a call of the last answer: nine letters and digits, as some templates want, and
+        the same when the conversation is held again."""
         return f"c{self.answered:04d}{number:04d}"
 
     def episode(self) -> Episode:
@@ -179,8 +208,8 @@ class Conversation:
         return self.episodes.begin(self.row)
 
     def serve(self) -> AbstractAsyncContextManager[Endpoint]:
-        """An endpoint of OpenAI's chat completions, to be entered with `async with`: the requests of a client become
-        the answers and observations of this conversation.
+        """An endpoint of OpenAI's chat completions, to be entered with `async with`: the requests
+        of a client become the answers and observations of this conversation.
 
         Raises:
             ConversationOver: (at the end of the block) the conversation came to its end.
@@ -194,7 +223,8 @@ class Conversation:
         self.rewards.append(float(value))
 
     def need(self, tokens: int) -> None:
-        """Raise ConversationOver where there is no room for so many tokens; the conversation is then cut off."""
+        """Raise ConversationOver where there is no room for so many tokens; the conversation is
+        then cut off."""
         if tokens > self.room:
             self.finish_reason = "length"
             raise ConversationOver("no room is left")
@@ -207,7 +237,9 @@ class Conversation:
         if begin is None:
             return sampled, text
         length = bisect_left(
-            range(len(ids)), True, key=lambda count: any(one in self.tokenizer.decode(ids[:count]) for one in stop)
+            range(len(ids)),
+            True,
+            key=lambda count: any(one in self.tokenizer.decode(ids[:count]) for one in stop),
         )
         kept = dataclasses.replace(
             sampled,

@@ -1,9 +1,11 @@
-"""A process that holds environments: it makes one for each episode and carries out what is asked of it, in order.
+"""A process that holds environments: it makes one for each episode and carries out what is asked of
+it, in order.
 
-`python -m hybridflow.agents.episode_host SOCKET` speaks lines of JSON over an inherited socket. The first message names
-the environment; then {"id": n, "episode": e, "row": {...}} begins an episode, {"id": n, "episode": e, "answer": text}
-is a step in it, and {"episode": e, "end": true} ends it. The first two are answered with {"id": n, "step":
-[observation, reward, done]} or {"id": n, "failure": text}. The process ends when the other end closes the connection.
+`python -m hybridflow.agents.episode_host SOCKET` speaks lines of JSON over an inherited socket. The
+first message names the environment; then {"id": n, "episode": e, "row": {...}} begins an episode,
+{"id": n, "episode": e, "answer": text} is a step in it, and {"episode": e, "end": true} ends it.
+The first two are answered with {"id": n, "step": [observation, reward, done]} or {"id": n,
+"failure": text}. The process ends when the other end closes the connection.
 """
 
 from __future__ import annotations
@@ -51,7 +53,11 @@ def _carried_out(
         return {"step": _plain(episodes[message["episode"]].step(message["answer"]))}
     except (Exception, SystemExit) as error:  # the user's: this episode is lost, the others go on
         episodes.pop(message["episode"], None)
-        return {"failure": f"the environment failed: {describe_error(error, Path(inspect.getfile(make)))}"}
+        return {
+            "failure": (
+                f"the environment failed: {describe_error(error, Path(inspect.getfile(make)))}"
+            )
+        }
 
 
 def _plain(step: Any) -> list[Any]:
@@ -59,7 +65,9 @@ def _plain(step: Any) -> list[Any]:
         raise TypeError(f"step returned {str(step)[:120]!r}, which is no Step")
     reward: Any = step.reward  # whatever the user's code has put there
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise ValueError(f"step returned the reward {str(reward)[:120]!r}; expected a finite number")
+        raise ValueError(
+            f"step returned the reward {str(reward)[:120]!r}; expected a finite number"
+        )
     return [str(step.observation)[:_MOST_CHARACTERS], float(reward), bool(step.done)]
 
 

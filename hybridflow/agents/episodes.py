@@ -1,5 +1,5 @@
-"""Environments in processes beside the driver: each process holds many episodes, and gets what is to be done in them
-in one message."""
+"""Environments in processes beside the driver: each process holds many episodes, and gets what is
+to be done in them in one message."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rewards.lines import start_process
 
-_MAX_PROCESSES, _MAX_RESTARTS = 16, 16
+_MAX_PROCESSES = 16
+_MAX_RESTARTS = 16
 _START_S = 300.0  # for the user's file to be imported
 _END_S = 10.0  # for a process that was killed to be gone
 
 
 class EpisodeError(HybridFlowError):
-    """An environment raised, returned nonsense or did not answer, or its process ended. The episode is lost."""
+    """An environment raised, returned nonsense or did not answer, or its process ended. The episode
+    is lost."""
 
 
 class Episodes:
@@ -42,8 +44,11 @@ class Episodes:
     """
 
     def __init__(self, config: AgentConfig, log_path: Path | None = None) -> None:
-        self.config, self.log_path = config, log_path
-        self.most = config.environment_processes or min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+        self.config = config
+        self.log_path = log_path
+        self.most = config.environment_processes or min(
+            len(os.sched_getaffinity(0)), _MAX_PROCESSES
+        )
         self._restarts = RestartLimit(_MAX_RESTARTS)
         self._processes: list[_Process] = []
         self._begun = self._lost = 0
@@ -66,8 +71,9 @@ class Episodes:
             self._lost += 1
             if not self._restarts.take():
                 self._given_up = (
-                    f"{self._lost} processes of rollout.agent.environment={self.config.environment} have ended, the "
-                    f"last because it {process.ended}"
+                    f"{self._lost} processes of "
+                    f"rollout.agent.environment={self.config.environment} have ended, the last "
+                    f"because it {process.ended}"
                 )
         if self._given_up:
             raise EpisodeError(self._given_up)
@@ -99,14 +105,19 @@ class Episode:
         """What the answer led to.
 
         Raises:
-            EpisodeError: the environment raised or returned no `Step`, was silent for `rollout.agent.tool_timeout_s`,
-                or its process ended.
+            EpisodeError: the environment raised or returned no `Step`, was silent for
+                `rollout.agent.tool_timeout_s`, or its process ended.
         """
-        observation, reward, done = await self.process.ask({"episode": self.number, "answer": answer})
+        observation, reward, done = await self.process.ask(
+            {"episode": self.number, "answer": answer}
+        )
         return Step(observation, reward, done)
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._leave()
 
@@ -126,10 +137,13 @@ class _Process:
 
     def __init__(self, config: AgentConfig, log_path: Path | None) -> None:
         self.config = config
-        self.episodes, self.ended = 0, ""
+        self.episodes = 0
+        self.ended = ""
         self._asked = 0
         self.waiting: dict[int, asyncio.Future[Any]] = {}
-        self._moved, self._limit_s, self._has_started = time.monotonic(), _START_S, False
+        self._moved = time.monotonic()
+        self._limit_s = _START_S
+        self._has_started = False
         self._timer: asyncio.TimerHandle | None = None
         self._popen, self._lines = start_process("hybridflow.agents.episode_host", log_path)
         self._lines.socket.setblocking(False)
@@ -138,7 +152,8 @@ class _Process:
         self.tell({"environment": absolute_entry(str(config.environment)), "parent": os.getpid()})
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send a message with the others of this round of the event loop. ValueError: it holds what JSON does not."""
+        """Send a message with the others of this round of the event loop. ValueError: it holds what
+        JSON does not."""
         if self.ended:
             return
         self._lines.queue(message)
@@ -150,7 +165,8 @@ class _Process:
         if self.ended:
             raise EpisodeError(f"the process of the environment {self.ended}")
         self._asked += 1
-        number, answer = self._asked, self._loop.create_future()
+        number = self._asked
+        answer = self._loop.create_future()
         if not self.waiting:
             self._moved = time.monotonic()
         self.waiting[number] = answer
@@ -167,7 +183,8 @@ class _Process:
             self.waiting.pop(number, None)
 
     def _watch(self) -> None:
-        """End the process when it does nothing for too long while somebody waits; look again when that may be."""
+        """End the process when it does nothing for too long while somebody waits; look again when
+        that may be."""
         self._timer = None
         if self._left_s() <= 0:
             self._hear()  # what came while the event loop stood still
@@ -202,7 +219,8 @@ class _Process:
         for message in messages:
             self._moved = time.monotonic()
             if "ready" in message:
-                self._limit_s, self._has_started = self.config.tool_timeout_s, True
+                self._limit_s = self.config.tool_timeout_s
+                self._has_started = True
                 if self._timer is not None:
                     self._timer.cancel()
                     self._watch()
@@ -215,7 +233,8 @@ class _Process:
                 answer.set_result(message.get("step"))
 
     def end(self, why: str) -> None:
-        """Kill it, and say to all who wait for it why it is gone; without a reason it has ended by itself."""
+        """Kill it, and say to all who wait for it why it is gone; without a reason it has ended by
+        itself."""
         if self.ended:
             return
         if not self._loop.is_closed():

@@ -1,7 +1,8 @@
 """Tools of servers of the Model Context Protocol, which `rollout.agent.mcp_servers` names.
 
-A connection lives in the event loop of one thread of this process, which goes on while conversations wait for engines.
-A server that is a program of the user's is a child of this process and ends with it.
+A connection lives in the event loop of one thread of this process, which goes on while
+conversations wait for engines. A server that is a program of the user's is a child of this process
+and ends with it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from hybridflow.process.surroundings import is_own
 
 _KEY = "rollout.agent.mcp_servers"
 _END_S = 10.0  # for the connections to be closed at the end of the process
-_PAUSE_S, _MOST_PAUSE_S = 1.0, 30.0  # before another attempt to connect; twice as long after each
+# before another attempt to connect; twice as long after each
+_PAUSE_S = 1.0
+_MOST_PAUSE_S = 30.0
 _MOST_PAGES = 1000  # of a list of tools
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -55,7 +58,9 @@ def offered(config: RunConfig) -> list[Tool]:
         timeout_s = config.rollout.agent.tool_timeout_s
         key = json.dumps([name, repr(settings), timeout_s, os.getpid()])
         if key not in _opened:
-            _opened[key] = _Server(name, settings, timeout_s, run_dir(config) / "logs" / f"mcp-{name}.log")
+            _opened[key] = _Server(
+                name, settings, timeout_s, run_dir(config) / "logs" / f"mcp-{name}.log"
+            )
         found += _opened[key].tools
     return found
 
@@ -68,13 +73,19 @@ class _Server:
     """
 
     def __init__(self, name: str, settings: McpServer, timeout_s: float, log_path: Path) -> None:
-        self.key, self.settings, self.timeout_s, self.log_path = f"{_KEY}.{name}", settings, timeout_s, log_path
+        self.key = f"{_KEY}.{name}"
+        self.settings = settings
+        self.timeout_s = timeout_s
+        self.log_path = log_path
         for variable in (*settings.env, *([settings.token_env] if settings.token_env else [])):
             if not os.environ.get(variable):
-                raise ConfigError(f"{self.key} needs the environment variable {variable}, which is not set")
+                raise ConfigError(
+                    f"{self.key} needs the environment variable {variable}, which is not set"
+                )
         self._limit = RestartLimit(settings.max_restarts)
         self._client: Client | None = None
-        self._given_up = self._lost = ""  # why there is no connection any more, and why the last one was lost
+        # why there is no connection any more, and why the last one was lost
+        self._given_up = self._lost = ""
         self._before = ""  # why the connection before was lost
         self._status = ""  # of the last answer over HTTP that was none
         self._changed: asyncio.Event | None = None
@@ -84,15 +95,23 @@ class _Server:
             self._declared = _submit(self._first()).result(settings.start_timeout_s)
         except TimeoutError as error:
             self.close()
-            raise ConfigError(f"{self.key} has not named its tools within {settings.start_timeout_s:g} s") from error
-        self.tools = [self._tool(one) for one in self._declared if not settings.tools or one.name in settings.tools]
+            raise ConfigError(
+                f"{self.key} has not named its tools within {settings.start_timeout_s:g} s"
+            ) from error
+        self.tools = [
+            self._tool(one)
+            for one in self._declared
+            if not settings.tools or one.name in settings.tools
+        ]
         has = [one.name for one in self._declared]
         if not has:
             self.close()
             raise ConfigError(f"{self.key}: the server has no tools")
         if missing := [one for one in settings.tools if one not in has]:
             self.close()
-            raise ConfigError(f"{self.key}.tools: there is no {missing[0]} (it has: {', '.join(has) or 'none'})")
+            raise ConfigError(
+                f"{self.key}.tools: there is no {missing[0]} (it has: {', '.join(has) or 'none'})"
+            )
 
     def close(self) -> None:
         """End the connection, and with it the program."""
@@ -138,24 +157,35 @@ class _Server:
     async def _connect(self) -> None:
         failures = 0  # since it was connected last
         while not self._given_up:
-            self._before, self._lost = self._lost or self._before, ""
-            self._status, over = "", asyncio.Event()
+            self._before = self._lost or self._before
+            self._lost = ""
+            self._status = ""
+            over = asyncio.Event()
             try:
                 async with asyncio.timeout(None) as limit:
-                    limit.reschedule(asyncio.get_running_loop().time() + self.settings.start_timeout_s)
+                    limit.reschedule(
+                        asyncio.get_running_loop().time() + self.settings.start_timeout_s
+                    )
                     async with Client(self._transport(partial(self._lose, over))) as client:
                         self._declared = self._declared or await _listed(client)
                         limit.reschedule(None)
-                        self._client, self._over, failures = client, over, 0
+                        self._client = client
+                        self._over = over
+                        failures = 0
                         self._tell()
                         await over.wait()
                         self._client = None
-            except Exception as error:  # of the connection; what the package raises is not listed anywhere
+            except Exception as error:
+                # of the connection; what the package raises is not listed anywhere
                 self._lost = self._lost or f"{_said(error)}{self._status}"
             self._client = None
             first = not self._declared
             if first or not self._limit.take():
-                again = "" if first else f" (restarted {self.settings.max_restarts} times within an hour)"
+                again = (
+                    ""
+                    if first
+                    else f" (restarted {self.settings.max_restarts} times within an hour)"
+                )
                 self._given_up = f"the server cannot be used: {self._lost}{again}"
             else:
                 _log.warning("%s was lost and is connected again: %s", self.key, self._lost)
@@ -195,14 +225,19 @@ class _Server:
                 if error.code != CONNECTION_CLOSED:
                     return f"error: {error.message}"
                 self._lose(over, error.message)
-                raise ToolLostError(f"{self.key} was lost during a call of {name}: {self._lost}") from error
+                raise ToolLostError(
+                    f"{self.key} was lost during a call of {name}: {self._lost}"
+                ) from error
             except httpx2.TransportError as error:
                 self._lose(over, _said(error))
-                raise ToolLostError(f"{self.key} was lost during a call of {name}: {self._lost}") from error
+                raise ToolLostError(
+                    f"{self.key} was lost during a call of {name}: {self._lost}"
+                ) from error
 
 
 async def _listed(client: Client) -> list[Declared]:
-    found, cursor = list[Declared](), None
+    found = list[Declared]()
+    cursor = None
     for _ in range(_MOST_PAGES):
         page = await client.list_tools(cursor=cursor)
         found += page.tools
@@ -223,23 +258,32 @@ def _text(result: CallToolResult) -> str:
 def _said(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    return (
+        str(error)
+        if isinstance(error, ConfigError)
+        else f"{type(error).__name__}: {error}".rstrip(": ")
+    )
 
 
 @asynccontextmanager
 async def _over_http(
     settings: McpServer, timeout_s: float, look: Callable[[httpx2.Response], Awaitable[None]]
 ) -> AsyncIterator[Any]:
-    """The streams of a server behind an address, for `mcp.Client`; `look` is shown each response."""
+    """The streams of a server behind an address, for `mcp.Client`; `look` is shown each
+    response."""
     assert settings.url is not None
-    headers = {"Authorization": f"Bearer {os.environ[settings.token_env]}"} if settings.token_env else {}
+    headers = (
+        {"Authorization": f"Bearer {os.environ[settings.token_env]}"} if settings.token_env else {}
+    )
     hooks = {"response": [look, _bound]}
     timeout = httpx2.Timeout(30.0, read=timeout_s)
     async with (
         httpx2.AsyncClient(
             headers=headers, timeout=timeout, event_hooks=hooks, trust_env=not is_own(settings.url)
         ) as http,
-        streamable_http_client(settings.url, http_client=http, max_sse_event_size=MOST_BYTES) as streams,
+        streamable_http_client(
+            settings.url, http_client=http, max_sse_event_size=MOST_BYTES
+        ) as streams,
     ):
         yield streams
 
@@ -272,7 +316,8 @@ class _Bounded(httpx2.AsyncByteStream):
 
 @cache
 def _events() -> asyncio.AbstractEventLoop:
-    """The event loop of the connections. Its thread starts the programs, and lives as long as this process."""
+    """The event loop of the connections. Its thread starts the programs, and lives as long as this
+    process."""
     events = asyncio.new_event_loop()
     threading.Thread(target=events.run_forever, name="mcp", daemon=True).start()
     atexit.register(close_all)

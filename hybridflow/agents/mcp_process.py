@@ -1,5 +1,5 @@
-"""A server of the Model Context Protocol that is a program: JSON messages, one a line, over its standard input and
-output."""
+"""A server of the Model Context Protocol that is a program: JSON messages, one a line, over its
+standard input and output."""
 
 from __future__ import annotations
 
@@ -25,17 +25,24 @@ from hybridflow.process import children
 from hybridflow.process.secret import without_credentials
 
 MOST_BYTES = 64 << 20  # of a message; a result may be in it twice, as text and as data
-_GIVEN = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")  # of our environment
+# of our environment
+_GIVEN = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
 _END_S = 2.0  # for the program to end by itself once its input is closed, and again after SIGTERM
 
 
 def environment(settings: McpServer) -> dict[str, str]:
     """What the program is told of our environment: no secret that it is not given by name."""
-    return {name: value for name, value in without_credentials().items() if name in (*_GIVEN, *settings.env)}
+    return {
+        name: value
+        for name, value in without_credentials().items()
+        if name in (*_GIVEN, *settings.env)
+    }
 
 
 @asynccontextmanager
-async def program(settings: McpServer, log_path: Path, lose: Callable[[str], None]) -> AsyncIterator[Any]:
+async def program(
+    settings: McpServer, log_path: Path, lose: Callable[[str], None]
+) -> AsyncIterator[Any]:
     """Start the program, and yield the streams of messages from and to it, for `mcp.Client`.
 
     Args:
@@ -61,7 +68,10 @@ async def program(settings: McpServer, log_path: Path, lose: Callable[[str], Non
         )
     to_us, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     outgoing, to_them = anyio.create_memory_object_stream[SessionMessage](0)
-    tasks = [asyncio.create_task(_read(process, to_us, lose)), asyncio.create_task(_write(process, to_them, lose))]
+    tasks = [
+        asyncio.create_task(_read(process, to_us, lose)),
+        asyncio.create_task(_write(process, to_them, lose)),
+    ]
     try:
         yield incoming, outgoing
     finally:
@@ -70,7 +80,9 @@ async def program(settings: McpServer, log_path: Path, lose: Callable[[str], Non
             stream.close()
 
 
-async def _read(process: asyncio.subprocess.Process, to_us: Any, lose: Callable[[str], None]) -> None:
+async def _read(
+    process: asyncio.subprocess.Process, to_us: Any, lose: Callable[[str], None]
+) -> None:
     assert process.stdout is not None
     with to_us:
         while True:
@@ -83,7 +95,9 @@ async def _read(process: asyncio.subprocess.Process, to_us: Any, lose: Callable[
                 with suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), _END_S)
                 code = process.returncode
-                lose("it has closed its output" if code is None else f"it has ended with code {code}")
+                lose(
+                    "it has closed its output" if code is None else f"it has ended with code {code}"
+                )
                 return
             if (message := _message(line)) is not None:
                 with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
@@ -91,8 +105,8 @@ async def _read(process: asyncio.subprocess.Process, to_us: Any, lose: Callable[
 
 
 def _message(line: bytes) -> SessionMessage | None:
-    """The message of a line; None for lines that are none, such as what a program prints by mistake. What is no UTF-8
-    becomes U+FFFD, and half of a surrogate pair a question mark."""
+    """The message of a line; None for lines that are none, such as what a program prints by
+    mistake. What is no UTF-8 becomes U+FFFD, and half of a surrogate pair a question mark."""
     text = line.decode(errors="replace")
     try:
         return SessionMessage(jsonrpc_message_adapter.validate_json(text, by_name=False))
@@ -103,11 +117,15 @@ def _message(line: bytes) -> SessionMessage | None:
     return None
 
 
-async def _write(process: asyncio.subprocess.Process, to_them: Any, lose: Callable[[str], None]) -> None:
+async def _write(
+    process: asyncio.subprocess.Process, to_them: Any, lose: Callable[[str], None]
+) -> None:
     assert process.stdin is not None
     with to_them:
         async for message in to_them:
-            process.stdin.write(message.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+            process.stdin.write(
+                message.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n"
+            )
             try:
                 await process.stdin.drain()
             except ConnectionError:

@@ -38,8 +38,8 @@ class TaggedCalls:
     Attributes:
         begin: opens a call and holds the group `name`.
         key: opens an argument and holds the group `key`.
-        value_end: closes an argument. It counts where another argument or the end of the call follows, so that a value
-            may hold it.
+        value_end: closes an argument. It counts where another argument or the end of the call
+            follows, so that a value may hold it.
         end: closes a call.
         example: how arguments are written, for problems.
         section: calls are read after its first occurrence, and it holds one; empty: everywhere.
@@ -57,7 +57,8 @@ class TaggedCalls:
     is_text: bool = True
 
     def __call__(self, text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-        """The first `MOST_CALLS` calls of the text; one that cannot be read, or does not end, is a problem."""
+        """The first `MOST_CALLS` calls of the text; one that cannot be read, or does not end, is a
+        problem."""
         del tools
         place = text.find(self.section)
         calls: list[Call] = []
@@ -69,8 +70,12 @@ class TaggedCalls:
         return calls
 
     def _call(self, begin: re.Match[str], text: str) -> Call:
-        name, place, arguments = begin["name"].strip(), begin.end(), dict[str, Any]()
-        not_closed = Call(name, problem=f"the call of {name} is not closed", span=(begin.start(), len(text)))
+        name = begin["name"].strip()
+        place = begin.end()
+        arguments = dict[str, Any]()
+        not_closed = Call(
+            name, problem=f"the call of {name} is not closed", span=(begin.start(), len(text))
+        )
         while key := self.key.match(text, place):
             closed = self.value_end.search(text, key.end())
             if closed is None:
@@ -82,5 +87,9 @@ class TaggedCalls:
             return not_closed
         span = begin.start(), end + len(self.end)
         if text[place:end].strip():
-            return Call(name, problem=f"the arguments of {name} are not written as {self.example}", span=span)
+            return Call(
+                name,
+                problem=f"the arguments of {name} are not written as {self.example}",
+                span=span,
+            )
         return Call(name, arguments, is_text=self.is_text, span=span)

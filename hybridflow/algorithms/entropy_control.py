@@ -1,4 +1,5 @@
-"""The coefficient of the entropy bonus: steered, so that the policy's entropy does not fall below a target."""
+"""The coefficient of the entropy bonus: steered, so that the policy's entropy does not fall below a
+target."""
 
 from __future__ import annotations
 
@@ -7,22 +8,28 @@ import torch
 
 
 class EntropyControl:
-    """Holds a coefficient that rises by `step` where the entropy is below `target` and falls by it, down to 0, where it
-    is not; the bonus counts only where the entropy is below (Skywork-OR1, arXiv 2505.22312, section 4)."""
+    """Holds a coefficient that rises by `step` where the entropy is below `target` and falls by it,
+    down to 0, where it is not; the bonus counts only where the entropy is below (Skywork-OR1, arXiv
+    2505.22312, section 4)."""
 
     def __init__(self, coefficient: float, target: float, step: float) -> None:
-        self.value, self.target, self.step = coefficient, target, step
+        self.value = coefficient
+        self.target = target
+        self.step = step
 
     def update(self, entropy: float) -> float:
-        """The coefficient for a step whose sampled tokens have this mean entropy, in nats; moves it on."""
-        below, now = entropy < self.target, self.value
+        """The coefficient for a step whose sampled tokens have this mean entropy, in nats; moves it
+        on."""
+        below = entropy < self.target
+        now = self.value
         self.value = max(0.0, now + (self.step if below else -self.step))
         return now if below else 0.0
 
 
 def most_uncertain(entropies_T: torch.Tensor, mask_T: torch.Tensor, share: float) -> torch.Tensor:
-    """[T] bool: the sampled tokens (`mask_T`) whose entropy is at least the (1 - share) quantile of theirs, linearly
-    interpolated: the tokens at which reasoning forks ("Beyond the 80/20 Rule", arXiv 2506.01939, section 5)."""
+    """[T] bool: the sampled tokens (`mask_T`) whose entropy is at least the (1 - share) quantile of
+    theirs, linearly interpolated: the tokens at which reasoning forks ("Beyond the 80/20 Rule",
+    arXiv 2506.01939, section 5)."""
     if not mask_T.any():
         return mask_T
     entropies = entropies_T.double()

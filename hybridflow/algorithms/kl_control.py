@@ -1,17 +1,23 @@
-"""The coefficient of the KL penalty inside the reward: fixed, or steered towards a target divergence."""
+"""The coefficient of the KL penalty inside the reward: fixed, or steered towards a target
+divergence."""
 
 from __future__ import annotations
 
 
 class KlControl:
-    """Holds the coefficient; with a `target` it follows the measured divergence (arXiv 1909.08593, section 2.2).
+    """Holds the coefficient; with a `target` it follows the measured divergence (arXiv 1909.08593,
+    section 2.2).
 
     value *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon after every step.
     """
 
-    def __init__(self, coefficient: float, target: float | None = None, horizon: int = 10_000) -> None:
+    def __init__(
+        self, coefficient: float, target: float | None = None, horizon: int = 10_000
+    ) -> None:
         """Without a target the coefficient stays as it is."""
-        self.value, self.target, self.horizon = coefficient, target, horizon
+        self.value = coefficient
+        self.target = target
+        self.horizon = horizon
 
     def update(self, kl: float, samples: int) -> None:
         """Note the mean divergence of a step's samples."""

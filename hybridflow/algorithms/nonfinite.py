@@ -1,8 +1,9 @@
-"""Finds a loss or gradient that is NaN or infinite, says on which rank and in which micro-batch, and makes all ranks
-agree on it.
+"""Finds a loss or gradient that is NaN or infinite, says on which rank and in which micro-batch,
+and makes all ranks agree on it.
 
-Every micro-batch is watched at its loss and at gradients on the way back; what arises in between shows in the latter.
-The flags stay on the device until the mini-batch is done: one look, one small all-gather.
+Every micro-batch is watched at its loss and at gradients on the way back; what arises in between
+shows in the latter. The flags stay on the device until the mini-batch is done: one look, one small
+all-gather.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Watch:
         self.flags[place, micro_batch] |= not_finite(values)
 
     def report_of(self, gradients: Iterable[torch.Tensor]) -> str:
-        """What is wrong with this mini-batch, equal on all ranks; empty when nothing is. Collective over the world.
+        """What is wrong with this mini-batch, equal on all ranks; empty when nothing is. Collective
+        over the world.
 
         Args:
             gradients: reduced, of this rank.
@@ -54,24 +56,24 @@ class Watch:
 
 
 def not_finite(values: torch.Tensor) -> torch.Tensor:
-    """Whether there is NaN or an infinity: then the least or the largest value is one. One pass over the values, where
-    `isfinite` makes four and as many tensors of their size."""
+    """Whether there is NaN or an infinity: then the least or the largest value is one. One pass
+    over the values, where `isfinite` makes four and as many tensors of their size."""
     if not values.numel():
         return torch.zeros((), dtype=torch.bool, device=values.device)
     return ~torch.stack(torch.aminmax(values)).isfinite().all()
 
 
 def describe(found: Sequence[Sequence[int]]) -> str:
-    """Sentences from each rank's first micro-batch at each place [world][3], -1 where all is finite; the likeliest
-    causes alone."""
+    """Sentences from each rank's first micro-batch at each place [world][3], -1 where all is
+    finite; the likeliest causes alone."""
     for place, name in enumerate(_PLACES):
         ranks = [(rank, row[place]) for rank, row in enumerate(found) if row[place] >= 0]
         if not ranks:
             continue
         if place == len(_PLACES) - 1:
             return (
-                f"{name} of rank {ranks[0][0]} are not finite, though those of each micro-batch were: their sum "
-                "overflowed"
+                f"{name} of rank {ranks[0][0]} are not finite, though those of each micro-batch "
+                "were: their sum overflowed"
             )
         shown = ", ".join(f"rank {rank} micro-batch {micro}" for rank, micro in ranks[:4])
         more = f" and {len(ranks) - 4} more ranks" if len(ranks) > 4 else ""
@@ -80,7 +82,10 @@ def describe(found: Sequence[Sequence[int]]) -> str:
 
 
 def not_applied(
-    problem: str, on_nonfinite: str, metrics: Mapping[str, tuple[float, float]], learning_rate: float
+    problem: str,
+    on_nonfinite: str,
+    metrics: Mapping[str, tuple[float, float]],
+    learning_rate: float,
 ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
     """What an update with that problem returns where such updates are skipped.
 
@@ -89,9 +94,9 @@ def not_applied(
     """
     if on_nonfinite == "stop":
         raise NonFiniteError(
-            f"{problem}. The update was not applied. Lower the learning rate (actor.optim.lr, critic.optim.lr, "
-            "sft.optim.lr) and run the same command again to resume from the last checkpoint, or leave such updates "
-            "out with actor.on_nonfinite=skip"
+            f"{problem}. The update was not applied. Lower the learning rate (actor.optim.lr, "
+            "critic.optim.lr, sft.optim.lr) and run the same command again to resume from the last "
+            "checkpoint, or leave such updates out with actor.on_nonfinite=skip"
         )
     logging.getLogger(__name__).warning("update skipped (actor.on_nonfinite=skip): %s", problem)
     finite = {name: pair for name, pair in metrics.items() if math.isfinite(pair[0])}

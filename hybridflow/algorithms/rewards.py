@@ -1,7 +1,7 @@
 """Scores of rows and penalties of tokens become rewards of tokens.
 
-T is the number of response tokens of a batch, rows one after another without padding; S the number of rows. Torch's
-methods only, as estimators and losses use it too.
+T is the number of response tokens of a batch, rows one after another without padding; S the number
+of rows. Torch's methods only, as estimators and losses use it too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 
 def token_rewards(
-    scores_S: torch.Tensor, penalty_T: torch.Tensor, lengths_S: torch.Tensor, mask_T: torch.Tensor | None = None
+    scores_S: torch.Tensor,
+    penalty_T: torch.Tensor,
+    lengths_S: torch.Tensor,
+    mask_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T] reward of each token: minus its penalty, and the score of the row at its last sampled token. A row without
-    such a token has no reward.
+    """[T] reward of each token: minus its penalty, and the score of the row at its last sampled
+    token. A row without such a token has no reward.
 
     Args:
         scores_S: [S] one score a row.
@@ -24,17 +27,22 @@ def token_rewards(
         lengths_S: [S] int64 tokens of each row.
         mask_T: [T] bool, whether the policy sampled the token; None: all of them.
     """
-    rewards, row = -penalty_T.float(), rows_of_tokens(lengths_S)
+    rewards = -penalty_T.float()
+    row = rows_of_tokens(lengths_S)
     place = row.new_ones(len(row)).cumsum(0) - 1
     if mask_T is not None:
-        row, place = row[mask_T], place[mask_T]
+        row = row[mask_T]
+        place = place[mask_T]
     last = lengths_S.new_full(lengths_S.shape, -1).scatter_reduce_(0, row, place, "amax")
     rewards[last[last >= 0]] += scores_S.float()[last >= 0]
     return rewards
 
 
-def overlong_penalties(lengths_S: torch.Tensor, limit: int, buffer: int, penalty: float) -> torch.Tensor:
-    """[S] what a long answer loses: nothing up to `limit - buffer` tokens, `penalty` at `limit`, in proportion between.
+def overlong_penalties(
+    lengths_S: torch.Tensor, limit: int, buffer: int, penalty: float
+) -> torch.Tensor:
+    """[S] what a long answer loses: nothing up to `limit - buffer` tokens, `penalty` at `limit`, in
+    proportion between.
 
     DAPO (arXiv 2503.14476), equation 13: soft overlong punishment.
     """

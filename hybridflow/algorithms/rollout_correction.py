@@ -1,8 +1,9 @@
-"""Correction of rollouts whose engine gave tokens another probability than the trainer: importance weights, rejection,
-and how far the two are apart.
+"""Correction of rollouts whose engine gave tokens another probability than the trainer: importance
+weights, rejection, and how far the two are apart.
 
-T tokens that the policy sampled, in S sequences one after another. The ratio of a token is its probability under the
-trainer over that under the engine; log-ratios are clamped to +-20 before they are exponentiated.
+T tokens that the policy sampled, in S sequences one after another. The ratio of a token is its
+probability under the trainer over that under the engine; log-ratios are clamped to +-20 before they
+are exponentiated.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ _SAFE = 20.0
 
 
 def importance_weights(
-    log_ratio_T: torch.Tensor, lengths_S: torch.Tensor, level: str, upper: float, lower: float | None
+    log_ratio_T: torch.Tensor,
+    lengths_S: torch.Tensor,
+    level: str,
+    upper: float,
+    lower: float | None,
 ) -> torch.Tensor:
     """[T] weights of the tokens, without gradient.
 
     Args:
-        level: token: the ratio of each token; sequence: the product of those of its sequence, for all its tokens.
+        level: token: the ratio of each token; sequence: the product of those of its sequence, for
+            all its tokens.
         upper: larger weights count as it (truncated importance sampling, arXiv 2503.14286, eq. 6).
-        lower: with it, weights outside `lower` to `upper` are 0 (IcePop, arXiv 2510.18855, eq. 2); None: without.
+        lower: with it, weights outside `lower` to `upper` are 0 (IcePop, arXiv 2510.18855, eq. 2);
+            None: without.
     """
     log_ratio = log_ratio_T.detach()
     if level == "sequence":
@@ -37,22 +44,28 @@ def importance_weights(
 
 
 def kept_tokens(
-    log_ratio_T: torch.Tensor, lengths_S: torch.Tensor, bounds: Mapping[str, float | Sequence[float]]
+    log_ratio_T: torch.Tensor,
+    lengths_S: torch.Tensor,
+    bounds: Mapping[str, float | Sequence[float]],
 ) -> torch.Tensor:
     """[T] bool: tokens that lie within every bound.
 
     Args:
-        bounds: {statistic: bound}. A statistic is LEVEL_KIND; kinds are estimates of the divergence from the engine, k1
-            = -log ratio, k2 = (log ratio)^2 / 2, k3 = ratio - 1 - log ratio; levels are the token, or sum, mean (k1:
-            the geometric mean of ratios), max and min over a sequence, which is rejected whole. The bound of k1 is two
-            numbers between which exp(k1), the ratio engine / trainer, must lie; that of others is the largest value.
+        bounds: {statistic: bound}. A statistic is LEVEL_KIND; kinds are estimates of the divergence
+            from the engine, k1 = -log ratio, k2 = (log ratio)^2 / 2, k3 = ratio - 1 - log ratio;
+            levels are the token, or sum, mean (k1: the geometric mean of ratios), max and min over
+            a sequence, which is rejected whole. The bound of k1 is two numbers between which
+            exp(k1), the ratio engine / trainer, must lie; that of others is the largest value.
     """
     log_ratio = log_ratio_T.detach().clamp(-_SAFE, _SAFE)
     kinds = {"k1": -log_ratio, "k2": 0.5 * log_ratio**2, "k3": log_ratio.exp() - 1.0 - log_ratio}
-    row, kept = rows_of_tokens(lengths_S), torch.ones_like(log_ratio, dtype=torch.bool)
+    row = rows_of_tokens(lengths_S)
+    kept = torch.ones_like(log_ratio, dtype=torch.bool)
     for name, bound in bounds.items():
         level, _, kind = name.rpartition("_")
-        values = kinds[kind] if level == "token" else _of_sequences(kinds[kind], lengths_S, level)[row]
+        values = (
+            kinds[kind] if level == "token" else _of_sequences(kinds[kind], lengths_S, level)[row]
+        )
         if isinstance(bound, Sequence):
             kept &= (values >= math.log(bound[0])) & (values <= math.log(bound[1]))
         else:
@@ -61,11 +74,18 @@ def kept_tokens(
 
 
 def on_policy_tokens(
-    log_probs_T: torch.Tensor, engine_T: torch.Tensor, advantages_T: torch.Tensor, lengths_S: torch.Tensor, most: float
+    log_probs_T: torch.Tensor,
+    engine_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    lengths_S: torch.Tensor,
+    most: float,
 ) -> torch.Tensor:
-    """[T] bool: False where the advantage is negative and the mean over the sequence of log engine - log policy, under
-    the present weights, is over `most` nats (DeepSeek-V3.2, arXiv 2512.02556, eq. 9)."""
-    drift = _of_sequences(engine_T - log_probs_T.detach(), lengths_S, "seq_mean")[rows_of_tokens(lengths_S)]
+    """[T] bool: False where the advantage is negative and the mean over the sequence of log engine
+    - log policy, under the present weights, is over `most` nats (DeepSeek-V3.2, arXiv 2512.02556,
+    eq. 9)."""
+    drift = _of_sequences(engine_T - log_probs_T.detach(), lengths_S, "seq_mean")[
+        rows_of_tokens(lengths_S)
+    ]
     return (advantages_T >= 0) | (drift <= most)
 
 

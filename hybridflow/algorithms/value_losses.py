@@ -1,4 +1,5 @@
-"""Losses of scalar heads: the critic's clipped regression and the reward model's comparison of pairs."""
+"""Losses of scalar heads: the critic's clipped regression and the reward model's comparison of
+pairs."""
 
 from __future__ import annotations
 
@@ -9,10 +10,14 @@ from hybridflow.algorithms.losses import Metrics
 
 
 def value_token_loss(
-    values_T: torch.Tensor, old_values_T: torch.Tensor, returns_T: torch.Tensor, *, clip: float | None
+    values_T: torch.Tensor,
+    old_values_T: torch.Tensor,
+    returns_T: torch.Tensor,
+    *,
+    clip: float | None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Half the squared error, the larger of that of the value and of the value clipped to old +- clip (PPO2; arXiv
-    2005.12729, section 3).
+    """Half the squared error, the larger of that of the value and of the value clipped to old +-
+    clip (PPO2; arXiv 2005.12729, section 3).
 
     Returns:
         [T] loss per token, and token sums with counts: critic/vf_clipfrac, critic/vpred_mean.
@@ -37,8 +42,8 @@ def preference_loss(scores_S: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         scores_S: [2 n] scores of pairs one after another: chosen, rejected, chosen, rejected, ...
 
     Returns:
-        [n] loss per pair, and sums with counts: reward/accuracy (chosen is scored higher), reward/margin (mean
-        difference).
+        [n] loss per pair, and sums with counts: reward/accuracy (chosen is scored higher),
+        reward/margin (mean difference).
     """
     chosen, rejected = scores_S.view(-1, 2).unbind(-1)
     difference = chosen - rejected

@@ -9,10 +9,11 @@ if TYPE_CHECKING:
 
 
 def whiten(values_T: torch.Tensor, mask_T: torch.Tensor | None = None) -> torch.Tensor:
-    """[T] (x - mean) / sqrt(variance + 1e-8) over the tokens of the mask, with the unbiased variance; 0 elsewhere.
+    """[T] (x - mean) / sqrt(variance + 1e-8) over the tokens of the mask, with the unbiased
+    variance; 0 elsewhere.
 
-    One token alone has no variance and becomes 0. Computed in fp64: of equal values, fp32 would leave rounding errors
-    times 1e4.
+    One token alone has no variance and becomes 0. Computed in fp64: of equal values, fp32 would
+    leave rounding errors times 1e4.
     """
     import torch
 

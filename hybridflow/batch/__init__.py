@@ -1,4 +1,5 @@
-"""The batch: immutable named columns, dense, jagged or object. Other rooms import everything from here.
+"""The batch: immutable named columns, dense, jagged or object. Other rooms import everything from
+here.
 
 The functions that need pyarrow are imported on first access.
 """

@@ -1,8 +1,10 @@
-"""Batches as Arrow tables, parquet files and IPC streams. Any Arrow tool reads them, and loading is safe (no pickle).
+"""Batches as Arrow tables, parquet files and IPC streams. Any Arrow tool reads them, and loading is
+safe (no pickle).
 
-Jagged columns become lists, dense columns with inner dimensions fixed-size lists, and object columns strings. Objects
-that are not all strings are stored as JSON, with tags for tuples, integer keys and arrays. Field metadata records the
-column kind so that a round trip returns the same batch. Tables written by other tools are read by their Arrow types.
+Jagged columns become lists, dense columns with inner dimensions fixed-size lists, and object
+columns strings. Objects that are not all strings are stored as JSON, with tags for tuples, integer
+keys and arrays. Field metadata records the column kind so that a round trip returns the same batch.
+Tables written by other tools are read by their Arrow types.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _KEY = b"hybridflow"
 _PARQUET_MARK = b"PAR1"  # the first bytes of every parquet file
 # end mark of an IPC stream, which Arrow's own reader does not require
 _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-# Precedes the 4-byte checksum (little-endian). Both follow the end mark, where stream readers have already stopped.
+# Precedes the 4-byte checksum (little-endian). Both follow the end mark, where stream readers have
+# already stopped.
 _CHECKSUM_MARK = b"HFcrc32\x00"
 
 
@@ -38,18 +41,22 @@ def to_table(batch: DataProto) -> pa.Table:
     Raises:
         SchemaError: a column has no Arrow form. Names the column.
     """
-    arrays, fields = [], []
+    arrays = []
+    fields = []
     for name in batch.columns:
         array, note = _array(name, batch[name])
         note = {"bfloat16": True} if name in batch.bfloat16 else note
         arrays.append(array)
-        fields.append(pa.field(name, array.type, metadata={_KEY: json.dumps(note).encode()} if note else None))
+        fields.append(
+            pa.field(name, array.type, metadata={_KEY: json.dumps(note).encode()} if note else None)
+        )
     metadata = {_KEY: json.dumps({"meta": _tagged(dict(batch.meta))}).encode()}
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=metadata))
 
 
 def from_table(table: pa.Table) -> DataProto:
-    """Convert an Arrow table from `to_table` or another tool to a batch. Lists become jagged columns.
+    """Convert an Arrow table from `to_table` or another tool to a batch. Lists become jagged
+    columns.
 
     Raises:
         SchemaError: a column has missing values or an unsupported type. Names the column.
@@ -65,7 +72,8 @@ def from_table(table: pa.Table) -> DataProto:
 
 
 def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) -> None:
-    """Write the rows of all `batches`, which have the same columns, to one file. The write is atomic.
+    """Write the rows of all `batches`, which have the same columns, to one file. The write is
+    atomic.
 
     Raises:
         StorageError: the disk is full or the file cannot be written.
@@ -119,12 +127,14 @@ def iter_parquet(
         path: the parquet file.
         required, optional: columns that the file must have, and columns that are read if present.
         rows: maximum rows per batch.
-        most_bytes: maximum decompressed bytes of these columns in a row group; None: half of the machine's memory.
+        most_bytes: maximum decompressed bytes of these columns in a row group; None: half of the
+            machine's memory.
 
     Raises:
-        DataError: the file is missing, not a complete parquet file, lacks a required column, or is larger than allowed.
-            Names the file.
-        SchemaError: a column has missing values or an unsupported type. Names the file and the column.
+        DataError: the file is missing, not a complete parquet file, lacks a required column, or is
+            larger than allowed. Names the file.
+        SchemaError: a column has missing values or an unsupported type. Names the file and the
+            column.
     """
     with _open_parquet(path) as file:
         present = file.schema_arrow.names
@@ -139,9 +149,11 @@ def iter_parquet(
             yield from_table(pa.Table.from_batches([piece]))
 
 
-def pick_parquet(path: str | Path, numbers: Sequence[int], columns: Sequence[str], most_bytes: int) -> DataProto:
-    """The rows with these numbers, in this order, with those of the columns that the file has. Row groups without one
-    of them are not read. Errors and `most_bytes` as in `iter_parquet`."""
+def pick_parquet(
+    path: str | Path, numbers: Sequence[int], columns: Sequence[str], most_bytes: int
+) -> DataProto:
+    """The rows with these numbers, in this order, with those of the columns that the file has. Row
+    groups without one of them are not read. Errors and `most_bytes` as in `iter_parquet`."""
     found: dict[int, pa.RecordBatch] = {}
     with _open_parquet(path) as file:
         names = [name for name in columns if name in file.schema_arrow.names]
@@ -175,8 +187,8 @@ def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
     if start and not start.startswith(_PARQUET_MARK):
         kind = "JSON lines" if start.lstrip().startswith(b"{") else "another format"
         raise DataError(
-            f"{path}: not a readable parquet file: it begins with {start!r}, so it is {kind}; convert it, for example "
-            "with pandas' DataFrame.to_parquet"
+            f"{path}: not a readable parquet file: it begins with {start!r}, so it is {kind}; "
+            "convert it, for example with pandas' DataFrame.to_parquet"
         )
     try:
         # not pq.read_table, which interprets a folder named `lr=1` as a partition
@@ -191,7 +203,10 @@ def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
 
 
 def _refuse_bomb(
-    path: str | Path, file: pq.ParquetFile, most_bytes: int | None = None, columns: Sequence[str] | None = None
+    path: str | Path,
+    file: pq.ParquetFile,
+    most_bytes: int | None = None,
+    columns: Sequence[str] | None = None,
 ) -> None:
     """Refuse a row group that takes too much memory, as it can only be decompressed as a whole."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -200,14 +215,20 @@ def _refuse_bomb(
         size = group.total_byte_size
         if columns is not None:
             parts = (group.column(index) for index in range(group.num_columns))
-            size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in columns)
+            size = sum(
+                part.total_uncompressed_size
+                for part in parts
+                if part.path_in_schema.split(".")[0] in columns
+            )
         if size < 0 or size > (most_bytes or memory // 2):
             limit = (
-                "more than half of this machine's memory" if most_bytes is None else f"more than {most_bytes >> 20} MiB"
+                "more than half of this machine's memory"
+                if most_bytes is None
+                else f"more than {most_bytes >> 20} MiB"
             )
             raise DataError(
-                f"{path}: row group {number} decompresses to {size / 2**30:.1f} GiB, {limit}; write the file with "
-                "smaller row groups"
+                f"{path}: row group {number} decompresses to {size / 2**30:.1f} GiB, {limit}; "
+                "write the file with smaller row groups"
             )
 
 
@@ -215,7 +236,8 @@ def _refuse_bomb(
 def _naming(what: str) -> Iterator[None]:
     """Convert pyarrow's errors to DataError, and I/O failures such as a full disk to StorageError.
 
-    pyarrow raises ArrowInvalid for a damaged footer, OSError for a damaged page and ValueError for a bad name.
+    pyarrow raises ArrowInvalid for a damaged footer, OSError for a damaged page and ValueError for
+    a bad name.
     """
     try:
         yield
@@ -226,7 +248,8 @@ def _naming(what: str) -> Iterator[None]:
 
 def to_stream(batch: DataProto) -> bytes:
     """Encode the batch as one Arrow IPC stream followed by a checksum, for sockets and pipes."""
-    sink, table = pa.BufferOutputStream(), to_table(batch)
+    sink = pa.BufferOutputStream()
+    table = to_table(batch)
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     data: bytes = sink.getvalue().to_pybytes()
@@ -247,21 +270,27 @@ def from_stream(data: bytes | memoryview) -> DataProto:
     except (OSError, pa.ArrowException, ValueError) as error:
         raise DataError(f"{len(data)} bytes are not a whole Arrow stream: {error}") from error
     if bytes(stream[-len(_STREAM_END) :]) != _STREAM_END:
-        raise DataError(f"an Arrow stream of {len(data)} bytes lacks its end mark: it was cut off after a whole batch")
+        raise DataError(
+            f"an Arrow stream of {len(data)} bytes lacks its end mark: it was cut off after a "
+            "whole batch"
+        )
     return from_table(table)
 
 
 def _without_checksum(data: memoryview) -> memoryview:
     """Verify the checksum, if present, and return the stream without it."""
     size = len(_CHECKSUM_MARK)
-    stream, mark, found = data[: -size - 4], data[-size - 4 : -4], data[-4:]
+    stream = data[: -size - 4]
+    mark = data[-size - 4 : -4]
+    found = data[-4:]
     if bytes(mark) != _CHECKSUM_MARK:
         return data
-    expected, actual = int.from_bytes(found, "little"), zlib.crc32(stream)
+    expected = int.from_bytes(found, "little")
+    actual = zlib.crc32(stream)
     if actual != expected:
         raise DataError(
-            f"an Arrow stream of {len(data)} bytes is damaged: its checksum is {actual:08x}, the sender's was "
-            f"{expected:08x}"
+            f"an Arrow stream of {len(data)} bytes is damaged: its checksum is {actual:08x}, the "
+            f"sender's was {expected:08x}"
         )
     return stream
 
@@ -278,9 +307,16 @@ def _numeric_array(name: str, column: Column) -> pa.Array:
     array = pa.array(np.ascontiguousarray(native).reshape(-1))
     for size in reversed(values.shape[1:]):
         if size == 0:
-            raise SchemaError(f"column {name!r}: an inner dimension of size 0 has no Arrow form ({describe(values)})")
+            raise SchemaError(
+                f"column {name!r}: an inner dimension of size 0 has no Arrow form "
+                f"({describe(values)})"
+            )
         array = pa.FixedSizeListArray.from_arrays(array, size)
-    return pa.LargeListArray.from_arrays(pa.array(column.offsets), array) if isinstance(column, Jagged) else array
+    return (
+        pa.LargeListArray.from_arrays(pa.array(column.offsets), array)
+        if isinstance(column, Jagged)
+        else array
+    )
 
 
 def _object_array(name: str, column: np.ndarray) -> tuple[pa.Array, dict[str, Any]]:
@@ -291,12 +327,15 @@ def _object_array(name: str, column: np.ndarray) -> tuple[pa.Array, dict[str, An
         try:
             texts.append(json.dumps(_tagged(value)))
         except (TypeError, ValueError) as error:
-            raise SchemaError(f"column {name!r} row {i} cannot be written as JSON: {error}") from error
+            raise SchemaError(
+                f"column {name!r} row {i} cannot be written as JSON: {error}"
+            ) from error
     return pa.array(texts, pa.large_string()), {"json": True}
 
 
 def _tagged(value: Any) -> Any:
-    """Encode `value` using only JSON types. Values that JSON cannot represent become {"$tag": ...}."""
+    """Encode `value` using only JSON types. Values that JSON cannot represent become {"$tag":
+    ...}."""
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: _tagged(entry) for key, entry in value.items()}
@@ -307,7 +346,13 @@ def _tagged(value: Any) -> Any:
     if isinstance(value, np.generic):
         return {"$scalar": [value.dtype.str, value.item()]}
     if isinstance(value, np.ndarray):
-        return {"$array": [value.dtype.str, list(value.shape), list(map(_tagged, value.reshape(-1).tolist()))]}
+        return {
+            "$array": [
+                value.dtype.str,
+                list(value.shape),
+                list(map(_tagged, value.reshape(-1).tolist())),
+            ]
+        }
     return value
 
 
@@ -318,13 +363,18 @@ def _untagged(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
-    return _TAGS[tag](value[tag]) if tag in _TAGS else {key: _untagged(entry) for key, entry in value.items()}
+    return (
+        _TAGS[tag](value[tag])
+        if tag in _TAGS
+        else {key: _untagged(entry) for key, entry in value.items()}
+    )
 
 
 def _read_array(content: Any) -> np.ndarray:
     kind, shape, entries = content
     array = np.empty(len(entries), np.dtype(kind))
-    for i, entry in enumerate(entries):  # a slice assignment would read equally long lists as a matrix
+    # a slice assignment would read equally long lists as a matrix
+    for i, entry in enumerate(entries):
         array[i] = _untagged(entry)
     return array.reshape(shape)
 
@@ -358,9 +408,14 @@ def _column(name: str, array: pa.Array, note: Mapping[str, Any]) -> Column:
     elif _is_number(_leaf(kind)):
         return _dense(name, array)
     if not (
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_nested(kind) or pa.types.is_null(kind)
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_nested(kind)
+        or pa.types.is_null(kind)
     ):
-        raise SchemaError(f"column {name!r} has the Arrow type {kind}, which has no form in a batch")
+        raise SchemaError(
+            f"column {name!r} has the Arrow type {kind}, which has no form in a batch"
+        )
     values = array.to_pylist()
     if note.get("json"):
         try:
@@ -388,9 +443,13 @@ def _leaf(kind: pa.DataType) -> pa.DataType:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+    return bool(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    )
 
 
 def _refuse_nulls(name: str, array: pa.Array) -> None:
     if array.null_count:
-        raise SchemaError(f"column {name!r} has {array.null_count} missing values; fill them in or drop the rows")
+        raise SchemaError(
+            f"column {name!r} has {array.null_count} missing values; fill them in or drop the rows"
+        )

@@ -29,7 +29,8 @@ def objects(values: Sequence[Any]) -> np.ndarray:
 class Deferred(abc.ABC):
     """An immutable column whose rows are stored elsewhere, for example in an object store.
 
-    A batch with such a column can be sliced, reordered and sent without fetching it. `single_controller` implements it.
+    A batch with such a column can be sliced, reordered and sent without fetching it.
+    `single_controller` implements it.
     """
 
     @abc.abstractmethod
@@ -41,7 +42,8 @@ class Deferred(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self) -> tuple[Column, bool]:
-        """Fetch the rows, as views where possible. Returns (column, True if it holds bfloat16 bits).
+        """Fetch the rows, as views where possible. Returns (column, True if it holds bfloat16
+        bits).
 
         The result is not cached.
         """
@@ -65,7 +67,8 @@ class Deferred(abc.ABC):
         return self.take(np.arange(start, stop))
 
 
-Held: TypeAlias = Column | Deferred  # the storage type inside a batch; users of the batch see a Column
+# the storage type inside a batch; users of the batch see a Column
+Held: TypeAlias = Column | Deferred
 
 
 def shown(column: Held) -> Column:
@@ -79,7 +82,8 @@ def slice_column(column: Held, start: int, stop: int) -> Held:
 
 
 def take_column(column: Held, index: np.ndarray) -> Held:
-    """Return the rows at `index` `[K]` (non-negative, may repeat). They are copied unless the column is deferred."""
+    """Return the rows at `index` `[K]` (non-negative, may repeat). They are copied unless the
+    column is deferred."""
     return column[index] if isinstance(column, np.ndarray) else column.take(index)
 
 
@@ -88,14 +92,19 @@ def checked_column(name: str, column: object) -> Held:
     if isinstance(column, (Jagged, Deferred)):
         return column
     if not isinstance(column, np.ndarray):
-        raise SchemaError(f"column {name!r} must be a numpy array or Jagged, not {describe(column)}")
+        raise SchemaError(
+            f"column {name!r} must be a numpy array or Jagged, not {describe(column)}"
+        )
     if column.dtype.kind == "U":
         column = column.astype(object)
     if column.ndim < 1 or (column.dtype == object and column.ndim != 1):
-        raise SchemaError(f"column {name!r} must be dense [B, ...] or objects [B], not {describe(column)}")
+        raise SchemaError(
+            f"column {name!r} must be dense [B, ...] or objects [B], not {describe(column)}"
+        )
     if column.dtype != object and not is_numeric(column.dtype):
         raise SchemaError(
-            f"column {name!r} has dtype {column.dtype}; bool, integers, floats up to 64 bits and objects are supported"
+            f"column {name!r} has dtype {column.dtype}; bool, integers, floats up to 64 bits and "
+            "objects are supported"
         )
     return read_only(column)
 
@@ -106,27 +115,36 @@ def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            raise SchemaError(f"meta {key!r} is not JSON-able ({error}); per-row values belong in a column") from error
+            raise SchemaError(
+                f"meta {key!r} is not JSON-able ({error}); per-row values belong in a column"
+            ) from error
     return dict(meta)
 
 
 def merged_meta(what: str, metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the meta of several batches. Raises SchemaError if a shared key has different values."""
+    """Merge the meta of several batches. Raises SchemaError if a shared key has different
+    values."""
     merged: dict[str, Any] = {}
     for meta in metas:
         for key, value in meta.items():
             if key in merged and not same_value(merged[key], value):
-                raise SchemaError(f"{what}: meta {key!r} is {merged[key]!r} in one part and {value!r} in another")
+                raise SchemaError(
+                    f"{what}: meta {key!r} is {merged[key]!r} in one part and {value!r} in another"
+                )
             merged[key] = value
     return merged
 
 
 def row_type(column: Held) -> str:
-    """Describe a row's kind, dtype and trailing shape. Columns can be concatenated only if these agree."""
+    """Describe a row's kind, dtype and trailing shape. Columns can be concatenated only if these
+    agree."""
     if isinstance(column, Deferred):
         return "deferred"
     values = column.values if isinstance(column, Jagged) else column
-    return f"{'jagged' if isinstance(column, Jagged) else 'dense'} {values.dtype} {list(values.shape[1:])}"
+    return (
+        f"{'jagged' if isinstance(column, Jagged) else 'dense'} {values.dtype} "
+        f"{list(values.shape[1:])}"
+    )
 
 
 def same_row_type(a: Held, b: Held) -> bool:
@@ -156,14 +174,16 @@ def same_column(a: Held, b: Held) -> bool:
     """Return True if rows and types are equal. NaN equals NaN."""
     if a is b:
         return True
-    a, b = shown(a), shown(b)
+    a = shown(a)
+    b = shown(b)
     if isinstance(a, Jagged) or isinstance(b, Jagged):
         return isinstance(a, Jagged) and isinstance(b, Jagged) and a.equals(b)
     return _same_array(a, b)
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Compare two objects of a row, or two meta values. Types must match at every level; NaN equals NaN.
+    """Compare two objects of a row, or two meta values. Types must match at every level; NaN equals
+    NaN.
 
     Raises:
         SchemaError: the values' type has an `==` that fails.
@@ -182,14 +202,17 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def _same_object(a: Any, b: Any) -> bool:
-    layout = ("shape", "dtype", "device")  # compare a tensor's layout first: torch would broadcast, convert or raise
+    # compare a tensor's layout first: torch would broadcast, convert or raise
+    layout = ("shape", "dtype", "device")
     if any(getattr(a, name, None) != getattr(b, name, None) for name in layout):
         return False
     try:
         equal = (a == b) | ((a != a) & (b != b))  # noqa: PLR0124  NaN differs from itself
         return bool(equal.all() if hasattr(equal, "all") else equal)
     except Exception as error:
-        raise SchemaError(f"two values of type {type(a).__qualname__} cannot be compared: {error}") from error
+        raise SchemaError(
+            f"two values of type {type(a).__qualname__} cannot be compared: {error}"
+        ) from error
 
 
 def _same_array(a: np.ndarray, b: np.ndarray) -> bool:

@@ -1,8 +1,8 @@
 """`Jagged`: rows of different lengths in two numpy arrays, without padding.
 
-Row `i` is `values[offsets[i]:offsets[i + 1]]`. The same pair is used across processes: the numpy buffers go out-of-band
-through Ray's object store, and torch, Arrow and Megatron's packed sequences (`cu_seqlens`) share the layout without a
-copy.
+Row `i` is `values[offsets[i]:offsets[i + 1]]`. The same pair is used across processes: the numpy
+buffers go out-of-band through Ray's object store, and torch, Arrow and Megatron's packed sequences
+(`cu_seqlens`) share the layout without a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hybridflow.errors import SchemaError
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Return True for the dtypes that torch and Arrow share: bool, integers and floats of up to 64 bits."""
+    """Return True for the dtypes that torch and Arrow share: bool, integers and floats of up to 64
+    bits."""
     return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
@@ -45,29 +46,38 @@ class Jagged:
     offsets: npt.NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        values, offsets = self.values, self.offsets
+        values = self.values
+        offsets = self.offsets
         if not isinstance(values, np.ndarray) or not is_numeric(values.dtype) or values.ndim < 1:
-            raise SchemaError(f"jagged values must be a numeric array [sum(t), ...], not {describe(values)}")
+            raise SchemaError(
+                f"jagged values must be a numeric array [sum(t), ...], not {describe(values)}"
+            )
         if (
             not isinstance(offsets, np.ndarray)
             or offsets.dtype.kind not in "iu"
             or offsets.ndim != 1
             or not len(offsets)
         ):
-            raise SchemaError(f"jagged offsets must be an int64 array [B + 1], not {describe(offsets)}")
+            raise SchemaError(
+                f"jagged offsets must be an int64 array [B + 1], not {describe(offsets)}"
+            )
         offsets = offsets.astype(np.int64, copy=False)
         if offsets[0] != 0 or offsets[-1] != len(values):
             raise SchemaError(
-                f"jagged offsets must run from 0 to {len(values)}, not from {offsets[0]} to {offsets[-1]}"
+                f"jagged offsets must run from 0 to {len(values)}, not from {offsets[0]} to "
+                f"{offsets[-1]}"
             )
         if len(offsets) > 1 and int(np.diff(offsets).min()) < 0:
-            raise SchemaError(f"jagged offsets decrease at row {int(np.argmax(np.diff(offsets) < 0))}")
+            raise SchemaError(
+                f"jagged offsets decrease at row {int(np.argmax(np.diff(offsets) < 0))}"
+            )
         object.__setattr__(self, "values", read_only(values))
         object.__setattr__(self, "offsets", read_only(offsets))
 
     @classmethod
     def from_rows(cls, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Jagged:
-        """Build from a list of arrays or lists, each `[t_i, ...]`. With no rows the values are one-dimensional."""
+        """Build from a list of arrays or lists, each `[t_i, ...]`. With no rows the values are
+        one-dimensional."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         for i, array in enumerate(arrays):
             if array.ndim == 0 or array.shape[1:] != arrays[0].shape[1:]:
@@ -111,27 +121,32 @@ class Jagged:
         return f"Jagged({len(self)} rows, {len(self.values)} values, {self.dtype})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Contiguous arrays pickle as out-of-band buffers of exactly the view's bytes; strided ones are copied in-band.
+        # Contiguous arrays pickle as out-of-band buffers of exactly the view's bytes; strided ones
+        # are copied in-band.
         return Jagged, (np.ascontiguousarray(self.values), np.ascontiguousarray(self.offsets))
 
     def row(self, i: int) -> npt.NDArray[Any]:
-        """Return row `i` `[t_i, ...]` as a view. Negative `i` counts from the end; IndexError if out of range."""
+        """Return row `i` `[t_i, ...]` as a view. Negative `i` counts from the end; IndexError if
+        out of range."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         i %= len(self)
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
     def slice(self, start: int, stop: int) -> Jagged:
-        """Return rows `start..stop`. The values are a view; the offsets are copied because they must start at 0."""
+        """Return rows `start..stop`. The values are a view; the offsets are copied because they
+        must start at 0."""
         stop = max(stop, start)
-        first, last = self.offsets[start], self.offsets[stop]
+        first = self.offsets[start]
+        last = self.offsets[stop]
         return Jagged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
     def take(self, index: npt.NDArray[np.int64]) -> Jagged:
         """Return a copy of the rows at `index` `[K]` (non-negative, may repeat)."""
         if not len(index):
             return self.slice(0, 0)
-        starts, ends = self.offsets[index], self.offsets[index + 1]
+        starts = self.offsets[index]
+        ends = self.offsets[index + 1]
         pieces = []
         for a, b in zip(starts.tolist(), ends.tolist(), strict=True):
             pieces.append(self.values[a:b])

@@ -1,12 +1,14 @@
-"""`DataProto`: the immutable batch of named columns that is passed between the driver, the workers and the disk.
+"""`DataProto`: the immutable batch of named columns that is passed between the driver, the workers
+and the disk.
 
-A column is a dense array `[B, ...]`, a `Jagged` (rows of different lengths) or an object array `[B]` (strings, dicts).
-Columns are stored as numpy arrays, which move through Ray's object store 20 times faster than torch tensors. Torch
-views are created where tensors are needed, and `hybridflow.batch.arrow` reads and writes files and streams. numpy has
-no bfloat16, so such a column is stored as uint16 and tagged.
+A column is a dense array `[B, ...]`, a `Jagged` (rows of different lengths) or an object array
+`[B]` (strings, dicts). Columns are stored as numpy arrays, which move through Ray's object store 20
+times faster than torch tensors. Torch views are created where tensors are needed, and
+`hybridflow.batch.arrow` reads and writes files and streams. numpy has no bfloat16, so such a column
+is stored as uint16 and tagged.
 
-A column may also be `Deferred`: its rows stay in the object store until they are read. A batch with deferred columns is
-sliced, reordered and sent like any other.
+A column may also be `Deferred`: its rows stay in the object store until they are read. A batch with
+deferred columns is sliced, reordered and sent like any other.
 
 Every operation returns a new batch, which may share memory with its inputs. Arrays are read-only.
 """
@@ -59,11 +61,16 @@ class DataProto:
     _bfloat16: frozenset[str]
     _length: int
 
-    def __init__(self, columns: Mapping[str, Held], meta: Mapping[str, Any], bfloat16: Iterable[str] = ()) -> None:
+    def __init__(
+        self, columns: Mapping[str, Held], meta: Mapping[str, Any], bfloat16: Iterable[str] = ()
+    ) -> None:
         checked = {name: checked_column(name, column) for name, column in columns.items()}
         lengths = {name: len(column) for name, column in checked.items()}
         if len(set(lengths.values())) > 1:
-            raise SchemaError("columns of one batch must have the same number of rows, got " + named_lengths(lengths))
+            raise SchemaError(
+                "columns of one batch must have the same number of rows, got "
+                + named_lengths(lengths)
+            )
         tags = frozenset(bfloat16)
         for name in tags:
             if getattr(checked.get(name), "dtype", None) != np.uint16:
@@ -75,7 +82,8 @@ class DataProto:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(
-            f"DataProto is immutable; with_columns() or with_meta() return a changed batch (setting {name!r})"
+            "DataProto is immutable; with_columns() or with_meta() return a changed batch (setting "
+            f"{name!r})"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,17 +97,22 @@ class DataProto:
 
     @classmethod
     def from_columns(
-        cls, columns: Mapping[str, Held], meta: Mapping[str, Any] | None = None, *, bfloat16: Iterable[str] = ()
+        cls,
+        columns: Mapping[str, Held],
+        meta: Mapping[str, Any] | None = None,
+        *,
+        bfloat16: Iterable[str] = (),
     ) -> DataProto:
         """Build a batch from dense `[B, ...]`, `Jagged` and object `[B]` columns.
 
-        `bfloat16` names the uint16 columns that hold bfloat16 bits. Arrays are not copied, except that numpy string
-        arrays are converted to object arrays.
+        `bfloat16` names the uint16 columns that hold bfloat16 bits. Arrays are not copied, except
+        that numpy string arrays are converted to object arrays.
         """
         return cls(columns, meta or {}, bfloat16)
 
     def with_columns(self, **columns: Held) -> DataProto:
-        """Return a batch with columns added or replaced. A replaced column loses its bfloat16 tag."""
+        """Return a batch with columns added or replaced. A replaced column loses its bfloat16
+        tag."""
         wrong = {}
         for name, column in columns.items():
             if len(checked_column(name, column)) != len(self):
@@ -109,8 +122,8 @@ class DataProto:
         return DataProto({**self._columns, **columns}, self._meta, self._bfloat16 - set(columns))
 
     def with_torch(self, **tensors: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> DataProto:
-        """Return a batch with columns added from tensors `[B, ...]` or pairs (values `[sum(t), ...]`, offsets `[B +
-        1]`).
+        """Return a batch with columns added from tensors `[B, ...]` or pairs (values `[sum(t),
+        ...]`, offsets `[B + 1]`).
 
         Works like `with_columns`; bfloat16 tensors are tagged.
         """
@@ -120,7 +133,11 @@ class DataProto:
         tags = set()
         for name, tensor in tensors.items():
             values, is_bfloat16 = to_numpy(name, tensor[0] if isinstance(tensor, tuple) else tensor)
-            columns[name] = Jagged(values, to_numpy(name, tensor[1])[0]) if isinstance(tensor, tuple) else values
+            columns[name] = (
+                Jagged(values, to_numpy(name, tensor[1])[0])
+                if isinstance(tensor, tuple)
+                else values
+            )
             tags |= {name} if is_bfloat16 else set()
         added = self.with_columns(**columns)
         return DataProto(added._columns, added._meta, added._bfloat16 | tags)
@@ -182,12 +199,17 @@ class DataProto:
         if not found:
             return self
         tags = self._bfloat16 | {name for name, (_, is_bfloat16) in found.items() if is_bfloat16}
-        return DataProto({**self._columns, **{name: column for name, (column, _) in found.items()}}, self._meta, tags)
+        return DataProto(
+            {**self._columns, **{name: column for name, (column, _) in found.items()}},
+            self._meta,
+            tags,
+        )
 
     def pieces(self, names: Iterable[str], nbytes: int = 4 << 20) -> Iterator[DataProto]:
         """Yield the named columns in consecutive, fetched pieces of about `nbytes`.
 
-        Iterating over the pieces never holds a whole deferred column. A batch without deferred columns is one piece.
+        Iterating over the pieces never holds a whole deferred column. A batch without deferred
+        columns is one piece.
         """
         part = self.select(names)
         far = part.deferred and part.nbytes
@@ -213,20 +235,23 @@ class DataProto:
         """Return column `name` as `Jagged`. Raises SchemaError if it is not jagged."""
         column = self[name]
         if not isinstance(column, Jagged):
-            raise SchemaError(f"column {name!r} is a {describe(column)}; a jagged column is needed here")
+            raise SchemaError(
+                f"column {name!r} is a {describe(column)}; a jagged column is needed here"
+            )
         return column
 
     def torch(self, name: str) -> Any:
-        """Return a column as torch view(s) without a copy: a tensor `[B, ...]`, or (values, offsets) for a jagged
-        column.
+        """Return a column as torch view(s) without a copy: a tensor `[B, ...]`, or (values,
+        offsets) for a jagged column.
 
-        Clone a view before writing to it. A write would be visible to every batch that shares the memory, including the
-        copy in Ray's object store.
+        Clone a view before writing to it. A write would be visible to every batch that shares the
+        memory, including the copy in Ray's object store.
         """
         from hybridflow.batch.torch_views import view
 
         near = self.select([name]).fetch()
-        column, is_bfloat16 = near[name], name in near._bfloat16
+        column = near[name]
+        is_bfloat16 = name in near._bfloat16
         if isinstance(column, Jagged):
             return view(column.values, is_bfloat16), view(column.offsets)
         if column.dtype == object:
@@ -234,20 +259,29 @@ class DataProto:
         return view(column, is_bfloat16)
 
     def equals(self, other: DataProto) -> bool:
-        """Return True if columns (in any order), rows, types, tags and meta are equal. NaN equals NaN."""
+        """Return True if columns (in any order), rows, types, tags and meta are equal. NaN equals
+        NaN."""
         return (
             set(self.columns) == set(other.columns)
             and same_value(dict(self._meta), dict(other._meta))
             and self._bfloat16 == other._bfloat16
-            and all(same_column(column, other._columns[name]) for name, column in self._columns.items())
+            and all(
+                same_column(column, other._columns[name]) for name, column in self._columns.items()
+            )
         )
 
     def __repr__(self) -> str:
         width = max(map(len, self._columns), default=0)
-        lines = [f"DataProto: {len(self)} rows, {len(self._columns)} columns, {human_bytes(self.nbytes)}"]
+        lines = [
+            f"DataProto: {len(self)} rows, {len(self._columns)} columns, {human_bytes(self.nbytes)}"
+        ]
         for name, column in self._columns.items():
-            kind = "bfloat16" if name in self._bfloat16 else str(getattr(column, "dtype", "deferred"))
-            lines.append(f"  {name:<{width}}  {kind} {shape_text(column)}  {human_bytes(column.nbytes)}")
+            kind = (
+                "bfloat16" if name in self._bfloat16 else str(getattr(column, "dtype", "deferred"))
+            )
+            lines.append(
+                f"  {name:<{width}}  {kind} {shape_text(column)}  {human_bytes(column.nbytes)}"
+            )
         if self._meta:
             lines.append(f"  meta: {dict(self._meta)}")
         return "\n".join(lines)
@@ -270,7 +304,9 @@ class DataProto:
         names = [mapping.get(name, name) for name in self._columns]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise SchemaError(f"rename would give two columns the name {', '.join(map(repr, twice))}")
+            raise SchemaError(
+                f"rename would give two columns the name {', '.join(map(repr, twice))}"
+            )
         tags = {mapping.get(name, name) for name in self._bfloat16}
         return DataProto(dict(zip(names, self._columns.values(), strict=True)), self._meta, tags)
 
@@ -284,20 +320,24 @@ class DataProto:
                 and (name in self._bfloat16) == (name in other._bfloat16)
             ):
                 raise SchemaError(
-                    f"union: column {name!r} is in both batches with different values; drop or rename one"
+                    f"union: column {name!r} is in both batches with different values; drop or "
+                    "rename one"
                 )
         meta = merged_meta("union", [self._meta, other._meta])
-        return DataProto({**other._columns, **self._columns}, meta, self._bfloat16 | other._bfloat16).select(
-            dict.fromkeys([*self._columns, *other._columns])
-        )
+        return DataProto(
+            {**other._columns, **self._columns}, meta, self._bfloat16 | other._bfloat16
+        ).select(dict.fromkeys([*self._columns, *other._columns]))
 
     # ---- rows
 
     def rows(self, index: RowIndex) -> DataProto:
-        """Select rows by int (one row), slice, list, boolean mask or index array. Consecutive rows are views."""
+        """Select rows by int (one row), slice, list, boolean mask or index array. Consecutive rows
+        are views."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
-            return self._slice(start, stop) if step == 1 else self._take(np.arange(start, stop, step))
+            return (
+                self._slice(start, stop) if step == 1 else self._take(np.arange(start, stop, step))
+            )
         if isinstance(index, (int, np.integer)):
             index = [int(index)]
         array = np.asarray(index)
@@ -313,17 +353,22 @@ class DataProto:
         """Permute the rows. `index` `[B]` must be a permutation of all rows."""
         order = np.asarray(index)
         if order.shape != (len(self),) or not np.array_equal(np.sort(order), np.arange(len(self))):
-            raise SchemaError(f"reorder needs a permutation of all {len(self)} rows; rows() selects or repeats some")
+            raise SchemaError(
+                f"reorder needs a permutation of all {len(self)} rows; rows() selects or repeats "
+                "some"
+            )
         return self.rows(order)
 
     def repeat(self, n: int) -> DataProto:
-        """Repeat every row `n` times, interleaved: a a b b, so that the samples of one prompt are adjacent."""
+        """Repeat every row `n` times, interleaved: a a b b, so that the samples of one prompt are
+        adjacent."""
         if n < 1:
             raise SchemaError(f"repeat needs n >= 1, got {n}")
         return self if n == 1 else self._take(np.repeat(np.arange(len(self)), n))
 
     def split(self, size: int) -> list[DataProto]:
-        """Split into consecutive pieces of `size` rows; the last may be shorter. An empty batch gives no pieces."""
+        """Split into consecutive pieces of `size` rows; the last may be shorter. An empty batch
+        gives no pieces."""
         if size < 1:
             raise SchemaError(f"split needs size >= 1, got {size}")
         parts: list[DataProto] = []
@@ -349,26 +394,36 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Concatenate all rows. Columns, types, trailing shapes, tags and shared meta values must agree."""
+        """Concatenate all rows. Columns, types, trailing shapes, tags and shared meta values must
+        agree."""
         if not parts:
             raise SchemaError("concat of no batches: the columns would be unknown")
         first = parts[0]
         for i, part in enumerate(parts[1:], 1):
             odd = set(part.columns) ^ set(first.columns) or part._bfloat16 ^ first._bfloat16
             if odd:
-                raise SchemaError(f"concat: part {i} and part 0 differ in column {', '.join(map(repr, sorted(odd)))}")
+                raise SchemaError(
+                    f"concat: part {i} and part 0 differ in column "
+                    f"{', '.join(map(repr, sorted(odd)))}"
+                )
             for name in first.columns:
                 if not same_row_type(part._columns[name], first._columns[name]):
-                    a, b = row_type(first._columns[name]), row_type(part._columns[name])
-                    raise SchemaError(f"concat: column {name!r} is {a} in part 0 and {b} in part {i}")
+                    a = row_type(first._columns[name])
+                    b = row_type(part._columns[name])
+                    raise SchemaError(
+                        f"concat: column {name!r} is {a} in part 0 and {b} in part {i}"
+                    )
         meta = merged_meta("concat", [part._meta for part in parts])
         if len(parts) == 1:
             return first
-        columns = {name: concat_column([part._columns[name] for part in parts]) for name in first.columns}
+        columns = {
+            name: concat_column([part._columns[name] for part in parts]) for name in first.columns
+        }
         return DataProto(columns, meta, first._bfloat16)
 
     def pad_to_divisor(self, n: int) -> tuple[DataProto, int]:
-        """Pad to a length divisible by `n` with rows from the start (cyclic). Returns (batch, number of rows added)."""
+        """Pad to a length divisible by `n` with rows from the start (cyclic). Returns (batch,
+        number of rows added)."""
         if n < 1:
             raise SchemaError(f"pad_to_divisor needs n >= 1, got {n}")
         padding = -len(self) % n
@@ -386,14 +441,22 @@ class DataProto:
 
     def _slice(self, start: int, stop: int) -> DataProto:
         stop = max(start, stop)
-        columns = {name: slice_column(column, start, stop) for name, column in self._columns.items()}
+        columns = {
+            name: slice_column(column, start, stop) for name, column in self._columns.items()
+        }
         return DataProto(columns, self._meta, self._bfloat16)
 
     def _take(self, index: np.ndarray) -> DataProto:
-        if len(index) and index[-1] - index[0] == len(index) - 1 and bool((np.diff(index) == 1).all()):
+        if (
+            len(index)
+            and index[-1] - index[0] == len(index) - 1
+            and bool((np.diff(index) == 1).all())
+        ):
             return self._slice(int(index[0]), int(index[-1]) + 1)
         return DataProto(
-            {name: take_column(column, index) for name, column in self._columns.items()}, self._meta, self._bfloat16
+            {name: take_column(column, index) for name, column in self._columns.items()},
+            self._meta,
+            self._bfloat16,
         )
 
     def _held(self, name: str) -> Held:
@@ -403,7 +466,8 @@ class DataProto:
 
 
 def _positions(index: np.ndarray, rows: int) -> np.ndarray:
-    """Resolve negative positions, which count from the end. Raises SchemaError for an index outside `rows`."""
+    """Resolve negative positions, which count from the end. Raises SchemaError for an index outside
+    `rows`."""
     if not len(index):
         return np.empty(0, dtype=np.int64)
     if index.dtype.kind not in "iu":

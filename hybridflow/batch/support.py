@@ -1,4 +1,5 @@
-"""The batch columns of sampling supports: the tokens left by top-p, top-k and min-p for each response token."""
+"""The batch columns of sampling supports: the tokens left by top-p, top-k and min-p for each
+response token."""
 
 from __future__ import annotations
 
@@ -25,14 +26,17 @@ class Supports:
 
     @classmethod
     def unknown(cls, tokens: int) -> Supports:
-        """Return supports for tokens that were not sampled, or were sampled from the whole vocabulary."""
+        """Return supports for tokens that were not sampled, or were sampled from the whole
+        vocabulary."""
         return cls(np.zeros(tokens, np.int32), np.empty(0, np.int32))
 
     @classmethod
     def concat(cls, parts: Sequence[Supports]) -> Supports:
         """Concatenate the supports of all parts."""
         parts = [cls.unknown(0), *parts]
-        return cls(np.concatenate([one.sizes for one in parts]), np.concatenate([one.ids for one in parts]))
+        return cls(
+            np.concatenate([one.sizes for one in parts]), np.concatenate([one.ids for one in parts])
+        )
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -42,7 +46,9 @@ class Supports:
         starts = np.cumsum(self.sizes, dtype=np.int64) - self.sizes
         sizes = self.sizes[keep]
         ends = np.cumsum(sizes, dtype=np.int64)
-        index = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts[keep] - (ends - sizes), sizes)
+        index = np.arange(ends[-1] if len(ends) else 0) + np.repeat(
+            starts[keep] - (ends - sizes), sizes
+        )
         return Supports(sizes, self.ids[index])
 
 

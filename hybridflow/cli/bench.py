@@ -15,8 +15,8 @@ examples:
   hybridflow bench list                                   suites, and what each measures
   hybridflow bench run micro                              a suite; or one measurement by its name
   hybridflow bench run gate tries=5                       settings of a measurement
-  hybridflow bench compare runs/bench/A runs/bench/B      what is slower in B; exit status 1 when something is
-  hybridflow bench baseline runs/bench/A runs/bench/B     the runs together are the baseline of this kind of machine
+  hybridflow bench compare runs/bench/A runs/bench/B      slower metrics of B; exit status 1 if any
+  hybridflow bench baseline runs/bench/A runs/bench/B     the runs are the baseline of this hardware
   hybridflow bench compare runs/bench/C                   against that baseline
   hybridflow bench report runs/bench/*/ --format html --out page.html
   hybridflow bench archive runs/bench/A                   results, pages and logs in one file
@@ -30,28 +30,73 @@ _RUNS = Path("runs/bench")
 
 def add(commands: Any) -> None:
     """Put the command and its six actions into the parser."""
-    actions = add_actions(commands, "bench", "benchmark suites for clusters, with baselines and a gate", BENCH)
+    actions = add_actions(
+        commands, "bench", "benchmark suites for clusters, with baselines and a gate", BENCH
+    )
     add_command(actions, "list", "the suites and their measurements", BENCH, run_list)
     run = add_command(actions, "run", "run a suite, or one measurement", BENCH, run_suite)
-    run.add_argument("what", metavar="SUITE", help="a suite, a measurement, or path/to/file.py:name")
+    run.add_argument(
+        "what", metavar="SUITE", help="a suite, a measurement, or path/to/file.py:name"
+    )
     run.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of a measurement")
-    run.add_argument("--out", type=Path, metavar="DIR", help="folder of this run (default: runs/bench/SUITE-TIME)")
+    run.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of this run (default: runs/bench/SUITE-TIME)",
+    )
     run.add_argument("--node", default="", metavar="NAME", help="this node's name among --nodes")
-    run.add_argument("--nodes", nargs="+", metavar="NAME", help="all nodes that run this suite into the same folder")
-    compare = add_command(actions, "compare", "judge a run by another, or by the baseline", BENCH, run_compare)
-    compare.add_argument("first", type=Path, metavar="A", help="the older run; alone: the run to judge by the baseline")
+    run.add_argument(
+        "--nodes",
+        nargs="+",
+        metavar="NAME",
+        help="all nodes that run this suite into the same folder",
+    )
+    compare = add_command(
+        actions, "compare", "judge a run by another, or by the baseline", BENCH, run_compare
+    )
+    compare.add_argument(
+        "first",
+        type=Path,
+        metavar="A",
+        help="the older run; alone: the run to judge by the baseline",
+    )
     compare.add_argument("second", type=Path, nargs="?", metavar="B", help="the run to judge")
-    compare.add_argument("--bound", type=float, metavar="X", help="0.05 for 5%%, in place of the metrics' own")
-    baseline = add_command(actions, "baseline", "keep runs as the baseline of this hardware", BENCH, run_baseline)
+    compare.add_argument(
+        "--bound", type=float, metavar="X", help="0.05 for 5%%, in place of the metrics' own"
+    )
+    baseline = add_command(
+        actions, "baseline", "keep runs as the baseline of this hardware", BENCH, run_baseline
+    )
     baseline.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     for parser in (compare, baseline):
         parser.add_argument(
-            "--baselines", type=Path, default=_RUNS / "baselines", metavar="DIR", help="default: runs/bench/baselines"
+            "--baselines",
+            type=Path,
+            default=_RUNS / "baselines",
+            metavar="DIR",
+            help="default: runs/bench/baselines",
         )
-    report = add_command(actions, "report", "a run, or the history of several, as a table or a page", BENCH, run_report)
-    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders or files; a folder of runs is all")
+    report = add_command(
+        actions,
+        "report",
+        "a run, or the history of several, as a table or a page",
+        BENCH,
+        run_report,
+    )
+    report.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="folders or files; a folder of runs is all",
+    )
     report.add_argument("--format", choices=FORMATS, default="table")
-    report.add_argument("--strict", action="store_true", help="exit status 1 when a node stands out or a check fails")
+    report.add_argument(
+        "--strict",
+        action="store_true",
+        help="exit status 1 when a node stands out or a check fails",
+    )
     archive = add_command(actions, "archive", "a run with its logs in one file", BENCH, run_archive)
     archive.add_argument("run", type=Path, metavar="RUN")
     for parser in (report, archive):
@@ -83,19 +128,25 @@ def run_suite(args: argparse.Namespace) -> int:
 
     nodes = tuple(args.nodes or [args.node])
     if args.node not in nodes or len(set(nodes)) < len(nodes):
-        raise ConfigError(f"--node {args.node!r} is not one of --nodes {' '.join(nodes)}, or a node is named twice")
+        raise ConfigError(
+            f"--node {args.node!r} is not one of --nodes {' '.join(nodes)}, or a node is named "
+            "twice"
+        )
     label = args.what.replace("/", "-").replace(".py:", "-")
     folder = args.out or _RUNS / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
     job = Job(args.what, folder, args.node, nodes, tuple(args.settings))
     found = run(job, lambda line: print(line, flush=True))
     if len(nodes) == 1:
         results.write_text(folder / "report.html", page([found]))
-        print(f"\n{show.table(found)}\n\nwritten: {folder / files.RESULT}, {folder / 'report.html'}")
+        print(
+            f"\n{show.table(found)}\n\nwritten: {folder / files.RESULT}, {folder / 'report.html'}"
+        )
     return int(not found.metrics and bool(found.not_run))
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """`hybridflow bench compare`; exit status 1 when a metric is slower, 3 when the hardware differs."""
+    """`hybridflow bench compare`; exit status 1 when a metric is slower, 3 when the hardware
+    differs."""
     from hybridflow.bench import files, show
     from hybridflow.bench.gate import compare
     from hybridflow.errors import DataError
@@ -108,7 +159,9 @@ def run_compare(args: argparse.Namespace) -> int:
     else:
         first, second = (files.pooled(files.load_all([path])) for path in (args.first, args.second))
     if first.suite != second.suite:
-        raise DataError(f"A is a result of {first.suite}, B of {second.suite}; compare two of one suite")
+        raise DataError(
+            f"A is a result of {first.suite}, B of {second.suite}; compare two of one suite"
+        )
     found = compare(first, second, args.bound)
     print(show.compared(found))
     return found.exit_code
@@ -123,7 +176,10 @@ def run_baseline(args: argparse.Namespace) -> int:
     runs = files.load_all(args.runs)
     for other in runs[1:]:
         if words := results.differences(runs[0], other).get("hardware"):
-            raise DataError(f"these runs are of several kinds of machines ({'; '.join(words)}); give those of one")
+            raise DataError(
+                f"these runs are of several kinds of machines ({'; '.join(words)}); give those of "
+                "one"
+            )
     path = files.baseline_path(args.baselines, runs[-1])
     results.write(path, files.pooled(runs))
     print(f"{path}: {runs[-1].suite}, {len(runs)} run(s)")
@@ -161,5 +217,7 @@ def run_archive(args: argparse.Namespace) -> int:
 
     if not args.run.is_dir():
         raise ConfigError(f"{args.run}: no such folder; give one that `hybridflow bench run` wrote")
-    print(files.archive(args.run, args.out or args.run.with_name(f"{args.run.resolve().name}.tar.gz")))
+    print(
+        files.archive(args.run, args.out or args.run.with_name(f"{args.run.resolve().name}.tar.gz"))
+    )
     return 0

@@ -29,8 +29,12 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 2
 
 def add(commands: Any) -> None:
     """Put the command and its four actions into the parser."""
-    actions = add_actions(commands, "checkpoint", "look at, verify, export and import checkpoints", CHECKPOINT)
-    inspect = add_command(actions, "inspect", "print what a checkpoint is and holds", CHECKPOINT, run_inspect)
+    actions = add_actions(
+        commands, "checkpoint", "look at, verify, export and import checkpoints", CHECKPOINT
+    )
+    inspect = add_command(
+        actions, "inspect", "print what a checkpoint is and holds", CHECKPOINT, run_inspect
+    )
     about = "read every file again and compare it with the manifest"
     verify = add_command(actions, "verify", about, CHECKPOINT, run_verify)
     about = "write a checkpoint's model as a Hugging Face folder"
@@ -44,14 +48,27 @@ def add(commands: Any) -> None:
     for parser in (export, bring):
         add = parser.add_argument
         add("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
-        add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are)")
+        add(
+            "--dtype",
+            choices=("float32", "bfloat16", "float16"),
+            help="of the weights (default: as they are)",
+        )
         about = "of one file: 500M, 4Gi (default: 4Gi)"
         add("--max-shard-size", type=_size, default=4 << 30, metavar="SIZE", help=about)
-        add("--family", metavar="FILE.py:TYPE", help="your own map of the model's tensors, as model.family names it")
-    export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, as PEFT keeps them")
-    export.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files to copy (default: the run's)")
+        add(
+            "--family",
+            metavar="FILE.py:TYPE",
+            help="your own map of the model's tensors, as model.family names it",
+        )
+    export.add_argument(
+        "--adapter", action="store_true", help="the low-rank adapters alone, as PEFT keeps them"
+    )
+    export.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="tokenizer files to copy (default: the run's)"
+    )
     about = (
-        "the folder that the model came from: what training does not touch is copied (default: the run's model.path)"
+        "the folder that the model came from: what training does not touch is copied (default: the "
+        "run's model.path)"
     )
     export.add_argument("--published", type=Path, metavar="DIR", help=about)
     for parser in (inspect, verify):
@@ -86,14 +103,20 @@ def _verify(args: argparse.Namespace) -> int:
         say_error(problem)
     for folder in tools.roles(args.checkpoint):
         manifest, found = tools.verify(folder, whole=folder.resolve() != args.checkpoint.resolve())
-        problems = [problem for problem in found if problem not in said]  # roles share the driver's part
+        # roles share the driver's part
+        problems = [problem for problem in found if problem not in said]
         said += problems
-        report = {"folder": str(folder), "files": len(manifest.files), "bytes": manifest.size, "problems": problems}
+        report = {
+            "folder": str(folder),
+            "files": len(manifest.files),
+            "bytes": manifest.size,
+            "problems": problems,
+        }
         reports.append(report)
         if not problems and not args.json:
             say(
-                f"{folder}: {len(manifest.files)} files, {manifest.size} bytes, all as the manifest says (step "
-                f"{manifest.step})"
+                f"{folder}: {len(manifest.files)} files, {manifest.size} bytes, all as the "
+                f"manifest says (step {manifest.step})"
             )
         for problem in problems:
             say_error(problem)
@@ -124,7 +147,10 @@ def run_import(args: argparse.Namespace) -> int:
 
 
 def _report(written: Any) -> int:
-    say(f"{written.folder}: {written.tensors} tensors in {written.files} files, {written.size} bytes of weights")
+    say(
+        f"{written.folder}: {written.tensors} tensors in {written.files} files, {written.size} "
+        "bytes of weights"
+    )
     for line in written.lines:
         say(line)
     return 0

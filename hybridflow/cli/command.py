@@ -1,4 +1,5 @@
-"""What the commands have in common: their parsers, the options that choose a recipe, and running it."""
+"""What the commands have in common: their parsers, the options that choose a recipe, and running
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ Handler = Callable[[argparse.Namespace], int]
 def add_command(
     commands: Any, name: str, summary: str, epilog: str, handler: Handler | None
 ) -> argparse.ArgumentParser:
-    """The parser of a command among `commands`; a command with actions has no handler of its own."""
+    """The parser of a command among `commands`; a command with actions has no handler of its
+    own."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         allow_abbrev=False,  # what an abbreviation means changes with the next option
@@ -35,7 +37,8 @@ def add_command(
 
 
 def add_actions(commands: Any, name: str, summary: str, epilog: str) -> Any:
-    """A command that needs one of several actions; returns what takes them, as `commands` takes commands."""
+    """A command that needs one of several actions; returns what takes them, as `commands` takes
+    commands."""
     group = add_command(commands, name, summary, epilog, None)
     return group.add_subparsers(metavar="ACTION", required=True)
 
@@ -44,9 +47,14 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
     """--config-name, --config-dir, and settings that replace the recipe's."""
     parser.add_argument("--config-name", *aliases, metavar="NAME", help=about)
     parser.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own, searched first"
+        "--config-dir",
+        type=Path,
+        metavar="DIR",
+        help="a folder with recipes and groups of your own, searched first",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's"
+    )
 
 
 def say(text: str) -> None:
@@ -77,7 +85,8 @@ def run_job(job: str, run: RunConfig) -> None:
     from hybridflow.trainer.preload import Preload
 
     with Preload(run, with_engines=job == "train" and generates(run)) as preload:
-        from hybridflow.models.check import check  # torch comes in here, while the servers load what they need
+        # torch comes in here, while the servers load what they need
+        from hybridflow.models.check import check
 
         check(run, job)
         from hybridflow.trainer import app

@@ -20,7 +20,9 @@ def add(commands: Any) -> None:
     """Put the command and its two actions into the parser."""
     actions = add_actions(commands, "config", "explain the keys of a configuration", CONFIG)
     keys = add_command(actions, "keys", "print type, default and meaning of keys", CONFIG, run_keys)
-    keys.add_argument("prefix", nargs="?", default="", metavar="KEY", help="a key or group (default: every key)")
+    keys.add_argument(
+        "prefix", nargs="?", default="", metavar="KEY", help="a key or group (default: every key)"
+    )
     add_command(actions, "schema", "print a JSON schema of recipes", CONFIG, run_schema)
 
 

@@ -44,7 +44,9 @@ def add(commands: Any) -> None:
     add_recipe(parser, "also check what this recipe needs", "--recipe")
     about = "look at this model folder, or hub id in the cache, in place of the machine"
     parser.add_argument("--model", metavar="FOLDER", help=about)
-    parser.add_argument("--nodes", action="store_true", help="on every node of the allocation, by srun")
+    parser.add_argument(
+        "--nodes", action="store_true", help="on every node of the allocation, by srun"
+    )
     parser.add_argument("--errors-only", action="store_true", help="leave out what is in order")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -81,7 +83,8 @@ def _of_machine(args: argparse.Namespace) -> list[Finding]:
 
 
 def _of_model(args: argparse.Namespace) -> list[Finding]:
-    """A recipe's data and machine are not asked for: the folder is looked at where it was downloaded."""
+    """A recipe's data and machine are not asked for: the folder is looked at where it was
+    downloaded."""
     from hybridflow.config import hub
     from hybridflow.doctor import machine, model
 
@@ -89,7 +92,9 @@ def _of_model(args: argparse.Namespace) -> list[Finding]:
     if hub.is_hub_id(args.model):
         found = hub.cached(args.model, "model")
         if found is None:
-            raise ConfigError(f"--model {args.model}: {hub.missing(args.model, 'model')}, or give a folder")
+            raise ConfigError(
+                f"--model {args.model}: {hub.missing(args.model, 'model')}, or give a folder"
+            )
         folder = found
     if args.config_name is None:
         return model.examine(folder)
@@ -102,7 +107,16 @@ def _on_every_node(args: argparse.Namespace) -> int:
     if shutil.which("srun") is None or "SLURM_JOB_ID" not in os.environ:
         raise ResourceError("--nodes asks the nodes of a Slurm job: run it under salloc or sbatch")
     words = [word for word in sys.argv[1:] if word != "--nodes"]
-    command = ["srun", "--ntasks-per-node=1", "--overlap", sys.executable, "-P", "-m", "hybridflow.cli.main", *words]
+    command = [
+        "srun",
+        "--ntasks-per-node=1",
+        "--overlap",
+        sys.executable,
+        "-P",
+        "-m",
+        "hybridflow.cli.main",
+        *words,
+    ]
     return subprocess.run(command, check=False).returncode
 
 

@@ -6,10 +6,16 @@ import importlib.util
 
 # import name -> (distribution, extra); those without an extra come with the package itself
 MODULES = {
-    **{name: (name, "") for name in ("numpy", "pyarrow", "jinja2", "rich", "psutil", "xxhash", "omegaconf")},
+    **{
+        name: (name, "")
+        for name in ("numpy", "pyarrow", "jinja2", "rich", "psutil", "xxhash", "omegaconf")
+    },
     "hydra": ("hydra-core", ""),
     "yaml": ("PyYAML", ""),
-    **{name: (name, "train") for name in ("torch", "ray", "transformers", "safetensors", "tensorboard")},
+    **{
+        name: (name, "train")
+        for name in ("torch", "ray", "transformers", "safetensors", "tensorboard")
+    },
     "megatron": ("megatron-core", "train"),
     "tokenizers": ("tokenizers", "train"),
     "jsonschema": ("jsonschema", "bench"),
@@ -20,13 +26,15 @@ MODULES = {
 KERNELS = "hybridflow_kernels"
 # comes with the package, unless that was built from files that somebody chose
 WITHOUT_KERNELS = (
-    f"this installation lacks {KERNELS}: it was built without the folder kernels/; copy the folder as "
-    "launch/containers/Dockerfile does and build the image again, or pip install the whole checkout"
+    f"this installation lacks {KERNELS}: it was built without the folder kernels/; copy the folder "
+    "as launch/containers/Dockerfile does and build the image again, or pip install the whole "
+    "checkout"
 )
 
 
 def require(*modules: str) -> None:
-    """Raise ModuleNotFoundError for the first of these that is not installed, before processes start that need it."""
+    """Raise ModuleNotFoundError for the first of these that is not installed, before processes
+    start that need it."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

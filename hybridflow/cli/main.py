@@ -1,8 +1,8 @@
-"""`hybridflow train | sft | train-reward | prepare | report | replay | plan | reshard | checkpoint | slurm | doctor |
-bench | config | version`.
+"""`hybridflow train | sft | train-reward | prepare | report | replay | plan | reshard | checkpoint
+| slurm | doctor | bench | config | version`.
 
-Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are
-broken.
+Handlers import what they need when they run: `--help` must answer at once and must work where
+torch, Ray or Hydra are broken.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Errors a user can cause become one message without a traceback."""
+    """Run one command; returns the exit code. Errors a user can cause become one message without a
+    traceback."""
     try:
         args = parse(list(sys.argv[1:] if argv is None else argv))
         handler: Handler = args.handler
@@ -88,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say_error("interrupted")
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has gone. Point stdout elsewhere, or the interpreter complains while flushing at exit.
+        # The reader (head, less) has gone. Point stdout elsewhere, or the interpreter complains
+        # while flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -115,8 +117,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _option_hint(parser: argparse.ArgumentParser, word: str, argv: list[str]) -> str:
-    """What to write in place of an unknown option: a setting, where it is the name of one after dashes, else the
-    nearest option."""
+    """What to write in place of an unknown option: a setting, where it is the name of one after
+    dashes, else the nearest option."""
     from hybridflow.config.keys import exists
     from hybridflow.config.schema import RunConfig
 
@@ -124,8 +126,11 @@ def _option_hint(parser: argparse.ArgumentParser, word: str, argv: list[str]) ->
     if "." in key or exists(RunConfig, key):
         value = value or next(iter(argv[argv.index(word) + 1 :]), "VALUE")
         return f"; settings are words without dashes: {key}={value}"
-    name, options = word.partition("=")[0], sorted(set(_options(parser, argv)))
-    near = [one for one in options if one.startswith(name)] or difflib.get_close_matches(name, options, n=1)
+    name = word.partition("=")[0]
+    options = sorted(set(_options(parser, argv)))
+    near = [one for one in options if one.startswith(name)] or difflib.get_close_matches(
+        name, options, n=1
+    )
     return f"; did you mean {' or '.join(near)}?" if near and name.strip("-") else ""
 
 
@@ -147,11 +152,17 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"hybridflow {hybridflow.__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"hybridflow {hybridflow.__version__}"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_job(commands, "train", "train a policy with reinforcement learning")
     _add_job(commands, "sft", "supervised training alone, on the recipe's sft section")
-    _add_job(commands, "train-reward", "train a reward model on pairs, the recipe's reward_training section")
+    _add_job(
+        commands,
+        "train-reward",
+        "train a reward model on pairs, the recipe's reward_training section",
+    )
 
     tasks = "\n".join(f"  {name:<12} {text}" for name, text in PREPARE_TASK.summaries().items())
     about = "make the parquet files of a task"
@@ -163,12 +174,16 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder with the raw files of a published data set (default: the Hugging Face cache)",
     )
-    prepare.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data/TASK)")
+    prepare.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write (default: data/TASK)"
+    )
     prepare.add_argument("overrides", nargs="*", metavar="key=value", help="options of the task")
 
     example = "example:\n  hybridflow report runs/tiny-moe-grpo\n"
     report = add_command(commands, "report", "write the HTML report of a run", example, run_report)
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
+    report.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo"
+    )
     for module in (replay, plan, checkpoint, slurm, doctor, bench, config):
         module.add(commands)
     add_command(commands, "version", "print the version", "", run_version)
@@ -189,7 +204,8 @@ def run_prepare(args: argparse.Namespace) -> int:
         near = difflib.get_close_matches(args.task, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"there is no task named {args.task}{hint} (choose one of {', '.join(names)}, or path/to/file.py:name)"
+            f"there is no task named {args.task}{hint} (choose one of {', '.join(names)}, or "
+            "path/to/file.py:name)"
         )
     if args.source is not None and not args.source.exists():
         raise ConfigError(f"--source {args.source}: no such folder")
@@ -208,10 +224,12 @@ def run_report(args: argparse.Namespace) -> int:
     """`hybridflow report`."""
     if not args.run_dir.is_dir():
         raise ConfigError(f"{args.run_dir}: no such run folder")
-    if not any((args.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "summary.json")):
+    if not any(
+        (args.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "summary.json")
+    ):
         raise ConfigError(
-            f"{args.run_dir} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json; give a "
-            "folder that a job wrote, for example runs/tiny-moe-grpo"
+            f"{args.run_dir} is not the folder of a run: it has no config.yaml, metrics.jsonl or "
+            "summary.json; give a folder that a job wrote, for example runs/tiny-moe-grpo"
         )
     from hybridflow.observe.report import write_report
 
@@ -227,10 +245,13 @@ def run_version(args: argparse.Namespace) -> int:
 
 
 def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
-    """The checked configuration of a job; None where the command asks for a text alone, which is then printed."""
+    """The checked configuration of a job; None where the command asks for a text alone, which is
+    then printed."""
     if args.config_name is None:
         if args.overrides or args.print_config or args.explain:
-            raise ConfigError(f"--config-name is missing; `hybridflow {job}` alone lists the recipes")
+            raise ConfigError(
+                f"--config-name is missing; `hybridflow {job}` alone lists the recipes"
+            )
         _list_recipes(args, job)
         return None
     from hybridflow.config.load import dump_yaml, load_config
@@ -267,7 +288,9 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 
 def _epochs(run: RunConfig) -> str:
     """How many steps go through the data once; rows that are too long are dropped later."""
-    files, batch, epochs = run.data.train_files, run.data.train_batch_size, run.trainer.total_epochs
+    files = run.data.train_files
+    batch = run.data.train_batch_size
+    epochs = run.trainer.total_epochs
     if not files or not all(Path(file).is_file() for file in files):
         return "Epoch: not known before data.train_files are there"
     from hybridflow.config import derived
@@ -280,8 +303,8 @@ def _epochs(run: RunConfig) -> str:
         given = f"trainer.total_epochs {epochs} = {steps} steps"
     fits = "" if rows >= batch else "; a batch has more rows than there are, which is refused"
     return (
-        f"Epoch: {rows} rows of data.train_files / data.train_batch_size {batch} = {rows / batch:,.1f} steps; {given} "
-        f"(before rows that are too long are dropped){fits}"
+        f"Epoch: {rows} rows of data.train_files / data.train_batch_size {batch} = "
+        f"{rows / batch:,.1f} steps; {given} (before rows that are too long are dropped){fits}"
     )
 
 
@@ -293,7 +316,8 @@ def _placement(run: RunConfig, job: str) -> str:
     found = preview(run, job)
     if found is None:
         return (
-            f"Placement: as the nodes at cluster.address={run.cluster.address} allow (cluster.devices_per_node is null)"
+            f"Placement: as the nodes at cluster.address={run.cluster.address} allow "
+            "(cluster.devices_per_node is null)"
         )
     return found.describe()
 
@@ -329,13 +353,19 @@ def _parse_option(word: str) -> tuple[str, Any]:
 
 
 def _add_job(commands: Any, name: str, summary: str) -> None:
-    parser = add_command(commands, name, summary, JOB.format(job=name), partial(run_configured, job=name))
+    parser = add_command(
+        commands, name, summary, JOB.format(job=name), partial(run_configured, job=name)
+    )
     add_recipe(parser, "a recipe; without it, the recipes are listed")
     parser.add_argument(
-        "--print-config", action="store_true", help="print the whole resolved configuration as YAML and stop"
+        "--print-config",
+        action="store_true",
+        help="print the whole resolved configuration as YAML and stop",
     )
     parser.add_argument(
-        "--explain", action="store_true", help="print how the batch sizes multiply and where each comes from, and stop"
+        "--explain",
+        action="store_true",
+        help="print how the batch sizes multiply and where each comes from, and stop",
     )
 
 

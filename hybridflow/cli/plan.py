@@ -1,4 +1,5 @@
-"""`hybridflow plan`: memory, time and placement of a recipe before a device is held; and `hybridflow reshard plan`."""
+"""`hybridflow plan`: memory, time and placement of a recipe before a device is held; and
+`hybridflow reshard plan`."""
 
 from __future__ import annotations
 
@@ -45,22 +46,53 @@ NUMBERx before them is the number of such engines, and --engines may be given se
 
 def add(commands: Any) -> None:
     """Add `plan`, and `reshard plan` with the same flags for a transfer without a recipe."""
-    plan = add_command(commands, "plan", "memory, time and placement of a recipe, before anything starts", PLAN, run)
+    plan = add_command(
+        commands,
+        "plan",
+        "memory, time and placement of a recipe, before anything starts",
+        PLAN,
+        run,
+    )
     add_recipe(plan, "a recipe; `hybridflow train` lists them")
     add = plan.add_argument
     add("--cluster", type=Path, metavar="FILE", help="YAML: device, nodes, devices_per_node, ...")
     add("--device", metavar="NAME", help="kind of device, in place of cluster.device")
-    add("--mean-prompt", type=float, metavar="TOKENS", help="default: half of data.max_prompt_length")
-    add("--mean-response", type=float, metavar="TOKENS", help="default: half of data.max_response_length")
-    add("--html", type=Path, metavar="FILE", help="write a page: memory of each phase, schedule of a step")
-    add("--transfer", action="store_true", help="plan and simulate the weight sync itself (seconds)")
+    add(
+        "--mean-prompt",
+        type=float,
+        metavar="TOKENS",
+        help="default: half of data.max_prompt_length",
+    )
+    add(
+        "--mean-response",
+        type=float,
+        metavar="TOKENS",
+        help="default: half of data.max_response_length",
+    )
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page: memory of each phase, schedule of a step",
+    )
+    add(
+        "--transfer", action="store_true", help="plan and simulate the weight sync itself (seconds)"
+    )
     add("--auto", action="store_true", help="find the placement and layouts with the shortest step")
-    add("--overlap", action="store_true", help="--auto: engines of their own may generate meanwhile")
+    add(
+        "--overlap", action="store_true", help="--auto: engines of their own may generate meanwhile"
+    )
     add("--published", action="store_true", help="how the planner agrees with published runs")
-    add("--recipes", action="store_true", help="plan all recipes for GPU clusters (docs/recipes.md)")
+    add(
+        "--recipes", action="store_true", help="plan all recipes for GPU clusters (docs/recipes.md)"
+    )
     _add_transfer(plan, is_required=False)
-    actions = add_actions(commands, "reshard", "how weights travel from trainer to engines", RESHARD)
-    transfer = add_command(actions, "plan", "plan, prove and simulate one weight sync", RESHARD, run_transfer)
+    actions = add_actions(
+        commands, "reshard", "how weights travel from trainer to engines", RESHARD
+    )
+    transfer = add_command(
+        actions, "plan", "plan, prove and simulate one weight sync", RESHARD, run_transfer
+    )
     _add_transfer(transfer, is_required=True)
 
 
@@ -95,8 +127,13 @@ def _run_recipe(args: argparse.Namespace) -> int:
         raise ConfigError("\n".join(found))
     cluster = config.cluster
     each = cluster.devices_per_node or cluster.procs_per_node
-    machines: Machines = read_cluster(args.cluster, cluster.nodes, each, args.device or cluster.device)
-    for option, value in (("--mean-prompt", args.mean_prompt), ("--mean-response", args.mean_response)):
+    machines: Machines = read_cluster(
+        args.cluster, cluster.nodes, each, args.device or cluster.device
+    )
+    for option, value in (
+        ("--mean-prompt", args.mean_prompt),
+        ("--mean-response", args.mean_response),
+    ):
         if value is not None and not 0 < value < 1e9:
             raise ConfigError(f"{option} {value:g} must be a number of tokens above 0")
     assumed = Assumed(args.mean_prompt, args.mean_response)
@@ -106,7 +143,9 @@ def _run_recipe(args: argparse.Namespace) -> int:
     plan = make_plan(job_of(config, machines, assumed, hf))
     transfer = transfer_of(config, hf, args.link_gbps) if args.transfer else None
     name = args.config_name.removesuffix(".yaml")
-    change = None if plan.fits or args.json else advice.nearest_change(config, machines, assumed, hf)
+    change = (
+        None if plan.fits or args.json else advice.nearest_change(config, machines, assumed, hf)
+    )
     text = table(plan, name, change)
     _write_page(args, name, plan, text)
     if args.json:
@@ -121,7 +160,9 @@ def _run_recipe(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_auto(args: argparse.Namespace, config: RunConfig, machines: Machines, assumed: Assumed, hf: Any) -> int:
+def _run_auto(
+    args: argparse.Namespace, config: RunConfig, machines: Machines, assumed: Assumed, hf: Any
+) -> int:
     from hybridflow.planning import advice, autoplan
     from hybridflow.planning.job import job_of
     from hybridflow.planning.plan import make_plan
@@ -141,7 +182,12 @@ def _run_auto(args: argparse.Namespace, config: RunConfig, machines: Machines, a
     text = table(plan, args.config_name)
     _write_page(args, args.config_name.removesuffix(".yaml"), plan, text)
     if args.json:
-        print(json.dumps(finite(plan.figures() | {"settings": change, "mapped_seconds": mapped.seconds}), indent=2))
+        print(
+            json.dumps(
+                finite(plan.figures() | {"settings": change, "mapped_seconds": mapped.seconds}),
+                indent=2,
+            )
+        )
         return 0
     say(f"{pools}: {mapped.seconds:,.1f} s a step\n\n{recipe}\n{text}")
     return 0
@@ -155,7 +201,8 @@ def _write_page(args: argparse.Namespace, name: str, plan: Plan, text: str) -> N
 
 
 def _sizes(config: RunConfig) -> dict[str, Any]:
-    """The policy's config; its vocabulary from the tokenizer's folder where the recipe leaves it open."""
+    """The policy's config; its vocabulary from the tokenizer's folder where the recipe leaves it
+    open."""
     from hybridflow.config import derived
 
     sizes = dict(derived.hf_config(config.model))
@@ -163,7 +210,9 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
         try:
             folder = Path(config.model.tokenizer)
             values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-            sizes["vocab_size"] = len(values["model"]["vocab"]) + len(values.get("added_tokens", ()))
+            sizes["vocab_size"] = len(values["model"]["vocab"]) + len(
+                values.get("added_tokens", ())
+            )
         except (OSError, ValueError, KeyError, TypeError):
             pass  # `job_of` says what is missing
     return sizes
@@ -178,8 +227,11 @@ def run_transfer(args: argparse.Namespace) -> int:
 
     trainer = report.build(ParallelShape, args.trainer)
     engines = [report.build(EngineShape, text) for text in args.engines]
-    dtypes, staging = (args.dtype, args.engine_dtype), args.staging_mib << 20
-    made = dry_run(report.read_config(args.model), trainer, engines, dtypes, staging, args.link_gbps)
+    dtypes = (args.dtype, args.engine_dtype)
+    staging = args.staging_mib << 20
+    made = dry_run(
+        report.read_config(args.model), trainer, engines, dtypes, staging, args.link_gbps
+    )
     if args.write is not None:
         with naming(args.write):
             args.write.write_text(json.dumps(made.plan.to_dict()), encoding="utf-8")
@@ -188,18 +240,43 @@ def run_transfer(args: argparse.Namespace) -> int:
 
 
 def _add_transfer(parser: argparse.ArgumentParser, is_required: bool) -> None:
-    add, dtypes = parser.add_argument, ("bfloat16", "float16", "float32")
+    add = parser.add_argument
+    dtypes = ("bfloat16", "float16", "float32")
     without = "" if is_required else "without a recipe: "
     model = f"{without}a published model's name, or the path of a config.json or its folder"
     add("--model", required=is_required, metavar="MODEL", help=model)
-    add("--trainer", required=is_required, metavar="SIZES", help=f"{without}for example ranks=256,tp=8,pp=8,ep=32")
+    add(
+        "--trainer",
+        required=is_required,
+        metavar="SIZES",
+        help=f"{without}for example ranks=256,tp=8,pp=8,ep=32",
+    )
     engines = f"{without}for example 2xtp=16,ep=16; may be repeated"
     add("--engines", required=is_required, action="append", metavar="SIZES", help=engines)
-    add("--dtype", default="bfloat16", choices=dtypes, help=f"{without}of the weights (default: bfloat16)")
-    engine_dtype = f"{without}of the engines' weights (default: as --dtype); fp8 is block-wise, its scales travel along"
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=dtypes,
+        help=f"{without}of the weights (default: bfloat16)",
+    )
+    engine_dtype = (
+        f"{without}of the engines' weights (default: as --dtype); fp8 is block-wise, its scales "
+        "travel along"
+    )
     add("--engine-dtype", choices=(*dtypes, "fp8"), help=engine_dtype)
     staging = f"{without}memory for messages under way, a rank (default: 1024)"
     add("--staging-mib", type=int, default=1024, metavar="MIB", help=staging)
-    add("--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)")
+    add(
+        "--link-gbps",
+        type=float,
+        default=400.0,
+        metavar="GBPS",
+        help="a rank's link, one direction (default: 400)",
+    )
     add("--json", action="store_true", help="print the figures as JSON")
-    add("--write", type=Path, metavar="FILE", help="write the recipe (--auto), or the transfer's plan")
+    add(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write the recipe (--auto), or the transfer's plan",
+    )

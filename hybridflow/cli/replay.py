@@ -31,12 +31,21 @@ number is the same bit for bit, and 1 where one differs.
 
 def add(commands: Any) -> None:
     """Put the command into the parser."""
-    parser = add_command(commands, "replay", "repeat a step of a run from its dump and compare", REPLAY, run_replay)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
+    parser = add_command(
+        commands, "replay", "repeat a step of a run from its dump and compare", REPLAY, run_replay
+    )
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo"
+    )
     parser.add_argument("step", type=int, metavar="STEP", help="the step to repeat, from 1 on")
-    about = "run what config.yaml of RUN_DIR names: its reward, tools, programs and other files of Python"
+    about = (
+        "run what config.yaml of RUN_DIR names: its reward, tools, programs and other files of "
+        "Python"
+    )
     parser.add_argument("--run-code", action="store_true", help=about)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the run's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that replace the run's"
+    )
 
 
 def run_replay(args: argparse.Namespace) -> int:
@@ -60,7 +69,10 @@ def run_replay(args: argparse.Namespace) -> int:
         "trainer.report": "false",
     }
     try:
-        run = _load(run_dir / "config.yaml", [*args.overrides, *(f"{key}={value}" for key, value in own.items())])
+        run = _load(
+            run_dir / "config.yaml",
+            [*args.overrides, *(f"{key}={value}" for key, value in own.items())],
+        )
         if not args.run_code:
             _refuse_code(run, run_dir, args.overrides)
         check(run, "train")
@@ -72,14 +84,16 @@ def run_replay(args: argparse.Namespace) -> int:
 
 
 def _require_config(file: Path) -> None:
-    """ConfigError when it is not the configuration of a run: plain values, without a list of other recipes and without
-    references, by which it could read variables of the environment."""
+    """ConfigError when it is not the configuration of a run: plain values, without a list of other
+    recipes and without references, by which it could read variables of the environment."""
     from hybridflow.config.outside_yaml import read_outside_yaml
 
     try:
         text, values = read_outside_yaml(file)
     except FileNotFoundError as error:
-        raise ConfigError(f"{file.parent} is not the folder of a run: it has no {file.name}") from error
+        raise ConfigError(
+            f"{file.parent} is not the folder of a run: it has no {file.name}"
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is not what a run writes: {error}") from error
     if "defaults" in values or "${" in text:
@@ -88,7 +102,8 @@ def _require_config(file: Path) -> None:
 
 
 def _load(file: Path, words: Sequence[str]) -> RunConfig:
-    """The configuration with these settings; no other file of its folder counts as a recipe or a group."""
+    """The configuration with these settings; no other file of its folder counts as a recipe or a
+    group."""
     from hybridflow.config.load import load_config
 
     with tempfile.TemporaryDirectory() as alone:
@@ -103,8 +118,8 @@ def _refuse_code(run: RunConfig, run_dir: Path, overrides: Sequence[str]) -> Non
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
     if found := [f"{key}={value}" for key, value in code_of(run) if key not in given]:
         raise ConfigError(
-            f"the replay would run code that {run_dir / 'config.yaml'} names: {', '.join(found)}. Look at it, and give "
-            "--run-code if it may run"
+            f"the replay would run code that {run_dir / 'config.yaml'} names: {', '.join(found)}. "
+            "Look at it, and give --run-code if it may run"
         )
 
 
@@ -131,7 +146,8 @@ def _new_folder(parent: Path, step: int) -> Path:
 
 
 def _link_checkpoint(run: RunConfig, run_dir: Path, folder: Path, step: int) -> None:
-    """Let the replay begin from the run's checkpoint after `step`, or before the first step from the run's beginning.
+    """Let the replay begin from the run's checkpoint after `step`, or before the first step from
+    the run's beginning.
 
     Raises:
         CheckpointError: there is none.
@@ -144,8 +160,11 @@ def _link_checkpoint(run: RunConfig, run_dir: Path, folder: Path, step: int) -> 
             return
         there = ", ".join(map(str, kept)) or "none"
         raise CheckpointError(
-            f"{run_dir / 'checkpoints'} has no checkpoint after step {step} (kept: {there}); replay a step that "
-            "follows one of them, or keep more with trainer.save_every_steps=1 and trainer.max_checkpoints_to_keep=0"
+            f"{run_dir / 'checkpoints'} has no checkpoint after step {step} (kept: {there}); "
+            "replay a step that follows one of them, or keep more with trainer.save_every_steps=1 "
+            "and trainer.max_checkpoints_to_keep=0"
         )
     (folder / "checkpoints").mkdir()
-    (folder / "checkpoints" / kept[step].folder.name).symlink_to(kept[step].folder.resolve(), target_is_directory=True)
+    (folder / "checkpoints" / kept[step].folder.name).symlink_to(
+        kept[step].folder.resolve(), target_is_directory=True
+    )

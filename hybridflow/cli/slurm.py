@@ -35,8 +35,12 @@ every key). docs/cluster.md
 def add(commands: Any) -> None:
     """Put the command and its five actions into the parser."""
     actions = add_actions(commands, "slurm", "submit jobs to Slurm and look after them", SLURM)
-    submit = add_command(actions, "submit", "submit a job that starts Ray on its nodes and trains", SLURM, run_submit)
-    render = add_command(actions, "render", "print the sbatch file that submit would hand in", SLURM, run_render)
+    submit = add_command(
+        actions, "submit", "submit a job that starts Ray on its nodes and trains", SLURM, run_submit
+    )
+    render = add_command(
+        actions, "render", "print the sbatch file that submit would hand in", SLURM, run_render
+    )
     for parser in (submit, render):
         _add_job_options(parser)
     for name, summary, handler in (
@@ -45,11 +49,19 @@ def add(commands: Any) -> None:
         ("cancel", "cancel jobs", run_cancel),
     ):
         parser = add_command(actions, name, summary, SLURM, handler)
-        parser.add_argument("jobs", nargs="+" if name == "cancel" else 1, metavar="JOB", help="Slurm's job number")
+        parser.add_argument(
+            "jobs", nargs="+" if name == "cancel" else 1, metavar="JOB", help="Slurm's job number"
+        )
         if name != "cancel":
-            parser.add_argument("--output-dir", type=Path, default=Path("runs"), metavar="DIR", help="default: runs")
+            parser.add_argument(
+                "--output-dir", type=Path, default=Path("runs"), metavar="DIR", help="default: runs"
+            )
         if name == "logs":
-            parser.add_argument("--follow", action="store_true", help="the job's output as it comes, to the job's end")
+            parser.add_argument(
+                "--follow",
+                action="store_true",
+                help="the job's output as it comes, to the job's end",
+            )
 
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
@@ -57,10 +69,30 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, "a recipe")
     add("--bench", metavar="SUITE", help="a suite of `hybridflow bench`, in place of a recipe")
     add("--job", choices=("train", "sft", "train-reward"), default="train", help="default: train")
-    add("--nodes", type=int, metavar="N", help="default: what the recipe's cluster and engines need")
-    add("--other-nodes", type=int, default=0, metavar="M", help="of the N, as the second part of a heterogeneous job")
-    add("--other-sbatch", action="append", default=[], metavar="OPTION", help="option of the second part's nodes")
-    add("--spares", type=int, default=0, metavar="N", help="further nodes that take the place of bad ones")
+    add(
+        "--nodes", type=int, metavar="N", help="default: what the recipe's cluster and engines need"
+    )
+    add(
+        "--other-nodes",
+        type=int,
+        default=0,
+        metavar="M",
+        help="of the N, as the second part of a heterogeneous job",
+    )
+    add(
+        "--other-sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="option of the second part's nodes",
+    )
+    add(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="further nodes that take the place of bad ones",
+    )
     add("--gpus-per-node", type=int, metavar="N")
     add("--partition", metavar="NAME")
     add("--account", metavar="NAME")
@@ -68,9 +100,21 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add("--array", metavar="SPEC", help="a job array; %%a in settings is the task's number")
     add("--dependency", metavar="SPEC", help="as sbatch takes it")
     add("--max-restarts", type=int, default=3, metavar="N", help="after failures (default: 3)")
-    add("--grace", type=int, default=180, metavar="S", help="seconds for a checkpoint before the end (default: 180)")
+    add(
+        "--grace",
+        type=int,
+        default=180,
+        metavar="S",
+        help="seconds for a checkpoint before the end (default: 180)",
+    )
     add("--site", type=Path, metavar="FILE", help="the site file (default: $HYBRIDFLOW_SITE)")
-    add("--sbatch", action="append", default=[], metavar="OPTION", help="a further option, as --sbatch=--nice=10")
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="a further option, as --sbatch=--nice=10",
+    )
 
 
 def run_submit(args: argparse.Namespace) -> int:
@@ -84,7 +128,8 @@ def run_submit(args: argparse.Namespace) -> int:
     print(f"submitted job {number}: {job.name} on {job.nodes} node(s){spares}")
     print(f"output: {job.out / f'{number}.out'}")
     print(
-        f"hybridflow slurm status {number}; hybridflow slurm logs {number} --follow; hybridflow slurm cancel {number}"
+        f"hybridflow slurm status {number}; hybridflow slurm logs {number} --follow; hybridflow "
+        f"slurm cancel {number}"
     )
     return 0
 
@@ -109,7 +154,8 @@ def run_logs(args: argparse.Namespace) -> int:
     """`hybridflow slurm logs`."""
     from hybridflow.launch import slurm
 
-    job, out = args.jobs[0], args.output_dir / "slurm"
+    job = args.jobs[0]
+    out = args.output_dir / "slurm"
     if args.follow:
         for text in slurm.follow(job, out):
             print(text, end="", flush=True)
@@ -131,20 +177,25 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     if args.bench:
         return _bench_job(args)
     if args.config_name is None:
-        raise ConfigError("--config-name is missing: name a recipe (`hybridflow train` lists them), or --bench SUITE")
+        raise ConfigError(
+            "--config-name is missing: name a recipe (`hybridflow train` lists them), or --bench "
+            "SUITE"
+        )
     from hybridflow.config import derived
     from hybridflow.config.check import check
     from hybridflow.config.hub import located
     from hybridflow.config.load import load_config
     from hybridflow.launch.job import Job, nodes_of
 
-    # The number of an array's task stands in for %a, so that the recipe is checked as the first task reads it.
+    # The number of an array's task stands in for %a, so that the recipe is checked as the first
+    # task reads it.
     overrides = [word.replace("%a", "1") for word in args.overrides]
     run = load_config(args.config_name, overrides, args.config_dir)
     if run.cluster.in_process:
         raise ConfigError(
-            f"{args.config_name} runs in one process (cluster.in_process=true), without Ray: give it to sbatch itself, "
-            f"as in sbatch --wrap='hybridflow {args.job} --config-name {args.config_name}', or add cluster=one-process"
+            f"{args.config_name} runs in one process (cluster.in_process=true), without Ray: give "
+            f"it to sbatch itself, as in sbatch --wrap='hybridflow {args.job} --config-name "
+            f"{args.config_name}', or add cluster=one-process"
         )
     _check_address(run.cluster.address, overrides)
     # the job's own head takes the place of what the recipe's group says (`launch.driver.run`)
@@ -153,7 +204,10 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     check(checked, args.job)
     warn(checked)
     if run.trainer.resume == "disable":
-        raise ConfigError("trainer.resume=disable: a requeued job would begin again; choose another name=... instead")
+        raise ConfigError(
+            "trainer.resume=disable: a requeued job would begin again; choose another name=... "
+            "instead"
+        )
     site = _site(args)
     words = [args.job, "--config-name", args.config_name]
     words += ["--config-dir", str(args.config_dir.resolve())] if args.config_dir else []
@@ -166,7 +220,11 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     folder = folder.with_name(per_task[-1]) if args.array and per_task else folder
     gpus = args.gpus_per_node
     if gpus is None:
-        gpus = site.gpus_per_node if run.cluster.devices_per_node is None else run.cluster.devices_per_node
+        gpus = (
+            site.gpus_per_node
+            if run.cluster.devices_per_node is None
+            else run.cluster.devices_per_node
+        )
     job = Job(
         name=run.name,
         words=(*words, *args.overrides),
@@ -189,12 +247,18 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
 
 
 def _check_address(address: str | None, overrides: Sequence[str]) -> None:
-    """ConfigError where the user names a cluster for a job, which starts its own; a line where the recipe does."""
+    """ConfigError where the user names a cluster for a job, which starts its own; a line where the
+    recipe does."""
     if address in (None, "auto"):
         return
     if any(word.lstrip("+").startswith("cluster.address=") for word in overrides):
-        raise ConfigError(f"cluster.address={address}: a Slurm job starts its own Ray cluster; leave the key out")
-    print(f"cluster.address={address} of the recipe is not used: the job starts its own Ray cluster", file=sys.stderr)
+        raise ConfigError(
+            f"cluster.address={address}: a Slurm job starts its own Ray cluster; leave the key out"
+        )
+    print(
+        f"cluster.address={address} of the recipe is not used: the job starts its own Ray cluster",
+        file=sys.stderr,
+    )
 
 
 def _site(args: argparse.Namespace) -> Site:
@@ -204,7 +268,9 @@ def _site(args: argparse.Namespace) -> Site:
     from hybridflow.launch.site import read_site
 
     site = read_site(args.site)
-    return replace(site, partition=args.partition or site.partition, account=args.account or site.account)
+    return replace(
+        site, partition=args.partition or site.partition, account=args.account or site.account
+    )
 
 
 def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
@@ -212,12 +278,18 @@ def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
     from hybridflow.bench.measurements.base import chosen
     from hybridflow.launch.job import Job
 
-    refused = {"--config-name": args.config_name, "--spares": args.spares, "--other-nodes": args.other_nodes,
-               "--array": args.array, "settings": args.overrides}  # fmt: skip
+    refused = {
+        "--config-name": args.config_name,
+        "--spares": args.spares,
+        "--other-nodes": args.other_nodes,
+        "--array": args.array,
+        "settings": args.overrides,
+    }
     if given := [name for name, value in refused.items() if value]:
         raise ConfigError(f"--bench {args.bench} runs no recipe; leave out {', '.join(given)}")
     chosen(args.bench)
-    site, here = _site(args), Path.cwd()
+    site = _site(args)
+    here = Path.cwd()
     out = here / "runs" / "bench" / "slurm"
     job = Job(
         name="bench-" + "".join(letter if letter.isalnum() else "-" for letter in args.bench),

@@ -1,7 +1,8 @@
-"""Plain mapping -> frozen dataclasses, strictly: every key must exist, every value must have the field's type.
+"""Plain mapping -> frozen dataclasses, strictly: every key must exist, every value must have the
+field's type.
 
-OmegaConf's structured configs would give read-only nodes instead of our dataclasses, and messages without the nearest
-key (ADR 0004).
+OmegaConf's structured configs would give read-only nodes instead of our dataclasses, and messages
+without the nearest key (ADR 0004).
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from hybridflow.errors import ConfigError
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
-    """Build the run configuration from a plain nested mapping; what is not given keeps the schema's default.
+    """Build the run configuration from a plain nested mapping; what is not given keeps the schema's
+    default.
 
     Raises:
-        ConfigError: unknown key, wrong type or a value outside a field's choices. The message names the full dotted
-        key.
+        ConfigError: unknown key, wrong type or a value outside a field's choices. The message names
+        the full dotted key.
     """
     return cast(RunConfig, build_options(RunConfig(), values, ""))
 
@@ -41,11 +43,15 @@ def to_plain(value: Any) -> Any:
 
 
 def build_options(defaults: Any, values: Any, prefix: str) -> Any:
-    """A dataclass with what is given in `values`, the mapping at the key `prefix`, in place of its `defaults`, which
-    may be others than those of its class (`sft.optim`). ConfigError: as `build`."""
+    """A dataclass with what is given in `values`, the mapping at the key `prefix`, in place of its
+    `defaults`, which may be others than those of its class (`sft.optim`). ConfigError: as
+    `build`."""
     hints = hints_of(type(defaults))
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{prefix or 'configuration'}: got {values!r}, expected a group of keys ({', '.join(hints)})")
+        raise ConfigError(
+            f"{prefix or 'configuration'}: got {values!r}, expected a group of keys "
+            f"({', '.join(hints)})"
+        )
     converted = {}
     for key, value in values.items():
         dotted = f"{prefix}.{key}" if prefix else str(key)

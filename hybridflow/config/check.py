@@ -1,7 +1,8 @@
-"""Cross-field checks: combinations that each key alone cannot show to be wrong. Pure, no torch; runs before anything is
-started.
+"""Cross-field checks: combinations that each key alone cannot show to be wrong. Pure, no torch;
+runs before anything is started.
 
-All problems of a configuration are reported at once, each with its keys, their values and what to do.
+All problems of a configuration are reported at once, each with its keys, their values and what to
+do.
 """
 
 from __future__ import annotations
@@ -46,30 +47,46 @@ _MOST = {
 
 
 def check(config: RunConfig, job: str = "train") -> None:
-    """Raise one ConfigError that lists every problem of `config` for `hybridflow train`, `sft` or `train-reward`."""
+    """Raise one ConfigError that lists every problem of `config` for `hybridflow train`, `sft` or
+    `train-reward`."""
     found = problems(config, job)
     if len(found) == 1:
         raise ConfigError(found[0])
     if found:
-        raise ConfigError(f"{len(found)} problems in the configuration:\n" + "\n".join(f"  - {line}" for line in found))
+        raise ConfigError(
+            f"{len(found)} problems in the configuration:\n"
+            + "\n".join(f"  - {line}" for line in found)
+        )
 
 
 def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[str]:
     """Every problem as one line; empty when the configuration can run.
 
     Args:
-        files: whether the files and folders that a run reads must be there; a plan is made without them.
+        files: whether the files and folders that a run reads must be there; a plan is made without
+            them.
     """
     found = [*out_of_range(config), *_names(config)]
     found += own_entries.problems(config) if files else []
     if not found:  # a file that is missing is said once
         found = [*check_entries.problems(config), *val_sets.problems(config)]
     if found:
-        return found  # the checks below divide by these numbers, and ask these entries what they need
+        # the checks below divide by these numbers, and ask these entries what they need
+        return found
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _model_source),
-        *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
-        *(check_agent.problems, check_loop.length_problems, check_loop.staleness_problems, check_loop.dump_problems),
+        *(
+            check_engines.shape_problems,
+            check_backend.problems,
+            check_in_process.problems,
+            check_lora.problems,
+        ),
+        *(
+            check_agent.problems,
+            check_loop.length_problems,
+            check_loop.staleness_problems,
+            check_loop.dump_problems,
+        ),
         check_sampling.problems,
     )
     found = []
@@ -103,32 +120,40 @@ def _read_sizes(config: RunConfig) -> tuple[Mapping[str, Any], list[str]]:
 def _names(config: RunConfig) -> Iterator[str]:
     if config.name in ("", ".", "..") or "/" in config.name:
         yield (
-            f"name={config.name!r} names the run folder inside output_dir={config.output_dir}: use a plain folder name"
+            f"name={config.name!r} names the run folder inside output_dir={config.output_dir}: use "
+            "a plain folder name"
         )
 
 
 def _layout(config: RunConfig) -> Iterator[str]:
     """Parallel sizes against the number of processes."""
-    world, parallel, cluster = derived.world_size(config), config.actor.parallel, config.cluster
-    processes = f"cluster.nodes={cluster.nodes} x cluster.procs_per_node={cluster.procs_per_node} = {world} processes"
+    world = derived.world_size(config)
+    parallel = config.actor.parallel
+    cluster = config.cluster
+    processes = (
+        f"cluster.nodes={cluster.nodes} x cluster.procs_per_node={cluster.procs_per_node} = "
+        f"{world} processes"
+    )
     dense = derived.model_parallel_size(parallel)
     if world % dense:
         yield (
-            f"actor.parallel tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context} = "
-            f"{dense} does not divide {processes}; change the parallel sizes or give a multiple of {dense} processes"
+            f"actor.parallel tensor={parallel.tensor} x pipeline={parallel.pipeline} x "
+            f"context={parallel.context} = {dense} does not divide {processes}; change the "
+            f"parallel sizes or give a multiple of {dense} processes"
         )
-    etp, expert = derived.expert_tensor_size(parallel), derived.expert_model_parallel_size(parallel)
+    etp = derived.expert_tensor_size(parallel)
+    expert = derived.expert_model_parallel_size(parallel)
     if world % expert and (parallel.expert > 1 or parallel.expert_tensor is not None):
         default = "" if parallel.expert_tensor else " (the default)"
         yield (
-            f"actor.parallel expert={parallel.expert} x expert_tensor={etp}{default} x pipeline={parallel.pipeline} = "
-            f"{expert} does not divide {processes}; change expert or expert_tensor, or give a multiple of {expert} "
-            "processes"
+            f"actor.parallel expert={parallel.expert} x expert_tensor={etp}{default} x "
+            f"pipeline={parallel.pipeline} = {expert} does not divide {processes}; change expert "
+            f"or expert_tensor, or give a multiple of {expert} processes"
         )
     if parallel.pipeline == 1 and derived.virtual_pipeline_size(parallel) > 1:
         yield (
-            f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} needs actor.parallel.pipeline > 1; set it to "
-            "null"
+            f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} needs "
+            "actor.parallel.pipeline > 1; set it to null"
         )
 
 
@@ -137,14 +162,16 @@ def _overlap(config: RunConfig) -> Iterator[str]:
     parallel = config.actor.parallel
     if parallel.overlap_param_gather and not parallel.distributed_optimizer:
         yield (
-            "actor.parallel.overlap_param_gather=true needs actor.parallel.distributed_optimizer=true: without it "
-            "every rank holds all weights and nothing is gathered; set distributed_optimizer to true or "
-            "overlap_param_gather to false"
+            "actor.parallel.overlap_param_gather=true needs "
+            "actor.parallel.distributed_optimizer=true: without it every rank holds all weights "
+            "and nothing is gathered; set distributed_optimizer to true or overlap_param_gather to "
+            "false"
         )
     if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         yield (
-            "actor.parallel.overlap_param_gather=true needs actor.parallel.overlap_grad_reduce=true: without it all "
-            "weights are in one bucket and nothing would overlap; set overlap_grad_reduce to true"
+            "actor.parallel.overlap_param_gather=true needs "
+            "actor.parallel.overlap_grad_reduce=true: without it all weights are in one bucket and "
+            "nothing would overlap; set overlap_grad_reduce to true"
         )
 
 
@@ -152,74 +179,101 @@ def _sequence_parallel(config: RunConfig) -> Iterator[str]:
     parallel = config.actor.parallel
     if parallel.sequence and parallel.tensor == 1:
         yield (
-            "actor.parallel.sequence=true needs actor.parallel.tensor > 1; set sequence to false or tensor to 2 or more"
+            "actor.parallel.sequence=true needs actor.parallel.tensor > 1; set sequence to false "
+            "or tensor to 2 or more"
         )
 
 
 def _batches(config: RunConfig) -> Iterator[str]:
-    batch, mini, n = config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n
+    batch = config.data.train_batch_size
+    mini = config.actor.ppo_mini_batch_size
+    n = config.rollout.n
     if batch % mini:
         yield (
-            f"data.train_batch_size={batch} is no multiple of actor.ppo_mini_batch_size={mini} (both count prompts); "
-            f"choose a mini-batch that divides {batch}"
+            f"data.train_batch_size={batch} is no multiple of actor.ppo_mini_batch_size={mini} "
+            f"(both count prompts); choose a mini-batch that divides {batch}"
         )
     dp = derived.data_parallel_size(config)
     samples = derived.samples_per_mini_batch(config)
     if dp and samples % dp:
         yield (
-            f"actor.ppo_mini_batch_size={mini} x rollout.n={n} = {samples} samples an update do not divide over {dp} "
-            f"data-parallel ranks; make it a multiple of {dp}"
+            f"actor.ppo_mini_batch_size={mini} x rollout.n={n} = {samples} samples an update do "
+            f"not divide over {dp} data-parallel ranks; make it a multiple of {dp}"
         )
     if dp and config.sft.steps and config.sft.batch_size % dp:
         yield (
-            f"sft.batch_size={config.sft.batch_size} does not divide over {dp} data-parallel ranks; make it a multiple "
-            f"of {dp}"
+            f"sft.batch_size={config.sft.batch_size} does not divide over {dp} data-parallel "
+            f"ranks; make it a multiple of {dp}"
         )
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
-    longest, data = derived.max_sequence_length(config), config.data
+    longest = derived.max_sequence_length(config)
+    data = config.data
     total = (
-        f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
-        f"{longest}"
+        f"data.max_prompt_length={data.max_prompt_length} + "
+        f"data.max_response_length={data.max_response_length} = {longest}"
     )
-    parallel, budget = config.actor.parallel, config.actor.max_tokens_per_micro_batch
+    parallel = config.actor.parallel
+    budget = config.actor.max_tokens_per_micro_batch
     padded = derived.padded_length(longest, parallel)
     if budget >= longest and budget < padded:
         yield (
-            f"actor.max_tokens_per_micro_batch={budget} is less than {padded} tokens: {total}, padded to a multiple of "
-            f"2 x actor.parallel.context={parallel.context}; raise it to at least {padded}"
+            f"actor.max_tokens_per_micro_batch={budget} is less than {padded} tokens: {total}, "
+            f"padded to a multiple of 2 x actor.parallel.context={parallel.context}; raise it to "
+            f"at least {padded}"
         )
     limits = {
-        "actor.max_tokens_per_micro_batch": (longest, "the longest sample must fit one micro-batch"),
-        "rollout.max_total_tokens": (longest, "the longest sample must fit the KV cache of an engine"),
+        "actor.max_tokens_per_micro_batch": (
+            longest,
+            "the longest sample must fit one micro-batch",
+        ),
+        "rollout.max_total_tokens": (
+            longest,
+            "the longest sample must fit the KV cache of an engine",
+        ),
     }
     if margin := derived.engine_margin(config):
-        why = f"the longest sample must fit the KV cache of an engine, whose last {margin} tokens take no prompt"
+        why = (
+            f"the longest sample must fit the KV cache of an engine, whose last {margin} tokens "
+            "take no prompt"
+        )
         limits["rollout.max_total_tokens"] = longest + margin, why
     for key, (least, why) in limits.items():
         limit = value_at(config, key)
         if limit < least:
             yield (
-                f"{key}={limit} is less than {total} tokens; {why}: raise it to at least {least} or shorten the lengths"
+                (
+                    f"{key}={limit} is less than {total} tokens; {why}: raise it to at least "
+                    f"{least} or shorten the lengths"
+                )
                 if least == longest
-                else f"{key}={limit} is less than {total} tokens + {margin}; {why}: raise it to at least {least} or "
-                "shorten the lengths"
+                else (
+                    f"{key}={limit} is less than {total} tokens + {margin}; {why}: raise it to at "
+                    f"least {least} or shorten the lengths"
+                )
             )
 
 
 def _optim(prefix: str, optim: OptimConfig, dtype: str) -> Iterator[str]:
     if optim.precision_aware and dtype != "bfloat16":
         yield (
-            f"{prefix}.precision_aware=true needs model.dtype=bfloat16: weights in {dtype} are their own main weights"
+            f"{prefix}.precision_aware=true needs model.dtype=bfloat16: weights in {dtype} are "
+            "their own main weights"
         )
     for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if not optim.precision_aware and getattr(optim, key) != "float32":
-            yield f"{prefix}.{key}={getattr(optim, key)} needs {prefix}.precision_aware=true; set it, or float32"
+            yield (
+                f"{prefix}.{key}={getattr(optim, key)} needs {prefix}.precision_aware=true; set "
+                "it, or float32"
+            )
     if optim.min_lr > optim.lr:
         yield f"{prefix}.min_lr={optim.min_lr} must be at most {prefix}.lr={optim.lr}"
     if optim.lr_decay_style != "constant" and optim.lr_decay_steps is None:
-        yield f"{prefix}.lr_decay_style={optim.lr_decay_style} needs {prefix}.lr_decay_steps (optimizer updates)"
+        yield (
+            f"{prefix}.lr_decay_style={optim.lr_decay_style} needs {prefix}.lr_decay_steps "
+            "(optimizer updates)"
+        )
     if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
         yield (
             f"{prefix}.lr_decay_steps={optim.lr_decay_steps} must be more than "
@@ -231,24 +285,33 @@ def _model_source(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.path is None and not model.hf_config:
         yield (
-            "model.path and model.hf_config are both empty; give model.path=FOLDER for weights, or model.hf_config for "
-            "random ones"
+            "model.path and model.hf_config are both empty; give model.path=FOLDER for weights, or "
+            "model.hf_config for random ones"
         )
     if model.path is None and model.hf_config and "model_type" not in model.hf_config:
-        yield "model.hf_config lacks model_type, which decides the family, for example model.hf_config.model_type=qwen3"
+        yield (
+            "model.hf_config lacks model_type, which decides the family, for example "
+            "model.hf_config.model_type=qwen3"
+        )
 
 
 def _model_folder(config: RunConfig) -> Iterator[str]:
     """The folders of policy and tokenizer."""
     model = config.model
     if model.path is not None and hub.is_hub_id(model.path):
-        yield f"model.path={model.path}: {hub.missing(model.path, 'model')}, or give a Hugging Face folder"
+        yield (
+            f"model.path={model.path}: {hub.missing(model.path, 'model')}, or give a Hugging Face "
+            "folder"
+        )
     elif model.path is not None and not Path(model.path).is_dir():
-        yield f"model.path={model.path}: no such folder; give a Hugging Face folder with config.json and weights"
+        yield (
+            f"model.path={model.path}: no such folder; give a Hugging Face folder with config.json "
+            "and weights"
+        )
     if model.tokenizer is None and model.path is None:
         yield (
-            "model.tokenizer is empty and there is no model.path to take it from; give model.path=FOLDER with weights, "
-            "or model.tokenizer=FOLDER for random ones"
+            "model.tokenizer is empty and there is no model.path to take it from; give "
+            "model.path=FOLDER with weights, or model.tokenizer=FOLDER for random ones"
         )
     if model.tokenizer is not None and hub.is_hub_id(model.tokenizer):
         if not check_files.available(config, model.tokenizer):
@@ -256,21 +319,31 @@ def _model_folder(config: RunConfig) -> Iterator[str]:
     elif model.tokenizer is not None and not check_files.available(config, model.tokenizer):
         yield f"model.tokenizer={model.tokenizer}: no such folder"
     elif model.tokenizer is not None and Path(model.tokenizer).is_file():
-        yield f"model.tokenizer={model.tokenizer} is a file; give the folder that holds the tokenizer"
+        yield (
+            f"model.tokenizer={model.tokenizer} is a file; give the folder that holds the tokenizer"
+        )
 
 
 def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
-    """A folder of another model than the one whose sizes the recipe gives, and the recipes that are for it."""
+    """A folder of another model than the one whose sizes the recipe gives, and the recipes that are
+    for it."""
     model = config.model
     differing = derived.differing_size(model.hf_config, sizes) if model.path is not None else None
     if differing is None:
         return []
     name, wanted, other = differing
     found = recipes_for(sizes)
-    instead = f"take a recipe of that model (--config-name {' or '.join(found)})" if found else "give the folder of it"
+    instead = (
+        f"take a recipe of that model (--config-name {' or '.join(found)})"
+        if found
+        else "give the folder of it"
+    )
     return [
-        f"model.path={model.path} has {name}={other} in its config.json, and model.hf_config says {wanted}: it is "
-        f"another model than the recipe's; {instead}, or remove the recipe's sizes (~model.hf_config)"
+        (
+            f"model.path={model.path} has {name}={other} in its config.json, and model.hf_config "
+            f"says {wanted}: it is another model than the recipe's; {instead}, or remove the "
+            "recipe's sizes (~model.hf_config)"
+        )
     ]
 
 
@@ -289,16 +362,18 @@ def recipes_for(sizes: Mapping[str, Any]) -> list[str]:
 
 
 def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
-    """Sizes of the model against engines and lengths; `hybridflow.models.check` asks its family about the trainer's
-    layout."""
+    """Sizes of the model against engines and lengths; `hybridflow.models.check` asks its family
+    about the trainer's layout."""
     if absurd := list(_absurd_sizes(sizes)):
         return absurd
-    tensor, experts = config.actor.parallel.tensor, derived.num_experts(sizes)
+    tensor = config.actor.parallel.tensor
+    experts = derived.num_experts(sizes)
     found = [] if experts else [*_dense_problems(config)]
     if experts and tensor > 1 and not config.actor.parallel.sequence:
         found.append(
-            f"actor.parallel.tensor={tensor} with experts (num_experts={experts}) needs actor.parallel.sequence=true: "
-            "Megatron refuses to train a mixture of experts under tensor parallelism without it"
+            f"actor.parallel.tensor={tensor} with experts (num_experts={experts}) needs "
+            "actor.parallel.sequence=true: Megatron refuses to train a mixture of experts under "
+            "tensor parallelism without it"
         )
     if experts and config.actor.parallel.moe_dispatcher == "deepep":
         found += _deepep_problems(config)
@@ -311,19 +386,23 @@ def _absurd_sizes(sizes: Mapping[str, Any]) -> Iterator[str]:
     """A config.json of others that would fill the memory before anything else is noticed."""
     for key, most in _MOST.items():
         if isinstance(size := sizes.get(key), int) and not 0 < size <= most:
-            yield f"model: {key}={size} in the model's config is not between 1 and {most}; is its config.json damaged?"
+            yield (
+                f"model: {key}={size} in the model's config is not between 1 and {most}; is its "
+                "config.json damaged?"
+            )
 
 
 def _dense_problems(config: RunConfig) -> Iterator[str]:
     parallel = config.actor.parallel
     if (expert := parallel.expert) > 1:
         yield (
-            f"actor.parallel.expert={expert} needs a mixture of experts, but the model has no num_experts; set it to 1"
+            f"actor.parallel.expert={expert} needs a mixture of experts, but the model has no "
+            "num_experts; set it to 1"
         )
     if parallel.expert_tensor not in (None, parallel.tensor):
         yield (
-            f"actor.parallel.expert_tensor={parallel.expert_tensor} needs a mixture of experts, but the model has no "
-            "num_experts; set it to null"
+            f"actor.parallel.expert_tensor={parallel.expert_tensor} needs a mixture of experts, "
+            "but the model has no num_experts; set it to null"
         )
 
 
@@ -331,23 +410,29 @@ def _deepep_problems(config: RunConfig) -> Iterator[str]:
     """Megatron's flex dispatcher serves the ranks that share experts (token_dispatcher.py:1346)."""
     if config.actor.parallel.expert * derived.expert_tensor_size(config.actor.parallel) == 1:
         yield (
-            "actor.parallel.moe_dispatcher=deepep carries tokens between ranks, and with expert=1 every rank has all "
-            "experts; give actor.parallel.expert more than 1, or set moe_dispatcher=alltoall"
+            "actor.parallel.moe_dispatcher=deepep carries tokens between ranks, and with expert=1 "
+            "every rank has all experts; give actor.parallel.expert more than 1, or set "
+            "moe_dispatcher=alltoall"
         )
 
 
 def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
-    limit, prompt = sizes.get("max_position_embeddings"), config.data.max_prompt_length
+    limit = sizes.get("max_position_embeddings")
+    prompt = config.data.max_prompt_length
     margin = derived.engine_margin(config)
-    rest = f" + {margin}, as an engine takes no prompt that ends in its last {margin} tokens" if margin else ""
+    rest = (
+        f" + {margin}, as an engine takes no prompt that ends in its last {margin} tokens"
+        if margin
+        else ""
+    )
     answers = {"data.max_response_length": config.data.max_response_length}
     for key, one in check_sampling.sampled(config).items():
         answers[f"{key}.max_new_tokens"] = getattr(one, "max_new_tokens", None) or 0
     for key, most in answers.items():
         if isinstance(limit, int) and limit < prompt + most + margin:
             yield (
-                f"max_position_embeddings={limit} of the model is less than data.max_prompt_length + "
-                f"{key} = {prompt + most}{rest}; shorten the lengths"
+                f"max_position_embeddings={limit} of the model is less than data.max_prompt_length "
+                f"+ {key} = {prompt + most}{rest}; shorten the lengths"
             )
 
 
@@ -363,23 +448,33 @@ def _router_losses(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]
     if sizes and not derived.num_experts(sizes):
         yield f"{named}: losses of routers need a mixture of experts, and the model is dense; set 0"
     if actor.lora.rank:
-        yield f"{named} with actor.lora.rank={actor.lora.rank}: adapters leave routers as they are; set one to 0"
+        yield (
+            f"{named} with actor.lora.rank={actor.lora.rank}: adapters leave routers as they are; "
+            "set one to 0"
+        )
     if actor.rollout_correction.reject:
         yield (
-            f"{named} with actor.rollout_correction.reject={actor.rollout_correction.reject}: the routers' losses "
-            "are weighed by the tokens that the policy's loss counts, which are known too late then; leave one out"
+            f"{named} with actor.rollout_correction.reject={actor.rollout_correction.reject}: the "
+            "routers' losses are weighed by the tokens that the policy's loss counts, which are "
+            "known too late then; leave one out"
         )
 
 
 def _router_replay(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     kind = config.actor.router_replay
     if kind != "none" and sizes and not derived.num_experts(sizes):
-        yield f"actor.router_replay={kind} needs a mixture of experts, and the model is dense; set it to none"
+        yield (
+            f"actor.router_replay={kind} needs a mixture of experts, and the model is dense; set "
+            "it to none"
+        )
     given = {}
     for name, value in config.rollout.extra_args.items():
         given[name.replace("_", "-")] = value
-    if derived.needs_engine_routes(config) and given.get("enable-return-routed-experts", True) is not True:
+    if (
+        derived.needs_engine_routes(config)
+        and given.get("enable-return-routed-experts", True) is not True
+    ):
         yield (
-            f"actor.router_replay={kind} switches the engines' enable-return-routed-experts on, and rollout.extra_args "
-            "switches it off; remove it there"
+            f"actor.router_replay={kind} switches the engines' enable-return-routed-experts on, "
+            "and rollout.extra_args switches it off; remove it there"
         )

@@ -20,7 +20,8 @@ class McpServer:
 
     Attributes:
         command: program and arguments of a server that speaks over its standard input and output.
-        env: environment variables of the driver that this server is given besides PATH, HOME and the like.
+        env: environment variables of the driver that this server is given besides PATH, HOME and
+            the like.
         url: of a server that speaks streamable HTTP.
         token_env: the environment variable of the driver with the bearer token for `url`.
         tools: those that the policy may call; empty: all.
@@ -50,24 +51,34 @@ def problems(config: RunConfig) -> Iterator[str]:
     """Every problem as one line."""
     agent = config.rollout.agent
     if agent.loop == "environment" and agent.environment is None:
-        yield "rollout.agent.loop=environment without rollout.agent.environment; name one, for example guess"
+        yield (
+            "rollout.agent.loop=environment without rollout.agent.environment; name one, for "
+            "example guess"
+        )
     if agent.loop in ("single_turn", "tools") and agent.environment is not None:
         yield (
-            f"rollout.agent.environment={agent.environment} with rollout.agent.loop={agent.loop}, which has none: set "
-            "rollout.agent.loop=environment"
+            f"rollout.agent.environment={agent.environment} with rollout.agent.loop={agent.loop}, "
+            "which has none: set rollout.agent.loop=environment"
         )
     yield from _option_problems(agent)
     yield from _server_problems(agent)
     if agent.loop == "single_turn":
         if agent.tools or agent.mcp_servers:
-            names = f"tools={','.join(agent.tools)}" if agent.tools else f"mcp_servers={','.join(agent.mcp_servers)}"
+            names = (
+                f"tools={','.join(agent.tools)}"
+                if agent.tools
+                else f"mcp_servers={','.join(agent.mcp_servers)}"
+            )
             yield (
                 f"rollout.agent.{names} with rollout.agent.loop=single_turn, which calls none: "
                 "set rollout.agent.loop=tools"
             )
         return
     if agent.loop == "tools" and not agent.tools and not agent.mcp_servers:
-        yield "rollout.agent.loop=tools without rollout.agent.tools; name some, for example [calculator]"
+        yield (
+            "rollout.agent.loop=tools without rollout.agent.tools; name some, for example "
+            "[calculator]"
+        )
 
 
 def _option_problems(agent: AgentConfig) -> Iterator[str]:
@@ -93,9 +104,14 @@ def _server_problems(agent: AgentConfig) -> Iterator[str]:
         if bool(server.command) == (server.url is not None):
             yield f"{key} needs a command or a url, and not both"
         elif server.url is not None and not server.url.startswith(("http://", "https://")):
-            yield f"{key}.url={server.url}: expected an address that begins with http:// or https://"
+            yield (
+                f"{key}.url={server.url}: expected an address that begins with http:// or https://"
+            )
         if server.token_env is not None and server.url is None:
-            yield f"{key}.token_env={server.token_env} is of a url; name what a command may read in {key}.env"
+            yield (
+                f"{key}.token_env={server.token_env} is of a url; name what a command may read in "
+                f"{key}.env"
+            )
         if server.env and server.url is not None:
             yield f"{key}.env is of a command; a url is given its token with {key}.token_env"
         yield from (f"{key}.{line}" for line in out_of_range(server))

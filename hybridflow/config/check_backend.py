@@ -9,7 +9,8 @@ from hybridflow.config import derived
 from hybridflow.config.keys import differing
 from hybridflow.config.schema import ParallelConfig, RunConfig
 
-_FSDP, _MEGATRON = "actor.backend=fsdp", "actor.backend=megatron"
+_FSDP = "actor.backend=fsdp"
+_MEGATRON = "actor.backend=megatron"
 _UNAVAILABLE = {
     "actor.recompute": "none",
     "actor.recompute_modules": ("core_attn",),
@@ -20,7 +21,13 @@ _UNAVAILABLE = {
     "actor.optim.precision_aware": False,
 }
 _OF_MEGATRON = (
-    *("first_stage_layers", "last_stage_layers", "layers_per_stage", "sequence", "distributed_optimizer"),
+    *(
+        "first_stage_layers",
+        "last_stage_layers",
+        "layers_per_stage",
+        "sequence",
+        "distributed_optimizer",
+    ),
     *("overlap_grad_reduce", "overlap_param_gather"),
 )
 
@@ -35,22 +42,26 @@ def problems(config: RunConfig) -> Iterator[str]:
     for role in derived.roles_in_use(config)[1:]:
         if derived.is_colocated(config, role):
             yield (
-                f"{role}.placement=colocated needs the actor's Megatron processes, and {_FSDP} has none; set "
-                f"{role}.placement=own"
+                f"{role}.placement=colocated needs the actor's Megatron processes, and {_FSDP} has "
+                f"none; set {role}.placement=own"
             )
 
 
 def _layout(config: RunConfig) -> Iterator[str]:
-    parallel, plain = config.actor.parallel, ParallelConfig()
+    parallel = config.actor.parallel
+    plain = ParallelConfig()
     for key in ("tensor", "pipeline", "context", "expert"):
         if (size := getattr(parallel, key)) != 1:
             yield (
-                f"actor.parallel.{key}={size}: {_FSDP} shards over all processes and has no other cut; set it to 1, or "
-                f"{_MEGATRON}"
+                f"actor.parallel.{key}={size}: {_FSDP} shards over all processes and has no other "
+                f"cut; set it to 1, or {_MEGATRON}"
             )
     for key in ("virtual_pipeline", "expert_tensor"):
         if (size := getattr(parallel, key)) not in (None, 1):
-            yield f"actor.parallel.{key}={size}: {_FSDP} has no such cut; set it to null, or {_MEGATRON}"
+            yield (
+                f"actor.parallel.{key}={size}: {_FSDP} has no such cut; set it to null, or "
+                f"{_MEGATRON}"
+            )
     wanted = {f"actor.parallel.{key}": getattr(plain, key) for key in _OF_MEGATRON}
     for key, value, default in differing(config, wanted):
         yield f"{key}={value} is Megatron's; with {_FSDP} leave it at {default}"
@@ -59,4 +70,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
 def family_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     """A model with these sizes that it cannot train."""
     if config.actor.backend == "fsdp" and derived.num_experts(sizes):
-        yield f"model_type={sizes.get('model_type')}: {_FSDP} trains models without experts; set {_MEGATRON}"
+        yield (
+            f"model_type={sizes.get('model_type')}: {_FSDP} trains models without experts; set "
+            f"{_MEGATRON}"
+        )

@@ -1,4 +1,5 @@
-"""Whether the advantage estimator, the policy loss and the trackers exist, take the given options, and fit the rest."""
+"""Whether the advantage estimator, the policy loss and the trackers exist, take the given options,
+and fit the rest."""
 
 from __future__ import annotations
 
@@ -35,54 +36,65 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def loss_problems(config: RunConfig) -> Iterator[str]:
-    """The policy loss against its aggregation and the correction of rollouts; a critic that nobody would ask."""
-    actor, correction = config.actor, config.actor.rollout_correction
+    """The policy loss against its aggregation and the correction of rollouts; a critic that nobody
+    would ask."""
+    actor = config.actor
+    correction = config.actor.rollout_correction
     loss = POLICY_LOSSES.get(actor.policy_loss)
     if loss.aggregations and actor.loss_agg_mode not in loss.aggregations:
         yield (
-            f"actor.loss_agg_mode={actor.loss_agg_mode} with actor.policy_loss={actor.policy_loss}, which is a mean of "
-            f"sequences: set actor.loss_agg_mode={loss.aggregations[0]}"
+            f"actor.loss_agg_mode={actor.loss_agg_mode} with "
+            f"actor.policy_loss={actor.policy_loss}, which is a mean of sequences: set "
+            f"actor.loss_agg_mode={loss.aggregations[0]}"
         )
     estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
     if estimator.aggregations and actor.loss_agg_mode not in estimator.aggregations:
         yield (
-            f"actor.loss_agg_mode={actor.loss_agg_mode} with algorithm.adv_estimator={config.algorithm.adv_estimator}, "
-            f"whose loss is of whole answers: set actor.loss_agg_mode={estimator.aggregations[0]}"
+            f"actor.loss_agg_mode={actor.loss_agg_mode} with "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, whose loss is of whole "
+            f"answers: set actor.loss_agg_mode={estimator.aggregations[0]}"
         )
-    if correction.weight != "none" and actor.old_log_probs == "engine" and "old_log_probs" in loss.reads:
+    if (
+        correction.weight != "none"
+        and actor.old_log_probs == "engine"
+        and "old_log_probs" in loss.reads
+    ):
         yield (
-            f"actor.rollout_correction.weight={correction.weight} with actor.old_log_probs=engine: the ratio of "
-            f"actor.policy_loss={actor.policy_loss} is that weight already, and it would count twice; set weight=none, "
-            "old_log_probs=trainer, or policy_loss=reinforce"
+            f"actor.rollout_correction.weight={correction.weight} with actor.old_log_probs=engine: "
+            f"the ratio of actor.policy_loss={actor.policy_loss} is that weight already, and it "
+            "would count twice; set weight=none, old_log_probs=trainer, or policy_loss=reinforce"
         )
     if actor.kl_loss_unbiased and actor.kl_loss_type not in ("k1", "k3"):
         yield (
-            f"actor.kl_loss_unbiased=true with actor.kl_loss_type={actor.kl_loss_type}: weighted by the ratio, k1 and "
-            "k3 have the gradient of the divergence, and others do not; set kl_loss_type=k3, or kl_loss_unbiased=false"
+            f"actor.kl_loss_unbiased=true with actor.kl_loss_type={actor.kl_loss_type}: weighted "
+            "by the ratio, k1 and k3 have the gradient of the divergence, and others do not; set "
+            "kl_loss_type=k3, or kl_loss_unbiased=false"
         )
     if correction.lower is not None and not correction.lower <= correction.upper:
         yield (
-            f"actor.rollout_correction.lower={correction.lower} is more than upper={correction.upper}: every weight "
-            "would be 0"
+            f"actor.rollout_correction.lower={correction.lower} is more than "
+            f"upper={correction.upper}: every weight would be 0"
         )
     if correction.lower is not None and correction.weight == "none":
         yield (
-            f"actor.rollout_correction.lower={correction.lower} bounds weights, and weight=none: set weight=token or "
-            "sequence, or lower=null"
+            f"actor.rollout_correction.lower={correction.lower} bounds weights, and weight=none: "
+            "set weight=token or sequence, or lower=null"
         )
     for name, bound in correction.reject.items():
         if problem := _bound_problem(str(name), bound):
             yield f"actor.rollout_correction.reject.{name}={bound}: {problem}"
     if config.critic.path is not None and not estimator.needs_critic:
         yield (
-            f"critic.path={config.critic.path} with algorithm.adv_estimator={config.algorithm.adv_estimator}, which "
-            "asks no critic: remove it, or set adv_estimator=gae"
+            f"critic.path={config.critic.path} with "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, which asks no critic: "
+            "remove it, or set adv_estimator=gae"
         )
 
 
 def preference_problems(config: RunConfig) -> Iterator[str]:
-    """A loss of preferences weighs each answer by the log-probs of the step's beginning and holds its own divergence
-    from the reference: later updates would use old weights, another KL term would count it twice."""
+    """A loss of preferences weighs each answer by the log-probs of the step's beginning and holds
+    its own divergence from the reference: later updates would use old weights, another KL term
+    would count it twice."""
     name = config.algorithm.adv_estimator
     if not ESTIMATORS.get(name).preferences:
         return
@@ -93,7 +105,11 @@ def preference_problems(config: RunConfig) -> Iterator[str]:
         "algorithm.kl_coef": 0.0,
     }
     for key, given, one in differing(config, wanted):
-        why = "is exact with one update a step" if key.startswith("actor.ppo") else "holds its own KL term"
+        why = (
+            "is exact with one update a step"
+            if key.startswith("actor.ppo")
+            else "holds its own KL term"
+        )
         yield f"{key}={given} with algorithm.adv_estimator={name}, which {why}; set {key}={one}"
 
 
@@ -101,18 +117,24 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
     """What training on recorded pairs excludes."""
     if config.data.answers != "pairs":
         return
-    pairs, correction, algorithm = "data.answers=pairs", config.actor.rollout_correction, config.algorithm
+    pairs = "data.answers=pairs"
+    correction = config.actor.rollout_correction
+    algorithm = config.algorithm
     able = []
     for name in ESTIMATORS.names():
         if ESTIMATORS.get(name).preferences:
             able.append(name)
     if algorithm.adv_estimator not in able:
         yield (
-            f"{pairs} with algorithm.adv_estimator={algorithm.adv_estimator}, which learns from the policy's own "
-            f"answers: recorded ones are others; set adv_estimator to {', '.join(able)}, or data.answers=sampled"
+            f"{pairs} with algorithm.adv_estimator={algorithm.adv_estimator}, which learns from "
+            "the policy's own answers: recorded ones are others; set adv_estimator to "
+            f"{', '.join(able)}, or data.answers=sampled"
         )
     if config.rollout.n != 2:
-        yield f"rollout.n={config.rollout.n} with {pairs}: a prompt has two answers, chosen and rejected; set it to 2"
+        yield (
+            f"rollout.n={config.rollout.n} with {pairs}: a prompt has two answers, chosen and "
+            "rejected; set it to 2"
+        )
     if correction.weight != "none" or correction.reject:
         yield f"actor.rollout_correction with {pairs}: no engine has sampled the answers; remove it"
     sampled: dict[str, Any] = {
@@ -121,64 +143,86 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
         "trainer.max_staleness": 0,
         "algorithm.dynamic_sampling": 0,
         "algorithm.overlong_filter": False,
-        **dict.fromkeys(("reward_model.path", "data.dataset_class.path", "data.weight_key", "data.difficulty_key")),
+        **dict.fromkeys(
+            (
+                "reward_model.path",
+                "data.dataset_class.path",
+                "data.weight_key",
+                "data.difficulty_key",
+            )
+        ),
     }
     for key, given, wanted in differing(config, sampled):
-        yield f"{key}={given} is of answers that engines sample, and {pairs} has recorded ones; set it to {wanted}"
+        yield (
+            f"{key}={given} is of answers that engines sample, and {pairs} has recorded ones; set "
+            f"it to {wanted}"
+        )
 
 
 def _bound_problem(name: str, bound: Any) -> str:
     """What is wrong with the bound of a statistic of rejection; empty when nothing is."""
     if name not in STATISTICS:
         near = difflib.get_close_matches(name, STATISTICS, n=1, cutoff=0.0)[0]
-        return f"there is no such statistic; did you mean {near}? (choose of {', '.join(STATISTICS)})"
+        return (
+            f"there is no such statistic; did you mean {near}? (choose of {', '.join(STATISTICS)})"
+        )
     numbers = bound if isinstance(bound, list | tuple) else [bound]
     if not all(type(number) in (int, float) and number > 0 for number in numbers):
         return "bounds must be numbers above 0"
     if name.endswith("k1"):
         if len(numbers) != 2 or numbers[0] > numbers[1]:
-            return "a bound of k1 is two numbers, [lowest, highest] ratio engine / trainer, for example [0.99, 1.01]"
+            return (
+                "a bound of k1 is two numbers, [lowest, highest] ratio engine / trainer, for "
+                "example [0.99, 1.01]"
+            )
     elif isinstance(bound, list | tuple):
         return "this bound is one number, the largest value"
     return ""
 
 
 def sample_problems(config: RunConfig) -> Iterator[str]:
-    """An estimator that compares the samples of a prompt needs two of them, ReMax a greedy answer; which samples a step
-    trains on."""
-    algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
-    name, entry = algorithm.adv_estimator, ESTIMATORS.get(algorithm.adv_estimator)
+    """An estimator that compares the samples of a prompt needs two of them, ReMax a greedy answer;
+    which samples a step trains on."""
+    algorithm = config.algorithm
+    rollout = config.rollout
+    reward = config.reward
+    name = algorithm.adv_estimator
+    entry = ESTIMATORS.get(algorithm.adv_estimator)
     if algorithm.dynamic_sampling == 1:
         yield (
-            "algorithm.dynamic_sampling=1: a step would generate one batch of prompts, and nothing would be replaced; "
-            "set it to 2 or more, or to 0"
+            "algorithm.dynamic_sampling=1: a step would generate one batch of prompts, and nothing "
+            "would be replaced; set it to 2 or more, or to 0"
         )
     if algorithm.dynamic_sampling and not entry.compares_samples:
         yield (
-            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with algorithm.adv_estimator={name}, which also "
-            "learns from samples whose scores are equal; set it to 0, or adv_estimator to grpo"
+            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with "
+            f"algorithm.adv_estimator={name}, which also learns from samples whose scores are "
+            "equal; set it to 0, or adv_estimator to grpo"
         )
     if reward.overlong_tokens > config.data.max_response_length:
         yield (
             f"reward.overlong_tokens={reward.overlong_tokens} is more than "
-            f"data.max_response_length={config.data.max_response_length}: every answer would be punished; lower it"
+            f"data.max_response_length={config.data.max_response_length}: every answer would be "
+            "punished; lower it"
         )
-    greedy, temperature = "greedy_scores" in entry.reads, rollout.val_sampling.temperature
+    greedy = "greedy_scores" in entry.reads
+    temperature = rollout.val_sampling.temperature
     if greedy and temperature:
         yield (
-            f"rollout.val_sampling.temperature={temperature} with algorithm.adv_estimator={name}, whose baseline is "
-            "the greedy answer, sampled as in validation; set it to 0"
+            f"rollout.val_sampling.temperature={temperature} with algorithm.adv_estimator={name}, "
+            "whose baseline is the greedy answer, sampled as in validation; set it to 0"
         )
     if greedy and config.reward_model.path is not None:
         yield (
-            f"reward_model.path={config.reward_model.path} with algorithm.adv_estimator={name}: its baseline is a "
-            "score of reward functions alone; remove the reward model, or choose another estimator"
+            f"reward_model.path={config.reward_model.path} with algorithm.adv_estimator={name}: "
+            "its baseline is a score of reward functions alone; remove the reward model, or choose "
+            "another estimator"
         )
     if "sum_pi_squared" in entry.reads and config.actor.router_replay != "none":
         yield (
-            f"actor.router_replay={config.actor.router_replay} with algorithm.adv_estimator={name}: its pass over the "
-            "vocabulary's probabilities would go through other experts; set router_replay=none, or choose another "
-            "estimator"
+            f"actor.router_replay={config.actor.router_replay} with "
+            f"algorithm.adv_estimator={name}: its pass over the vocabulary's probabilities would "
+            "go through other experts; set router_replay=none, or choose another estimator"
         )
     if config.rollout.n == 1 and ESTIMATORS.get(name).compares_samples:
         others = []
@@ -186,6 +230,7 @@ def sample_problems(config: RunConfig) -> Iterator[str]:
             if not ESTIMATORS.get(other).compares_samples:
                 others.append(other)
         yield (
-            f"rollout.n=1 with algorithm.adv_estimator={name}, which compares the samples of a prompt: with one sample "
-            f"the advantage is the score itself; set rollout.n to 2 or more, or choose {' or '.join(others)}"
+            f"rollout.n=1 with algorithm.adv_estimator={name}, which compares the samples of a "
+            "prompt: with one sample the advantage is the score itself; set rollout.n to 2 or "
+            f"more, or choose {' or '.join(others)}"
         )

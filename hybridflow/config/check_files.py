@@ -20,9 +20,16 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
     if job == "train":
         wanted["data.train_files"] = config.data.train_files
         wanted["data.val_files"] = config.data.val_files
-        wanted |= {f"data.val_sets.{name}.files": held_out.files for name, held_out in val_sets(config).items() if name}
+        wanted |= {
+            f"data.val_sets.{name}.files": held_out.files
+            for name, held_out in val_sets(config).items()
+            if name
+        }
         if not config.data.train_files:
-            yield "data.train_files is empty; give parquet files, for example data.train_files=[train.parquet]"
+            yield (
+                "data.train_files is empty; give parquet files, for example "
+                "data.train_files=[train.parquet]"
+            )
     if job == "train-reward":
         wanted["reward_training.train_files"] = config.reward_training.train_files
         wanted["reward_training.val_files"] = config.reward_training.val_files
@@ -38,12 +45,15 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
     if config.sft.steps:
         wanted["sft.train_files"] = config.sft.train_files
         if not config.sft.train_files:
-            yield f"sft.steps={config.sft.steps} needs sft.train_files, for example sft.train_files=[sft.parquet]"
+            yield (
+                f"sft.steps={config.sft.steps} needs sft.train_files, for example "
+                "sft.train_files=[sft.parquet]"
+            )
     for key in ("learned_key", "tools_key"):
         if getattr(config.sft, key) is not None and config.sft.messages_key is None:
             yield (
-                f"sft.{key}={getattr(config.sft, key)} belongs to whole conversations; name their column in "
-                "sft.messages_key, or leave it out"
+                f"sft.{key}={getattr(config.sft, key)} belongs to whole conversations; name their "
+                "column in sft.messages_key, or leave it out"
             )
     yield from _missing(config, wanted)
     for key, script in (
@@ -66,21 +76,32 @@ def _missing(config: RunConfig, wanted: Mapping[str, tuple[str, ...]]) -> Iterat
 
 
 def _output_folders(config: RunConfig) -> Iterator[str]:
-    """Folders that the run makes or fills: nothing else of the name is in the way, and they can be written."""
+    """Folders that the run makes or fills: nothing else of the name is in the way, and they can be
+    written."""
     prepared = config.data.prepare.out if config.data.prepare.task is not None else None
-    for key, folder in (("output_dir", str(derived.run_dir(config))), ("data.prepare.out", prepared)):
+    for key, folder in (
+        ("output_dir", str(derived.run_dir(config))),
+        ("data.prepare.out", prepared),
+    ):
         if folder is None:
             continue
         path = Path(folder).absolute()
         there = next(one for one in (path, *path.parents) if os.path.lexists(one))
         if not there.is_dir():
-            yield f"{key}: {folder} cannot be a folder, because {there} is a file; choose another {key}"
+            yield (
+                f"{key}: {folder} cannot be a folder, because {there} is a file; choose another "
+                f"{key}"
+            )
         elif not os.access(there, os.W_OK | os.X_OK):
-            yield f"{key}: {folder} cannot be written, because {there} may not be; choose another {key}"
+            yield (
+                f"{key}: {folder} cannot be written, because {there} may not be; choose another "
+                f"{key}"
+            )
 
 
 def _absent(file: str) -> str:
-    """Why a name stands for no file: that of a file, or the hub id of a data set with or without a pattern."""
+    """Why a name stands for no file: that of a file, or the hub id of a data set with or without a
+    pattern."""
     repository = file.partition(":")[0]
     if not hub.is_hub_id(repository):
         return "does not exist; check the path, or prepare it with `hybridflow prepare`"
@@ -88,8 +109,8 @@ def _absent(file: str) -> str:
     if folder is None:
         return f"is {hub.missing(repository, 'dataset')}, or give files"
     return (
-        f"is a data set whose snapshot {folder} has no such files; name them as {repository}:PATTERN, for example "
-        f"{repository}:data/train-*.parquet"
+        f"is a data set whose snapshot {folder} has no such files; name them as "
+        f"{repository}:PATTERN, for example {repository}:data/train-*.parquet"
     )
 
 
@@ -103,34 +124,42 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
         ("data", config.data.answers == "pairs", "num_pairs", "pairs", 9500),
     )
     for section, is_read, option, rows, example in optional if prepare.task == "arithmetic" else ():
-        files = getattr(config, section).train_files if is_read and not prepare.options.get(option) else ()
+        files = (
+            getattr(config, section).train_files
+            if is_read and not prepare.options.get(option)
+            else ()
+        )
         made = []
         for file in files:
             if available(config, file) and not Path(file).exists():
                 made.append(file)
         if made:
             yield (
-                f"{section}.train_files: {made[0]} will not be made, because data.prepare.options.{option} is 0; give "
-                f"the number of {rows}, for example data.prepare.options.{option}={example}"
+                f"{section}.train_files: {made[0]} will not be made, because "
+                f"data.prepare.options.{option} is 0; give the number of {rows}, for example "
+                f"data.prepare.options.{option}={example}"
             )
     yield from _published(config)
 
 
 def _published(config: RunConfig) -> Iterator[str]:
     """Data sets that `data.prepare` must read, as its output is not there, and cannot."""
-    prepare, out = config.data.prepare, Path(config.data.prepare.out)
+    prepare = config.data.prepare
+    out = Path(config.data.prepare.out)
     entry = PREPARATIONS.get(prepare.task).published if prepare.task is not None else None
     if prepare.task is None or entry is None or (out / "manifest.json").is_file():
         return
     try:
-        options = build_options(PREPARATIONS.get(prepare.task).options(), prepare.options, "data.prepare.options")
+        options = build_options(
+            PREPARATIONS.get(prepare.task).options(), prepare.options, "data.prepare.options"
+        )
     except ConfigError as error:
         yield str(error)
         return
     for line in entry.missing(options, Path(prepare.source) if prepare.source else None):
         yield (
-            f"{line}, or run `hybridflow prepare {prepare.task} --out {prepare.out}` before; for files of your own: "
-            "data=files data.train_files=[...]"
+            f"{line}, or run `hybridflow prepare {prepare.task} --out {prepare.out}` before; for "
+            "files of your own: data=files data.train_files=[...]"
         )
 
 

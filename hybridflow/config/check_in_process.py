@@ -12,7 +12,13 @@ from hybridflow.config.schema import RolloutConfig, RunConfig
 _ENGINE = "hf"  # the built-in kind that takes weights by reference
 # with one engine of one rank, and one rank of the policy
 _ONE = (
-    *("cluster.nodes", "cluster.procs_per_node", "rollout.num_engines", "rollout.tensor", "rollout.pipeline"),
+    *(
+        "cluster.nodes",
+        "cluster.procs_per_node",
+        "rollout.num_engines",
+        "rollout.tensor",
+        "rollout.pipeline",
+    ),
     *("rollout.expert", "rollout.data_parallel_attention", "rollout.nodes_per_engine"),
 )
 _WITHOUT_USE: Mapping[str, Any] = {
@@ -29,22 +35,28 @@ def problems(config: RunConfig) -> Iterator[str]:
     if not config.cluster.in_process:
         if config.rollout.engine == _ENGINE:
             yield (
-                f"rollout.engine={_ENGINE} runs in the trainer's process alone; choose cluster=in-process, or another "
-                "engine"
+                f"rollout.engine={_ENGINE} runs in the trainer's process alone; choose "
+                "cluster=in-process, or another engine"
             )
         return
     here = "cluster.in_process=true"
     if config.rollout.engine == RolloutConfig().engine:
-        yield f"rollout.engine={config.rollout.engine} is a server, and with {here} there is none; set it to {_ENGINE}"
+        yield (
+            f"rollout.engine={config.rollout.engine} is a server, and with {here} there is none; "
+            f"set it to {_ENGINE}"
+        )
     for key, value, _ in differing(config, dict.fromkeys(_ONE, 1)):
         yield f"{key}={value}: with {here} the job has one process; set it to 1"
     for key, value, wanted in differing(config, _WITHOUT_USE):
         yield f"{key}={value} has no use with {here}; set it to {wanted}"
     if derived.needs_engine_routes(config):
         yield (
-            f"actor.router_replay={config.actor.router_replay} needs the experts that the engine used, which "
-            f"rollout.engine={_ENGINE} does not return; set it to none or r2"
+            f"actor.router_replay={config.actor.router_replay} needs the experts that the engine "
+            f"used, which rollout.engine={_ENGINE} does not return; set it to none or r2"
         )
     for role in derived.roles_in_use(config):
         if not derived.is_colocated(config, role):
-            yield f"{role}.placement=own needs other processes, and with {here} there is one; set it to colocated"
+            yield (
+                f"{role}.placement=own needs other processes, and with {here} there is one; set it "
+                "to colocated"
+            )

@@ -11,31 +11,32 @@ from hybridflow.config.schema import RunConfig
 
 def problems(config: RunConfig) -> Iterator[str]:
     """Every problem that the model has no part in, as one line."""
-    actor, lora = config.actor, config.actor.lora
+    actor = config.actor
+    lora = config.actor.lora
     if lora.dropout:
         yield (
-            f"actor.lora.dropout={lora.dropout} must be 0: an update with dropout would train another policy than the "
-            "one whose log-probabilities it is compared with"
+            f"actor.lora.dropout={lora.dropout} must be 0: an update with dropout would train "
+            "another policy than the one whose log-probabilities it is compared with"
         )
     if not lora.rank:
         if lora.targets:
             yield (
-                f"actor.lora.targets={list(lora.targets)} without adapters; set actor.lora.rank, for example to 8, or "
-                "remove the targets"
+                f"actor.lora.targets={list(lora.targets)} without adapters; set actor.lora.rank, "
+                "for example to 8, or remove the targets"
             )
         return
     if twice := sorted({target for target in lora.targets if lora.targets.count(target) > 1}):
         yield f"actor.lora.targets names {', '.join(twice)} twice; name each linear once"
     if actor.backend == "fsdp":
         yield (
-            f"actor.lora.rank={lora.rank} needs actor.backend=megatron: fsdp trains all weights; set the rank to 0, or "
-            "megatron"
+            f"actor.lora.rank={lora.rank} needs actor.backend=megatron: fsdp trains all weights; "
+            "set the rank to 0, or megatron"
         )
     if actor.expert_bias_update_rate:
         yield (
             f"actor.lora.rank={lora.rank} freezes the model, and "
-            f"actor.expert_bias_update_rate={actor.expert_bias_update_rate} would move its expert biases; set one of "
-            "them to 0"
+            f"actor.expert_bias_update_rate={actor.expert_bias_update_rate} would move its expert "
+            "biases; set one of them to 0"
         )
 
 
@@ -47,9 +48,14 @@ def target_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str
     has = derived.lora_targets(sizes)
     missing = [target for target in lora.targets if target not in has]
     if missing:
-        routed = derived.num_experts(sizes) and any(target.startswith("linear_fc") for target in missing)
-        why = "; its MLPs are routed experts, which get no adapters in this version" if routed else ""
+        routed = derived.num_experts(sizes) and any(
+            target.startswith("linear_fc") for target in missing
+        )
+        why = (
+            "; its MLPs are routed experts, which get no adapters in this version" if routed else ""
+        )
         yield (
-            f"actor.lora.targets: a model of model_type={sizes.get('model_type')} has no {', '.join(missing)} to "
-            f"adapt{why}; choose from {', '.join(has)}, or leave the targets empty for all of them"
+            f"actor.lora.targets: a model of model_type={sizes.get('model_type')} has no "
+            f"{', '.join(missing)} to adapt{why}; choose from {', '.join(has)}, or leave the "
+            "targets empty for all of them"
         )

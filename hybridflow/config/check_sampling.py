@@ -1,4 +1,5 @@
-"""How tokens are sampled, against what engines can do and what the trainer's log-probs follow exactly. No torch."""
+"""How tokens are sampled, against what engines can do and what the trainer's log-probs follow
+exactly. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def sampled(config: RunConfig) -> dict[str, SamplingConfig]:
     for name, one in val_sets(config).items():
         if name:
             named[f"data.val_sets.{name}.sampling"] = one.sampling
-    return {"rollout.sampling": config.rollout.sampling, "rollout.val_sampling": config.rollout.val_sampling, **named}
+    return {
+        "rollout.sampling": config.rollout.sampling,
+        "rollout.val_sampling": config.rollout.val_sampling,
+        **named,
+    }
 
 
 def _values(config: RunConfig, key: str, one: SamplingConfig) -> Iterator[str]:
@@ -34,31 +39,38 @@ def _values(config: RunConfig, key: str, one: SamplingConfig) -> Iterator[str]:
         yield f"{key}.top_k=0 would sample from no token; -1 switches it off"
     if one.stop and config.rollout.agent.loop != AgentConfig().loop:
         yield (
-            f"{key}.stop={list(one.stop)} with rollout.agent.loop={config.rollout.agent.loop}: an answer that ends "
-            "with a text lacks the token that ends a turn before the next message; remove it"
+            f"{key}.stop={list(one.stop)} with rollout.agent.loop={config.rollout.agent.loop}: an "
+            "answer that ends with a text lacks the token that ends a turn before the next "
+            "message; remove it"
         )
-    most, prompt = getattr(one, "max_new_tokens", None) or 0, config.data.max_prompt_length
+    most = getattr(one, "max_new_tokens", None) or 0
+    prompt = config.data.max_prompt_length
     if prompt + most > config.rollout.max_total_tokens:
         yield (
-            f"{key}.max_new_tokens={most} after data.max_prompt_length={prompt} does not fit the KV cache of an "
-            f"engine; lower it, or raise rollout.max_total_tokens={config.rollout.max_total_tokens}"
+            f"{key}.max_new_tokens={most} after data.max_prompt_length={prompt} does not fit the "
+            "KV cache of an engine; lower it, or raise "
+            f"rollout.max_total_tokens={config.rollout.max_total_tokens}"
         )
     if any(not text for text in one.stop):
-        yield f"{key}.stop has an empty text, behind which every answer would end at once; remove it"
+        yield (
+            f"{key}.stop has an empty text, behind which every answer would end at once; remove it"
+        )
 
 
 def _training(config: RunConfig) -> Iterator[str]:
     """What the trainer could not compute the log-probs of."""
-    sampling, key = config.rollout.sampling, "rollout.sampling"
+    sampling = config.rollout.sampling
+    key = "rollout.sampling"
     for name, value, off in differing(sampling, _PENALTIES):
         yield (
-            f"{key}.{name}={value} changes the logits by the tokens before, which the trainer's log-probs do not "
-            f"follow; set it to {off} (rollout.val_sampling may have it)"
+            f"{key}.{name}={value} changes the logits by the tokens before, which the trainer's "
+            f"log-probs do not follow; set it to {off} (rollout.val_sampling may have it)"
         )
     if sampling.top_k == 1 and config.rollout.logprob_diff_bound is not None:
         yield (
-            f"{key}.top_k=1 takes the most likely token alone, which no gradient follows from; raise it, set it to -1, "
-            "or, to debug with the log-probs of the whole vocabulary, set rollout.logprob_diff_bound=null"
+            f"{key}.top_k=1 takes the most likely token alone, which no gradient follows from; "
+            "raise it, set it to -1, or, to debug with the log-probs of the whole vocabulary, set "
+            "rollout.logprob_diff_bound=null"
         )
     if not derived.needs_support(config):
         return
@@ -66,23 +78,26 @@ def _training(config: RunConfig) -> Iterator[str]:
     named = " ".join(f"{key}.{name}={value}" for name, value, _ in differing(sampling, cuts))
     if sampling.top_k == -1:
         yield (
-            f"{named}: engines tell the trainer what each token was sampled among, at most so many tokens as top_k; "
-            f"set {key}.top_k too, for example to 256, or switch the others off"
+            f"{named}: engines tell the trainer what each token was sampled among, at most so many "
+            f"tokens as top_k; set {key}.top_k too, for example to 256, or switch the others off"
         )
     engine = config.rollout.engine
     if engine in ENGINE.names() and not _tells_support(engine):
         others = ", ".join(filter(_tells_support, ENGINE.names()))
         yield (
-            f"{named} with rollout.engine={engine}, which does not tell what a token was sampled among, so that the "
-            f"trainer has no log-probs of it; switch them off, or choose one of {others}"
+            f"{named} with rollout.engine={engine}, which does not tell what a token was sampled "
+            "among, so that the trainer has no log-probs of it; switch them off, or choose one of "
+            f"{others}"
         )
     if config.actor.distillation.coef:
         yield (
-            f"{named} with actor.distillation.coef={config.actor.distillation.coef}: a teacher scores the whole "
-            "vocabulary, and the policy what it was sampled among; switch one off"
+            f"{named} with actor.distillation.coef={config.actor.distillation.coef}: a teacher "
+            "scores the whole vocabulary, and the policy what it was sampled among; switch one off"
         )
 
 
 def _tells_support(engine: str) -> bool:
     """What the package of a built-in kind declares; importing it imports no library."""
-    return bool(getattr(importlib.import_module(f"{ENGINE.package}.{engine}"), "TELLS_SUPPORT", True))
+    return bool(
+        getattr(importlib.import_module(f"{ENGINE.package}.{engine}"), "TELLS_SUPPORT", True)
+    )

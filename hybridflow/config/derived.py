@@ -1,5 +1,5 @@
-"""Numbers that follow from a configuration. Nothing here is stored back: the configuration stays as the user wrote
-it."""
+"""Numbers that follow from a configuration. Nothing here is stored back: the configuration stays as
+the user wrote it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def virtual_pipeline_size(parallel: ParallelConfig) -> int:
 
 
 def tokens_multiple(parallel: ParallelConfig) -> int:
-    """Every sequence is padded to a multiple of it: context parallelism cuts a sequence into 2 x context chunks
-    (zigzag)."""
+    """Every sequence is padded to a multiple of it: context parallelism cuts a sequence into 2 x
+    context chunks (zigzag)."""
     return 2 * parallel.context if parallel.context > 1 else 1
 
 
@@ -70,8 +70,14 @@ def data_parallel_size(config: RunConfig) -> int:
 
 
 def num_experts(sizes: Mapping[str, Any]) -> int:
-    """Routed experts of a model by its HF config, whatever its family calls them; 0 for a dense one."""
-    return int(sizes.get("num_experts") or sizes.get("num_local_experts") or sizes.get("n_routed_experts") or 0)
+    """Routed experts of a model by its HF config, whatever its family calls them; 0 for a dense
+    one."""
+    return int(
+        sizes.get("num_experts")
+        or sizes.get("num_local_experts")
+        or sizes.get("n_routed_experts")
+        or 0
+    )
 
 
 def shared_expert_size(sizes: Mapping[str, Any]) -> int:
@@ -91,9 +97,14 @@ def has_dense_mlps(sizes: Mapping[str, Any]) -> bool:
 
 
 def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
-    """The linears of a model that adapters can stand beside, by Megatron's names; routed experts are none of them."""
+    """The linears of a model that adapters can stand beside, by Megatron's names; routed experts
+    are none of them."""
     if sizes.get("kv_lora_rank"):
-        query = ("linear_q_down_proj", "linear_q_up_proj") if sizes.get("q_lora_rank") else ("linear_q_proj",)
+        query = (
+            ("linear_q_down_proj", "linear_q_up_proj")
+            if sizes.get("q_lora_rank")
+            else ("linear_q_proj",)
+        )
         attention = (*query, "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
     else:
         attention = ("linear_qkv", "linear_proj")
@@ -107,12 +118,14 @@ def engine_ranks(config: RunConfig) -> int:
 
 
 def engines_may_span_nodes(config: RunConfig) -> bool:
-    """Whether an engine may have ranks on several nodes: in a cluster that this run starts, or on a trusted network."""
+    """Whether an engine may have ranks on several nodes: in a cluster that this run starts, or on a
+    trusted network."""
     return config.cluster.address is None or config.cluster.trusted_network
 
 
 def logprob_diff_bound(config: RunConfig) -> float | None:
-    """The largest mean difference of engines' and trainer's log-probs that a run goes on with; None: any."""
+    """The largest mean difference of engines' and trainer's log-probs that a run goes on with;
+    None: any."""
     rollout = config.rollout
     if rollout.logprob_diff_bound is None or config.model.dtype == "float32":
         return rollout.logprob_diff_bound
@@ -120,7 +133,8 @@ def logprob_diff_bound(config: RunConfig) -> float | None:
 
 
 def is_staged(config: RunConfig, kind: str) -> bool:
-    """Whether engines on devices of this kind (cpu, cuda) keep a sync's weights apart until all have arrived."""
+    """Whether engines on devices of this kind (cpu, cuda) keep a sync's weights apart until all
+    have arrived."""
     return (config.rollout.sync.commit or ("in_place" if kind == "cuda" else "staged")) == "staged"
 
 
@@ -136,19 +150,31 @@ def samples_per_mini_batch(config: RunConfig) -> int:
 
 def updates_per_step(config: RunConfig) -> int:
     """Optimizer updates in one step."""
-    return config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
+    return (
+        config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
+    )
 
 
 def scores_before_update(config: RunConfig) -> bool:
-    """Whether a pass computes the policy's log-probs and entropies of all rows before a step's first update.
+    """Whether a pass computes the policy's log-probs and entropies of all rows before a step's
+    first update.
 
-    Without it the first update reports those of its rows: it computes them anyway, with the weights that the pass would
-    have. They are needed earlier where the reward, the estimator or the loss reads them, and where the pass records or
-    compares experts.
+    Without it the first update reports those of its rows: it computes them anyway, with the weights
+    that the pass would have. They are needed earlier where the reward, the estimator or the loss
+    reads them, and where the pass records or compares experts.
     """
-    actor, algorithm = config.actor, config.algorithm
-    reads = {*ESTIMATORS.get(algorithm.adv_estimator).reads, *POLICY_LOSSES.get(actor.policy_loss).reads}
-    if algorithm.kl_coef or actor.router_replay != "none" or "entropys" in reads or actor.entropy_target is not None:
+    actor = config.actor
+    algorithm = config.algorithm
+    reads = {
+        *ESTIMATORS.get(algorithm.adv_estimator).reads,
+        *POLICY_LOSSES.get(actor.policy_loss).reads,
+    }
+    if (
+        algorithm.kl_coef
+        or actor.router_replay != "none"
+        or "entropys" in reads
+        or actor.entropy_target is not None
+    ):
         return True
     if algorithm.top_entropy_share < 1:
         return True
@@ -156,9 +182,11 @@ def scores_before_update(config: RunConfig) -> bool:
 
 
 def scores_later_rows(config: RunConfig) -> bool:
-    """Whether a pass before a step's first update computes log-probs and entropies of the rows of later mini-batches.
+    """Whether a pass before a step's first update computes log-probs and entropies of the rows of
+    later mini-batches.
 
-    Their updates find weights that have moved; the first update reports log-probs and entropies of its own rows.
+    Their updates find weights that have moved; the first update reports log-probs and entropies of
+    its own rows.
     """
     several = config.actor.ppo_mini_batch_size != config.data.train_batch_size
     return several and config.actor.old_log_probs == "trainer" and not scores_before_update(config)
@@ -168,26 +196,38 @@ def share_scored_before_update(config: RunConfig) -> float:
     """The share of a step's rows that a pass of the policy scores before the first update."""
     if scores_before_update(config):
         return 1.0
-    return 1 - config.actor.ppo_mini_batch_size / config.data.train_batch_size if scores_later_rows(config) else 0.0
+    return (
+        1 - config.actor.ppo_mini_batch_size / config.data.train_batch_size
+        if scores_later_rows(config)
+        else 0.0
+    )
 
 
 def old_log_probs_column(config: RunConfig) -> str | None:
-    """The column that updates compare their log-probs with; None: the update's own values, without their gradient.
+    """The column that updates compare their log-probs with; None: the update's own values, without
+    their gradient.
 
-    Where no pass has computed old_log_probs of its rows, the first of several updates compares with its own values too.
+    Where no pass has computed old_log_probs of its rows, the first of several updates compares with
+    its own values too.
     """
     if config.actor.old_log_probs == "engine":
         return "rollout_log_probs"
-    return "old_log_probs" if scores_before_update(config) or updates_per_step(config) != 1 else None
+    return (
+        "old_log_probs" if scores_before_update(config) or updates_per_step(config) != 1 else None
+    )
 
 
 def total_steps(config: RunConfig, rows: int | None) -> int | None:
-    """Steps of a run on so many rows: `trainer.total_steps`, or the whole batches of `trainer.total_epochs`, one at
-    least. None where they follow from rows that are not known."""
+    """Steps of a run on so many rows: `trainer.total_steps`, or the whole batches of
+    `trainer.total_epochs`, one at least. None where they follow from rows that are not known."""
     trainer = config.trainer
     if trainer.total_epochs is None:
         return trainer.total_steps or 1
-    return None if rows is None else max(trainer.total_epochs * rows // config.data.train_batch_size, 1)
+    return (
+        None
+        if rows is None
+        else max(trainer.total_epochs * rows // config.data.train_batch_size, 1)
+    )
 
 
 def max_sequence_length(config: RunConfig) -> int:
@@ -196,8 +236,8 @@ def max_sequence_length(config: RunConfig) -> int:
 
 
 def engine_margin(config: RunConfig) -> int:
-    """Tokens at the end of an engine's context in which no prompt may end. A conversation becomes the prompt of its
-    next answer."""
+    """Tokens at the end of an engine's context in which no prompt may end. A conversation becomes
+    the prompt of its next answer."""
     return _PROMPT_MARGIN if config.rollout.agent.loop != "single_turn" else 0
 
 
@@ -209,12 +249,14 @@ def needs_reference(config: RunConfig) -> bool:
 
 
 def needs_sum_pi_squared(config: RunConfig) -> bool:
-    """Whether the estimator asks for the sum of squared probabilities at each token, a forward pass of the policy."""
+    """Whether the estimator asks for the sum of squared probabilities at each token, a forward pass
+    of the policy."""
     return "sum_pi_squared" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
 
 
 def short_round_prompts(config: RunConfig) -> int:
-    """Prompts that a step with tail batching hands out, of which it trains `data.train_batch_size`."""
+    """Prompts that a step with tail batching hands out, of which it trains
+    `data.train_batch_size`."""
     size = config.data.train_batch_size
     return size + max(1, round(size * config.trainer.tail_batching))
 
@@ -225,8 +267,9 @@ def needs_engine_routes(config: RunConfig) -> bool:
 
 
 def needs_support(config: RunConfig) -> bool:
-    """Whether engines must return what each token was sampled among, for the trainer's log-probs. The most likely token
-    alone (top_k=1) would have none: its log-prob stays that of the whole vocabulary."""
+    """Whether engines must return what each token was sampled among, for the trainer's log-probs.
+    The most likely token alone (top_k=1) would have none: its log-prob stays that of the whole
+    vocabulary."""
     sampling = config.rollout.sampling
     cut = sampling.top_p < 1 or sampling.top_k != -1 or sampling.min_p > 0
     return config.data.answers == "sampled" and cut and sampling.top_k != 1
@@ -258,12 +301,14 @@ def has_teacher(config: RunConfig) -> bool:
 
 
 def is_colocated(config: RunConfig, role: str) -> bool:
-    """Whether `actor`, `critic`, `reference`, `reward_model` or `teacher` lives in the actor's processes."""
+    """Whether `actor`, `critic`, `reference`, `reward_model` or `teacher` lives in the actor's
+    processes."""
     return role == "actor" or bool(getattr(config, role).placement == "colocated")
 
 
 def roles_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
-    """The models of `hybridflow train`, `sft` or `train-reward`, in the order in which they are started."""
+    """The models of `hybridflow train`, `sft` or `train-reward`, in the order in which they are
+    started."""
     if job == "train-reward":
         needs_policy = bool(config.sft.steps) or is_colocated(config, "reward_model")
         return ("actor", "reward_model") if needs_policy else ("reward_model",)
@@ -297,7 +342,8 @@ def generates(config: RunConfig) -> bool:
 
 
 def alternates(config: RunConfig) -> bool:
-    """Whether engines release the devices that they share with the trainer while it uses them, from their start on."""
+    """Whether engines release the devices that they share with the trainer while it uses them, from
+    their start on."""
     return (
         generates(config)
         and shares_devices(config)
@@ -333,8 +379,11 @@ def critic_mini_batch_size(config: RunConfig) -> int:
 
 
 def role_samples_per_mini_batch(config: RunConfig, role: str) -> int:
-    """Responses an optimizer update of the actor or the critic sees, over all data-parallel ranks of the role."""
-    prompts = critic_mini_batch_size(config) if role == "critic" else config.actor.ppo_mini_batch_size
+    """Responses an optimizer update of the actor or the critic sees, over all data-parallel ranks
+    of the role."""
+    prompts = (
+        critic_mini_batch_size(config) if role == "critic" else config.actor.ppo_mini_batch_size
+    )
     return prompts * config.rollout.n
 
 
@@ -348,20 +397,26 @@ def run_dir(config: RunConfig) -> Path:
     return Path(config.output_dir) / config.name
 
 
-def differing_size(wanted: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """(name, wanted, other) of the first size, or the family, that both give and that differs; None where all agree.
-    Lengths may differ: they say how far positions reach."""
+def differing_size(
+    wanted: Mapping[str, Any], sizes: Mapping[str, Any]
+) -> tuple[str, Any, Any] | None:
+    """(name, wanted, other) of the first size, or the family, that both give and that differs; None
+    where all agree. Lengths may differ: they say how far positions reach."""
     for name, value in wanted.items():
         other = sizes.get(name, value)
-        is_size = isinstance(value, int) and not isinstance(value, bool) and name != "max_position_embeddings"
+        is_size = (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and name != "max_position_embeddings"
+        )
         if (is_size or name == "model_type") and other is not None and other != value:
             return name, value, other
     return None
 
 
 def hf_config(model: ModelConfig) -> Mapping[str, Any]:
-    """The Hugging Face configuration: `hf_config` as given, else `path`/config.json. A plan takes the sizes of a recipe
-    whose `path` is a hub id that is not in the cache.
+    """The Hugging Face configuration: `hf_config` as given, else `path`/config.json. A plan takes
+    the sizes of a recipe whose `path` is a hub id that is not in the cache.
 
     Raises:
         ConfigError: config.json is missing or not an object of JSON (`read_outside_json`).
@@ -373,7 +428,8 @@ def hf_config(model: ModelConfig) -> Mapping[str, Any]:
         return read_outside_json(file)
     except OSError as error:
         raise ConfigError(
-            f"model.path={model.path}: {file} cannot be read ({error.strerror}); give a Hugging Face folder"
+            f"model.path={model.path}: {file} cannot be read ({error.strerror}); give a Hugging "
+            "Face folder"
         ) from error
     except ValueError as error:
         raise ConfigError(f"model.path={model.path}: {file} is {error}") from error

@@ -1,5 +1,6 @@
-"""Arguments of an engine's server that `rollout.extra_args` may not give: they change what is sampled, which weights
-answer, what reaches the trainer or who reaches the engine. SGLang's and vLLM's names; `*` stands for any ending."""
+"""Arguments of an engine's server that `rollout.extra_args` may not give: they change what is
+sampled, which weights answer, what reaches the trainer or who reaches the engine. SGLang's and
+vLLM's names; `*` stands for any ending."""
 
 from __future__ import annotations
 
@@ -10,58 +11,77 @@ from typing import Any
 # What they do and what to do instead -> names.
 _REFUSED: dict[str, str] = {
     "engines listen on loopback alone, on a port and with keys of the job's own; remove it": (
-        "host port api-key admin-api-key ssl-* uds config grpc-* smg-* sidecar* root-path fastapi-root-path middleware "
-        "nccl-port nccl-init-addr dist-init-addr master-addr master-port gated-launch-port engine-info-bootstrap-port "
-        "load-publish-endpoint kv-events-config kv-transfer-config allowed-origins allowed-methods allowed-headers "
-        "allow-credentials enable-ssl-refresh enable-http2 enable-http-worker-reuseport encoder-register-urls headless"
+        "host port api-key admin-api-key ssl-* uds config grpc-* smg-* sidecar* root-path "
+        "fastapi-root-path middleware nccl-port nccl-init-addr dist-init-addr master-addr "
+        "master-port gated-launch-port engine-info-bootstrap-port load-publish-endpoint "
+        "kv-events-config kv-transfer-config allowed-origins allowed-methods allowed-headers "
+        "allow-credentials enable-ssl-refresh enable-http2 enable-http-worker-reuseport "
+        "encoder-register-urls headless"
     ),
-    "it runs code of files that the job does not know; give a kind of engine of your own as rollout.engine": (
-        "trust-remote-code forward-hooks worker-cls worker-extension-cls scheduler-cls tool-server warmups "
-        "custom-weight-loader io-processor-plugin"
+    (
+        "it runs code of files that the job does not know; give a kind of engine of your own as "
+        "rollout.engine"
+    ): (
+        "trust-remote-code forward-hooks worker-cls worker-extension-cls scheduler-cls tool-server "
+        "warmups custom-weight-loader io-processor-plugin"
     ),
     "tokens would be drafted by other weights, which no sync updates; remove it": (
-        "speculative-* spec-* decoupled-spec-* enable-multi-layer-eagle enable-draft-weights-cpu-backup "
-        "decrypted-draft-config-file num-lookahead-slots dllm-* no-dllm-*"
+        "speculative-* spec-* decoupled-spec-* enable-multi-layer-eagle "
+        "enable-draft-weights-cpu-backup decrypted-draft-config-file num-lookahead-slots dllm-* "
+        "no-dllm-*"
     ),
-    "tokens would be sampled otherwise than rollout.sampling says and the trainer computes; remove it": (
-        "preferred-sampling-params sampling-defaults enable-custom-logit-processor logits-processors "
-        "logits-processor-pattern override-generation-config generation-config logprobs-mode enable-watermark "
-        "watermark-config enable-strict-thinking structured-outputs-config mlx-enable-sampling"
+    (
+        "tokens would be sampled otherwise than rollout.sampling says and the trainer computes; "
+        "remove it"
+    ): (
+        "preferred-sampling-params sampling-defaults enable-custom-logit-processor "
+        "logits-processors logits-processor-pattern override-generation-config generation-config "
+        "logprobs-mode enable-watermark watermark-config enable-strict-thinking "
+        "structured-outputs-config mlx-enable-sampling"
     ),
-    "engines answer with the weights that the trainer sends, in rollout.quantization or model.dtype; remove it": (
-        "quantization quantization-param-path quantize-and-serve quantization-config rl-quant-profile torchao-config "
-        "modelopt-* modelexpress-config load-format model-loader-extra-config startup-weight-load-mode weight-version "
-        "weight-cache-* weight-transfer-config remote-instance-weight-loader-* checkpoint-engine-* "
+    (
+        "engines answer with the weights that the trainer sends, in rollout.quantization or "
+        "model.dtype; remove it"
+    ): (
+        "quantization quantization-param-path quantize-and-serve quantization-config "
+        "rl-quant-profile torchao-config modelopt-* modelexpress-config load-format "
+        "model-loader-extra-config startup-weight-load-mode weight-version weight-cache-* "
+        "weight-transfer-config remote-instance-weight-loader-* checkpoint-engine-* "
         "delete-ckpt-after-loading decrypted-config-file model-checksum enable-w4a4-mxfp4-megamoe"
     ),
     "engines are given adapters merged into the weights (docs/lora.md); remove it": (
-        "enable-lora* lora-* no-lora-* max-lora* max-loras* max-loaded-loras max-cpu-loras fully-sharded-loras "
-        "specialize-active-lora default-mm-loras uno-lora-path experts-shared-outer-loras "
-        "no-experts-shared-outer-loras enable-prompt-adapter max-prompt-adapter*"
+        "enable-lora* lora-* no-lora-* max-lora* max-loras* max-loaded-loras max-cpu-loras "
+        "fully-sharded-loras specialize-active-lora default-mm-loras uno-lora-path "
+        "experts-shared-outer-loras no-experts-shared-outer-loras enable-prompt-adapter "
+        "max-prompt-adapter*"
     ),
     "weights would move away from where a sync writes them; remove it": (
-        "enable-eplb eplb-* ep-num-redundant-experts ep-dispatch-algorithm init-expert-location elastic-ep-* "
-        "enable-elastic-expert-backup max-ep-size cpu-offload-* offload-* kt-* ple-offload-* enable-paged-experts "
-        "paged-experts-num-resident enable-tp-lm-head-all-to-all dwdp-size"
+        "enable-eplb eplb-* ep-num-redundant-experts ep-dispatch-algorithm init-expert-location "
+        "elastic-ep-* enable-elastic-expert-backup max-ep-size cpu-offload-* offload-* kt-* "
+        "ple-offload-* enable-paged-experts paged-experts-num-resident "
+        "enable-tp-lm-head-all-to-all dwdp-size"
     ),
     "it keeps what older weights have computed beyond a sync; remove it": (
-        "hicache-storage-* enable-lmcache lmcache-* enable-flexkv flexkv-* enable-unified-cache-external-linker "
-        "unified-cache-external-linker-* radix-cache-backend kv-offloading-*"
+        "hicache-storage-* enable-lmcache lmcache-* enable-flexkv flexkv-* "
+        "enable-unified-cache-external-linker unified-cache-external-linker-* radix-cache-backend "
+        "kv-offloading-*"
     ),
     "the engine's model is the trainer's (model.path, model.hf_config); remove it": (
-        "model model-path revision code-revision hf-config-path hf-overrides json-model-override-args config-format "
-        "model-impl model-config-parser rope-scaling rope-theta is-embedding runner convert task encoder-only "
-        "language-only language-model-only override-attention-dtype disable-sliding-window served-model-name"
+        "model model-path revision code-revision hf-config-path hf-overrides "
+        "json-model-override-args config-format model-impl model-config-parser rope-scaling "
+        "rope-theta is-embedding runner convert task encoder-only language-only "
+        "language-model-only override-attention-dtype disable-sliding-window served-model-name"
     ),
     "prompts and answers are token ids of model.tokenizer; remove it": (
-        "tokenizer tokenizer-path tokenizer-mode tokenizer-backend tokenizer-revision skip-tokenizer-init "
-        "enable-prompt-embeds allow-auto-truncate enable-multimodal"
+        "tokenizer tokenizer-path tokenizer-mode tokenizer-backend tokenizer-revision "
+        "skip-tokenizer-init enable-prompt-embeds allow-auto-truncate enable-multimodal"
     ),
     "the engine's answers are read as the job sets them; remove it": (
-        "incremental-streaming-output stream-interval stream-output enable-return-hidden-states return-* "
-        "enable-return-indexer-topk enable-return-aux-hidden-states max-logprobs enable-response-store "
-        "enable-streaming-session strip-thinking-cache disaggregation-* enable-pd-role-switch enable-scale-out "
-        "prefill-only-disable-kv-cache tokens-only use-ray distributed-executor-backend"
+        "incremental-streaming-output stream-interval stream-output enable-return-hidden-states "
+        "return-* enable-return-indexer-topk enable-return-aux-hidden-states max-logprobs "
+        "enable-response-store enable-streaming-session strip-thinking-cache disaggregation-* "
+        "enable-pd-role-switch enable-scale-out prefill-only-disable-kv-cache tokens-only use-ray "
+        "distributed-executor-backend"
     ),
 }
 # The key that says the same.
@@ -70,9 +90,10 @@ _OUR_KEYS = {
     "rollout.pipeline": "pp-size pipeline-parallel-size",
     "rollout.expert": "ep ep-size expert-parallel-size enable-expert-parallel",
     "rollout.data_parallel_attention": (
-        "dp-size enable-dp-attention data-parallel-* attn-dp-size attention-data-parallel-size attn-cp-size "
-        "attention-context-parallel-size dcp-size decode-context-parallel-size prefill-context-parallel-size "
-        "moe-dp-size moe-data-parallel-size moe-dense-tp-size shared-experts-tp-size"
+        "dp-size enable-dp-attention data-parallel-* attn-dp-size attention-data-parallel-size "
+        "attn-cp-size attention-context-parallel-size dcp-size decode-context-parallel-size "
+        "prefill-context-parallel-size moe-dp-size moe-data-parallel-size moe-dense-tp-size "
+        "shared-experts-tp-size"
     ),
     "rollout.nodes_per_engine": "nnodes node-rank",
     "rollout.max_running_requests": "max-running-requests max-num-seqs",
@@ -86,12 +107,16 @@ _OUR_KEYS = {
 _SHORTEST = 4
 _WHY: dict[str, list[str]] = {
     **{why: names.split() for why, names in _REFUSED.items()},
-    **{f"{key} says it; set that, and remove this": names.split() for key, names in _OUR_KEYS.items()},
+    **{
+        f"{key} says it; set that, and remove this": names.split()
+        for key, names in _OUR_KEYS.items()
+    },
 }
 
 
 def refusals(arguments: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name as given, why it is refused) of each of these arguments of SGLang's or vLLM's server that is."""
+    """(name as given, why it is refused) of each of these arguments of SGLang's or vLLM's server
+    that is."""
     for given in arguments:
         if why := _why(given):
             yield given, why

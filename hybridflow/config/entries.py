@@ -1,9 +1,9 @@
-"""Advantage estimators, policy losses, trackers and preparations of data: what an entry declares where it is
-registered, and the registries.
+"""Advantage estimators, policy losses, trackers and preparations of data: what an entry declares
+where it is registered, and the registries.
 
-Checks, `--explain`, the roles of a run and the columns of its steps follow from these declarations. Entries live in
-`hybridflow/algorithms`, `hybridflow/observe/trackers` and `hybridflow/data/prepare/tasks`; this room holds what must be
-known before torch is imported.
+Checks, `--explain`, the roles of a run and the columns of its steps follow from these declarations.
+Entries live in `hybridflow/algorithms`, `hybridflow/observe/trackers` and
+`hybridflow/data/prepare/tasks`; this room holds what must be known before torch is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from hybridflow.errors import ConfigError
 
 # statistics of actor.rollout_correction.reject: of each token, or over the tokens of a sequence
 STATISTICS = (
-    *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k1", "k2", "k3")),
+    *(
+        f"{level}_{kind}"
+        for level in ("token", "seq_sum", "seq_mean", "seq_max")
+        for kind in ("k1", "k2", "k3")
+    ),
     "seq_min_k1",
 )
 
@@ -34,14 +38,17 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator; `hybridflow.algorithms.estimators.base` says how its function is called.
+    """An advantage estimator; `hybridflow.algorithms.estimators.base` says how its function is
+    called.
 
     Attributes:
         reads: columns over response tokens that it needs besides the scores, for example "values".
-        needs_critic: whether a critic runs, writes `values`, and learns from the returns of this estimator.
+        needs_critic: whether a critic runs, writes `values`, and learns from the returns of this
+            estimator.
         compares_samples: whether it needs two samples of a prompt or more.
         options: a frozen dataclass; every field has a default.
-        aggregations: the values of actor.loss_agg_mode under which it is what its paper defines; empty: any.
+        aggregations: the values of actor.loss_agg_mode under which it is what its paper defines;
+            empty: any.
         takes_parts: whether it is given the rewards of turns or tokens.
         preferences: whether it learns which answers are preferred; these may then be recorded ones
             (`data.answers=pairs`).
@@ -64,7 +71,8 @@ class TokenLoss:
     Attributes:
         reads: columns over response tokens that it needs.
         options: a frozen dataclass; every field has a default.
-        aggregations: the values of actor.loss_agg_mode under which it is what its paper defines; empty: any.
+        aggregations: the values of actor.loss_agg_mode under which it is what its paper defines;
+            empty: any.
     """
 
     function: Callable[..., Any]
@@ -78,13 +86,14 @@ class Preparation:
     """A preparation of data: its options and how its files are written.
 
     Attributes:
-        options: frozen dataclass; its fields are the option names, with types, ranges and defaults as in
-            `hybridflow.config.schema`.
-        write: writes every file of the task into an existing empty folder and returns rows per parquet file; called
-            with the options, that folder, and `data.prepare.source`.
-        source_files: names of the raw files that the task reads from `data.prepare.source`; empty when it needs none.
-        published: the data set of the Hugging Face hub that the task reads (`hybridflow.data.prepare.published`); None:
-            another task.
+        options: frozen dataclass; its fields are the option names, with types, ranges and defaults
+            as in `hybridflow.config.schema`.
+        write: writes every file of the task into an existing empty folder and returns rows per
+            parquet file; called with the options, that folder, and `data.prepare.source`.
+        source_files: names of the raw files that the task reads from `data.prepare.source`; empty
+            when it needs none.
+        published: the data set of the Hugging Face hub that the task reads
+            (`hybridflow.data.prepare.published`); None: another task.
     """
 
     options: type
@@ -105,28 +114,43 @@ class PublishedSet(Protocol):
         ...
 
 
-ESTIMATORS: Registry[Estimator] = Registry(ESTIMATOR.kind, ESTIMATOR.package, "algorithm.adv_estimator")
-POLICY_LOSSES: Registry[TokenLoss] = Registry(POLICY_LOSS.kind, POLICY_LOSS.package, "actor.policy_loss")
-TRACKERS: Registry[Callable[[Path], Any]] = Registry(TRACKER.kind, TRACKER.package, "trainer.loggers")
-PREPARATIONS: Registry[Preparation] = Registry(PREPARE_TASK.kind, PREPARE_TASK.package, "data.prepare.task")
+ESTIMATORS: Registry[Estimator] = Registry(
+    ESTIMATOR.kind, ESTIMATOR.package, "algorithm.adv_estimator"
+)
+POLICY_LOSSES: Registry[TokenLoss] = Registry(
+    POLICY_LOSS.kind, POLICY_LOSS.package, "actor.policy_loss"
+)
+TRACKERS: Registry[Callable[[Path], Any]] = Registry(
+    TRACKER.kind, TRACKER.package, "trainer.loggers"
+)
+PREPARATIONS: Registry[Preparation] = Registry(
+    PREPARE_TASK.kind, PREPARE_TASK.package, "data.prepare.task"
+)
 
 
 def estimator_options(algorithm: AlgorithmConfig) -> Any:
-    """The options of `algorithm.adv_estimator`. ConfigError: one of them is unknown or of the wrong type."""
+    """The options of `algorithm.adv_estimator`. ConfigError: one of them is unknown or of the wrong
+    type."""
     wanted = ESTIMATORS.get(algorithm.adv_estimator).options
-    return _options(wanted, algorithm, "algorithm", algorithm.adv_estimator_options, "adv_estimator_options")
+    return _options(
+        wanted, algorithm, "algorithm", algorithm.adv_estimator_options, "adv_estimator_options"
+    )
 
 
 def policy_loss_options(actor: ActorConfig) -> Any:
-    """The options of `actor.policy_loss`. ConfigError: one of them is unknown or of the wrong type."""
+    """The options of `actor.policy_loss`. ConfigError: one of them is unknown or of the wrong
+    type."""
     wanted = POLICY_LOSSES.get(actor.policy_loss).options
     return _options(wanted, actor, "actor", actor.policy_loss_options, "policy_loss_options")
 
 
 def _options(wanted: type, section: Any, name: str, given: Mapping[str, Any], key: str) -> Any:
-    """An option that the section has too (`algorithm.gamma`) is taken from there, all others from the mapping."""
+    """An option that the section has too (`algorithm.gamma`) is taken from there, all others from
+    the mapping."""
     fields = [field.name for field in dataclasses.fields(wanted)]
     shared = {field: getattr(section, field) for field in fields if hasattr(section, field)}
     for field in shared.keys() & given.keys():
-        raise ConfigError(f"{name}.{key}.{field}: this option is the key {name}.{field}; set it there")
+        raise ConfigError(
+            f"{name}.{key}.{field}: this option is the key {name}.{field}; set it there"
+        )
     return build_options(wanted(**shared), given, f"{name}.{key}")

@@ -1,5 +1,5 @@
-"""`--explain`: how prompts, samples, mini-batches, micro-batches, ranks and accumulation multiply, and where each
-number comes from."""
+"""`--explain`: how prompts, samples, mini-batches, micro-batches, ranks and accumulation multiply,
+and where each number comes from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.build import to_plain
-from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES, estimator_options, policy_loss_options
+from hybridflow.config.entries import (
+    ESTIMATORS,
+    POLICY_LOSSES,
+    estimator_options,
+    policy_loss_options,
+)
 from hybridflow.config.keys import hints_of, value_at
 from hybridflow.config.load import files_of
 from hybridflow.config.schema import RunConfig
@@ -48,7 +53,8 @@ class Origins:
 
     @classmethod
     def find(cls, recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Origins:
-        """Read the recipe and the group files it is made of, in the order in which later ones win."""
+        """Read the recipe and the group files it is made of, in the order in which later ones
+        win."""
         files: dict[str, str] = {}
         for file, package in files_of(recipe, overrides, dirs):
             files |= dict.fromkeys(_leaves(_read(file), package), _shown(file, dirs))
@@ -56,10 +62,13 @@ class Origins:
 
     def of(self, key: str) -> str:
         """`command line`, the file, or `schema default`."""
-        for prefix in _prefixes(key):  # one of a section may be a group choice (`algorithm=grpo`), which sets no key
+        # one of a section may be a group choice (`algorithm=grpo`), which sets no key
+        for prefix in _prefixes(key):
             if prefix in self.overrides and (prefix == key or prefix not in hints_of(RunConfig)):
                 return "command line"
-        return next((self.files[prefix] for prefix in _prefixes(key) if prefix in self.files), _DEFAULT)
+        return next(
+            (self.files[prefix] for prefix in _prefixes(key) if prefix in self.files), _DEFAULT
+        )
 
 
 def explain(config: RunConfig, origins: Origins) -> str:
@@ -78,7 +87,9 @@ def _given(config: RunConfig, origins: Origins) -> list[str]:
 
 
 def _rollout(config: RunConfig) -> list[str]:
-    prompts, n, engines = config.data.train_batch_size, config.rollout.n, config.rollout.num_engines
+    prompts = config.data.train_batch_size
+    n = config.rollout.n
+    engines = config.rollout.num_engines
     samples = derived.samples_per_step(config)
     if config.data.answers == "pairs":
         return [
@@ -89,8 +100,11 @@ def _rollout(config: RunConfig) -> list[str]:
         "Rollout (one step)",
         f"  ranks     = {_engine_shape(config)}",
         f"  samples   = data.train_batch_size x rollout.n = {prompts} x {n} = {samples}",
-        f"  an engine = {samples} samples / rollout.num_engines {engines} = {_up(samples, engines)}, at most "
-        f"rollout.max_running_requests {config.rollout.max_running_requests} at a time",
+        (
+            f"  an engine = {samples} samples / rollout.num_engines {engines} = "
+            f"{_up(samples, engines)}, at most rollout.max_running_requests "
+            f"{config.rollout.max_running_requests} at a time"
+        ),
         f"  sampling  = {_sampling(config)}",
         f"  staleness = trainer.max_staleness {config.trainer.max_staleness}: {_staleness(config)}",
     ]
@@ -100,38 +114,50 @@ def _sampling(config: RunConfig) -> str:
     if not derived.needs_support(config):
         return "from the whole vocabulary, and log-probs are over it"
     return (
-        f"among at most rollout.sampling.top_k {config.rollout.sampling.top_k} tokens; log-probs, entropies and the "
-        "reference's are over those of each token, without the log-prob kernel"
+        f"among at most rollout.sampling.top_k {config.rollout.sampling.top_k} tokens; log-probs, "
+        "entropies and the reference's are over those of each token, without the log-prob kernel"
     )
 
 
 def _staleness(config: RunConfig) -> str:
-    steps, samples = config.trainer.max_staleness, derived.samples_per_step(config)
+    steps = config.trainer.max_staleness
+    samples = derived.samples_per_step(config)
     if config.trainer.tail_batching:
-        size, short = config.data.train_batch_size, derived.short_round_prompts(config)
+        size = config.data.train_batch_size
+        short = derived.short_round_prompts(config)
         return (
-            f"tail batching: a step hands out {short} prompts and trains the {size} that end first; once {size} "
-            "prompts have been cut off, a step answers them anew"
+            f"tail batching: a step hands out {short} prompts and trains the {size} that end "
+            f"first; once {size} prompts have been cut off, a step answers them anew"
         )
     if not steps:
         return "a step waits for all of its samples, which the present weights make"
     ahead = config.trainer.steps_ahead
-    have = f"up to 1 + {steps} steps, {(1 + steps) * samples}, but of no more than keep the trainer busy,"
+    have = (
+        f"up to 1 + {steps} steps, {(1 + steps) * samples}, but of no more than keep the trainer "
+        "busy,"
+    )
     if ahead is not None:
         have = f"1 + trainer.steps_ahead {ahead} steps, {(1 + ahead) * samples},"
     return (
-        f"engines have the samples of {have} and go on while the policy trains; a token is at most {steps} weight "
-        "versions old"
+        f"engines have the samples of {have} and go on while the policy trains; a token is at most "
+        f"{steps} weight versions old"
     )
 
 
 def _engine_shape(config: RunConfig) -> str:
-    """Ranks of one engine, how experts and attention are grouped over them, and on how many nodes they lie."""
-    rollout, ranks, nodes = config.rollout, derived.engine_ranks(config), config.rollout.nodes_per_engine
+    """Ranks of one engine, how experts and attention are grouped over them, and on how many nodes
+    they lie."""
+    rollout = config.rollout
+    ranks = derived.engine_ranks(config)
+    nodes = config.rollout.nodes_per_engine
     sizes = {"expert": rollout.expert, "data_parallel_attention": rollout.data_parallel_attention}
     groups = [f"{key} {size}" for key, size in sizes.items() if size > 1]
     grouped = f" ({', '.join(groups)})" if groups else ""
-    place = f", {ranks // nodes} on each of rollout.nodes_per_engine = {nodes} nodes" if nodes > 1 else ", on one node"
+    place = (
+        f", {ranks // nodes} on each of rollout.nodes_per_engine = {nodes} nodes"
+        if nodes > 1
+        else ", on one node"
+    )
     if nodes > 1 and config.cluster.address is None:
         place += " (all of them this machine: cluster.address is null)"
     product = f"rollout.tensor x rollout.pipeline = {rollout.tensor} x {rollout.pipeline} = {ranks}"
@@ -144,8 +170,11 @@ def _algorithm(config: RunConfig) -> list[str]:
     loss = POLICY_LOSSES.get(config.actor.policy_loss)
     return [
         "Algorithm",
-        f"  advantages  = algorithm.adv_estimator {config.algorithm.adv_estimator} of "
-        f"scores{''.join(f', {name}' for name in estimator.reads)}; {_options(estimator_options(config.algorithm))}",
+        (
+            f"  advantages  = algorithm.adv_estimator {config.algorithm.adv_estimator} of "
+            f"scores{''.join(f', {name}' for name in estimator.reads)}; "
+            f"{_options(estimator_options(config.algorithm))}"
+        ),
         f"  policy loss = actor.policy_loss {config.actor.policy_loss} of {', '.join(loss.reads)}; "
         f"{_options(policy_loss_options(config.actor))}",
         f"  correction  = actor.rollout_correction: {_correction(config)}",
@@ -154,10 +183,20 @@ def _algorithm(config: RunConfig) -> list[str]:
 
 def _correction(config: RunConfig) -> str:
     correction = config.actor.rollout_correction
-    below = f"0 outside {correction.lower}..{correction.upper}" if correction.lower else f"at most {correction.upper}"
-    parts = [f"{correction.weight} weights trainer / engine, {below}"] if correction.weight != "none" else []
+    below = (
+        f"0 outside {correction.lower}..{correction.upper}"
+        if correction.lower
+        else f"at most {correction.upper}"
+    )
+    parts = (
+        [f"{correction.weight} weights trainer / engine, {below}"]
+        if correction.weight != "none"
+        else []
+    )
     parts += (
-        [f"rejection by {', '.join(f'{k}={v}' for k, v in correction.reject.items())}"] if correction.reject else []
+        [f"rejection by {', '.join(f'{k}={v}' for k, v in correction.reject.items())}"]
+        if correction.reject
+        else []
     )
     return "; ".join(parts) or "none (the engine's log-probs enter no weight)"
 
@@ -173,42 +212,64 @@ def _old_log_probs(config: RunConfig) -> str:
     kind = f"actor.old_log_probs {config.actor.old_log_probs}"
     if column == "old_log_probs" and not derived.scores_before_update(config):
         later = derived.share_scored_before_update(config)
-        rest = f"a pass over the other {later:.0%} of the rows" if later else "no pass computes them"
+        rest = (
+            f"a pass over the other {later:.0%} of the rows" if later else "no pass computes them"
+        )
         return f"the first update's own values for its rows; {rest} ({kind})"
-    where = "of a pass before the updates" if column == "old_log_probs" else "of the engine that sampled"
+    where = (
+        "of a pass before the updates"
+        if column == "old_log_probs"
+        else "of the engine that sampled"
+    )
     needed = "; a pass computes the policy's for reward, advantages or replay"
-    return f"{where} ({kind})" + (needed if column != "old_log_probs" and derived.scores_before_update(config) else "")
+    return f"{where} ({kind})" + (
+        needed if column != "old_log_probs" and derived.scores_before_update(config) else ""
+    )
 
 
 def _actor(config: RunConfig) -> list[str]:
-    actor, parallel = config.actor, config.actor.parallel
-    samples, mini, dp = (
-        derived.samples_per_step(config),
-        derived.samples_per_mini_batch(config),
-        derived.data_parallel_size(config),
-    )
-    model, world = derived.model_parallel_size(parallel), derived.world_size(config)
-    longest, share = derived.max_sequence_length(config), _up(mini, dp)
+    actor = config.actor
+    parallel = config.actor.parallel
+    samples = derived.samples_per_step(config)
+    mini = derived.samples_per_mini_batch(config)
+    dp = derived.data_parallel_size(config)
+    model = derived.model_parallel_size(parallel)
+    world = derived.world_size(config)
+    longest = derived.max_sequence_length(config)
+    share = _up(mini, dp)
     most = _up(share * longest, actor.max_tokens_per_micro_batch)
     return [
         "Actor (one step)",
         f"  processes          = cluster.nodes x cluster.procs_per_node = {config.cluster.nodes} x "
         f"{config.cluster.procs_per_node} = {world}",
-        f"  one model          = tensor x pipeline x context = {parallel.tensor} x {parallel.pipeline} x "
-        f"{parallel.context} = {model} processes",
-        f"  data-parallel      = {world} / {model} = {dp} copies; each gets {_up(samples, dp)} of the {samples} "
-        "samples, of equal cost",
-        f"  mini-batch         = actor.ppo_mini_batch_size x rollout.n = {actor.ppo_mini_batch_size} x "
-        f"{config.rollout.n} = {mini} samples an optimizer update",
-        "  updates            = data.train_batch_size / actor.ppo_mini_batch_size x actor.ppo_epochs = "
-        f"{config.data.train_batch_size} / {actor.ppo_mini_batch_size} x {actor.ppo_epochs} = "
-        f"{derived.updates_per_step(config)} a step{_in_all(config)}",
+        (
+            f"  one model          = tensor x pipeline x context = {parallel.tensor} x "
+            f"{parallel.pipeline} x {parallel.context} = {model} processes"
+        ),
+        (
+            f"  data-parallel      = {world} / {model} = {dp} copies; each gets {_up(samples, dp)} "
+            f"of the {samples} samples, of equal cost"
+        ),
+        (
+            "  mini-batch         = actor.ppo_mini_batch_size x rollout.n = "
+            f"{actor.ppo_mini_batch_size} x {config.rollout.n} = {mini} samples an optimizer update"
+        ),
+        (
+            "  updates            = data.train_batch_size / actor.ppo_mini_batch_size x "
+            f"actor.ppo_epochs = {config.data.train_batch_size} / {actor.ppo_mini_batch_size} x "
+            f"{actor.ppo_epochs} = {derived.updates_per_step(config)} a step{_in_all(config)}"
+        ),
         f"  old log-probs      = {_old_log_probs(config)}",
         f"  a rank's share     = {mini} samples / {dp} copies = {share} samples an update",
-        f"  micro-batches      = packed up to actor.max_tokens_per_micro_batch {actor.max_tokens_per_micro_batch} "
-        f"tokens; the longest sample has {longest}, so between 1 and about {min(share, most)} an update, the same "
-        "number on every rank",
-        "  accumulation       = gradients of all micro-batches of an update are added up before its one optimizer step",
+        (
+            "  micro-batches      = packed up to actor.max_tokens_per_micro_batch "
+            f"{actor.max_tokens_per_micro_batch} tokens; the longest sample has {longest}, so "
+            f"between 1 and about {min(share, most)} an update, the same number on every rank"
+        ),
+        (
+            "  accumulation       = gradients of all micro-batches of an update are added up "
+            "before its one optimizer step"
+        ),
     ]
 
 
@@ -224,36 +285,55 @@ def _reference(config: RunConfig) -> list[str]:
         return ["Reference: none (actor.kl_loss_coef and algorithm.kl_coef are 0)"]
     if derived.has_own_reference(config):
         model = config.reference.path or "the policy as reinforcement learning begins"
-        return [f"Reference: {model}; one forward pass over the samples of a step, in {_place(config, 'reference')}"]
+        return [
+            (
+                f"Reference: {model}; one forward pass over the samples of a step, in "
+                f"{_place(config, 'reference')}"
+            )
+        ]
     return [
-        "Reference: one forward pass over the samples of a step, on the actor's ranks and in micro-batches of the same "
-        "size"
+        (
+            "Reference: one forward pass over the samples of a step, on the actor's ranks and in "
+            "micro-batches of the same size"
+        )
     ]
 
 
 def _teacher(config: RunConfig) -> list[str]:
     if not derived.has_teacher(config):
         return ["Teacher: none (teacher.path is null)"]
-    teacher, distillation = config.teacher, config.actor.distillation
+    teacher = config.teacher
+    distillation = config.actor.distillation
     what = f"its {teacher.top_k} most likely tokens at every response token"
     if distillation.coef and distillation.loss != "forward_kl_topk":
         what = "its log-probability of every response token"
     learned = "not learned from (actor.distillation.coef is 0)"
     if distillation.coef:
-        rewards = "beside the rewards" if distillation.task_rewards else "and nothing else is learned"
-        learned = f"learned by {distillation.loss} with actor.distillation.coef {distillation.coef:g}, {rewards}"
+        rewards = (
+            "beside the rewards" if distillation.task_rewards else "and nothing else is learned"
+        )
+        learned = (
+            f"learned by {distillation.loss} with actor.distillation.coef {distillation.coef:g}, "
+            f"{rewards}"
+        )
     return [f"Teacher: {teacher.path}; {what}, {_place(config, 'teacher')}", f"  {learned}"]
 
 
 def _sync(config: RunConfig) -> list[str]:
-    sync, engines = config.rollout.sync, config.rollout.num_engines
+    sync = config.rollout.sync
+    engines = config.rollout.num_engines
     return [
         "Weight sync (one step)",
-        f"  bucket    = rollout.sync.staging_bytes / (2 x rollout.num_engines) = {sync.staging_bytes} / (2 x "
-        f"{engines}) = {sync.staging_bytes // engines // 2} bytes; a rank has two of them, or up to eight parts, on "
-        "the way to each engine",
-        f"  a failure = after rollout.sync.timeout_s {sync.timeout_s:g} s without progress; {sync.max_retries} more "
-        "attempts in the same sync, then the engine is left out until the next",
+        (
+            "  bucket    = rollout.sync.staging_bytes / (2 x rollout.num_engines) = "
+            f"{sync.staging_bytes} / (2 x {engines}) = {sync.staging_bytes // engines // 2} bytes; "
+            "a rank has two of them, or up to eight parts, on the way to each engine"
+        ),
+        (
+            f"  a failure = after rollout.sync.timeout_s {sync.timeout_s:g} s without progress; "
+            f"{sync.max_retries} more attempts in the same sync, then the engine is left out until "
+            "the next"
+        ),
     ]
 
 
@@ -261,25 +341,34 @@ def _critic(config: RunConfig) -> list[str]:
     model = "Reward model: none (reward_model.path is null)"
     if derived.has_reward_model(config):
         model = (
-            f"Reward model: {config.reward_model.path}, {_place(config, 'reward_model')}; reward = reward.weight "
-            f"{config.reward.weight:g} x score + reward_model.weight {config.reward_model.weight:g} x its score"
+            f"Reward model: {config.reward_model.path}, {_place(config, 'reward_model')}; reward = "
+            f"reward.weight {config.reward.weight:g} x score + reward_model.weight "
+            f"{config.reward_model.weight:g} x its score"
         )
     if not derived.has_critic(config):
-        return [f"Critic: none (algorithm.adv_estimator={config.algorithm.adv_estimator} needs none)", model]
-    mini, n, dp = (
-        derived.critic_mini_batch_size(config),
-        config.rollout.n,
-        derived.role_data_parallel_size(config, "critic"),
-    )
+        return [
+            f"Critic: none (algorithm.adv_estimator={config.algorithm.adv_estimator} needs none)",
+            model,
+        ]
+    mini = derived.critic_mini_batch_size(config)
+    n = config.rollout.n
+    dp = derived.role_data_parallel_size(config, "critic")
     return [
         f"Critic: {_place(config, 'critic')}",
-        f"  mini-batch         = critic.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} samples an "
-        "optimizer update",
-        "  updates            = data.train_batch_size / critic.ppo_mini_batch_size x critic.ppo_epochs = "
-        f"{config.data.train_batch_size} / {mini} x {config.critic.ppo_epochs} = "
-        f"{derived.critic_updates_per_step(config)} a step; alone for the first trainer.critic_warmup = "
-        f"{config.trainer.critic_warmup} steps",
-        f"  a rank's share     = {mini * n} samples / {dp} copies = {_up(mini * n, dp)} samples an update",
+        (
+            f"  mini-batch         = critic.ppo_mini_batch_size x rollout.n = {mini} x {n} = "
+            f"{mini * n} samples an optimizer update"
+        ),
+        (
+            "  updates            = data.train_batch_size / critic.ppo_mini_batch_size x "
+            f"critic.ppo_epochs = {config.data.train_batch_size} / {mini} x "
+            f"{config.critic.ppo_epochs} = {derived.critic_updates_per_step(config)} a step; alone "
+            f"for the first trainer.critic_warmup = {config.trainer.critic_warmup} steps"
+        ),
+        (
+            f"  a rank's share     = {mini * n} samples / {dp} copies = {_up(mini * n, dp)} "
+            "samples an update"
+        ),
         model,
     ]
 
@@ -295,11 +384,18 @@ def _place(config: RunConfig, role: str) -> str:
 def _sft(config: RunConfig) -> list[str]:
     if config.sft.steps < 1:
         return ["Warm start: none (sft.steps is 0)"]
-    size, dp = config.sft.batch_size, derived.data_parallel_size(config)
+    size = config.sft.batch_size
+    dp = derived.data_parallel_size(config)
     return [
         "Warm start",
-        f"  sequences seen = sft.steps x sft.batch_size = {config.sft.steps} x {size} = {config.sft.steps * size}",
-        f"  a rank's share = {size} / {dp} = {_up(size, dp)} sequences an update, in micro-batches as above",
+        (
+            f"  sequences seen = sft.steps x sft.batch_size = {config.sft.steps} x {size} = "
+            f"{config.sft.steps * size}"
+        ),
+        (
+            f"  a rank's share = {size} / {dp} = {_up(size, dp)} sequences an update, in "
+            "micro-batches as above"
+        ),
     ]
 
 

@@ -1,4 +1,5 @@
-"""Settings that can run and that published runs of such a model do not use: warnings, not errors."""
+"""Settings that can run and that published runs of such a model do not use: warnings, not
+errors."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from hybridflow.errors import ConfigError
 
 _SMALL = 50e6  # parameters; smaller models are trained from random weights, at rates of their own
 # highest rates of the published runs in configs/published/ and of their adapters, with room above
-_USUAL, _USUAL_LORA = 5e-6, 1e-4
+_USUAL = 5e-6
+_USUAL_LORA = 1e-4
 _FAR = 4.0
 
 
@@ -20,23 +22,28 @@ def warnings(config: RunConfig) -> Iterator[str]:
     if config.model.path is None:
         return
     usual = _USUAL_LORA if config.actor.lora.rank else _USUAL
-    lr, size = config.actor.optim.lr, _parameters(config)
+    lr = config.actor.optim.lr
+    size = _parameters(config)
     if size is not None and size >= _SMALL and lr > _FAR * usual:
         yield (
-            f"actor.optim.lr={lr:g} is far above what published reinforcement learning of models with weights uses "
-            f"(3e-7 to {usual:g}{' with adapters' if config.actor.lora.rank else ''}; this one has about "
-            f"{size / 1e9:.1f}B parameters): policies collapse within a few steps; set actor.optim.lr=1e-6, or "
-            "actor=pretrained"
+            f"actor.optim.lr={lr:g} is far above what published reinforcement learning of models "
+            "with weights uses (3e-7 to "
+            f"{usual:g}{' with adapters' if config.actor.lora.rank else ''}; this one has about "
+            f"{size / 1e9:.1f}B parameters): policies collapse within a few steps; set "
+            "actor.optim.lr=1e-6, or actor=pretrained"
         )
 
 
 def _parameters(config: RunConfig) -> float | None:
-    """About how many parameters a token meets, from the sizes of the model's config; None where it has none."""
+    """About how many parameters a token meets, from the sizes of the model's config; None where it
+    has none."""
     try:
         sizes: Any = derived.hf_config(config.model)
     except ConfigError:
         return None
-    hidden, layers, vocabulary = (sizes.get(key) for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    hidden, layers, vocabulary = (
+        sizes.get(key) for key in ("hidden_size", "num_hidden_layers", "vocab_size")
+    )
     if not all(isinstance(number, int) for number in (hidden, layers, vocabulary)):
         return None
     return float(12 * layers * hidden**2 + vocabulary * hidden)

@@ -1,7 +1,8 @@
-"""Hugging Face hub ids where a configuration may name a folder or data files: `ORG/NAME`, optionally `@REVISION`.
+"""Hugging Face hub ids where a configuration may name a folder or data files: `ORG/NAME`,
+optionally `@REVISION`.
 
-An id stands for what `hf download` has put into this machine's cache. Nothing is downloaded, and no switch of the
-library (such as HF_HUB_OFFLINE) is set.
+An id stands for what `hf download` has put into this machine's cache. Nothing is downloaded, and no
+switch of the library (such as HF_HUB_OFFLINE) is set.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ _MODELS = ("model", "critic", "reference", "teacher", "reward_model")
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether the text has the form of a hub id and is neither a path that exists nor the name of a data file."""
-    return bool(_ID.fullmatch(text)) and not text.endswith(DATA_SUFFIXES) and not Path(text).exists()
+    """Whether the text has the form of a hub id and is neither a path that exists nor the name of a
+    data file."""
+    return (
+        bool(_ID.fullmatch(text)) and not text.endswith(DATA_SUFFIXES) and not Path(text).exists()
+    )
 
 
 def cached(hub_id: str, kind: Kind) -> Path | None:
-    """The folder of the downloaded snapshot; None where the cache has none, or lacks weights that the model lists."""
+    """The folder of the downloaded snapshot; None where the cache has none, or lacks weights that
+    the model lists."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -37,14 +42,19 @@ def cached(hub_id: str, kind: Kind) -> Path | None:
         return None
     repository, _, revision = hub_id.partition("@")
     try:
-        folder = Path(snapshot_download(repository, repo_type=kind, revision=revision or None, local_files_only=True))
+        folder = Path(
+            snapshot_download(
+                repository, repo_type=kind, revision=revision or None, local_files_only=True
+            )
+        )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
     return folder if kind == "dataset" or _has_weights(folder) else None
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether every file of weights is there: a snapshot also exists where a download was cut off, or took one file."""
+    """Whether every file of weights is there: a snapshot also exists where a download was cut off,
+    or took one file."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
@@ -56,8 +66,8 @@ def _has_weights(folder: Path) -> bool:
 
 
 def located(config: RunConfig) -> RunConfig:
-    """The configuration with the folders and files of hub ids in place of the ids; an id that the cache lacks stays,
-    and `config.check` says so."""
+    """The configuration with the folders and files of hub ids in place of the ids; an id that the
+    cache lacks stays, and `config.check` says so."""
     for section in _MODELS:
         part = getattr(config, section)
         for key in ("path", "tokenizer"):
@@ -65,7 +75,9 @@ def located(config: RunConfig) -> RunConfig:
             if name is not None and is_hub_id(name) and (folder := cached(name, "model")):
                 part = replace(part, **{key: str(folder)})
         config = replace(config, **{section: part})
-    data, sft, pairs = config.data, config.sft, config.reward_training
+    data = config.data
+    sft = config.sft
+    pairs = config.reward_training
     return replace(
         config,
         data=replace(
@@ -76,7 +88,9 @@ def located(config: RunConfig) -> RunConfig:
         ),
         sft=replace(sft, train_files=_files(sft.train_files, "train")),
         reward_training=replace(
-            pairs, train_files=_files(pairs.train_files, "train"), val_files=_files(pairs.val_files, "test")
+            pairs,
+            train_files=_files(pairs.train_files, "train"),
+            val_files=_files(pairs.val_files, "test"),
         ),
     )
 
@@ -103,9 +117,10 @@ def split_files(folder: Path, split: str, pattern: str = "", subset: str = "") -
     """The data files of one split of a data set as it is published, sorted.
 
     Args:
-        split: `train` or `test`, for which a file of `validation` also counts where there is no `test`.
-        pattern: a glob below `folder` that says which files; empty: those whose path names the split, or all files
-            where no path names any split.
+        split: `train` or `test`, for which a file of `validation` also counts where there is no
+            `test`.
+        pattern: a glob below `folder` that says which files; empty: those whose path names the
+            split, or all files where no path names any split.
         subset: a folder of the set that counts alone where it exists, such as gsm8k's `main`.
     """
     if pattern:
@@ -115,14 +130,20 @@ def split_files(folder: Path, split: str, pattern: str = "", subset: str = "") -
                 files.append(path)
         return sorted(files)
     root = folder / subset if subset and (folder / subset).is_dir() else folder
-    found = (path for path in root.rglob("*") if path.suffix in DATA_SUFFIXES and path.name not in _METADATA)
+    found = (
+        path
+        for path in root.rglob("*")
+        if path.suffix in DATA_SUFFIXES and path.name not in _METADATA
+    )
     files = sorted(path for path in found if path.is_file())
     named = {}
     for name in _SPLITS:
         named[name] = [file for file in files if name in _words(file.relative_to(root))]
     if not any(named.values()):
         return files
-    return named["train"] if split == "train" else named["test"] or named["validation"] or named["val"]
+    return (
+        named["train"] if split == "train" else named["test"] or named["validation"] or named["val"]
+    )
 
 
 def _words(path: Path) -> set[str]:
@@ -132,16 +153,21 @@ def _words(path: Path) -> set[str]:
 def missing(hub_id: str, kind: Kind) -> str:
     """Why a hub id stands for nothing here, and the command that changes that."""
     repository, _, revision = hub_id.partition("@")
-    words = ["hf", "download", *(["--repo-type", "dataset"] if kind == "dataset" else []), repository]
+    words = [
+        "hf",
+        "download",
+        *(["--repo-type", "dataset"] if kind == "dataset" else []),
+        repository,
+    ]
     words += ["--revision", revision] if revision else []
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ModuleNotFoundError:
         return (
-            f"neither a path nor to be looked up in the Hugging Face cache, as huggingface-hub is not installed: pip "
-            f"install 'hybridflow[hub]', then `{' '.join(words)}`"
+            "neither a path nor to be looked up in the Hugging Face cache, as huggingface-hub is "
+            f"not installed: pip install 'hybridflow[hub]', then `{' '.join(words)}`"
         )
     return (
-        f"neither a path nor complete in the Hugging Face cache {HF_HUB_CACHE}: run `{' '.join(words)}` where there is "
-        "internet, with HF_HOME on a disk that all nodes read"
+        f"neither a path nor complete in the Hugging Face cache {HF_HUB_CACHE}: run "
+        f"`{' '.join(words)}` where there is internet, with HF_HOME on a disk that all nodes read"
     )

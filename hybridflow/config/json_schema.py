@@ -1,6 +1,8 @@
-"""A JSON schema of recipes, from the typed schema: editors complete and check keys and values with it.
+"""A JSON schema of recipes, from the typed schema: editors complete and check keys and values with
+it.
 
-A recipe holds any part of the keys, and any value may be an interpolation (`${data.train_batch_size}`) or `???`.
+A recipe holds any part of the keys, and any value may be an interpolation
+(`${data.train_batch_size}`) or `???`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ def recipe_schema() -> dict[str, Any]:
     """The schema of a recipe; group files hold what is under `$defs`."""
     groups: dict[str, Any] = {}
     top = _group(RunConfig(), groups)
-    top["properties"]["defaults"] = {"type": "array", "description": "the group files that the recipe is made of"}
+    top["properties"]["defaults"] = {
+        "type": "array",
+        "description": "the group files that the recipe is made of",
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "HybridFlow recipe",
@@ -30,7 +35,8 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _group(defaults: Any, groups: dict[str, Any]) -> dict[str, Any]:
-    cls, notes = type(defaults), descriptions(type(defaults))
+    cls = type(defaults)
+    notes = descriptions(type(defaults))
     properties: dict[str, Any] = {}
     for name, annotation in hints_of(cls).items():
         if dataclasses.is_dataclass(annotation):
@@ -38,16 +44,26 @@ def _group(defaults: Any, groups: dict[str, Any]) -> dict[str, Any]:
             groups.setdefault(inner, _group(cast(type, annotation)(), groups))
             properties[name] = {"$ref": f"#/$defs/{inner}"}
             continue
-        properties[name] = _value(kind_of(annotation)) | {"default": to_plain(getattr(defaults, name))}
+        properties[name] = _value(kind_of(annotation)) | {
+            "default": to_plain(getattr(defaults, name))
+        }
         if name in notes:
             properties[name]["description"] = notes[name]
     about = " ".join((cls.__doc__ or "").split())
-    return {"description": about, "type": "object", "additionalProperties": False, "properties": properties}
+    return {
+        "description": about,
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }
 
 
 def _value(kind: Kind) -> dict[str, Any]:
     if kind.is_list:
-        return _any_of({"type": "array", "items": _value(dataclasses.replace(kind, is_list=False))}, kind.optional)
+        return _any_of(
+            {"type": "array", "items": _value(dataclasses.replace(kind, is_list=False))},
+            kind.optional,
+        )
     if kind.is_mapping:
         return {"type": "object"}
     if not kind.choices:

@@ -1,8 +1,8 @@
 """What a key of the schema says about its values, and the schema read as a list of keys.
 
-A key's annotation holds everything: its type, `| None`, the choices (`Literal`), the range (`Annotated[int,
-AtLeast(1)]`) and the registry whose entries it names (`Annotated[str, Entry(...)]`). The comment after a key, or on the
-lines before it, is its description.
+A key's annotation holds everything: its type, `| None`, the choices (`Literal`), the range
+(`Annotated[int, AtLeast(1)]`) and the registry whose entries it names (`Annotated[str,
+Entry(...)]`). The comment after a key, or on the lines before it, is its description.
 """
 
 from __future__ import annotations
@@ -45,25 +45,33 @@ class Bound:
 class AtLeast(Bound):
     """Values from `limit` on."""
 
-    words, keyword, compare = "at least", "minimum", operator.ge
+    words = "at least"
+    keyword = "minimum"
+    compare = operator.ge
 
 
 class Above(Bound):
     """Values over `limit`."""
 
-    words, keyword, compare = "more than", "exclusiveMinimum", operator.gt
+    words = "more than"
+    keyword = "exclusiveMinimum"
+    compare = operator.gt
 
 
 class AtMost(Bound):
     """Values up to `limit`."""
 
-    words, keyword, compare = "at most", "maximum", operator.le
+    words = "at most"
+    keyword = "maximum"
+    compare = operator.le
 
 
 class Below(Bound):
     """Values under `limit`."""
 
-    words, keyword, compare = "less than", "exclusiveMaximum", operator.lt
+    words = "less than"
+    keyword = "exclusiveMaximum"
+    compare = operator.lt
 
 
 PositiveInt = Annotated[int, AtLeast(1)]
@@ -76,15 +84,16 @@ Decay = Annotated[float, AtLeast(0), Below(1)]
 
 @dataclasses.dataclass(frozen=True)
 class Aliases:
-    """Other names of values, (name, value), which are read as these values: those of other trainers."""
+    """Other names of values, (name, value), which are read as these values: those of other
+    trainers."""
 
     pairs: tuple[tuple[str, str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The key names an entry of the registry of this package, one in a user's file (`path/to/file.py:name`), or a value
-    of `also`, which is no entry."""
+    """The key names an entry of the registry of this package, one in a user's file
+    (`path/to/file.py:name`), or a value of `also`, which is no entry."""
 
     kind: str
     package: str
@@ -92,8 +101,12 @@ class Entry:
     packages: bool = False
 
     def names(self) -> tuple[str, ...]:
-        """The values without the user's own; the entries are read from the package's folder, nothing is imported."""
-        return (*self.also, *Registry[Any](self.kind, self.package, "", packages=self.packages).names())
+        """The values without the user's own; the entries are read from the package's folder,
+        nothing is imported."""
+        return (
+            *self.also,
+            *Registry[Any](self.kind, self.package, "", packages=self.packages).names(),
+        )
 
     def summaries(self) -> dict[str, str]:
         """{built-in entry: the first paragraph of its module's docstring}."""
@@ -133,7 +146,8 @@ class Kind:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values that a key can take, for keys with choices; a registry's built-in entries for others."""
+        """The values that a key can take, for keys with choices; a registry's built-in entries for
+        others."""
         if typing.get_origin(self.type) is typing.Literal:
             return typing.get_args(self.type)
         return self.entry.names() if self.entry else ()
@@ -150,21 +164,29 @@ class Kind:
 
     def accepts(self, value: Any) -> bool:
         """Whether `value` is one of the choices; true without choices."""
-        return not self.choices or value in self.choices or (self.entry is not None and is_user_entry(value))
+        return (
+            not self.choices
+            or value in self.choices
+            or (self.entry is not None and is_user_entry(value))
+        )
 
     def __str__(self) -> str:
         """The type as a user would say it: `whole number or null`, `list of strings`."""
         names = {str: "string", bool: "true/false", int: "whole number", float: "number"}
         name = "mapping" if self.is_mapping else names.get(self.plain, "group of keys")
-        return (f"list of {name}s" if self.is_list else name) + (" or null" if self.optional else "")
+        return (f"list of {name}s" if self.is_list else name) + (
+            " or null" if self.optional else ""
+        )
 
 
 @functools.cache
 def kind_of(annotation: Any) -> Kind:
     """Take an annotation apart: `Annotated`, `| None` and `tuple[..., ...]` in any order."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    args = typing.get_args(annotation)
     if origin is typing.Annotated:
-        inner, marks = kind_of(args[0]), annotation.__metadata__
+        inner = kind_of(args[0])
+        marks = annotation.__metadata__
         entry = next((mark for mark in marks if isinstance(mark, Entry)), inner.entry)
         bounds = tuple(mark for mark in marks if isinstance(mark, Bound))
         pairs: list[tuple[str, str]] = []
@@ -172,7 +194,9 @@ def kind_of(annotation: Any) -> Kind:
             if isinstance(mark, Aliases):
                 pairs.extend(mark.pairs)
         aliases = tuple(pairs)
-        return dataclasses.replace(inner, bounds=inner.bounds + bounds, entry=entry, aliases=inner.aliases + aliases)
+        return dataclasses.replace(
+            inner, bounds=inner.bounds + bounds, entry=entry, aliases=inner.aliases + aliases
+        )
     if origin in (types.UnionType, typing.Union):
         inner = kind_of(next(member for member in args if member is not type(None)))
         return dataclasses.replace(inner, optional=True)
@@ -201,8 +225,8 @@ def all_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Kind]]:
 
 
 def require_key(root: type, dotted: str) -> None:
-    """Raise unless `dotted` names a group or key under `root`, or an entry inside a mapping (such as
-    `model.hf_config.X`)."""
+    """Raise unless `dotted` names a group or key under `root`, or an entry inside a mapping (such
+    as `model.hf_config.X`)."""
     annotation: Any = root
     seen: list[str] = []
     for part in dotted.split("."):
@@ -212,7 +236,10 @@ def require_key(root: type, dotted: str) -> None:
                 return
             if (known := _of_verl(root, dotted)) is not None:
                 raise known
-            raise ConfigError(f"{dotted}: {'.'.join(seen)} is a single value of type {kind}, it has no keys of its own")
+            raise ConfigError(
+                f"{dotted}: {'.'.join(seen)} is a single value of type {kind}, it has no keys of "
+                "its own"
+            )
         hints = hints_of(cast(type, annotation))
         if part not in hints:
             raise unknown_key(root, dotted, part, list(hints), ".".join(seen))
@@ -230,15 +257,18 @@ def exists(root: type, dotted: str) -> bool:
 
 
 def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: str) -> ConfigError:
-    """The error for `dotted`, whose `part` does not exist in the group `prefix`. It names, in this order, what verl's
-    key is called here, a key there that ends like it (`data.batch_size` -> `data.train_batch_size`), the key of this
-    name elsewhere, and the nearest name, there or elsewhere."""
+    """The error for `dotted`, whose `part` does not exist in the group `prefix`. It names, in this
+    order, what verl's key is called here, a key there that ends like it (`data.batch_size` ->
+    `data.train_batch_size`), the key of this name elsewhere, and the nearest name, there or
+    elsewhere."""
     if (known := _of_verl(root, dotted)) is not None:
         return known
     longer = [name for name in valid if name.endswith(f"_{part}")]
     near = longer or difflib.get_close_matches(part, valid, n=1, cutoff=0.5)
     suggestion = "" if longer else _elsewhere(root, part, prefix, 1.0)
-    suggestion = suggestion or (f"{prefix}.{near[0]}".lstrip(".") if near else _elsewhere(root, part, prefix, 0.7))
+    suggestion = suggestion or (
+        f"{prefix}.{near[0]}".lstrip(".") if near else _elsewhere(root, part, prefix, 0.7)
+    )
     where = f"the keys of {prefix} are" if prefix else "the top-level keys are"
     hint = f"; did you mean {suggestion}?" if suggestion else ""
     return ConfigError(f"unknown key {dotted}{hint} ({where}: {', '.join(valid)})")
@@ -248,20 +278,26 @@ def _of_verl(root: type, dotted: str) -> ConfigError | None:
     """The error for a key of verl's; None where the name is none."""
     key, note = counterpart(dotted)
     if key and exists(root, key):
-        return ConfigError(f"unknown key {dotted}; did you mean {key}?" + (f" {note}" if note.startswith("(") else ""))
+        return ConfigError(
+            f"unknown key {dotted}; did you mean {key}?"
+            + (f" {note}" if note.startswith("(") else "")
+        )
     return ConfigError(f"unknown key {dotted}: {note}") if note else None
 
 
 def _elsewhere(root: type, part: str, group: str, cutoff: float) -> str:
-    """A key whose last name is close to `part` though it lives in another group (`actor.lr` -> `actor.optim.lr`), of
-    several the one that shares most groups with `group`."""
+    """A key whose last name is close to `part` though it lives in another group (`actor.lr` ->
+    `actor.optim.lr`), of several the one that shares most groups with `group`."""
     wanted = group.split(".")
     by_name: dict[str, list[str]] = {}
     for key, _ in all_keys(root):
         by_name.setdefault(key.rsplit(".", 1)[-1], []).append(key)
     near = difflib.get_close_matches(part, by_name, n=1, cutoff=cutoff)
     keys = by_name[near[0]] if near else [""]
-    return max(keys, key=lambda key: [one == other for one, other in zip(key.split("."), wanted, strict=False)])
+    return max(
+        keys,
+        key=lambda key: [one == other for one, other in zip(key.split("."), wanted, strict=False)],
+    )
 
 
 def value_at(config: Any, dotted: str) -> Any:
@@ -270,21 +306,28 @@ def value_at(config: Any, dotted: str) -> Any:
 
 
 def differing(config: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(key, its value, the wanted one) of each key of `wanted` that has another value; values as YAML has them."""
+    """(key, its value, the wanted one) of each key of `wanted` that has another value; values as
+    YAML has them."""
     for key, value in wanted.items():
         if (given := value_at(config, key)) != value:
-            shown, other = (one if isinstance(one, str) else json.dumps(one) for one in (given, value))
+            shown, other = (
+                one if isinstance(one, str) else json.dumps(one) for one in (given, value)
+            )
             yield key, shown, other
 
 
 def out_of_range(config: Any) -> Iterator[str]:
-    """Every number of `config` that lies outside of its key's range or is not finite, as one line each."""
+    """Every number of `config` that lies outside of its key's range or is not finite, as one line
+    each."""
     for key, kind in all_keys(type(config)):
         value = value_at(config, key)
         if kind.type not in (int, float) or value is None:
             continue
         numbers = value if kind.is_list else [value]
-        bounds = (*kind.bounds, *(bound for bound in _carried(key, kind) if not all(map(bound.holds, numbers))))
+        bounds = (
+            *kind.bounds,
+            *(bound for bound in _carried(key, kind) if not all(map(bound.holds, numbers))),
+        )
         if not all(bound.holds(number) for bound in bounds for number in numbers) or not all(
             map(math.isfinite, numbers)
         ):
@@ -294,8 +337,8 @@ def out_of_range(config: Any) -> Iterator[str]:
 
 
 def _carried(key: str, kind: Kind) -> tuple[Bound, ...]:
-    """What every number must keep to: whole ones are sent as JSON and in 64 bits, and a wait of the system ends within
-    some hundred years."""
+    """What every number must keep to: whole ones are sent as JSON and in 64 bits, and a wait of the
+    system ends within some hundred years."""
     if kind.type is int:
         return (AtMost(1e15), AtLeast(-1e15))
     return (AtMost(1e9),) if key.endswith("_s") else ()
@@ -319,7 +362,12 @@ def descriptions(cls: type) -> dict[str, str]:
         for line in inspect.getsource(base).splitlines():
             code, _, comment = line.strip().partition("# ")
             name, colon, _ = code.partition(": ")
-            if code and colon and name.isidentifier() and (text := " ".join([*before, comment]).strip()):
+            if (
+                code
+                and colon
+                and name.isidentifier()
+                and (text := " ".join([*before, comment]).strip())
+            ):
                 found[name] = text
             before = [*before, comment] if comment and not code else []
     return found

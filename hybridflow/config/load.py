@@ -1,7 +1,8 @@
 """Recipe + command-line overrides -> `RunConfig`.
 
-Hydra composes the YAML groups and parses the overrides; everything it accepts is then checked against the schema by
-`build`. Hydra is used through its compose API only: it neither changes the working directory nor writes a folder.
+Hydra composes the YAML groups and parses the overrides; everything it accepts is then checked
+against the schema by `build`. Hydra is used through its compose API only: it neither changes the
+working directory nor writes a folder.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ _ENTRY = "hybridflow_entry"
 _FORCED = "++"  # Hydra's mark of an override of a key that the YAML may or may not mention
 
 
-def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
+def load_config(
+    name: str, overrides: Sequence[str] = (), config_dir: Path | None = None
+) -> RunConfig:
     """Compose recipe `name` with `overrides` and return it typed.
 
     Args:
         name: file name of a recipe, with or without `.yaml`.
-        overrides: `key=value` for any key of the schema, or `group=choice` for a folder under configs/.
+        overrides: `key=value` for any key of the schema, or `group=choice` for a folder under
+            configs/.
         config_dir: a folder of one's own with recipes and groups; searched before the shipped one.
 
     Raises:
@@ -40,15 +44,16 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """The whole configuration as YAML, a recipe without groups that `load_config` reads back to an equal one."""
+    """The whole configuration as YAML, a recipe without groups that `load_config` reads back to an
+    equal one."""
     import yaml
 
     return yaml.safe_dump(to_plain(config), sort_keys=False, default_flow_style=None, width=120)
 
 
 def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
-    """All overrides as Hydra takes them. ConfigError: names every one that is wrong, not the first alone, since a
-    command line that was written for another trainer has many."""
+    """All overrides as Hydra takes them. ConfigError: names every one that is wrong, not the first
+    alone, since a command line that was written for another trainer has many."""
     accepted: list[str] = []
     refused: list[str] = []
     for item in overrides:
@@ -66,8 +71,8 @@ def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
 def normalise_override(text: str, dirs: Sequence[Path]) -> str:
     """Make one override acceptable to Hydra whether or not a YAML mentions its key.
 
-    Hydra refuses keys that no YAML mentions unless they carry `+`; our schema knows all keys, so we check the key
-    ourselves and then force it. Group choices (`algorithm=grpo`) are left to Hydra.
+    Hydra refuses keys that no YAML mentions unless they carry `+`; our schema knows all keys, so we
+    check the key ourselves and then force it. Group choices (`algorithm=grpo`) are left to Hydra.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -76,20 +81,33 @@ def normalise_override(text: str, dirs: Sequence[Path]) -> str:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"override {text!r}: {reason}; write key=value, for example trainer.total_steps=3") from error
+        raise ConfigError(
+            f"override {text!r}: {reason}; write key=value, for example trainer.total_steps=3"
+        ) from error
     key = parsed.key_or_group
     if parsed.is_sweep_override():
-        raise ConfigError(f"override {text!r}: a sweep over several values; give one value, or a list as {key}=[a,b]")
+        raise ConfigError(
+            f"override {text!r}: a sweep over several values; give one value, or a list as "
+            f"{key}=[a,b]"
+        )
     if parsed.package is not None or key.startswith("hydra."):
-        raise ConfigError(f"override {text!r}: Hydra's own settings and @package are not supported here")
+        raise ConfigError(
+            f"override {text!r}: Hydra's own settings and @package are not supported here"
+        )
     if "/" in key:
         return text
-    value, choices = parsed.value(), _group_choices(key, dirs)
+    value = parsed.value()
+    choices = _group_choices(key, dirs)
     if not choices:  # a group need not be a section: configs/published/ sets keys of several
         require_key(RunConfig, key)
-    if choices and not isinstance(value, (str, dict)) and not (value is None and parsed.is_delete()):
+    if (
+        choices
+        and not isinstance(value, (str, dict))
+        and not (value is None and parsed.is_delete())
+    ):
         raise ConfigError(
-            f"override {text!r}: {key} is a group; choose one of: {', '.join(choices)}, or override a key inside it"
+            f"override {text!r}: {key} is a group; choose one of: {', '.join(choices)}, or "
+            "override a key inside it"
         )
     if parsed.is_delete() or (choices and isinstance(value, str)):
         return text
@@ -99,8 +117,9 @@ def normalise_override(text: str, dirs: Sequence[Path]) -> str:
 def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Any:
     """Hydra's composition over the schema's defaults, interpolations resolved, as plain containers.
 
-    Hydra takes a tenth of a second to compose groups. So a process composes the groups of a shipped recipe once, and
-    sets keys in a copy. Up to the last deletion all overrides are left to Hydra, which applies them in order.
+    Hydra takes a tenth of a second to compose groups. So a process composes the groups of a shipped
+    recipe once, and sets keys in a copy. Up to the last deletion all overrides are left to Hydra,
+    which applies them in order.
     """
     import yaml
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -108,36 +127,52 @@ def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    deleted = max((index for index, item in enumerate(overrides, 1) if item.startswith("~")), default=0)
+    deleted = max(
+        (index for index, item in enumerate(overrides, 1) if item.startswith("~")), default=0
+    )
     later = [item for item in overrides[deleted:] if item.startswith(_FORCED)]
-    composed = [*overrides[:deleted], *(item for item in overrides[deleted:] if not item.startswith(_FORCED))]
+    composed = [
+        *overrides[:deleted],
+        *(item for item in overrides[deleted:] if not item.startswith(_FORCED)),
+    ]
     try:
-        config = _of_shipped(recipe, composed, dirs[0]) if len(dirs) == 1 else _over_defaults(recipe, composed, dirs)
+        config = (
+            _of_shipped(recipe, composed, dirs[0])
+            if len(dirs) == 1
+            else _over_defaults(recipe, composed, dirs)
+        )
         for given in OverridesParser.create().parse_overrides(later):
-            OmegaConf.update(config, given.key_or_group, given.value(), force_add=True)  # as Hydra does it
+            # as Hydra does it
+            OmegaConf.update(config, given.key_or_group, given.value(), force_add=True)
         _refuse_missing(OmegaConf.to_container(config, resolve=False))
         return OmegaConf.to_container(config, resolve=True)
     except yaml.YAMLError as error:
         raise ConfigError(_describe_yaml_error(error)) from error
     except RecursionError as error:
-        raise ConfigError(f"recipe {recipe}: a defaults list names a recipe that names it again; remove one") from error
+        raise ConfigError(
+            f"recipe {recipe}: a defaults list names a recipe that names it again; remove one"
+        ) from error
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         wrong = next(filter(None, map(_file_problem, _files_meant(error, recipe, dirs))), "")
         raise ConfigError(wrong or f"recipe {recipe}: {_reason(error)}") from error
 
 
 def _over_defaults(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Any:
-    """What Hydra composes over the schema's defaults, so that ${...} may name a key that no YAML mentions."""
+    """What Hydra composes over the schema's defaults, so that ${...} may name a key that no YAML
+    mentions."""
     from hydra import compose
     from omegaconf import OmegaConf
 
-    composed = _ask_hydra(lambda words: compose(_ENTRY, overrides=words), recipe, list(overrides), dirs)
+    composed = _ask_hydra(
+        lambda words: compose(_ENTRY, overrides=words), recipe, list(overrides), dirs
+    )
     given = OmegaConf.to_container(composed, resolve=False)
     return OmegaConf.create(_merge(to_plain(RunConfig()), given))
 
 
 def _of_shipped(recipe: str, overrides: Sequence[str], folder: Path) -> Any:
-    """The same from the shipped folder alone, composed again only after a file in it has changed."""
+    """The same from the shipped folder alone, composed again only after a file in it has
+    changed."""
     stats = [(file, file.stat()) for file in folder.rglob("*.yaml")]
     versions = tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
     return copy.deepcopy(_kept(recipe, tuple(overrides), folder, versions))
@@ -149,46 +184,69 @@ def _kept(recipe: str, overrides: tuple[str, ...], folder: Path, versions: objec
 
 
 def _merge(defaults: Any, given: Any) -> Any:
-    """`given` over `defaults`, mapping by mapping. As plain containers, which OmegaConf's own merge is slow for."""
+    """`given` over `defaults`, mapping by mapping. As plain containers, which OmegaConf's own merge
+    is slow for."""
     if not isinstance(defaults, dict) or not isinstance(given, dict):
         return given
     return {**defaults, **{key: _merge(defaults.get(key), value) for key, value in given.items()}}
 
 
-def files_of(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Iterator[tuple[Path, str]]:
-    """The files that a recipe is made of, each with the key under which its content goes; later ones win."""
+def files_of(
+    recipe: str, overrides: Sequence[str], dirs: Sequence[Path]
+) -> Iterator[tuple[Path, str]]:
+    """The files that a recipe is made of, each with the key under which its content goes; later
+    ones win."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
 
     def defaults_list(words: list[str]) -> Any:
-        return GlobalHydra.instance().config_loader().compute_defaults_list(_ENTRY, words, RunMode.RUN).defaults
+        return (
+            GlobalHydra.instance()
+            .config_loader()
+            .compute_defaults_list(_ENTRY, words, RunMode.RUN)
+            .defaults
+        )
 
-    for part in _ask_hydra(defaults_list, recipe, [normalise_override(item, dirs) for item in overrides], dirs):
+    for part in _ask_hydra(
+        defaults_list, recipe, [normalise_override(item, dirs) for item in overrides], dirs
+    ):
         files = (folder / f"{part.config_path}.yaml" for folder in dirs)
-        if (file := next(filter(Path.is_file, files), None)) is not None:  # Hydra's own are in no folder of ours
+        # Hydra's own are in no folder of ours
+        if (file := next(filter(Path.is_file, files), None)) is not None:
             yield file, part.package
 
 
-def _ask_hydra(ask: Callable[[list[str]], Any], recipe: str, overrides: list[str], dirs: Sequence[Path]) -> Any:
-    """What `ask` says of the overrides while Hydra finds the recipe and the groups of these folders."""
+def _ask_hydra(
+    ask: Callable[[list[str]], Any], recipe: str, overrides: list[str], dirs: Sequence[Path]
+) -> Any:
+    """What `ask` says of the overrides while Hydra finds the recipe and the groups of these
+    folders."""
     from hydra import initialize
     from hydra.core.config_store import ConfigStore
     from hydra.errors import ConfigCompositionException
 
-    # Hydra finds its primary config in one folder only. An entry in memory that names the recipe lets all folders count
-    # alike, so that a group file of the user's own also replaces the shipped one under a shipped recipe.
+    # Hydra finds its primary config in one folder only. An entry in memory that names the recipe
+    # lets all folders count alike, so that a group file of the user's own also replaces the shipped
+    # one under a shipped recipe.
     search = {"searchpath": [f"file://{folder}" for folder in dirs]}
     ConfigStore.instance().store(_ENTRY, {"defaults": [recipe, "_self_"], "hydra": search})
-    with warnings.catch_warnings(), initialize(config_path=None, job_name="hybridflow", version_base="1.3"):
+    with (
+        warnings.catch_warnings(),
+        initialize(config_path=None, job_name="hybridflow", version_base="1.3"),
+    ):
         # its place at the end is what one expects of a recipe
         warnings.filterwarnings("ignore", message=".*missing `_self_`")
         try:
             return ask(overrides)
         except ConfigCompositionException as error:
-            # A group that the recipe's defaults list leaves out must be added, not replaced; for a user both are
-            # `group=choice`.
+            # A group that the recipe's defaults list leaves out must be added, not replaced; for a
+            # user both are `group=choice`.
             group = next(
-                (item for item in overrides if str(error).startswith(f"Could not override '{item.split('=')[0]}'")),
+                (
+                    item
+                    for item in overrides
+                    if str(error).startswith(f"Could not override '{item.split('=')[0]}'")
+                ),
                 None,
             )
             if group is None:
@@ -207,7 +265,10 @@ def _group_choices(key: str, dirs: Sequence[Path]) -> list[str]:
 
 def _refuse_missing(values: Any) -> None:
     if missing := sorted(_missing(values)):
-        raise ConfigError(f"this recipe needs {', '.join(missing)}: give {' '.join(f'{key}=...' for key in missing)}")
+        raise ConfigError(
+            f"this recipe needs {', '.join(missing)}: give "
+            f"{' '.join(f'{key}=...' for key in missing)}"
+        )
 
 
 def _missing(values: Any, prefix: str = "") -> Iterator[str]:
@@ -220,8 +281,8 @@ def _missing(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _reason(error: Exception) -> str:
-    """The message without Hydra's trailers, with the innermost cause where the outer one only says that something
-    failed."""
+    """The message without Hydra's trailers, with the innermost cause where the outer one only says
+    that something failed."""
     lines = [line.strip() for line in str(error).split("Config search path")[0].splitlines()]
     text = " ".join(line for line in lines if line and not line.startswith("object_type"))
     cause = str(error.__cause__ or "").strip()
@@ -229,8 +290,8 @@ def _reason(error: Exception) -> str:
 
 
 def _files_meant(error: Exception, recipe: str, dirs: Sequence[Path]) -> Iterator[Path]:
-    """The files that an error may be about: the recipe's own, then those of the user's folder that it names. One of the
-    encoding names none."""
+    """The files that an error may be about: the recipe's own, then those of the user's folder that
+    it names. One of the encoding names none."""
     yield from (folder / f"{recipe}.yaml" for folder in dirs)
     for folder in dirs[:-1]:
         for path in sorted(folder.rglob("*.yaml")):
@@ -255,7 +316,10 @@ def _file_problem(path: Path) -> str:
     if node is None or isinstance(node, yaml.MappingNode):
         return ""
     kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-    return f"{path} is {kind}; a recipe is a mapping of keys, for example `trainer: {{total_steps: 2}}`"
+    return (
+        f"{path} is {kind}; a recipe is a mapping of keys, for example `trainer: {{total_steps: "
+        "2}`"
+    )
 
 
 def _describe_yaml_error(error: Any) -> str:

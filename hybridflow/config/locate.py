@@ -1,4 +1,5 @@
-"""Where recipes live and what they are called. Imports no Hydra, so that listing them is instant."""
+"""Where recipes live and what they are called. Imports no Hydra, so that listing them is
+instant."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Recipe:
 
 
 def shipped_dir(name: str) -> Path:
-    """The folder `name` of the checkout, else the one installed in the package. ConfigError: neither exists."""
+    """The folder `name` of the checkout, else the one installed in the package. ConfigError:
+    neither exists."""
     root = Path(__file__).resolve().parents[2]
     checkout = root / name
     # A site-packages folder may hold somebody else's "configs"; ours is the one beside setup.py.
@@ -28,7 +30,9 @@ def shipped_dir(name: str) -> Path:
         return checkout
     installed = Path(__file__).resolve().parents[1] / "shipped" / name
     if not installed.is_dir():
-        raise ConfigError(f"no {name} found, neither in {checkout} nor in {installed}: reinstall the package")
+        raise ConfigError(
+            f"no {name} found, neither in {checkout} nor in {installed}: reinstall the package"
+        )
     return installed
 
 
@@ -47,7 +51,8 @@ def config_dirs(extra: Path | None) -> list[Path]:
 
 
 def list_recipes(dirs: list[Path]) -> list[Recipe]:
-    """All recipes in `dirs` by name; a name in an earlier folder hides the same name in a later one."""
+    """All recipes in `dirs` by name; a name in an earlier folder hides the same name in a later
+    one."""
     found: dict[str, Recipe] = {}
     for folder in dirs:
         for path in sorted(filter(Path.is_file, folder.glob("*.yaml"))):
@@ -65,7 +70,8 @@ def model_groups(dirs: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def require_recipe(name: str, dirs: list[Path]) -> str:
-    """The recipe's name without suffix, when it exists in `dirs`; else a ConfigError that lists what does."""
+    """The recipe's name without suffix, when it exists in `dirs`; else a ConfigError that lists
+    what does."""
     stem = name.removesuffix(".yaml")
     names = [recipe.name for recipe in list_recipes(dirs)]
     if stem in names:
@@ -73,7 +79,10 @@ def require_recipe(name: str, dirs: list[Path]) -> str:
     near = difflib.get_close_matches(stem, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     searched = ", ".join(map(str, dirs))
-    raise ConfigError(f"no recipe named {name}{hint} Available: {', '.join(names) or 'none'} (searched {searched})")
+    raise ConfigError(
+        f"no recipe named {name}{hint} Available: {', '.join(names) or 'none'} (searched "
+        f"{searched})"
+    )
 
 
 def _summary(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""JSON objects from folders of others: what could fill memory, block or overflow the stack is refused with one line."""
+"""JSON objects from folders of others: what could fill memory, block or overflow the stack is
+refused with one line."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from hybridflow.config.outside_text import read_outside_bytes
 MOST_BYTES = 64 << 20  # the index of a published model of a trillion parameters has about 20 MB
 
 
-def read_outside_json(path: Path, most_bytes: int = MOST_BYTES, *, unique: bool = False) -> dict[str, Any]:
+def read_outside_json(
+    path: Path, most_bytes: int = MOST_BYTES, *, unique: bool = False
+) -> dict[str, Any]:
     """The object in a file.
 
     Args:
@@ -20,11 +23,13 @@ def read_outside_json(path: Path, most_bytes: int = MOST_BYTES, *, unique: bool 
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: as from `read_outside_bytes`; or no JSON, nested too deeply, no object, or more than fits into
-            memory. The message does not name the file.
+        ValueError: as from `read_outside_bytes`; or no JSON, nested too deeply, no object, or more
+            than fits into memory. The message does not name the file.
     """
     try:
-        value = json.loads(read_outside_bytes(path, most_bytes), object_pairs_hook=_once if unique else None)
+        value = json.loads(
+            read_outside_bytes(path, most_bytes), object_pairs_hook=_once if unique else None
+        )
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except MemoryError as error:

@@ -1,5 +1,5 @@
-"""Text from folders of others: read up to a bound and from regular files only, and printed so that it cannot steer a
-terminal."""
+"""Text from folders of others: read up to a bound and from regular files only, and printed so that
+it cannot steer a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import re
 from pathlib import Path
 
-# control characters but for tab and newline, marks that reverse the direction of writing, and line separators
+# control characters but for tab and newline, marks that reverse the direction of writing, and line
+# separators
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -16,8 +17,8 @@ def read_outside_bytes(path: Path, most_bytes: int) -> bytes:
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: no regular file (a pipe or a device would block or never end), larger than `most_bytes`,
-            or growing. The message does not name the file.
+        ValueError: no regular file (a pipe or a device would block or never end), larger than
+            `most_bytes`, or growing. The message does not name the file.
     """
     if not path.exists():
         raise FileNotFoundError(2, "No such file or directory", str(path))
@@ -27,7 +28,11 @@ def read_outside_bytes(path: Path, most_bytes: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         data = file.read(size + 1) if size <= most_bytes else b""
     if size > most_bytes or len(data) > size:
-        raise ValueError(f"larger than {most_bytes} bytes" if size > most_bytes else "being written while it is read")
+        raise ValueError(
+            f"larger than {most_bytes} bytes"
+            if size > most_bytes
+            else "being written while it is read"
+        )
     return data
 
 
@@ -40,6 +45,6 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def printable(text: str) -> str:
-    """The text with escapes such as \\x1b in place of characters that move a cursor, set colours or reverse the
-    direction of writing."""
+    """The text with escapes such as \\x1b in place of characters that move a cursor, set colours or
+    reverse the direction of writing."""
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

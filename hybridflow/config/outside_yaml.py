@@ -16,8 +16,9 @@ def read_outside_yaml(path: Path) -> tuple[str, dict[str, Any]]:
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: as from `read_outside_bytes`; or not UTF-8, no YAML, nested too deeply, no mapping, or with an
-            alias, of which a few lines can stand for more than fits into memory. The message does not name the file.
+        ValueError: as from `read_outside_bytes`; or not UTF-8, no YAML, nested too deeply, no
+            mapping, or with an alias, of which a few lines can stand for more than fits into
+            memory. The message does not name the file.
     """
     import yaml
 
@@ -29,7 +30,9 @@ def read_outside_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     depth = 0
     try:
         for event in yaml.parse(text, loader):  # without building anything, and without recursion
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             if depth > _MOST_DEPTH:
                 raise ValueError("nested too deeply")
             if isinstance(event, yaml.AliasEvent):
@@ -39,7 +42,8 @@ def read_outside_yaml(path: Path) -> tuple[str, dict[str, Any]]:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark else ""
         raise ValueError(f"not YAML{where}: {getattr(error, 'problem', None) or error}") from error
-    except (TypeError, OverflowError, AttributeError) as error:  # a date or a key that Python cannot hold
+    except (TypeError, OverflowError, AttributeError) as error:
+        # a date or a key that Python cannot hold
         raise ValueError(f"not YAML: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} where a mapping belongs")

@@ -1,5 +1,6 @@
-"""Entries of the user's own files, `path/to/file.py:name`, of every key that names a registry: the file is there, a
-process of its own imports it, and it registers the right kind. Asked before anything of a run starts."""
+"""Entries of the user's own files, `path/to/file.py:name`, of every key that names a registry: the
+file is there, a process of its own imports it, and it registers the right kind. Asked before
+anything of a run starts."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ from hybridflow.errors import ConfigError
 from hybridflow.process.secret import without_credentials
 
 _IMPORT_S = 120.0  # for all files together; one that imports torch takes seconds
-_CHECKED_HERE = ("algorithm.adv_estimator", "actor.policy_loss", "trainer.loggers")  # `check_entries` imports them
-_SUPPORT = "with_support"  # the argument of an engine's `generate` that asks for what tokens were sampled among
+# `check_entries` imports them
+_CHECKED_HERE = ("algorithm.adv_estimator", "actor.policy_loss", "trainer.loggers")
+# the argument of an engine's `generate` that asks for what tokens were sampled among
+_SUPPORT = "with_support"
 _MARK = "\nown entries: "  # before the answer: a user's file may print
 
 
@@ -41,11 +44,13 @@ def named(config: RunConfig) -> Iterator[tuple[str, Entry, str]]:
 
 
 def code_of(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, value) of each setting by which a run executes what is not this package: files of Python, programs, and a
-    cluster that it joins."""
+    """(key, value) of each setting by which a run executes what is not this package: files of
+    Python, programs, and a cluster that it joins."""
     yield from ((key, value) for key, _, value in named(config))
     single = {
-        "model.family": config.model.family if config.model.family and is_user_entry(config.model.family) else None,
+        "model.family": config.model.family
+        if config.model.family and is_user_entry(config.model.family)
+        else None,
         "data.dataset_class.path": config.data.dataset_class.path,
         "reward.path": config.reward.path,
         "rollout.python": config.rollout.python,
@@ -62,7 +67,10 @@ def problems(config: RunConfig) -> Iterator[str]:
     for key, entry, value in named(config):
         path = Path(value.rpartition(":")[0])
         if not path.is_file():
-            yield f"{key}={value}: {str(path)!r} is no file (looked in {Path.cwd()}); correct the path"
+            yield (
+                f"{key}={value}: {str(path)!r} is no file (looked in {Path.cwd()}); correct the "
+                "path"
+            )
         elif key not in _CHECKED_HERE:
             needs = [_SUPPORT] if key == "rollout.engine" and derived.needs_support(config) else []
             asked.append((key, entry.package, value, *needs))
@@ -71,7 +79,8 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def _imported(asked: Sequence[Sequence[str]]) -> list[str]:
-    """What a process says that imports these entries (key, package, value, and what an engine's `generate` takes)."""
+    """What a process says that imports these entries (key, package, value, and what an engine's
+    `generate` takes)."""
     command = [sys.executable, "-P", "-m", "hybridflow.config.own_entries", json.dumps(asked)]
     values = ", ".join(f"{key}={value}" for key, _, value, *_ in asked)
     try:
@@ -86,7 +95,12 @@ def _imported(asked: Sequence[Sequence[str]]) -> list[str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [f"{values}: importing took more than {_IMPORT_S:.0f} s; what a file does when imported must end soon"]
+        return [
+            (
+                f"{values}: importing took more than {_IMPORT_S:.0f} s; what a file does when "
+                "imported must end soon"
+            )
+        ]
     _, mark, said = done.stdout.rpartition(_MARK)
     if not mark:
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
@@ -101,15 +115,21 @@ def main(asked: Sequence[Sequence[str]]) -> list[str]:
     for key, package, value, *needs in asked:
         try:
             generate = getattr(_registry_of(package).get(value), "generate", None)
-            if needs and callable(generate) and not {*needs} <= inspect.signature(generate).parameters.keys():
+            if (
+                needs
+                and callable(generate)
+                and not {*needs} <= inspect.signature(generate).parameters.keys()
+            ):
                 found.append(
-                    f"{key}={value}: its `generate` takes no {needs[0]}, so that it cannot tell what a token was "
-                    "sampled among, and the trainer has no log-probs of it; set rollout.sampling.top_k=-1, top_p=1 and "
-                    "min_p=0"
+                    f"{key}={value}: its `generate` takes no {needs[0]}, so that it cannot tell "
+                    "what a token was sampled among, and the trainer has no log-probs of it; set "
+                    "rollout.sampling.top_k=-1, top_p=1 and min_p=0"
                 )
         except ConfigError as error:
             if not _lacks_what_nodes_have(error.__cause__):
-                found.append(str(error) if str(error).startswith(key) else f"{key}={value}: {error}")
+                found.append(
+                    str(error) if str(error).startswith(key) else f"{key}={value}: {error}"
+                )
     return found
 
 
@@ -125,7 +145,8 @@ def _registry_of(package: str) -> Registry[Any]:
 
 
 def _lacks_what_nodes_have(cause: BaseException | None) -> bool:
-    """Whether an import has failed for want of a library that a machine which only submits jobs need not have."""
+    """Whether an import has failed for want of a library that a machine which only submits jobs
+    need not have."""
     return isinstance(cause, ModuleNotFoundError) and importlib.util.find_spec("torch") is None
 
 

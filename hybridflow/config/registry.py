@@ -1,8 +1,10 @@
-"""Entries that a configuration names, one file each: estimators, losses, transports, rewards and the user's own code.
+"""Entries that a configuration names, one file each: estimators, losses, transports, rewards and
+the user's own code.
 
-A built-in entry is a module of the registry's package, and the module's name is the entry's name: the names are known
-without an import, so `--help` and the loader need no torch. A user's entry is written `path/to/file.py:name`. Nothing
-else lists entries; what an entry needs is declared where it is registered.
+A built-in entry is a module of the registry's package, and the module's name is the entry's name:
+the names are known without an import, so `--help` and the loader need no torch. A user's entry is
+written `path/to/file.py:name`. Nothing else lists entries; what an entry needs is declared where it
+is registered.
 """
 
 from __future__ import annotations
@@ -32,26 +34,30 @@ class Registry(Generic[T]):
 
     Args:
         kind: what an entry is, for messages, for example "policy loss".
-        package: dotted name of the package whose modules are the built-in entries; modules that begin with an
-            underscore and `base` are not entries.
+        package: dotted name of the package whose modules are the built-in entries; modules that
+            begin with an underscore and `base` are not entries.
         key: the configuration key that names an entry, for messages.
-        packages: entries are packages within `package`, not modules; the module `engine` of each registers it.
+        packages: entries are packages within `package`, not modules; the module `engine` of each
+            registers it.
     """
 
     def __init__(self, kind: str, package: str, key: str, *, packages: bool = False) -> None:
-        self.kind, self.package, self.key, self._packages = kind, package, key, packages
+        self.kind = kind
+        self.package = package
+        self.key = key
+        self._packages = packages
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, entry: T) -> T:
-        """Add an entry under `name`; returns it. What a user's file registers as it is imported belongs to that file,
-        and a built-in entry of the same name stays what it was."""
+        """Add an entry under `name`; returns it. What a user's file registers as it is imported
+        belongs to that file, and a built-in entry of the same name stays what it was."""
         owner = self._importing_file()
         self._entries[name if owner is None else f"{owner}:{name}"] = entry
         return entry
 
     def entry(self, name: str, made: Callable[[Any], T]) -> Callable[[F], F]:
-        """A decorator that registers what `made` makes of a function or class under `name`, and leaves that as it
-        is."""
+        """A decorator that registers what `made` makes of a function or class under `name`, and
+        leaves that as it is."""
 
         def registered(found: F) -> F:
             self.register(name, made(found))
@@ -60,7 +66,8 @@ class Registry(Generic[T]):
         return registered
 
     def _importing_file(self) -> str | None:
-        """The user's file whose import is asking, None for a built-in entry (also one that a user's file imports)."""
+        """The user's file whose import is asking, None for a built-in entry (also one that a user's
+        file imports)."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_name == "<module>":
@@ -73,7 +80,8 @@ class Registry(Generic[T]):
         return None
 
     def names(self) -> tuple[str, ...]:
-        """The names of the built-in entries, read from the package's folder, and of those registered since; sorted."""
+        """The names of the built-in entries, read from the package's folder, and of those
+        registered since; sorted."""
         files = package_folder(self.package).glob("*/__init__.py" if self._packages else "*.py")
         stems = {path.parent.name if self._packages else path.stem for path in files}
         builtin = set()
@@ -86,8 +94,8 @@ class Registry(Generic[T]):
         """The entry called `name`, or the one that a user's file holds (`path/to/file.py:name`).
 
         Raises:
-            ConfigError: there is no such entry (the nearest name is given), or the file cannot be imported or does not
-                register what is asked for.
+            ConfigError: there is no such entry (the nearest name is given), or the file cannot be
+                imported or does not register what is asked for.
         """
         if is_user_entry(name):
             return self._of_file(name)
@@ -134,7 +142,8 @@ def is_user_entry(name: str) -> bool:
 
 
 def absolute_entry(name: str) -> str:
-    """`name` for another process, whose working directory may be another: with the whole path of a user's file."""
+    """`name` for another process, whose working directory may be another: with the whole path of a
+    user's file."""
     path, _, attribute = name.rpartition(":")
     return f"{Path(path).resolve()}:{attribute}" if is_user_entry(name) else name
 
@@ -142,10 +151,12 @@ def absolute_entry(name: str) -> str:
 def import_file(path: Path, key: str) -> ModuleType:
     """Import a python file of the user's as a module of its own.
 
-    The module's name holds a hash of the path, so that two files of one name do not meet. A file is run once a process.
+    The module's name holds a hash of the path, so that two files of one name do not meet. A file is
+    run once a process.
 
     Raises:
-        ConfigError: no such file, or it fails to import; the message names `key`, the file and its line.
+        ConfigError: no such file, or it fails to import; the message names `key`, the file and its
+            line.
     """
     if path.suffix != ".py":
         raise ConfigError(f"{key}: {str(path)!r} is not a python file (its name must end in .py)")
@@ -159,17 +170,23 @@ def import_file(path: Path, key: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and pickling in the user's file look their own module up
+        # dataclasses and pickling in the user's file look their own module up
+        sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             sys.modules.pop(name, None)
-            raise ConfigError(f"{path} ({key}) cannot be imported: {describe_error(error, path)}") from error
+            raise ConfigError(
+                f"{path} ({key}) cannot be imported: {describe_error(error, path)}"
+            ) from error
     return module
 
 
-def attribute_of(module: ModuleType, name: str, key: str, wanted: Callable[[Any], bool], what: str) -> Any:
-    """`module.name`, which must satisfy `wanted`; `what` says in the message what that is, for example "a function".
+def attribute_of(
+    module: ModuleType, name: str, key: str, wanted: Callable[[Any], bool], what: str
+) -> Any:
+    """`module.name`, which must satisfy `wanted`; `what` says in the message what that is, for
+    example "a function".
 
     Raises:
         ConfigError: the file has nothing of this name, or something else; names the nearest.
@@ -177,11 +194,18 @@ def attribute_of(module: ModuleType, name: str, key: str, wanted: Callable[[Any]
     found = getattr(module, name, None)
     if wanted(found):
         return found
-    defined = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    defined = {
+        key: value
+        for key, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+    }
     own = sorted(key for key, value in defined.items() if wanted(value) and not key.startswith("_"))
     near = difflib.get_close_matches(name, own, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{module.__file__} ({key}): {name!r} is not {what}{hint} (it has: {', '.join(own) or 'none'})")
+    raise ConfigError(
+        f"{module.__file__} ({key}): {name!r} is not {what}{hint} (it has: "
+        f"{', '.join(own) or 'none'})"
+    )
 
 
 def describe_error(error: BaseException, path: Path) -> str:

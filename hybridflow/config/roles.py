@@ -1,5 +1,5 @@
-"""Checks across the keys of the roles other than the policy (critic, reference, reward model, teacher), and of which
-sections share devices. Part of `config.check`."""
+"""Checks across the keys of the roles other than the policy (critic, reference, reward model,
+teacher), and of which sections share devices. Part of `config.check`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
-    """Every problem as one line, for `hybridflow train` or `train-reward`; without `files` folders may be missing."""
+    """Every problem as one line, for `hybridflow train` or `train-reward`; without `files` folders
+    may be missing."""
     found: list[str] = []
     if job == "train":
         found += [
@@ -44,17 +45,18 @@ def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
 
 
 def _steering(config: RunConfig) -> Iterator[str]:
-    algorithm, trainer = config.algorithm, config.trainer
+    algorithm = config.algorithm
+    trainer = config.trainer
     if algorithm.kl_target is not None and not algorithm.kl_coef:
         yield (
-            f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef, which is 0; give it a value, or set "
-            "kl_target=null"
+            f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef, which is 0; give "
+            "it a value, or set kl_target=null"
         )
     steps = derived.total_steps(config, None)
     if steps is not None and trainer.critic_warmup >= steps and derived.has_critic(config):
         yield (
-            f"trainer.critic_warmup={trainer.critic_warmup} leaves none of trainer.total_steps={steps} "
-            "to the policy; lower it"
+            f"trainer.critic_warmup={trainer.critic_warmup} leaves none of "
+            f"trainer.total_steps={steps} to the policy; lower it"
         )
 
 
@@ -62,13 +64,14 @@ def _distillation(config: RunConfig) -> Iterator[str]:
     distillation = config.actor.distillation
     if distillation.coef and not derived.has_teacher(config):
         yield (
-            f"actor.distillation.coef={distillation.coef:g} without a teacher to learn from: set teacher.path to the "
-            "Hugging Face folder of a model of the policy's vocabulary, or coef=0"
+            f"actor.distillation.coef={distillation.coef:g} without a teacher to learn from: set "
+            "teacher.path to the Hugging Face folder of a model of the policy's vocabulary, or "
+            "coef=0"
         )
     if not distillation.task_rewards and not distillation.coef:
         yield (
-            "actor.distillation.task_rewards=false with actor.distillation.coef=0: nothing would be learned; set coef "
-            "to 1, or task_rewards=true"
+            "actor.distillation.task_rewards=false with actor.distillation.coef=0: nothing would "
+            "be learned; set coef to 1, or task_rewards=true"
         )
 
 
@@ -77,16 +80,23 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
     longest = derived.max_sequence_length(config)
     if section.max_tokens_per_micro_batch < longest:
         yield (
-            f"{role}.max_tokens_per_micro_batch={section.max_tokens_per_micro_batch} is less than the longest sample, "
-            f"{longest} tokens; raise it to at least {longest}"
+            f"{role}.max_tokens_per_micro_batch={section.max_tokens_per_micro_batch} is less than "
+            f"the longest sample, {longest} tokens; raise it to at least {longest}"
         )
     if with_path and section.path is not None and hub.is_hub_id(section.path):
-        yield f"{role}.path={section.path}: {hub.missing(section.path, 'model')}, or give a Hugging Face folder"
-    elif with_path and section.path is not None and not (Path(section.path) / "config.json").is_file():
+        yield (
+            f"{role}.path={section.path}: {hub.missing(section.path, 'model')}, or give a Hugging "
+            "Face folder"
+        )
+    elif (
+        with_path
+        and section.path is not None
+        and not (Path(section.path) / "config.json").is_file()
+    ):
         maker = "train-reward" if role == "reward_model" else "sft"
         yield (
-            f"{role}.path={section.path}: no Hugging Face folder (no config.json in it); give that of a model, or make "
-            f"one first: `hybridflow {maker} --help`"
+            f"{role}.path={section.path}: no Hugging Face folder (no config.json in it); give that "
+            f"of a model, or make one first: `hybridflow {maker} --help`"
         )
     elif with_path and section.path is not None:
         yield from _vocabulary(config, role, section.path)
@@ -98,11 +108,12 @@ def _layout(section: Role, role: str) -> Iterator[str]:
     if section.placement == "colocated":
         if parallel != ParallelConfig():
             yield (
-                f"{role}.parallel is given, but with {role}.placement=colocated the actor.parallel layout counts; "
-                f"remove it, or set {role}.placement=own"
+                f"{role}.parallel is given, but with {role}.placement=colocated the actor.parallel "
+                f"layout counts; remove it, or set {role}.placement=own"
             )
         return
-    size, expert = derived.model_parallel_size(parallel), derived.expert_model_parallel_size(parallel)
+    size = derived.model_parallel_size(parallel)
+    expert = derived.expert_model_parallel_size(parallel)
     cut_experts = parallel.expert > 1 or parallel.expert_tensor is not None
     for what, parts, counts in (
         ("tensor x pipeline x context", size, True),
@@ -110,13 +121,13 @@ def _layout(section: Role, role: str) -> Iterator[str]:
     ):
         if counts and section.procs % parts:
             yield (
-                f"{role}.parallel {what} = {parts} does not divide {role}.procs={section.procs}; give a multiple of "
-                f"{parts}"
+                f"{role}.parallel {what} = {parts} does not divide {role}.procs={section.procs}; "
+                f"give a multiple of {parts}"
             )
     if parallel.context > 1 or parallel.virtual_pipeline is not None:
         yield (
-            f"{role}.parallel: context={parallel.context} and virtual_pipeline={parallel.virtual_pipeline} are not "
-            "supported here"
+            f"{role}.parallel: context={parallel.context} and "
+            f"virtual_pipeline={parallel.virtual_pipeline} are not supported here"
         )
     if parallel.sequence and parallel.tensor == 1:
         yield f"{role}.parallel.sequence=true needs {role}.parallel.tensor > 1"
@@ -126,8 +137,8 @@ def _score_of_last_token(config: RunConfig) -> Iterator[str]:
     context = config.actor.parallel.context
     if config.reward_model.placement == "colocated" and context > 1:
         yield (
-            f"reward_model.placement=colocated with actor.parallel.context={context}: no rank holds a sample's last "
-            "token for sure; set reward_model.placement=own"
+            f"reward_model.placement=colocated with actor.parallel.context={context}: no rank "
+            "holds a sample's last token for sure; set reward_model.placement=own"
         )
 
 
@@ -138,8 +149,8 @@ def _other_model(config: RunConfig) -> Iterator[str]:
         return
     if reference.path is not None:
         yield (
-            f"reference.path={reference.path} with reference.placement=colocated: another model needs processes of its "
-            "own; set reference.placement=own"
+            f"reference.path={reference.path} with reference.placement=colocated: another model "
+            "needs processes of its own; set reference.placement=own"
         )
     if reference.offload != OffloadConfig():
         yield (
@@ -149,32 +160,40 @@ def _other_model(config: RunConfig) -> Iterator[str]:
 
 
 def _vocabulary(config: RunConfig, role: str, path: str) -> Iterator[str]:
-    """The ids that the policy samples must mean the same to the role's model, and have a row in its embedding.
+    """The ids that the policy samples must mean the same to the role's model, and have a row in its
+    embedding.
 
     A teacher's most likely tokens are the policy's to learn: it must have just as many.
     """
-    own, policy = _tokens(path), _tokens(config.model.tokenizer or config.model.path)
+    own = _tokens(path)
+    policy = _tokens(config.model.tokenizer or config.model.path)
     if own and policy and own != policy:
         other = sum(policy.get(token) != index for token, index in own.items())
         yield (
-            f"{role}.path={path} has a tokenizer of its own ({other} of its {len(own)} tokens have another id than the "
-            "policy's): it would read other text than the policy wrote; give a model with the policy's tokenizer"
+            f"{role}.path={path} has a tokenizer of its own ({other} of its {len(own)} tokens have "
+            "another id than the policy's): it would read other text than the policy wrote; give a "
+            "model with the policy's tokenizer"
         )
         return
-    size, needed = _vocab_size(ModelConfig(path=path)), _vocab_size(config.model) or len(policy) or None
+    size = _vocab_size(ModelConfig(path=path))
+    needed = _vocab_size(config.model) or len(policy) or None
     if size is None or needed is None or size == needed or (size > needed and role != "teacher"):
         return
     yield (
-        f"{role}.path={path} has vocab_size={size}, the policy {needed}: their tokens must be the same; give another "
-        "model"
+        f"{role}.path={path} has vocab_size={size}, the policy {needed}: their tokens must be the "
+        "same; give another model"
     )
 
 
 def _top_k(config: RunConfig) -> Iterator[str]:
-    path, top_k = config.teacher.path, config.teacher.top_k
+    path = config.teacher.path
+    top_k = config.teacher.top_k
     size = _vocab_size(ModelConfig(path=path))
     if size is not None and top_k > size:
-        yield f"teacher.top_k={top_k} is more than the {size} tokens of the vocabulary of teacher.path={path}; lower it"
+        yield (
+            f"teacher.top_k={top_k} is more than the {size} tokens of the vocabulary of "
+            f"teacher.path={path}; lower it"
+        )
 
 
 def _vocab_size(model: ModelConfig) -> int | None:
@@ -191,24 +210,32 @@ def _tokens(folder: str | None) -> dict[str, int]:
     try:
         values = read_outside_json(Path(folder or "") / "tokenizer.json")
         vocabulary = values["model"]["vocab"]
-        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
-        return dict(pairs) | {token["content"]: token["id"] for token in values.get("added_tokens", ())}
+        pairs = (
+            vocabulary.items()
+            if isinstance(vocabulary, dict)
+            else ((v[0], i) for i, v in enumerate(vocabulary))
+        )
+        return dict(pairs) | {
+            token["content"]: token["id"] for token in values.get("added_tokens", ())
+        }
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return {}
 
 
 def _critic_batches(config: RunConfig) -> Iterator[str]:
-    batch, mini = config.data.train_batch_size, derived.critic_mini_batch_size(config)
+    batch = config.data.train_batch_size
+    mini = derived.critic_mini_batch_size(config)
     if batch % mini:
-        yield f"data.train_batch_size={batch} is no multiple of critic.ppo_mini_batch_size={mini} (both count prompts)"
-    dp, samples = (
-        derived.role_data_parallel_size(config, "critic"),
-        derived.role_samples_per_mini_batch(config, "critic"),
-    )
+        yield (
+            f"data.train_batch_size={batch} is no multiple of critic.ppo_mini_batch_size={mini} "
+            "(both count prompts)"
+        )
+    dp = derived.role_data_parallel_size(config, "critic")
+    samples = derived.role_samples_per_mini_batch(config, "critic")
     if dp and samples % dp:
         yield (
-            f"critic.ppo_mini_batch_size={mini} x rollout.n={config.rollout.n} = {samples} samples do not divide over "
-            f"{dp} ranks"
+            f"critic.ppo_mini_batch_size={mini} x rollout.n={config.rollout.n} = {samples} samples "
+            f"do not divide over {dp} ranks"
         )
 
 
@@ -217,39 +244,44 @@ def _pairs(config: RunConfig) -> Iterator[str]:
     budget = config.reward_model.max_tokens_per_micro_batch
     if budget < 2 * longest:
         yield (
-            f"reward_model.max_tokens_per_micro_batch={budget} is less than two samples of {longest} tokens; the "
-            f"answers of a pair share a micro-batch: raise it to at least {2 * longest}"
+            f"reward_model.max_tokens_per_micro_batch={budget} is less than two samples of "
+            f"{longest} tokens; the answers of a pair share a micro-batch: raise it to at least "
+            f"{2 * longest}"
         )
     dp = derived.role_data_parallel_size(config, "reward_model")
     if dp and config.reward_training.batch_size % dp:
         yield (
-            f"reward_training.batch_size={config.reward_training.batch_size} pairs do not divide over {dp} "
-            "data-parallel ranks"
+            f"reward_training.batch_size={config.reward_training.batch_size} pairs do not divide "
+            f"over {dp} data-parallel ranks"
         )
 
 
 def pool_problems(config: RunConfig, job: str) -> Iterator[str]:
-    """Pools that no section makes, and keys about them that would not count. Whether they fit a cluster is
-    `placement`'s."""
+    """Pools that no section makes, and keys about them that would not count. Whether they fit a
+    cluster is `placement`'s."""
     roles = derived.roles_in_use(config, job)[1:]
-    apart = [*(role for role in roles if not derived.is_colocated(config, role)), *(["rollout"] * (job == "train"))]
+    apart = [
+        *(role for role in roles if not derived.is_colocated(config, role)),
+        *(["rollout"] * (job == "train")),
+    ]
     makers = ["actor", *(name for name in apart if getattr(config, name).pool is None)]
     for name in roles:
         own = getattr(config, name)
         if name not in apart and (own.pool is not None or own.packing != "pack"):
             yield (
-                f"{name}.pool and {name}.packing are about processes of its own, but {name}.placement=colocated; "
-                f"remove them, or set {name}.placement=own"
+                f"{name}.pool and {name}.packing are about processes of its own, but "
+                f"{name}.placement=colocated; remove them, or set {name}.placement=own"
             )
     for name in apart:
-        pool, packing = getattr(config, name).pool, getattr(config, name).packing
+        pool = getattr(config, name).pool
+        packing = getattr(config, name).packing
         if pool is not None and pool not in makers:
             yield (
-                f"{name}.pool={pool}: that section has no devices of its own in this run; choose one of "
-                f"{', '.join(makers)}, or null"
+                f"{name}.pool={pool}: that section has no devices of its own in this run; choose "
+                f"one of {', '.join(makers)}, or null"
             )
         elif pool is not None and packing != "pack":
             yield (
-                f"{name}.packing={packing} does not count with {name}.pool={pool}, whose devices lie as {pool} has "
-                f"them; remove it, or set {name}.pool=null"
+                f"{name}.packing={packing} does not count with {name}.pool={pool}, whose devices "
+                f"lie as {pool} has them; remove it, or set {name}.pool=null"
             )

@@ -1,5 +1,5 @@
-"""The keys of what a run reads: prompts (`data`), demonstrations (`sft`) and preference pairs (`reward_training`). Part
-of `hybridflow.config.schema`, which says what all keys have in common."""
+"""The keys of what a run reads: prompts (`data`), demonstrations (`sft`) and preference pairs
+(`reward_training`). Part of `hybridflow.config.schema`, which says what all keys have in common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hybridflow.config.schema_megatron import OptimConfig
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Dataset preparation that runs before training when its output is missing. `task: null` skips it."""
+    """Dataset preparation that runs before training when its output is missing. `task: null` skips
+    it."""
 
     # as in `hybridflow prepare`; null: nothing is prepared
     task: Annotated[str, PREPARE_TASK] | None = None
@@ -23,7 +24,8 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class DatasetClassConfig:
-    """A dataset class of yours in place of `PromptDataset`; `hybridflow.data.custom.Prompts` says what it must have."""
+    """A dataset class of yours in place of `PromptDataset`; `hybridflow.data.custom.Prompts` says
+    what it must have."""
 
     path: str | None = None  # python file; null: the built-in class
     name: str = "Dataset"
@@ -31,21 +33,23 @@ class DatasetClassConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Prompts: parquet rows {data_source, prompt, ability, reward_model{style, ground_truth}, extra_info}."""
+    """Prompts: parquet rows {data_source, prompt, ability, reward_model{style, ground_truth},
+    extra_info}."""
 
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
-    # which answers a step trains on; sampled: the policy's own; pairs: recorded ones, for dpo, ipo and kto: train_files
-    # then has rows {prompt, chosen, rejected}
+    # which answers a step trains on; sampled: the policy's own; pairs: recorded ones, for dpo, ipo
+    # and kto: train_files then has rows {prompt, chosen, rejected}
     answers: Literal["sampled", "pairs"] = "sampled"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     train_files: tuple[str, ...] = ()
     val_files: tuple[str, ...] = ()
-    # more held-out sets, each with metrics of its own: {name: {files: [...], max_prompts: ..., samples: ..., sampling:
-    # {...}, chat_template_kwargs: {...}}}; what a set leaves out is as val_max_prompts, rollout.val_samples,
-    # rollout.val_sampling and chat_template_kwargs say
+    # more held-out sets, each with metrics of its own: {name: {files: [...], max_prompts: ...,
+    # samples: ..., sampling: {...}, chat_template_kwargs: {...}}}; what a set leaves out is as
+    # val_max_prompts, rollout.val_samples, rollout.val_sampling and chat_template_kwargs say
     val_sets: dict[str, Any] = field(default_factory=dict)
-    prompt_key: str = "prompt"  # column of chat messages, or of text, which becomes the message of a user
+    # column of chat messages, or of text, which becomes the message of a user
+    prompt_key: str = "prompt"
     # column of what an answer is judged by; a point leads into a struct: reward_model.ground_truth
     ground_truth_key: str = "reward_model.ground_truth"
     data_source_key: str = "data_source"  # column that names the verifier
@@ -56,8 +60,10 @@ class DataConfig:
     val_max_prompts: PositiveInt | None = None  # null: all of them
     max_prompt_length: PositiveInt = 512  # tokens, after the chat template
     max_response_length: PositiveInt = 512  # tokens
-    filter_overlong_prompts: bool = False  # drop prompts longer than max_prompt_length instead of refusing to start
-    # a prompt whose last message is the assistant's is the beginning of the answer; false: such a row is refused
+    # drop prompts longer than max_prompt_length instead of refusing to start
+    filter_overlong_prompts: bool = False
+    # a prompt whose last message is the assistant's is the beginning of the answer; false: such a
+    # row is refused
     continue_final_message: bool = False
     # where a prompt that is too long and not filtered is cut; error: the job does not start
     truncation: Literal["error", "left", "right", "middle"] = "error"
@@ -66,14 +72,16 @@ class DataConfig:
     weight_key: str | None = None
     # key of extra_info: each epoch goes from small values to large ones; null: no curriculum
     difficulty_key: str | None = None
-    # keep the tokens of large files in ~/.cache/hybridflow/tokens, for later runs of the same content (docs/data.md)
+    # keep the tokens of large files in ~/.cache/hybridflow/tokens, for later runs of the same
+    # content (docs/data.md)
     cache_tokens: bool = True
     dataset_class: DatasetClassConfig = field(default_factory=DatasetClassConfig)
 
 
 @dataclass(frozen=True)
 class RewardTrainingConfig:
-    """`hybridflow train-reward`: a reward model from preference pairs, parquet rows {prompt, chosen, rejected}."""
+    """`hybridflow train-reward`: a reward model from preference pairs, parquet rows {prompt,
+    chosen, rejected}."""
 
     steps: NonNegativeInt = 0
     train_files: tuple[str, ...] = ()
@@ -86,17 +94,19 @@ class RewardTrainingConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """Supervised warm start on rows {prompt, response}, or on whole conversations. `steps: 0` skips it."""
+    """Supervised warm start on rows {prompt, response}, or on whole conversations. `steps: 0` skips
+    it."""
 
     steps: NonNegativeInt = 0
     train_files: tuple[str, ...] = ()
     batch_size: PositiveInt = 64  # sequences a step
     response_key: str = "response"
-    # column of whole conversations, of which all turns of the assistant are learned (docs/data.md); null: rows {prompt,
-    # response}
+    # column of whole conversations, of which all turns of the assistant are learned (docs/data.md);
+    # null: rows {prompt, response}
     messages_key: str | None = None
     # column of booleans, one for each turn of the assistant: whether it is learned; null: all are
     learned_key: str | None = None
-    # column of the tools that a conversation had, a list of declarations or its JSON; null: those of rollout.agent
+    # column of the tools that a conversation had, a list of declarations or its JSON; null: those
+    # of rollout.agent
     tools_key: str | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))

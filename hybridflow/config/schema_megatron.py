@@ -1,5 +1,5 @@
-"""The keys of Megatron's layout, optimizer and recomputation. Part of `hybridflow.config.schema`, which says what all
-keys have in common."""
+"""The keys of Megatron's layout, optimizer and recomputation. Part of `hybridflow.config.schema`,
+which says what all keys have in common."""
 
 from __future__ import annotations
 
@@ -9,29 +9,36 @@ from typing import Literal
 from hybridflow.config.keys import Decay, NonNegative, NonNegativeInt, Positive, PositiveInt
 
 # Megatron-Core's names (transformer_config.py:411, 0.16.1)
-RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+RecomputeModule = Literal[
+    "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"
+]
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Megatron parallel sizes (verl's names in brackets). docs/parallelism.md says which combinations are legal."""
+    """Megatron parallel sizes (verl's names in brackets). docs/parallelism.md says which
+    combinations are legal."""
 
     tensor: PositiveInt = 1  # [tensor_model_parallel_size]
     pipeline: PositiveInt = 1  # [pipeline_model_parallel_size]
-    # layers of the first and of the last stage, where these have another number than the others; 0: an even share
+    # layers of the first and of the last stage, where these have another number than the others; 0:
+    # an even share
     first_stage_layers: NonNegativeInt = 0
     last_stage_layers: NonNegativeInt = 0
-    # layers of every stage, where no other key says them: pipeline x virtual_pipeline numbers in the order of the model
-    # [pipeline_model_parallel_layout]; the first and the last may be 0
+    # layers of every stage, where no other key says them: pipeline x virtual_pipeline numbers in
+    # the order of the model [pipeline_model_parallel_layout]; the first and the last may be 0
     layers_per_stage: tuple[NonNegativeInt, ...] = ()
-    virtual_pipeline: PositiveInt | None = None  # model chunks a pipeline rank holds, interleaved; null: 1
+    # model chunks a pipeline rank holds, interleaved; null: 1
+    virtual_pipeline: PositiveInt | None = None
     # ranks that share each sequence (zigzag); a sequence is padded to a multiple of 2 x context
     context: PositiveInt = 1
     expert: PositiveInt = 1
     expert_tensor: PositiveInt | None = None  # null: 1 when expert > 1, else `tensor`
     sequence: bool = False  # sequence parallelism; needs tensor > 1
-    distributed_optimizer: bool = True  # main weights and moments are split over data-parallel ranks
-    overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks during the backward pass
+    # main weights and moments are split over data-parallel ranks
+    distributed_optimizer: bool = True
+    # reduce gradients over data-parallel ranks during the backward pass
+    overlap_grad_reduce: bool = False
     # gather updated weights during the next forward pass; needs distributed_optimizer
     overlap_param_gather: bool = False
     # how tokens reach their experts; deepep, on GPUs, sends a token once to each node
@@ -52,8 +59,9 @@ class OptimConfig:
     adam_beta2: Decay = 0.999
     adam_eps: float = 1e-8
     clip_grad: NonNegative = 1.0  # largest norm of the gradient; 0: any
-    # FusedAdam of Transformer Engine holds the main weights and moments, in the precision of the next three keys; needs
-    # model.dtype=bfloat16 and parallel.distributed_optimizer [use_precision_aware_optimizer]
+    # FusedAdam of Transformer Engine holds the main weights and moments, in the precision of the
+    # next three keys; needs model.dtype=bfloat16 and parallel.distributed_optimizer
+    # [use_precision_aware_optimizer]
     precision_aware: bool = False
     main_params_dtype: Literal["float32", "float16"] = "float32"
     exp_avg_dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -1,10 +1,16 @@
-"""What verl's keys are called here. verl's `actor_rollout_ref.` is left out of the names; ROLE stands for the sections
-actor, ref, critic and reward_model, and a name that ends with `.*` for all keys below it."""
+"""What verl's keys are called here. verl's `actor_rollout_ref.` is left out of the names; ROLE
+stands for the sections actor, ref, critic and reward_model, and a name that ends with `.*` for all
+keys below it."""
 
 from __future__ import annotations
 
 _PREFIX = "actor_rollout_ref."
-_SECTIONS = {"actor": "actor", "ref": "reference", "critic": "critic", "reward_model": "reward_model"}
+_SECTIONS = {
+    "actor": "actor",
+    "ref": "reference",
+    "critic": "critic",
+    "reward_model": "reward_model",
+}
 
 # verl's name: the key here, and after a space what is different about its values
 RENAMED = {
@@ -27,11 +33,21 @@ RENAMED = {
     "ROLE.model.fsdp_config.optimizer_offload": "ROLE.offload.optimizer",
     "ROLE.megatron.override_transformer_config.recompute_granularity": "actor.recompute",
     "ROLE.megatron.override_transformer_config.recompute_modules": "actor.recompute_modules",
-    "ROLE.megatron.override_transformer_config.moe_token_dispatcher_type": "ROLE.parallel.moe_dispatcher",
-    "ROLE.megatron.override_transformer_config.moe_enable_deepep": "ROLE.parallel.moe_dispatcher (deepep)",
-    "ROLE.megatron.override_transformer_config.num_layers_in_first_pipeline_stage": "ROLE.parallel.first_stage_layers",
-    "ROLE.megatron.override_transformer_config.num_layers_in_last_pipeline_stage": "ROLE.parallel.last_stage_layers",
-    "ROLE.megatron.override_transformer_config.pipeline_model_parallel_layout": "ROLE.parallel.layers_per_stage",
+    (
+        "ROLE.megatron.override_transformer_config.moe_token_dispatcher_type"
+    ): "ROLE.parallel.moe_dispatcher",
+    (
+        "ROLE.megatron.override_transformer_config.moe_enable_deepep"
+    ): "ROLE.parallel.moe_dispatcher (deepep)",
+    (
+        "ROLE.megatron.override_transformer_config.num_layers_in_first_pipeline_stage"
+    ): "ROLE.parallel.first_stage_layers",
+    (
+        "ROLE.megatron.override_transformer_config.num_layers_in_last_pipeline_stage"
+    ): "ROLE.parallel.last_stage_layers",
+    (
+        "ROLE.megatron.override_transformer_config.pipeline_model_parallel_layout"
+    ): "ROLE.parallel.layers_per_stage",
     "ROLE.megatron.override_transformer_config.moe_aux_loss_coeff": "actor.router_aux_loss_coef",
     "ROLE.megatron.override_transformer_config.moe_z_loss_coeff": "actor.router_z_loss_coef",
     "ROLE.megatron.override_ddp_config.overlap_grad_reduce": "ROLE.parallel.overlap_grad_reduce",
@@ -40,12 +56,16 @@ RENAMED = {
     "ROLE.strategy": "actor.backend (of all roles that train)",
     "ROLE.grad_clip": "ROLE.optim.clip_grad",
     "ROLE.optim.betas": "ROLE.optim.adam_beta1 (and adam_beta2)",
-    "ROLE.optim.lr_warmup_steps_ratio": "ROLE.optim.lr_warmup_steps (optimizer updates, no share of them)",
+    "ROLE.optim.lr_warmup_steps_ratio": (
+        "ROLE.optim.lr_warmup_steps (optimizer updates, no share of them)"
+    ),
     "ROLE.optim.total_training_steps": "ROLE.optim.lr_decay_steps (optimizer updates)",
     "ROLE.optim.warmup_style": "ROLE.optim.lr_decay_style",
     "ROLE.optim.lr_scheduler_type": "ROLE.optim.lr_decay_style",
     "ROLE.optim.min_lr_ratio": "ROLE.optim.min_lr (a rate, no share of lr)",
-    "ROLE.optim.override_optimizer_config.use_precision_aware_optimizer": "ROLE.optim.precision_aware",
+    (
+        "ROLE.optim.override_optimizer_config.use_precision_aware_optimizer"
+    ): "ROLE.optim.precision_aware",
     "ROLE.optim.override_optimizer_config.optimizer_cpu_offload": "ROLE.offload.optimizer",
     "ROLE.ppo_micro_batch_size": "ROLE.max_tokens_per_micro_batch (tokens, not rows)",
     "ROLE.ppo_micro_batch_size_per_gpu": "ROLE.max_tokens_per_micro_batch (tokens, not rows)",
@@ -65,7 +85,9 @@ RENAMED = {
     "actor.entropy_from_logits_with_chunking": "actor.logits_chunk_tokens",
     "actor.router_replay.mode": "actor.router_replay",
     "actor.checkpoint.async_save": "trainer.async_checkpoints",
-    "actor.tis_imp_ratio_cap": "actor.rollout_correction.upper (with actor.rollout_correction.weight=token)",
+    "actor.tis_imp_ratio_cap": (
+        "actor.rollout_correction.upper (with actor.rollout_correction.weight=token)"
+    ),
     "rollout.name": "rollout.engine",
     "rollout.tensor_model_parallel_size": "rollout.tensor",
     "rollout.pipeline_model_parallel_size": "rollout.pipeline",
@@ -81,7 +103,9 @@ RENAMED = {
     "rollout.top_k": "rollout.sampling.top_k",
     "rollout.do_sample": "rollout.sampling.temperature",
     "rollout.val_kwargs.n": "rollout.val_samples",
-    "rollout.val_kwargs.do_sample": "rollout.val_sampling.temperature (0 takes the most likely token)",
+    "rollout.val_kwargs.do_sample": (
+        "rollout.val_sampling.temperature (0 takes the most likely token)"
+    ),
     "rollout.val_kwargs.temperature": "rollout.val_sampling.temperature",
     "rollout.val_kwargs.top_p": "rollout.val_sampling.top_p",
     "rollout.val_kwargs.top_k": "rollout.val_sampling.top_k",
@@ -89,15 +113,21 @@ RENAMED = {
     "rollout.seed": "seed",
     "rollout.prompt_length": "data.max_prompt_length",
     "rollout.response_length": "data.max_response_length",
-    "rollout.max_model_len": "data.max_response_length (with data.max_prompt_length it says how long a row may be)",
+    "rollout.max_model_len": (
+        "data.max_response_length (with data.max_prompt_length it says how long a row may be)"
+    ),
     "rollout.log_prob_micro_batch_size": "actor.max_tokens_per_micro_batch (tokens, not rows)",
-    "rollout.log_prob_micro_batch_size_per_gpu": "actor.max_tokens_per_micro_batch (tokens, not rows)",
+    "rollout.log_prob_micro_batch_size_per_gpu": (
+        "actor.max_tokens_per_micro_batch (tokens, not rows)"
+    ),
     "rollout.log_prob_max_token_len_per_gpu": "actor.max_tokens_per_micro_batch",
     "rollout.multi_turn.enable": "rollout.agent.loop (tools)",
     "rollout.multi_turn.max_assistant_turns": "rollout.agent.max_answers",
     "rollout.multi_turn.max_user_turns": "rollout.agent.max_answers",
     "rollout.multi_turn.max_tool_response_length": "rollout.agent.max_observation_tokens",
-    "rollout.multi_turn.max_parallel_calls": "rollout.agent.max_parallel_calls (further calls wait; verl drops them)",
+    "rollout.multi_turn.max_parallel_calls": (
+        "rollout.agent.max_parallel_calls (further calls wait; verl drops them)"
+    ),
     "rollout.multi_turn.tool_config_path": "rollout.agent.tools (names, or path/to/file.py:name)",
     "rollout.multi_turn.interaction_config_path": "rollout.agent.environment",
     "rollout.multi_turn.format": "rollout.agent.call_format",
@@ -106,7 +136,9 @@ RENAMED = {
     "rollout.agent.num_workers": "rollout.agent.environment_processes",
     "rollout.engine_kwargs.*": "rollout.extra_args",
     "rollout.checkpoint_engine.backend": "rollout.sync.transport",
-    "rollout.checkpoint_engine.update_weights_bucket_megabytes": "rollout.sync.staging_bytes (bytes)",
+    (
+        "rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    ): "rollout.sync.staging_bytes (bytes)",
     "rollout.update_weights_bucket_megabytes": "rollout.sync.staging_bytes (bytes)",
     "rollout.enable_rollout_routing_replay": "actor.router_replay (r3)",
     "rollout.skip_rollout": "trainer.rollouts_from",
@@ -143,7 +175,9 @@ RENAMED = {
     "algorithm.kl_ctrl.type": "algorithm.kl_target (with it the coefficient adapts)",
     "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
     "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
-    "algorithm.filter_groups.*": "algorithm.dynamic_sampling (batches of data.train_batch_size at most)",
+    "algorithm.filter_groups.*": (
+        "algorithm.dynamic_sampling (batches of data.train_batch_size at most)"
+    ),
     "algorithm.rollout_correction.rollout_is": "actor.rollout_correction.weight",
     "algorithm.rollout_correction.rollout_is_threshold": "actor.rollout_correction.upper",
     "algorithm.rollout_correction.rollout_rs": "actor.rollout_correction.reject",
@@ -159,7 +193,9 @@ RENAMED = {
     "reward.num_workers": "reward.processes",
     "reward_model.num_workers": "reward.processes",
     "reward_model.reward_kwargs.overlong_buffer_cfg.len": "reward.overlong_tokens",
-    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "reward.overlong_tokens (above 0 it is on)",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": (
+        "reward.overlong_tokens (above 0 it is on)"
+    ),
     "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor": "reward.overlong_penalty",
     "reward_model.reward_kwargs.max_resp_len": "data.max_response_length",
     "reward_model.enable": "reward_model.path (with a folder it is on)",
@@ -176,8 +212,12 @@ RENAMED = {
     "trainer.max_actor_ckpt_to_keep": "trainer.max_checkpoints_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_checkpoints_to_keep",
     "trainer.default_local_dir": "output_dir (the run's folder is output_dir/name)",
-    "trainer.rollout_data_dir": "trainer.dump_rollouts_every_steps (files go into the run's folder)",
-    "trainer.validation_data_dir": "trainer.dump_rollouts_every_steps (files go into the run's folder)",
+    "trainer.rollout_data_dir": (
+        "trainer.dump_rollouts_every_steps (files go into the run's folder)"
+    ),
+    "trainer.validation_data_dir": (
+        "trainer.dump_rollouts_every_steps (files go into the run's folder)"
+    ),
     "trainer.nnodes": "cluster.nodes",
     "trainer.n_gpus_per_node": "cluster.procs_per_node",
     "trainer.device": "cluster.devices_per_node (GPUs that a node must have)",
@@ -190,44 +230,64 @@ RENAMED = {
     "ray_kwargs.ray_init.address": "cluster.address",
 }
 _ALWAYS_PACKED = (
-    "rows are always packed without padding, up to actor.max_tokens_per_micro_batch tokens a pass; leave the key out"
+    "rows are always packed without padding, up to actor.max_tokens_per_micro_batch tokens a pass; "
+    "leave the key out"
 )
-_ONE_MAP = "weights are always read and written as Hugging Face folders, by one map for all layouts; leave the key out"
+_ONE_MAP = (
+    "weights are always read and written as Hugging Face folders, by one map for all layouts; "
+    "leave the key out"
+)
 _NO_CODE = "code that comes with a model is never run (docs/security.md); leave the key out"
 _KERNELS = "kernels are chosen by the device; leave the key out"
 _ENGINE_OWN = (
-    "the engine's own settings go into rollout.extra_args under the names of its server's arguments; its defaults need "
-    "no key"
+    "the engine's own settings go into rollout.extra_args under the names of its server's "
+    "arguments; its defaults need no key"
 )
 _PROFILES = "the run's folder always has a timeline, which its report shows; leave the key out"
 
 # verl's name without a key here: why, and what to do
 ABSENT = {
-    "actor_rollout_ref": "its sections are top-level here: actor, rollout, model, and reference for verl's ref",
+    "actor_rollout_ref": (
+        "its sections are top-level here: actor, rollout, model, and reference for verl's ref"
+    ),
     "ROLE.use_dynamic_bsz": _ALWAYS_PACKED,
     "ROLE.log_prob_use_dynamic_bsz": _ALWAYS_PACKED,
     "rollout.log_prob_use_dynamic_bsz": _ALWAYS_PACKED,
     "model.use_remove_padding": _ALWAYS_PACKED,
     "ROLE.model.use_remove_padding": _ALWAYS_PACKED,
     "ROLE.megatron.use_remove_padding": _ALWAYS_PACKED,
-    "trainer.balance_batch": "rows are always balanced over the ranks by their tokens; leave the key out",
+    "trainer.balance_batch": (
+        "rows are always balanced over the ranks by their tokens; leave the key out"
+    ),
     "ROLE.megatron.use_mbridge": _ONE_MAP,
     "ROLE.megatron.vanilla_mbridge": _ONE_MAP,
     "ROLE.megatron.use_dist_checkpointing": _ONE_MAP,
     "ROLE.megatron.dist_checkpointing_path": _ONE_MAP,
-    "ROLE.checkpoint.*": "a checkpoint holds all that a run needs to go on, the export the model; leave the key out",
-    "ROLE.model.enable_gradient_checkpointing": "all roles that train follow actor.recompute; leave the key out",
-    "ROLE.megatron.override_transformer_config.recompute_method": "actor.recompute=full is of every layer; leave it "
-    "out",
-    "ROLE.megatron.override_transformer_config.recompute_num_layers": "actor.recompute=full is of every layer; leave "
-    "it out",
+    "ROLE.checkpoint.*": (
+        "a checkpoint holds all that a run needs to go on, the export the model; leave the key out"
+    ),
+    "ROLE.model.enable_gradient_checkpointing": (
+        "all roles that train follow actor.recompute; leave the key out"
+    ),
+    "ROLE.megatron.override_transformer_config.recompute_method": (
+        "actor.recompute=full is of every layer; leave it out"
+    ),
+    "ROLE.megatron.override_transformer_config.recompute_num_layers": (
+        "actor.recompute=full is of every layer; leave it out"
+    ),
     "ROLE.megatron.override_transformer_config.*": "Megatron's fields follow config.json and "
     "actor.parallel; leave the key out",
     "ROLE.megatron.*": "Megatron's fields follow config.json and actor.parallel; leave the key out",
-    "ROLE.optim.override_optimizer_config.*": "the optimizer has the keys of actor.optim and actor.offload",
+    "ROLE.optim.override_optimizer_config.*": (
+        "the optimizer has the keys of actor.optim and actor.offload"
+    ),
     "ROLE.model.*": "what the folder of the model has counts; leave the key out",
-    "ROLE.fsdp_config.*": "with actor.backend=fsdp every process is one rank of FSDP2; leave the key out",
-    "ROLE.model.fsdp_config.*": "with actor.backend=fsdp every process is one rank of FSDP2; leave the key out",
+    "ROLE.fsdp_config.*": (
+        "with actor.backend=fsdp every process is one rank of FSDP2; leave the key out"
+    ),
+    "ROLE.model.fsdp_config.*": (
+        "with actor.backend=fsdp every process is one rank of FSDP2; leave the key out"
+    ),
     "ROLE.use_torch_compile": _KERNELS,
     "ROLE.use_fused_kernels": _KERNELS,
     "model.use_fused_kernels": _KERNELS,
@@ -238,8 +298,12 @@ ABSENT = {
     "global_profiler.*": _PROFILES,
     "ROLE.shuffle": "mini-batches keep the order of the step's rows; leave the key out",
     "rollout.mode": "engines always answer asynchronously; leave the key out",
-    "rollout.load_format": "weights always reach the engines by slices from the trainer; leave the key out",
-    "rollout.layered_summon": "weights always reach the engines by slices from the trainer; leave the key out",
+    "rollout.load_format": (
+        "weights always reach the engines by slices from the trainer; leave the key out"
+    ),
+    "rollout.layered_summon": (
+        "weights always reach the engines by slices from the trainer; leave the key out"
+    ),
     "rollout.calculate_log_probs": "the engine's log-probs are always kept; leave the key out",
     "rollout.multi_stage_wake_up": "weights and cache are always woken apart; leave the key out",
     "rollout.enforce_eager": _ENGINE_OWN,
@@ -251,10 +315,16 @@ ABSENT = {
     "ROLE.model.trust_remote_code": _NO_CODE,
     "data.trust_remote_code": _NO_CODE,
     "model.use_shm": "a model folder is read where it is; leave the key out",
-    "model.custom_chat_template": "the template is the tokenizer folder's (chat_template.jinja); write it there",
+    "model.custom_chat_template": (
+        "the template is the tokenizer folder's (chat_template.jinja); write it there"
+    ),
     "model.override_config.*": "config.json of the model folder counts; write the field there",
-    "model.enable_activation_offload": "activations stay on the device; actor.recompute makes them smaller",
-    "data.val_batch_size": "held-out prompts are all handed to the engines at once; leave the key out",
+    "model.enable_activation_offload": (
+        "activations stay on the device; actor.recompute makes them smaller"
+    ),
+    "data.val_batch_size": (
+        "held-out prompts are all handed to the engines at once; leave the key out"
+    ),
     "data.return_raw_chat": "prompts are always kept as messages; leave the key out",
     "data.return_raw_input_ids": "prompts are always kept as messages; leave the key out",
     "data.return_full_prompt": "rollouts are dumped with their prompts; leave the key out",
@@ -263,41 +333,68 @@ ABSENT = {
     "data.image_key": "models with images are not supported",
     "data.video_key": "models with images are not supported",
     "data.dataloader_num_workers": "prompts are read once into memory; leave the key out",
-    "data.filter_overlong_prompts_workers": "prompts are measured once at the start; leave the key out",
-    "data.apply_chat_template_kwargs.*": "the template is applied as the tokenizer folder has it; write the default "
-    "into chat_template.jinja",
+    "data.filter_overlong_prompts_workers": (
+        "prompts are measured once at the start; leave the key out"
+    ),
+    "data.apply_chat_template_kwargs.*": (
+        "the template is applied as the tokenizer folder has it; write the default into "
+        "chat_template.jinja"
+    ),
     "algorithm.pf_ppo.*": "PF-PPO is not supported",
     "algorithm.use_pf_ppo": "PF-PPO is not supported",
-    "trainer.project_name": "a run is known by name and output_dir alone; leave the key out, or put it into name",
-    "trainer.log_val_generations": "held-out answers are in the run's folder and its report; leave the key out",
+    "trainer.project_name": (
+        "a run is known by name and output_dir alone; leave the key out, or put it into name"
+    ),
+    "trainer.log_val_generations": (
+        "held-out answers are in the run's folder and its report; leave the key out"
+    ),
     "trainer.default_hdfs_dir": "checkpoints go to output_dir; mount the file system there",
-    "trainer.del_local_ckpt_after_load": "trainer.max_checkpoints_to_keep says how many stay; leave the key out",
-    "trainer.esi_redundant_time": "a Slurm job stops --grace seconds before its end; leave the key out",
+    "trainer.del_local_ckpt_after_load": (
+        "trainer.max_checkpoints_to_keep says how many stay; leave the key out"
+    ),
+    "trainer.esi_redundant_time": (
+        "a Slurm job stops --grace seconds before its end; leave the key out"
+    ),
     "trainer.use_legacy_worker_impl": "there is one kind of worker; leave the key out",
-    "reward_model.use_reward_loop": "rewards are always computed in a pool of processes; leave the key out",
-    "reward_model.launch_reward_fn_async": "rewards are always computed in a pool of processes; leave the key out",
-    "reward_model.sandbox_fusion.*": "programs run in a sandbox of this machine (the verifier code, docs/security.md)",
-    "reward_model.rollout.*": "a reward model is a Megatron role with one score an answer, not an engine; see "
-    "reward_model.path, or the judges of docs/algorithms.md",
+    "reward_model.use_reward_loop": (
+        "rewards are always computed in a pool of processes; leave the key out"
+    ),
+    "reward_model.launch_reward_fn_async": (
+        "rewards are always computed in a pool of processes; leave the key out"
+    ),
+    "reward_model.sandbox_fusion.*": (
+        "programs run in a sandbox of this machine (the verifier code, docs/security.md)"
+    ),
+    "reward_model.rollout.*": (
+        "a reward model is a Megatron role with one score an answer, not an engine; see "
+        "reward_model.path, or the judges of docs/algorithms.md"
+    ),
     "ray_kwargs.*": "cluster has what Ray is started with",
     "transfer_queue.*": "rows stay references until a rank reads them; leave the key out",
 }
 _MANAGERS = (
-    "verl's reward managers are keys of reward here: naive, prime and remote are how scores are always computed, in a "
-    "pool of processes (reward.processes); dapo is reward.overlong_tokens; batch is a function of lists and "
-    "rate_limited an async one (reward.path); gdpo is algorithm.adv_estimator=gdpo"
+    "verl's reward managers are keys of reward here: naive, prime and remote are how scores are "
+    "always computed, in a pool of processes (reward.processes); dapo is reward.overlong_tokens; "
+    "batch is a function of lists and rate_limited an async one (reward.path); gdpo is "
+    "algorithm.adv_estimator=gdpo"
 )
 ABSENT |= dict.fromkeys(
-    ("reward_model.reward_manager", "reward_manager.*", "reward.reward_manager.*", "reward.reward_manager"), _MANAGERS
+    (
+        "reward_model.reward_manager",
+        "reward_manager.*",
+        "reward.reward_manager.*",
+        "reward.reward_manager",
+    ),
+    _MANAGERS,
 )
 
 
 def counterpart(name: str) -> tuple[str, str]:
-    """The key of ours for a name that may be verl's, and what is different about its values; ("", reason) where there
-    is none; ("", "") where verl's table does not know the name.
+    """The key of ours for a name that may be verl's, and what is different about its values; ("",
+    reason) where there is none; ("", "") where verl's table does not know the name.
 
-    A name of a section that has another name here (`actor_rollout_ref.actor.ppo_epochs`) comes with ours, whether or
-    not there is such a key, and with the reason that counts where there is none.
+    A name of a section that has another name here (`actor_rollout_ref.actor.ppo_epochs`) comes with
+    ours, whether or not there is such a key, and with the reason that counts where there is none.
     """
     own = name.removeprefix(_PREFIX)
     section, _, rest = own.partition(".")

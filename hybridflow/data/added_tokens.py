@@ -1,4 +1,5 @@
-"""The added tokens of a tokenizer (special ones, and others that were added to its vocabulary) in text."""
+"""The added tokens of a tokenizer (special ones, and others that were added to its vocabulary) in
+text."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True)
 class Found:
-    """An added token in a text, from `begin` to `end`: with white space around it that belongs to it."""
+    """An added token in a text, from `begin` to `end`: with white space around it that belongs to
+    it."""
 
     token: str
     begin: int
@@ -20,14 +22,17 @@ class Found:
 
 
 class AddedTokens:
-    """Finds added tokens as the tokenizer does: the leftmost, and of those that begin there the longest.
+    """Finds added tokens as the tokenizer does: the leftmost, and of those that begin there the
+    longest.
 
     Args:
         decoder: the tokenizer's `added_tokens_decoder`, {id: token}.
     """
 
     def __init__(self, decoder: Mapping[int, Any]) -> None:
-        self.ids: dict[str, int] = {token.content: number for number, token in decoder.items() if token.content}
+        self.ids: dict[str, int] = {
+            token.content: number for number, token in decoder.items() if token.content
+        }
         self.numbers = frozenset(self.ids.values())
         self._tokens = {token.content: token for token in decoder.values()}
         longest_first = sorted(self.ids, key=len, reverse=True)

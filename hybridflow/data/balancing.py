@@ -1,7 +1,8 @@
 """Spreading items over ranks by cost, and what a sequence costs. Pure numpy.
 
-A greedy start (longest processing time first) is improved by exchanges between a costly and a cheap rank. An exchange
-is only made when the costlier of the two gets cheaper, so the bounds of the greedy start hold for the result.
+A greedy start (longest processing time first) is improved by exchanges between a costly and a cheap
+rank. An exchange is only made when the costlier of the two gets cheaper, so the bounds of the
+greedy start hold for the result.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ _ENOUGH = 2e-4  # of the mean: a spread below it is not worth another round
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """What a forward pass over one sequence costs: `per_token` for each token and `per_pair` for each pair of tokens
-    (attention)."""
+    """What a forward pass over one sequence costs: `per_token` for each token and `per_pair` for
+    each pair of tokens (attention)."""
 
     per_token: float
     per_pair: float
 
     @classmethod
     def of_model(cls, hf_config: Mapping[str, Any]) -> SequenceCost:
-        """Multiplications, from the shape in a Hugging Face config: matrices per token; scores and values per causal
-        pair.
+        """Multiplications, from the shape in a Hugging Face config: matrices per token; scores and
+        values per causal pair.
 
-        Fields that are missing count as in a plain dense model; a config without any shape costs by tokens alone.
+        Fields that are missing count as in a plain dense model; a config without any shape costs by
+        tokens alone.
         """
-        hidden, layers = int(hf_config.get("hidden_size", 0)), int(hf_config.get("num_hidden_layers", 0))
+        hidden = int(hf_config.get("hidden_size", 0))
+        layers = int(hf_config.get("num_hidden_layers", 0))
         if not hidden or not layers:
             return cls(1.0, 0.0)
         heads = int(hf_config.get("num_attention_heads", 1))
@@ -49,11 +52,13 @@ class SequenceCost:
         router = hidden * int(hf_config.get("num_experts") or 0)
         head = hidden * int(hf_config.get("vocab_size") or 0)
         return cls(
-            float(layers * (attention + 3 * hidden * width + router) + head), float(layers * 2 * heads * head_dim) / 2
+            float(layers * (attention + 3 * hidden * width + router) + head),
+            float(layers * 2 * heads * head_dim) / 2,
         )
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Cost of each sequence [B] f64, in tokens of a short sequence: `lengths` plus the quadratic share."""
+        """Cost of each sequence [B] f64, in tokens of a short sequence: `lengths` plus the
+        quadratic share."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return tokens + (self.per_pair / self.per_token) * tokens * tokens
 
@@ -69,9 +74,9 @@ def checked_costs(costs: Costs) -> np.ndarray:
 def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list[np.ndarray]:
     """Spreads items over ranks so that the largest sum of costs is small.
 
-    Longest processing time first, then exchanges. The largest sum is at most the mean plus the costliest item; without
-    `equal_counts` it is at most 4/3 - 1/(3 num_ranks) of the optimum too. Deterministic; ties go to the lower rank and
-    the lower index.
+    Longest processing time first, then exchanges. The largest sum is at most the mean plus the
+    costliest item; without `equal_counts` it is at most 4/3 - 1/(3 num_ranks) of the optimum too.
+    Deterministic; ties go to the lower rank and the lower index.
 
     Args:
         costs: cost of each item [B], finite and not negative; any unit.
@@ -79,22 +84,27 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
         equal_counts: every rank gets the same number of items (they must divide).
 
     Returns:
-        One ascending int64 index array a rank; every index once. Empty arrays only when there are fewer items than
-        ranks.
+        One ascending int64 index array a rank; every index once. Empty arrays only when there are
+        fewer items than ranks.
 
     Raises:
-        ValueError: num_ranks is not positive, a cost is negative or not finite, or the items do not divide.
+        ValueError: num_ranks is not positive, a cost is negative or not finite, or the items do not
+            divide.
     """
     weights = checked_costs(costs)
     if num_ranks < 1 or (equal_counts and len(weights) % num_ranks):
         raise ValueError(
-            f"num_ranks must be positive, and divide the items for equal counts, got {len(weights)} items, {num_ranks} "
-            "ranks"
+            "num_ranks must be positive, and divide the items for equal counts, got "
+            f"{len(weights)} items, {num_ranks} ranks"
         )
-    # Everything below sees the costs in descending order, so that the same costs in another order are grouped alike.
+    # Everything below sees the costs in descending order, so that the same costs in another order
+    # are grouped alike.
     order = np.argsort(-weights, kind="stable")
-    sorted_costs, owner = weights[order], np.empty(len(weights), dtype=np.int64)
-    owner_sorted = _deal(sorted_costs, num_ranks) if equal_counts else _longest_first(sorted_costs, num_ranks)
+    sorted_costs = weights[order]
+    owner = np.empty(len(weights), dtype=np.int64)
+    owner_sorted = (
+        _deal(sorted_costs, num_ranks) if equal_counts else _longest_first(sorted_costs, num_ranks)
+    )
     if num_ranks > 1 and len(weights) > num_ranks:
         _exchange(sorted_costs, owner_sorted, num_ranks, moves=not equal_counts)
     owner[order] = owner_sorted
@@ -103,8 +113,8 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
 
 
 def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Rank of each item [B]: the next item (they descend) goes to the cheapest rank (ties: fewer items, then lower
-    rank)."""
+    """Rank of each item [B]: the next item (they descend) goes to the cheapest rank (ties: fewer
+    items, then lower rank)."""
     owner = []
     heap = [(0.0, 0, rank) for rank in range(num_ranks)]
     for cost in weights.tolist():
@@ -115,9 +125,10 @@ def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Rank of each item [B], equally many each: of every `num_ranks` items (they descend), the costliest goes to the
-    cheapest rank."""
-    loads, rows = np.zeros(num_ranks), []
+    """Rank of each item [B], equally many each: of every `num_ranks` items (they descend), the
+    costliest goes to the cheapest rank."""
+    loads = np.zeros(num_ranks)
+    rows = []
     for costs in weights.reshape(-1, num_ranks):
         rows.append(np.argsort(loads, kind="stable"))
         loads[rows[-1]] += costs
@@ -125,10 +136,11 @@ def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: bool) -> None:
-    """Improve `owner` in place: in each round the costliest rank trades with the cheapest, the second with the second,
-    and so on."""
+    """Improve `owner` in place: in each round the costliest rank trades with the cheapest, the
+    second with the second, and so on."""
     loads = np.bincount(owner, weights, num_ranks)
-    fruitless, accepted = 0, loads.mean() * (1 + _ENOUGH)
+    fruitless = 0
+    accepted = loads.mean() * (1 + _ENOUGH)
     for turn in range(_MAX_ROUNDS):
         too_costly = int((loads > accepted).sum())
         if not too_costly or fruitless == _PATIENCE:
@@ -142,10 +154,15 @@ def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: 
 
 
 def _trade(
-    weights: np.ndarray, owner: np.ndarray, loads: np.ndarray, high: np.ndarray, low: np.ndarray, moves: bool
+    weights: np.ndarray,
+    owner: np.ndarray,
+    loads: np.ndarray,
+    high: np.ndarray,
+    low: np.ndarray,
+    moves: bool,
 ) -> int:
-    """In each pair i the best exchange of one item of `high[i]` for one (or, with `moves`, none) of `low[i]`; how many
-    were made."""
+    """In each pair i the best exchange of one item of `high[i]` for one (or, with `moves`, none) of
+    `low[i]`; how many were made."""
     pair_of = np.full(len(loads), -1)
     pair_of[high] = pair_of[low] = np.arange(len(high))
     is_low = np.isin(owner, low)
@@ -167,11 +184,13 @@ def _trade(
 def _nearest(
     pairs: np.ndarray, costs: np.ndarray, wanted_pairs: np.ndarray, wanted: np.ndarray, step: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each wanted cost the item of its pair with the nearest cost, and the distance (inf: there is none).
+    """Return for each wanted cost the item of its pair with the nearest cost, and the distance
+    (inf: there is none).
 
     `step` exceeds every difference of two costs.
     """
-    # All items on one line, pair by pair and by cost inside a pair, so that one search serves every pair.
+    # All items on one line, pair by pair and by cost inside a pair, so that one search serves every
+    # pair.
     order = np.lexsort((costs, pairs))
     costs = costs[order]
     pairs = pairs[order]
@@ -193,8 +212,10 @@ def _apply(
     half: np.ndarray,
     found: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> int:
-    """Carry out the best exchange of each pair that makes its costlier rank cheaper; an item taken of -1 means none."""
-    (high, low), (give, take, missed) = ranks, found
+    """Carry out the best exchange of each pair that makes its costlier rank cheaper; an item taken
+    of -1 means none."""
+    high, low = ranks
+    give, take, missed = found
     order = np.lexsort((give, missed))
     first = np.full(len(loads), -1)
     giver = owner[give[order]]
@@ -202,8 +223,11 @@ def _apply(
     first[ranks_seen] = order[at]
     chosen = first[high]
     useful = (chosen >= 0) & (missed[chosen] < half * (1 - 1e-9))
-    high, low, chosen = high[useful], low[useful], chosen[useful]
-    out, back = give[chosen], take[chosen]
+    high = high[useful]
+    low = low[useful]
+    chosen = chosen[useful]
+    out = give[chosen]
+    back = take[chosen]
     gain = weights[out] - np.where(back >= 0, weights[back], 0.0)
     owner[out] = low
     owner[back[back >= 0]] = high[back >= 0]

@@ -1,8 +1,9 @@
-"""What a chat template writes between an answer and the next one, found by rendering short conversations of marks.
+"""What a chat template writes between an answer and the next one, found by rendering short
+conversations of marks.
 
-A template is a program that can be asked, not read. Marks in place of contents show where a turn is closed and opened
-and what becomes of an observation (as it is, trimmed, as JSON), so that a conversation is continued without rendering
-it again from its start.
+A template is a program that can be asked, not read. Marks in place of contents show where a turn is
+closed and opened and what becomes of an observation (as it is, trimmed, as JSON), so that a
+conversation is continued without rendering it again from its start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from hybridflow.errors import DataError
 from hybridflow.rewards.reading import opens_thinking
 
 Message = Mapping[str, Any]
-# (messages, whether the next answer is opened) -> the text of the template; DataError where it refuses the messages
+# (messages, whether the next answer is opened) -> the text of the template; DataError where it
+# refuses the messages
 Render = Callable[[Sequence[Message], bool], str]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -33,7 +35,8 @@ def _mark(kind: str, number: int = 0) -> str:
     return f"kQzV{kind}{number:04d}"
 
 
-_ANSWER, _THOUGHT = _mark("A"), _mark("H")
+_ANSWER = _mark("A")
+_THOUGHT = _mark("H")
 
 
 @dataclass(frozen=True)
@@ -88,17 +91,19 @@ class TemplateReport:
     """What a chat template does with turns.
 
     Attributes:
-        closes_answer: what it writes after an answer that is the last message; empty where the next role's mark does.
+        closes_answer: what it writes after an answer that is the last message; empty where the next
+            role's mark does.
         ends_answer: the token in it that ends an answer; None where there is none.
         stop_tokens: tokens at which generation stops.
         roles: roles of messages that it takes.
-        observations: how an answer is followed by a message of the roles `tool` and `user`; a role is absent where
-            that cannot be done exactly, and `problems` says why.
+        observations: how an answer is followed by a message of the roles `tool` and `user`; a role
+            is absent where that cannot be done exactly, and `problems` says why.
         problems: by role, why its messages cannot follow an answer.
         needs_calls: it takes messages of the role `tool` only after an answer with calls.
         opens_thinking: the generation prompt ends inside of a thinking.
         drops_thinking: roles of messages at which it leaves the thinking of earlier answers out.
-        example_call: an answer that calls the tool `lookup` with {"key": "value"}; empty where it writes no calls.
+        example_call: an answer that calls the tool `lookup` with {"key": "value"}; empty where it
+            writes no calls.
     """
 
     closes_answer: str
@@ -140,8 +145,8 @@ class _Frame:
 
 @dataclass(frozen=True)
 class _Form:
-    """A way in which a template may take the calls of answers: so many of each answer, arguments as text or as an
-    object, and one that nobody made where results follow an answer without calls."""
+    """A way in which a template may take the calls of answers: so many of each answer, arguments as
+    text or as an object, and one that nobody made where results follow an answer without calls."""
 
     most_calls: int | None
     as_text: bool
@@ -159,19 +164,24 @@ class ChatTemplate:
     """
 
     def __init__(self, name: str, render: Render, added: AddedTokens, stops: Sequence[str]) -> None:
-        self._name, self._render, self._added, self._stops = name, render, added, tuple(stops)
+        self._name = name
+        self._render = render
+        self._added = added
+        self._stops = tuple(stops)
 
     def following(self, exchanges: Sequence[Exchange], last: str | None = None) -> list[Piece]:
         """What the template writes between the last answer and the next one.
 
         Args:
-            exchanges: all after the first user message. The messages of the last one are written; of others only
-                roles, calls and ids matter.
-            last: the stop token with which the answer ended, as text; None where another thing ended it. The template's
-                own token is left out where it is that one, and shown otherwise.
+            exchanges: all after the first user message. The messages of the last one are written;
+                of others only roles, calls and ids matter.
+            last: the stop token with which the answer ended, as text; None where another thing
+                ended it. The template's own token is left out where it is that one, and shown
+                otherwise.
 
         Raises:
-            DataError: the template refuses such messages, or does not show them and the answer once each, in order.
+            DataError: the template refuses such messages, or does not show them and the answer once
+                each, in order.
         """
         frame = self._frame(exchanges)
         shown = self._shown(frame)
@@ -181,7 +191,10 @@ class ChatTemplate:
         pieces: list[Piece] = []
         place = frame.begin + skipped
         for found in _MARK.finditer(frame.text, place):
-            pieces += [Piece(frame.text[place : found.start()]), Piece({**frame.names, **shown}[found[0]], True)]
+            pieces += [
+                Piece(frame.text[place : found.start()]),
+                Piece({**frame.names, **shown}[found[0]], True),
+            ]
             place = found.end()
         kept: list[Piece] = []
         for piece in (*pieces, Piece(frame.text[place:])):
@@ -196,17 +209,21 @@ class ChatTemplate:
             with_calls: answers that are followed have calls.
 
         Raises:
-            DataError: such messages are refused, or are not shown once, or what was said before them is written anew.
+            DataError: such messages are refused, or are not shown once, or what was said before
+                them is written anew.
         """
-        once, twice = (self._frame([_example(role, "?", with_calls)] * count).text for count in (1, 2))
+        once, twice = (
+            self._frame([_example(role, "?", with_calls)] * count).text for count in (1, 2)
+        )
         said = once.partition(_mark("T"))[0]
         for last, earlier in ((_ANSWER, _mark("E", 1)), (_mark("V"), _mark("U"))):
             said = said.replace(last, earlier)
         if not twice.startswith(said):
             raise DataError(
-                f"{self._name}: the chat template writes what was said before anew when a message of role {role} "
-                "comes, so that a conversation does not stay the tokens that it was; use another "
-                "rollout.agent.observation_role, or a template that leaves earlier messages as they are"
+                f"{self._name}: the chat template writes what was said before anew when a message "
+                f"of role {role} comes, so that a conversation does not stay the tokens that it "
+                "was; use another rollout.agent.observation_role, or a template that leaves "
+                "earlier messages as they are"
             )
 
     def stops_in(self, text: str, begin: int = 0) -> Iterator[Found]:
@@ -215,29 +232,34 @@ class ChatTemplate:
 
     @cached_property
     def closes_answer(self) -> str:
-        """What the template writes after an answer that is the last message; empty where it refuses one."""
+        """What the template writes after an answer that is the last message; empty where it refuses
+        one."""
         return self._behind_answer()
 
     @cached_property
     def closing_token(self) -> str | None:
-        """The added token that stands directly behind an answer which a message follows: the end of the answer, or the
-        mark of the next role. None where there is none."""
+        """The added token that stands directly behind an answer which a message follows: the end of
+        the answer, or the mark of the next role. None where there is none."""
         found = next(self._added.find(self._behind_answer(_OPENING)), None)
         return found.token if found is not None and found.begin == 0 else None
 
     def _behind_answer(self, *following: Message) -> str:
         try:
-            shown = self._render([_OPENING, {"role": "assistant", "content": _ANSWER}, *following], False)
+            shown = self._render(
+                [_OPENING, {"role": "assistant", "content": _ANSWER}, *following], False
+            )
         except DataError:
             return ""
         return shown.partition(_ANSWER)[2]
 
     @property
     def ends_answer(self) -> str | None:
-        """The token that the template writes at the end of an answer: the first at which generation stops, else the
-        last; None where there is none."""
+        """The token that the template writes at the end of an answer: the first at which generation
+        stops, else the last; None where there is none."""
         found = [one.token for one in self._added.find(self.closes_answer)]
-        return next((token for token in found if token in self._stops), found[-1] if found else None)
+        return next(
+            (token for token in found if token in self._stops), found[-1] if found else None
+        )
 
     @cached_property
     def opens_thinking(self) -> bool:
@@ -250,17 +272,21 @@ class ChatTemplate:
 
     @cached_property
     def example_call(self) -> str:
-        """An answer that calls the tool `lookup` with {"key": "value"}, as the template writes it; empty where it
-        writes no calls."""
+        """An answer that calls the tool `lookup` with {"key": "value"}, as the template writes it;
+        empty where it writes no calls."""
         for as_text in (False, True):
             call = _call("lookup", "call00000", {"key": "value"}, as_text)
             try:
                 asked = self._render([_OPENING], True)
-                shown = self._render([_OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], False)
+                shown = self._render(
+                    [_OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], False
+                )
             except DataError:
                 continue
             alike = len(common_beginning(asked, shown))
-            begin = next((one.begin for one in self._added.find(shown) if one.begin < alike < one.end), alike)
+            begin = next(
+                (one.begin for one in self._added.find(shown) if one.begin < alike < one.end), alike
+            )
             said = shown[begin:]
             place = said.rfind("value")
             ends = (found.begin for found in self.stops_in(said, max(place, 0)))
@@ -269,7 +295,9 @@ class ChatTemplate:
 
     def report(self) -> TemplateReport:
         """What the template does, for people."""
-        observations, problems, needs_calls = dict[str, ObservationForm](), dict[str, str](), False
+        observations = dict[str, ObservationForm]()
+        problems = dict[str, str]()
+        needs_calls = False
         for role in ("tool", "user"):
             for with_calls in (False, True) if role == "tool" else (False,):
                 try:
@@ -317,8 +345,8 @@ class ChatTemplate:
         raise problem
 
     def _end_of_answer(self, text: str, count: int) -> tuple[int, int]:
-        """Where the last answer is first seen, and where it has ended: after its content, or at the stop token after
-        its calls."""
+        """Where the last answer is first seen, and where it has ended: after its content, or at the
+        stop token after its calls."""
         marks = [(found[1], int(found[2]), found) for found in _MARK.finditer(text)]
         said = [found for kind, _, found in marks if kind == "A"]
         called = [found for kind, _, found in marks if kind == "V"]
@@ -327,9 +355,9 @@ class ChatTemplate:
         ends = [found.end() for found in said + called]
         if len(said) > 1 or not ends or max(ends) > first or texts != list(range(count)):
             raise DataError(
-                f"{self._name}: the chat template does not show an answer and the messages after it once each, in "
-                "order; set rollout.agent.observation_role to the other role, or give a template that leaves what was "
-                "said as it is"
+                f"{self._name}: the chat template does not show an answer and the messages after "
+                "it once each, in order; set rollout.agent.observation_role to the other role, or "
+                "give a template that leaves what was said as it is"
             )
         seen = min(found.end() for found in said + called)
         if not called:
@@ -337,9 +365,9 @@ class ChatTemplate:
         stop = next((found.begin for found in self.stops_in(text, max(ends))), None)
         if stop is None or stop >= first:
             raise _NoEndError(
-                f"{self._name}: the chat template puts no token at which generation stops after an answer that calls "
-                f"a tool (it stops at {', '.join(self._stops)}); name that token in eos_token_id of "
-                "generation_config.json"
+                f"{self._name}: the chat template puts no token at which generation stops after an "
+                f"answer that calls a tool (it stops at {', '.join(self._stops)}); name that token "
+                "in eos_token_id of generation_config.json"
             )
         return seen, stop
 
@@ -349,29 +377,38 @@ class ChatTemplate:
             return 0
         first = next(self._added.find(between), None)
         mark = _MARK.search(between)
-        if first is not None and first.token == last and (mark is None or first.end <= mark.start()):
+        if (
+            first is not None
+            and first.token == last
+            and (mark is None or first.end <= mark.start())
+        ):
             return first.end
         return len(last) if between.startswith(last) else 0
 
     def _shown(self, frame: _Frame) -> dict[str, str] | None:
-        """What the template makes of each content, by its mark; None where a content changes what is around it."""
+        """What the template makes of each content, by its mark; None where a content changes what
+        is around it."""
         shown: dict[str, str] = {}
         for number, content in enumerate(frame.contents):
             before, mark, after = frame.text[frame.answer :].partition(_mark("T", number))
             text = self._render(_with_contents(frame, {number: content}), True)
             found = text[_first_seen(text) :]
-            if len(found) < len(before) + len(after) or not (found.startswith(before) and found.endswith(after)):
+            if len(found) < len(before) + len(after) or not (
+                found.startswith(before) and found.endswith(after)
+            ):
                 return None
             shown[mark] = found[len(before) : len(found) - len(after)]
         return shown
 
     def _whole(self, frame: _Frame) -> str:
-        """What follows the answer with the contents in it. DataError: one of them would speak for the template."""
+        """What follows the answer with the contents in it. DataError: one of them would speak for
+        the template."""
         values = [*frame.contents, *frame.names.values()]
         if any(next(self._added.find(value), None) or _MARK.search(value) for value in values):
             raise DataError(
-                f"{self._name}: the chat template writes these messages in another way than others: "
-                f"{str(frame.contents)[:200]}; special tokens in them would count as its own"
+                f"{self._name}: the chat template writes these messages in another way than "
+                f"others: {str(frame.contents)[:200]}; special tokens in them would count as its "
+                "own"
             )
         text = self._render(_with_contents(frame, dict(enumerate(frame.contents))), True)
         begin = _first_seen(text) + frame.begin - frame.answer
@@ -408,7 +445,9 @@ class ChatTemplate:
     def _drops_thinking(self, role: str) -> bool:
         answer = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
         try:
-            return _THOUGHT not in self._render([_OPENING, answer, {"role": role, "content": "?"}], True)
+            return _THOUGHT not in self._render(
+                [_OPENING, answer, {"role": role, "content": "?"}], True
+            )
         except DataError:
             return False
 
@@ -416,11 +455,16 @@ class ChatTemplate:
 def common_beginning(one: str, other: str) -> str:
     """The longest text with which both begin."""
     pairs = enumerate(zip(one, other, strict=False))
-    return one[: next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))]
+    return one[
+        : next(
+            (place for place, (left, right) in pairs if left != right), min(len(one), len(other))
+        )
+    ]
 
 
 def _first_seen(text: str) -> int:
-    """After the first mark of the last answer: what a template writes before it may depend on what follows."""
+    """After the first mark of the last answer: what a template writes before it may depend on what
+    follows."""
     return next(found.end() for found in _MARK.finditer(text) if found[1] in "AV")
 
 
@@ -438,7 +482,9 @@ def _example(role: str, content: str, with_calls: bool) -> Exchange:
     if not with_calls:
         return Exchange([{"role": role, "content": content}])
     call = ShownCall("lookup", "call00000")
-    return Exchange([{"role": role, "content": content, "tool_call_id": call.id, "name": call.name}], [call])
+    return Exchange(
+        [{"role": role, "content": content, "tool_call_id": call.id, "name": call.name}], [call]
+    )
 
 
 def _forms(exchanges: Sequence[Exchange]) -> Iterator[_Form]:
@@ -447,17 +493,25 @@ def _forms(exchanges: Sequence[Exchange]) -> Iterator[_Form]:
         yield _Form(count, False, False)
         if most:
             yield _Form(count, True, False)
-    if any(not exchange.calls and any(one["role"] == "tool" for one in exchange.messages) for exchange in exchanges):
+    if any(
+        not exchange.calls and any(one["role"] == "tool" for one in exchange.messages)
+        for exchange in exchanges
+    ):
         yield _Form(None, False, True)
         yield _Form(None, True, True)
 
 
 def _marked(exchange: Exchange, form: _Form, names: dict[str, str], earlier: int) -> list[Message]:
-    """An answer and what follows it with marks, which are others for an exchange that later ones follow; `names` learns
-    what those of names and ids stand for."""
+    """An answer and what follows it with marks, which are others for an exchange that later ones
+    follow; `names` learns what those of names and ids stand for."""
     results = [one for one in exchange.messages if one["role"] == "tool"]
-    calls = exchange.calls or ([ShownCall("tool", f"call{n:05d}") for n in range(len(results))] if form.invents else [])
-    answer: dict[str, Any] = {"role": "assistant", "content": _mark("E", earlier) if earlier else _ANSWER}
+    calls = exchange.calls or (
+        [ShownCall("tool", f"call{n:05d}") for n in range(len(results))] if form.invents else []
+    )
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": _mark("E", earlier) if earlier else _ANSWER,
+    }
     arguments = {"argument": _mark("U" if earlier else "V")}
     given = [
         _call(_mark_of("N", one.name, names), _mark_of("I", one.id, names), arguments, form.as_text)

@@ -1,8 +1,10 @@
-"""Whole conversations as rows to learn from: which tokens the assistant wrote, as the chat template shows them.
+"""Whole conversations as rows to learn from: which tokens the assistant wrote, as the chat template
+shows them.
 
-An answer is learned behind the tokens that ask for it, and with the token that ends it, as generation has both. A
-template may write an answer otherwise once messages follow it (without its thinking, with another end). Such an answer
-is learned in a row of its own, which is the conversation up to it.
+An answer is learned behind the tokens that ask for it, and with the token that ends it, as
+generation has both. A template may write an answer otherwise once messages follow it (without its
+thinking, with another end). Such an answer is learned in a row of its own, which is the
+conversation up to it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from hybridflow.errors import DataError
 Messages = Sequence[Mapping[str, Any]]
 _THINKING = re.compile(r"</?think>")
 _FORM = (
-    "a list of chat messages {role: string, content: string, ...}, where an answer with tool_calls may be without "
-    "content"
+    "a list of chat messages {role: string, content: string, ...}, where an answer with tool_calls "
+    "may be without content"
 )
 
 
@@ -32,7 +34,8 @@ class LearnedRow:
     """A conversation, or the beginning of one, as tokens.
 
     Attributes:
-        ids: what the chat template makes of it, and the token that ends its last answer where the template has none.
+        ids: what the chat template makes of it, and the token that ends its last answer where the
+            template has none.
         learned: which of them the assistant wrote in turns that are learned.
     """
 
@@ -46,7 +49,8 @@ class _Turn:
 
     Attributes:
         text: of that conversation.
-        begin, end: where the answer begins in it, and where it has ended, with the token that closes it.
+        begin, end: where the answer begins in it, and where it has ended, with the token that
+            closes it.
         is_closed: whether there is such a token; otherwise the mark of the next message may be it.
     """
 
@@ -59,7 +63,8 @@ class _Turn:
 def learned_rows(
     tokenizer: Tokenizer, messages: Messages, wanted: Sequence[bool] | None, tools: Messages | None
 ) -> list[LearnedRow]:
-    """The rows in which the assistant's turns of a conversation are learned, each turn in one of them.
+    """The rows in which the assistant's turns of a conversation are learned, each turn in one of
+    them.
 
     Args:
         tokenizer: its chat template shows the conversation.
@@ -68,15 +73,17 @@ def learned_rows(
         tools: declarations that the template shows; None: those of the run.
 
     Raises:
-        DataError: no turn is learned, or the template refuses the messages or shows an answer otherwise than behind the
-            prompt that asks for it.
+        DataError: no turn is learned, or the template refuses the messages or shows an answer
+            otherwise than behind the prompt that asks for it.
     """
     places = []
     for place, one in enumerate(messages):
         if one["role"] == "assistant":
             places.append(place)
     if wanted is not None and len(wanted) != len(places):
-        raise DataError(f"{len(wanted)} marks for {len(places)} messages of the assistant; give one for each")
+        raise DataError(
+            f"{len(wanted)} marks for {len(places)} messages of the assistant; give one for each"
+        )
     learned = []
     for place, is_wanted in zip(places, wanted or [True] * len(places), strict=True):
         if is_wanted:
@@ -85,7 +92,9 @@ def learned_rows(
         raise DataError("there is no message of the assistant to learn; remove the row")
     problem: DataError | None = None
     # some templates want the arguments of calls as objects, others as text
-    for form in (json.loads, json.dumps) if any("tool_calls" in one for one in messages) else (json.loads,):
+    for form in (
+        (json.loads, json.dumps) if any("tool_calls" in one for one in messages) else (json.loads,)
+    ):
         shown = [_with_arguments(one, form) for one in messages]
         try:
             return _rows(tokenizer, [_turn(tokenizer, shown, place, tools) for place in learned])
@@ -140,18 +149,23 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages | None) -> _Turn:
-    """The answer at `place`. DataError: it does not follow the prompt that asks for it, or is not shown."""
+    """The answer at `place`. DataError: it does not follow the prompt that asks for it, or is not
+    shown."""
     prompt = whole_text(tokenizer.render(messages[:place], True, tools))
     text = whole_text(tokenizer.render(messages[: place + 1], False, tools))
     if not text.startswith(prompt):
         alike = max(len(common_beginning(prompt, text)) - 20, 0)
         raise DataError(
-            f"message {place}: the chat template asks for this answer with {prompt[alike:][:60]!r} and shows it behind "
-            f"{text[alike:][:60]!r}, so that it would be learned where generation never is. Give its thinking in "
-            "reasoning_content, set data.chat_template_kwargs, leave the turn out with sft.learned_key, or use a "
-            "template that shows both alike (chat_template.jinja in model.tokenizer)"
+            f"message {place}: the chat template asks for this answer with {prompt[alike:][:60]!r} "
+            f"and shows it behind {text[alike:][:60]!r}, so that it would be learned where "
+            "generation never is. Give its thinking in reasoning_content, set "
+            "data.chat_template_kwargs, leave the turn out with sft.learned_key, or use a template "
+            "that shows both alike (chat_template.jinja in model.tokenizer)"
         )
-    template, begin, end, ends = tokenizer.template, len(prompt), len(text), None
+    template = tokenizer.template
+    begin = len(prompt)
+    end = len(text)
+    ends = None
     closes = template.closes_answer
     if closes and text.endswith(closes):
         end -= len(closes)
@@ -164,7 +178,8 @@ def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages 
 
 
 def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
-    """Refuse an answer of which a template leaves something out: less would be learned than was said."""
+    """Refuse an answer of which a template leaves something out: less would be learned than was
+    said."""
     said = []
     for key in ("reasoning_content", "content"):
         said.extend(_THINKING.split(message.get(key) or ""))
@@ -172,11 +187,14 @@ def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
     for call in message.get("tool_calls") or ():
         calls.append(str(call["function"].get("name", "")))
     if not shown.strip():
-        raise DataError(f"message {place}: the chat template shows nothing of this answer; is it empty?")
+        raise DataError(
+            f"message {place}: the chat template shows nothing of this answer; is it empty?"
+        )
     if missing := [part for part in (*said, *calls) if whole_text(part).strip() not in shown]:
         raise DataError(
-            f"message {place}: the chat template leaves {missing[0].strip()[:60]!r} of this answer out; leave it out "
-            "of the data too, or use a template that shows it (chat_template.jinja in model.tokenizer)"
+            f"message {place}: the chat template leaves {missing[0].strip()[:60]!r} of this answer "
+            "out; leave it out of the data too, or use a template that shows it "
+            "(chat_template.jinja in model.tokenizer)"
         )
 
 
@@ -195,7 +213,8 @@ def _rows(tokenizer: Tokenizer, answers: Sequence[_Turn]) -> list[LearnedRow]:
 
 
 def _end_in(text: str, turn: _Turn, tokenizer: Tokenizer) -> int | None:
-    """Where the turn has ended in a longer conversation; None where that shows it otherwise, or does not end it."""
+    """Where the turn has ended in a longer conversation; None where that shows it otherwise, or
+    does not end it."""
     if not text.startswith(turn.text[: turn.end]):
         return None
     if turn.is_closed:
@@ -204,19 +223,23 @@ def _end_in(text: str, turn: _Turn, tokenizer: Tokenizer) -> int | None:
     return after.end if after is not None and not text[turn.end : after.begin].strip() else None
 
 
-def _row(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], is_closed: bool) -> LearnedRow:
+def _row(
+    tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], is_closed: bool
+) -> LearnedRow:
     """The tokens of a text; those that begin inside of a span are learned."""
     ids, begins = tokenizer.encode_with_places(text)
     learned = []
     for place in begins:
         learned.append(any(begin <= place < end for begin, end in spans))
     if not is_closed:
-        ids, learned = [*ids, tokenizer.end_id], [*learned, True]
+        ids = [*ids, tokenizer.end_id]
+        learned = [*learned, True]
     return LearnedRow(ids, learned)
 
 
 def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls as objects (`json.loads`) or as text (`json.dumps`)."""
+    """The message with the arguments of its calls as objects (`json.loads`) or as text
+    (`json.dumps`)."""
     if not message.get("tool_calls"):
         return dict(message)
     calls = []

@@ -1,4 +1,5 @@
-"""A dataset class of the user's own, loaded from a python file and checked before anything starts."""
+"""A dataset class of the user's own, loaded from a python file and checked before anything
+starts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _METHODS = ("__len__", "batch", "data_sources")
 
 
 class Prompts(Protocol):
-    """What the trainer asks of a dataset of prompts; `PromptDataset` is the built-in one and may be subclassed."""
+    """What the trainer asks of a dataset of prompts; `PromptDataset` is the built-in one and may be
+    subclassed."""
 
     def __len__(self) -> int: ...
 
@@ -37,12 +39,17 @@ class Prompts(Protocol):
 
 
 def open_prompts(
-    files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, max_rows: int | None = None
+    files: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    max_rows: int | None = None,
 ) -> Prompts:
-    """`data.dataset_class`, else `PromptDataset`, constructed as `cls(files, tokenizer, config, max_rows=...)`.
+    """`data.dataset_class`, else `PromptDataset`, constructed as `cls(files, tokenizer, config,
+    max_rows=...)`.
 
     Raises:
-        ConfigError: the file or class is missing, fails to import, or lacks a method; or its batches lack a column.
+        ConfigError: the file or class is missing, fails to import, or lacks a method; or its
+            batches lack a column.
     """
     wanted = config.dataset_class
     if wanted.path is None:
@@ -54,46 +61,63 @@ def open_prompts(
             missing.append(name)
     if missing:
         raise ConfigError(
-            f"{wanted.path}: {wanted.name}.batch() lacks column {missing[0]!r}; it needs {', '.join(COLUMNS)}"
+            f"{wanted.path}: {wanted.name}.batch() lacks column {missing[0]!r}; it needs "
+            f"{', '.join(COLUMNS)}"
         )
     return cast(Prompts, made)
 
 
 def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | PreferenceDataset:
-    """What a step trains on: prompts that engines answer, or with `data.answers=pairs` prompts with recorded answers.
+    """What a step trains on: prompts that engines answer, or with `data.answers=pairs` prompts with
+    recorded answers.
 
     Raises:
         ConfigError: a step would hold rows more than once.
-        DataError: a file of pairs lacks a column, or a row is malformed; and what `open_prompts` raises.
+        DataError: a file of pairs lacks a column, or a row is malformed; and what `open_prompts`
+            raises.
     """
     dataset: Prompts | PreferenceDataset
     if config.answers == "pairs":
-        dataset = PreferenceDataset(config.train_files, tokenizer, config, config.chosen_key, config.rejected_key)
+        dataset = PreferenceDataset(
+            config.train_files, tokenizer, config, config.chosen_key, config.rejected_key
+        )
     else:
         dataset = open_prompts(config.train_files, tokenizer, config)
     if config.train_batch_size > len(dataset):
         raise ConfigError(
-            f"data.train_batch_size={config.train_batch_size} is more than the {len(dataset)} rows of "
-            f"data.train_files ({', '.join(config.train_files)}): a step would hold rows several times; lower it and "
-            "actor.ppo_mini_batch_size, or give more data"
+            f"data.train_batch_size={config.train_batch_size} is more than the {len(dataset)} rows "
+            f"of data.train_files ({', '.join(config.train_files)}): a step would hold rows "
+            "several times; lower it and actor.ppo_mini_batch_size, or give more data"
         )
     return dataset
 
 
-def open_sampler(config: DataConfig, dataset: Prompts | PreferenceDataset, seed: int) -> ResumableSampler:
-    """The order of the rows: shuffled or not, with the weights and the curriculum that `data` names.
+def open_sampler(
+    config: DataConfig, dataset: Prompts | PreferenceDataset, seed: int
+) -> ResumableSampler:
+    """The order of the rows: shuffled or not, with the weights and the curriculum that `data`
+    names.
 
     Raises:
-        ConfigError: a row lacks the number that `data.weight_key` or `data.difficulty_key` asks for.
+        ConfigError: a row lacks the number that `data.weight_key` or `data.difficulty_key` asks
+            for.
     """
-    weights, difficulty = (_numbers(dataset, key) for key in (config.weight_key, config.difficulty_key))
+    weights, difficulty = (
+        _numbers(dataset, key) for key in (config.weight_key, config.difficulty_key)
+    )
     try:
         return ResumableSampler(
-            len(dataset), config.train_batch_size, config.shuffle, seed, weights=weights, difficulty=difficulty
+            len(dataset),
+            config.train_batch_size,
+            config.shuffle,
+            seed,
+            weights=weights,
+            difficulty=difficulty,
         )
     except ValueError as error:
         raise ConfigError(
-            f"data.weight_key={config.weight_key} data.difficulty_key={config.difficulty_key}: {error}"
+            f"data.weight_key={config.weight_key} data.difficulty_key={config.difficulty_key}: "
+            f"{error}"
         ) from error
 
 
@@ -104,14 +128,19 @@ def _numbers(dataset: Prompts | PreferenceDataset, key: str | None) -> np.ndarra
     for row, info in enumerate(infos):
         if not isinstance((info or {}).get(key), (int, float)):
             raise ConfigError(
-                f"row {row}: extra_info has no number {key!r}, which data.weight_key or data.difficulty_key asks for"
+                f"row {row}: extra_info has no number {key!r}, which data.weight_key or "
+                "data.difficulty_key asks for"
             )
     return np.array([info[key] for info in infos], dtype=np.float64)
 
 
 def _load(path: Path, name: str) -> Any:
     found = attribute_of(
-        import_file(path, "data.dataset_class.path"), name, "data.dataset_class.name", inspect.isclass, "a class"
+        import_file(path, "data.dataset_class.path"),
+        name,
+        "data.dataset_class.name",
+        inspect.isclass,
+        "a class",
     )
     missing = [method for method in _METHODS if not hasattr(found, method)]
     if missing:

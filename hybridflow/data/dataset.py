@@ -1,5 +1,5 @@
-"""Datasets in memory: parquet rows checked and tokenized once when the job starts, handed out as `DataProto`
-batches."""
+"""Datasets in memory: parquet rows checked and tokenized once when the job starts, handed out as
+`DataProto` batches."""
 
 from __future__ import annotations
 
@@ -26,18 +26,22 @@ _PAIRS = SftConfig()
 
 
 class _Dataset:
-    """Rows of data files as token ids: a prompt, and answers, which end as the chat template ends them, once.
+    """Rows of data files as token ids: a prompt, and answers, which end as the chat template ends
+    them, once.
 
-    A prompt whose last message is the assistant's is refused: the answer would stand in the question. With
-    `data.continue_final_message` it is the beginning of the answer, and its turn stays open.
+    A prompt whose last message is the assistant's is refused: the answer would stand in the
+    question. With `data.continue_final_message` it is the beginning of the answer, and its turn
+    stays open.
 
-    A row with a prompt of more than `data.max_prompt_length` tokens (chat template included) or an answer of more than
-    `data.max_response_length` (eos included) is dropped with `filter_overlong_prompts`, else refused or cut as
-    `data.truncation` says: `left`, `middle` and `right` name the part of the prompt that is cut off. An answer is cut
-    on the right, so that it does not end with eos. A conversation may have as many tokens as both together, and is cut
-    at its end.
+    A row with a prompt of more than `data.max_prompt_length` tokens (chat template included) or an
+    answer of more than `data.max_response_length` (eos included) is dropped with
+    `filter_overlong_prompts`, else refused or cut as `data.truncation` says: `left`, `middle` and
+    `right` name the part of the prompt that is cut off. An answer is cut on the right, so that it
+    does not end with eos. A conversation may have as many tokens as both together, and is cut at
+    its end.
 
-    Many rows are encoded by several processes, and the tokens of large files kept for later runs (`TokenCache`).
+    Many rows are encoded by several processes, and the tokens of large files kept for later runs
+    (`TokenCache`).
 
     Args:
         files: read in order.
@@ -51,7 +55,8 @@ class _Dataset:
         places: of each row its file and its number there, as messages name them.
 
     Raises:
-        DataError: a file, column or row is missing or malformed, a row is too long, or no row is left.
+        DataError: a file, column or row is missing or malformed, a row is too long, or no row is
+            left.
     """
 
     def __init__(
@@ -67,7 +72,8 @@ class _Dataset:
         self.places: list[str] = []
         self._columns: dict[str, list[Any]] = defaultdict(list)
         cache = TokenCache.of(files, encoder, max_rows) if config.cache_tokens else TokenCache(None)
-        kept, rows = cache.read(), _rows(files, (*encoder.reads, *others), optional)
+        kept = cache.read()
+        rows = _rows(files, (*encoder.reads, *others), optional)
         taken: list[DataProto] = []
         with closing(pieces(rows, encoder) if kept is None else known_pieces(rows, kept)) as found:
             for piece in found:
@@ -76,13 +82,17 @@ class _Dataset:
                     break
                 if piece.problem is not None:
                     raise DataError(piece.problem)
-        _report(files, len(self.places), self.num_filtered, self.num_truncated, len(set(self.places)))
+        _report(
+            files, len(self.places), self.num_filtered, self.num_truncated, len(set(self.places))
+        )
         tokens = DataProto.concat(taken)
         if kept is None:
             cache.write(tokens)
         built = {name: tokens[name] for name in encoder.columns}
         built |= {name: objects(values) for name, values in self._columns.items()}
-        self._rows = DataProto.from_columns({**built, "index": np.arange(len(self.places), dtype=np.int64)})
+        self._rows = DataProto.from_columns(
+            {**built, "index": np.arange(len(self.places), dtype=np.int64)}
+        )
 
     def _take(self, piece: Piece, max_rows: int | None) -> DataProto:
         """Keep rows of a piece until there are `max_rows`; returns their tokens."""
@@ -108,8 +118,8 @@ class _Dataset:
         return len(self._rows)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
-        """The rows at `indices` [B], in that order; an index may repeat. Column `index` (int64 [B]) is the row of this
-        dataset.
+        """The rows at `indices` [B], in that order; an index may repeat. Column `index` (int64 [B])
+        is the row of this dataset.
 
         Raises:
             IndexError: an index is negative or beyond the dataset.
@@ -122,10 +132,11 @@ class _Dataset:
 
 
 class PromptDataset(_Dataset):
-    """Prompts to sample responses for: prompt_ids (jagged int64), data_source, ground_truth, extra_info (objects).
+    """Prompts to sample responses for: prompt_ids (jagged int64), data_source, ground_truth,
+    extra_info (objects).
 
-    Required columns: `data.prompt_key` (chat messages or text), `data.data_source_key` (string; not with
-    `data.data_source`), `data.ground_truth_key`. Optional: extra_info (struct).
+    Required columns: `data.prompt_key` (chat messages or text), `data.data_source_key` (string; not
+    with `data.data_source`), `data.ground_truth_key`. Optional: extra_info (struct).
 
     Args:
         files: parquet files, read in order.
@@ -135,12 +146,19 @@ class PromptDataset(_Dataset):
     """
 
     def __init__(
-        self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, *, max_rows: int | None = None
+        self,
+        files: Sequence[str | Path],
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        *,
+        max_rows: int | None = None,
     ) -> None:
         self._config = config
         sources = () if config.data_source is not None else (config.data_source_key,)
         columns = (*sources, config.ground_truth_key.partition(".")[0])
-        super().__init__(files, AnswerEncoder(tokenizer, config, {}), config, columns, ("extra_info",), max_rows)
+        super().__init__(
+            files, AnswerEncoder(tokenizer, config, {}), config, columns, ("extra_info",), max_rows
+        )
 
     def _further(self, row: Row) -> dict[str, Any]:
         column, *path = self._config.ground_truth_key.split(".")
@@ -148,8 +166,14 @@ class PromptDataset(_Dataset):
         for name in path:
             truth = truth.get(name) if isinstance(truth, dict) else None
         if truth is None:
-            inside = f"a struct with {self._config.ground_truth_key.partition('.')[2]}" if path else "a value"
-            raise row.malformed(column, f"{inside}, by data.ground_truth_key={self._config.ground_truth_key}")
+            inside = (
+                f"a struct with {self._config.ground_truth_key.partition('.')[2]}"
+                if path
+                else "a value"
+            )
+            raise row.malformed(
+                column, f"{inside}, by data.ground_truth_key={self._config.ground_truth_key}"
+            )
         source = self._config.data_source
         return {
             "data_source": row.text(self._config.data_source_key) if source is None else source,
@@ -164,8 +188,9 @@ class PromptDataset(_Dataset):
 
 
 class SftDataset(_Dataset):
-    """Demonstrations: prompt_ids and response_ids (jagged int64). Rows are {prompt: chat messages, response: string};
-    with `sft.messages_key` they are conversations, whose `response_mask` (jagged bool) says which tokens are learned.
+    """Demonstrations: prompt_ids and response_ids (jagged int64). Rows are {prompt: chat messages,
+    response: string}; with `sft.messages_key` they are conversations, whose `response_mask` (jagged
+    bool) says which tokens are learned.
 
     Args:
         files: data files, read in order.
@@ -175,7 +200,11 @@ class SftDataset(_Dataset):
     """
 
     def __init__(
-        self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, sft: SftConfig = _PAIRS
+        self,
+        files: Sequence[str | Path],
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        sft: SftConfig = _PAIRS,
     ) -> None:
         encoder: Encoder = AnswerEncoder(tokenizer, config, {"response_ids": sft.response_key})
         if sft.messages_key is not None:
@@ -184,8 +213,9 @@ class SftDataset(_Dataset):
 
 
 class PreferenceDataset(_Dataset):
-    """Pairs of answers to one prompt, rows {prompt: chat messages, chosen: string, rejected: string}: prompt_ids,
-    chosen_ids and rejected_ids (jagged int64). A row whose answers are equal (also: after they were cut) is refused.
+    """Pairs of answers to one prompt, rows {prompt: chat messages, chosen: string, rejected:
+    string}: prompt_ids, chosen_ids and rejected_ids (jagged int64). A row whose answers are equal
+    (also: after they were cut) is refused.
 
     Args:
         files: parquet files, read in order.
@@ -211,10 +241,13 @@ class PreferenceDataset(_Dataset):
         return []
 
 
-def _rows(files: Sequence[str | Path], required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
+def _rows(
+    files: Sequence[str | Path], required: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[Row]:
     if not files:
         raise DataError(
-            "no dataset files are given: set data.train_files, data.val_files or sft.train_files, or data.prepare.task"
+            "no dataset files are given: set data.train_files, data.val_files or sft.train_files, "
+            "or data.prepare.task"
         )
     for path in files:
         try:
@@ -223,21 +256,29 @@ def _rows(files: Sequence[str | Path], required: Sequence[str], optional: Sequen
             if "is missing; " not in str(error):
                 raise
             raise DataError(
-                f"{error}. Name the columns of these files in data.prompt_key, data.ground_truth_key and "
-                "data.data_source_key (or data.data_source=NAME for all rows), those of demonstrations in "
-                "sft.response_key or sft.messages_key, or make files of a published set with `hybridflow prepare`"
+                f"{error}. Name the columns of these files in data.prompt_key, "
+                "data.ground_truth_key and data.data_source_key (or data.data_source=NAME for all "
+                "rows), those of demonstrations in sft.response_key or sft.messages_key, or make "
+                "files of a published set with `hybridflow prepare`"
             ) from error
 
 
-def _report(files: Sequence[str | Path], kept: int, filtered: int, truncated: int, sources: int) -> None:
-    """Says how many rows are in use, and of how many rows of the files; raises DataError when none is."""
+def _report(
+    files: Sequence[str | Path], kept: int, filtered: int, truncated: int, sources: int
+) -> None:
+    """Says how many rows are in use, and of how many rows of the files; raises DataError when none
+    is."""
     named = ", ".join(map(str, files))
     if not kept:
-        raise DataError(f"{named}: no rows left ({filtered} dropped as longer than the limits in the data section)")
+        raise DataError(
+            f"{named}: no rows left ({filtered} dropped as longer than the limits in the data "
+            "section)"
+        )
     log.info("%s: %d rows, %d dropped as too long, %d cut", named, kept, filtered, truncated)
     if kept > sources:
         log.info(
-            "%s: %d conversations became %d rows: the chat template writes an answer otherwise once messages follow it",
+            "%s: %d conversations became %d rows: the chat template writes an answer otherwise "
+            "once messages follow it",
             named,
             sources,
             kept,

@@ -1,4 +1,5 @@
-"""Rows of data files as token ids. An encoder says which columns it reads of a row and what becomes of it."""
+"""Rows of data files as token ids. An encoder says which columns it reads of a row and what becomes
+of it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from hybridflow.config.schema import DataConfig, SftConfig
-from hybridflow.data.conversations import LearnedRow, learned_rows, read_learned, read_messages, read_tools
+from hybridflow.data.conversations import (
+    LearnedRow,
+    learned_rows,
+    read_learned,
+    read_messages,
+    read_tools,
+)
 from hybridflow.data.files import Row
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.data.tokenizer import Tokenizer
@@ -59,8 +66,8 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class AnswerEncoder:
-    """A prompt, and the answers of `answers` {column of tokens: column of the row}, which end as the chat template ends
-    them, once. Answers that must differ are those of a preference pair."""
+    """A prompt, and the answers of `answers` {column of tokens: column of the row}, which end as
+    the chat template ends them, once. Answers that must differ are those of a preference pair."""
 
     tokenizer: Tokenizer
     config: DataConfig
@@ -86,7 +93,9 @@ class AnswerEncoder:
         """The tokens of a row. DataError: it is malformed, or too long where that is refused."""
         config = self.config
         prompt = _prompt_ids(row, self.tokenizer, config)
-        answers = {name: _answer_ids(row, key, self.tokenizer) for name, key in self.answers.items()}
+        answers = {
+            name: _answer_ids(row, key, self.tokenizer) for name, key in self.answers.items()
+        }
         is_long = len(prompt) > config.max_prompt_length or any(
             len(answer) > config.max_response_length for answer in answers.values()
         )
@@ -94,20 +103,24 @@ class AnswerEncoder:
             return Encoded([])
         if is_long:
             prompt = _shorten(prompt, row, config)
-            answers = {name: _shorten_response(answer, row, config) for name, answer in answers.items()}
+            answers = {
+                name: _shorten_response(answer, row, config) for name, answer in answers.items()
+            }
         if self.must_differ and len(set(map(tuple, answers.values()))) < len(answers):
             one, other = self.answers.values()
             raise DataError(
                 f"{row.path}, row {row.number}: columns {one!r} and {other!r} hold the same answer "
-                f"{row.text(one)[:60]!r}{' (after cutting it)' if is_long else ''}; a pair must differ: remove the row"
+                f"{row.text(one)[:60]!r}{' (after cutting it)' if is_long else ''}; a pair must "
+                "differ: remove the row"
             )
         return Encoded([{"prompt_ids": prompt, **answers}], is_long)
 
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Whole conversations, of which turns of the assistant are learned: `response_ids` begin with the first token of
-    the first such turn, and `response_mask` says which of them such turns wrote."""
+    """Whole conversations, of which turns of the assistant are learned: `response_ids` begin with
+    the first token of the first such turn, and `response_mask` says which of them such turns
+    wrote."""
 
     tokenizer: Tokenizer
     config: DataConfig
@@ -123,11 +136,15 @@ class ConversationEncoder:
     def settings(self) -> dict[str, Any]:
         """All that the tokens follow from, besides the tokenizer and the row."""
         keys = ("messages_key", "learned_key", "tools_key")
-        return {key: asdict(self.sft)[key] for key in keys} | {key: getattr(self.config, key) for key in _LIMITS}
+        return {key: asdict(self.sft)[key] for key in keys} | {
+            key: getattr(self.config, key) for key in _LIMITS
+        }
 
     def encode(self, row: Row) -> Encoded:
         """The tokens of a row. DataError: it is malformed, or too long where that is refused."""
-        key, learned, tools = self.sft.messages_key, self.sft.learned_key, self.sft.tools_key
+        key = self.sft.messages_key
+        learned = self.sft.learned_key
+        tools = self.sft.tools_key
         assert key is not None
         value = row.values[key]
         try:
@@ -142,7 +159,11 @@ class ConversationEncoder:
             raise DataError(f"{where}: {error}; found {str(value)[:120]}") from error
         limit = self.config.max_prompt_length + self.config.max_response_length
         longest = max(len(one.ids) for one in found)
-        if longest > limit and not self.config.filter_overlong_prompts and self.config.truncation == "error":
+        if (
+            longest > limit
+            and not self.config.filter_overlong_prompts
+            and self.config.truncation == "error"
+        ):
             keys = "data.max_prompt_length + data.max_response_length"
             raise _too_long(row, "the conversation", longest, keys, limit)
         kept = []
@@ -159,8 +180,13 @@ class ConversationEncoder:
 
 def _columns(row: LearnedRow, limit: int) -> Ids:
     begin = max(row.learned.index(True), 1)
-    response, mask = row.ids[begin:limit], row.learned[begin:limit]
-    return {"prompt_ids": row.ids[:begin], "response_ids": response, RESPONSE_MASK: list(map(int, mask))}
+    response = row.ids[begin:limit]
+    mask = row.learned[begin:limit]
+    return {
+        "prompt_ids": row.ids[:begin],
+        "response_ids": response,
+        RESPONSE_MASK: list(map(int, mask)),
+    }
 
 
 def _answer_ids(row: Row, key: str, tokenizer: Tokenizer) -> list[int]:
@@ -177,17 +203,23 @@ def _answer_ids(row: Row, key: str, tokenizer: Tokenizer) -> list[int]:
 
 def _prompt_ids(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]:
     text = row.values[config.prompt_key]
-    messages = [{"role": "user", "content": text}] if isinstance(text, str) else row.messages(config.prompt_key)
+    messages = (
+        [{"role": "user", "content": text}]
+        if isinstance(text, str)
+        else row.messages(config.prompt_key)
+    )
     if messages[-1]["role"] == "assistant" and not config.continue_final_message:
         raise DataError(
-            f"{row.path}, row {row.number}, column {config.prompt_key!r}: the last message is the assistant's, "
-            f"{messages[-1]['content'][:60]!r}; leave it out, or set data.continue_final_message: true where it is the "
-            "beginning of the answer"
+            f"{row.path}, row {row.number}, column {config.prompt_key!r}: the last message is the "
+            f"assistant's, {messages[-1]['content'][:60]!r}; leave it out, or set "
+            "data.continue_final_message: true where it is the beginning of the answer"
         )
     try:
         ids = tokenizer.encode_chat(messages)
     except DataError as error:
-        raise DataError(f"{row.path}, row {row.number}, column {config.prompt_key!r}: {error}") from error
+        raise DataError(
+            f"{row.path}, row {row.number}, column {config.prompt_key!r}: {error}"
+        ) from error
     if not ids:
         raise row.malformed(config.prompt_key, "messages that render to at least one token")
     return ids
@@ -211,12 +243,15 @@ def _shorten(ids: list[int], row: Row, config: DataConfig) -> list[int]:
 def _shorten_response(ids: list[int], row: Row, config: DataConfig) -> list[int]:
     limit = config.max_response_length
     if len(ids) > limit and config.truncation == "error":
-        raise _too_long(row, "the response with its end token", len(ids), "data.max_response_length", limit)
+        raise _too_long(
+            row, "the response with its end token", len(ids), "data.max_response_length", limit
+        )
     return ids[:limit]
 
 
 def _too_long(row: Row, what: str, length: int, key: str, limit: int) -> DataError:
     return DataError(
-        f"{row.path}, row {row.number}: {what} has {length} tokens, {key} is {limit}: raise it, set "
-        "data.filter_overlong_prompts: true to drop such rows, or data.truncation to left, right or middle to cut them"
+        f"{row.path}, row {row.number}: {what} has {length} tokens, {key} is {limit}: raise it, "
+        "set data.filter_overlong_prompts: true to drop such rows, or data.truncation to left, "
+        "right or middle to cut them"
     )

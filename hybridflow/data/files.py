@@ -1,4 +1,5 @@
-"""Reading rows of data files with checks: every complaint names the file, the column, the row and what was expected."""
+"""Reading rows of data files with checks: every complaint names the file, the column, the row and
+what was expected."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Row:
         """The error for a value that is not what was expected."""
         found = repr(self.values.get(column))
         shown = found if len(found) <= 120 else found[:120] + "..."
-        return DataError(f"{self.path}, row {self.number}, column {column!r}: expected {expected}, found {shown}")
+        return DataError(
+            f"{self.path}, row {self.number}, column {column!r}: expected {expected}, found {shown}"
+        )
 
     def text(self, column: str) -> str:
         """The value of a column of strings."""
@@ -38,7 +41,8 @@ class Row:
         return value
 
     def messages(self, column: str) -> list[dict[str, Any]]:
-        """The value of a column of chat messages; fields that Arrow filled with null are left out."""
+        """The value of a column of chat messages; fields that Arrow filled with null are left
+        out."""
         value = self.values[column]
         expected = "a non-empty list of chat messages {role: string, content: string}"
         if not isinstance(value, list) or not value:
@@ -48,7 +52,9 @@ class Row:
                 isinstance(message.get(key), str) for key in ("role", "content")
             ):
                 raise self.malformed(column, expected)
-        return [{key: item for key, item in message.items() if item is not None} for message in value]
+        return [
+            {key: item for key, item in message.items() if item is not None} for message in value
+        ]
 
     def mapping(self, column: str) -> dict[str, Any]:
         """The value of an optional column of structs; {} when the column or value is missing."""
@@ -60,10 +66,12 @@ class Row:
         return value
 
 
-def read_rows(path: str | Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
-    """Yields the rows of a data file with the named columns. The file's suffix says its form: parquet, jsonl (an object
-    a line), json (a list of objects, or such lines), csv (a header, all values strings) or arrow (an IPC file or
-    stream); any other is read as parquet.
+def read_rows(
+    path: str | Path, required: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[Row]:
+    """Yields the rows of a data file with the named columns. The file's suffix says its form:
+    parquet, jsonl (an object a line), json (a list of objects, or such lines), csv (a header, all
+    values strings) or arrow (an IPC file or stream); any other is read as parquet.
 
     Raises:
         DataError: the file is missing, is not (whole and) of its form, or lacks a required column.
@@ -79,9 +87,14 @@ def read_rows(path: str | Path, required: Sequence[str], optional: Sequence[str]
             if missing := [name for name in required if name not in values]:
                 columns = ", ".join(map(str, values)) or "no columns"
                 raise DataError(
-                    f"{path}, row {number}: column {', '.join(map(repr, missing))} is missing; it has {columns}"
+                    f"{path}, row {number}: column {', '.join(map(repr, missing))} is missing; it "
+                    f"has {columns}"
                 )
-            yield Row(str(path), number, {name: values[name] for name in (*required, *optional) if name in values})
+            yield Row(
+                str(path),
+                number,
+                {name: values[name] for name in (*required, *optional) if name in values},
+            )
 
 
 def count_rows(path: str | Path) -> int:
@@ -91,7 +104,9 @@ def count_rows(path: str | Path) -> int:
     return sum(1 for _ in read_rows(path, ()))
 
 
-def _parquet_rows(path: str | Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[Row]:
+def _parquet_rows(
+    path: str | Path, required: Sequence[str], optional: Sequence[str]
+) -> Iterator[Row]:
     number = 0
     for batch in iter_parquet(path, required, optional):
         for values in zip(*(batch[name] for name in batch.columns), strict=True):
@@ -129,7 +144,9 @@ def _parsed(text: bytes, where: str) -> Any:
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{where}: expected an object with the columns of a row, found {str(value)[:80]!r}")
+        raise DataError(
+            f"{where}: expected an object with the columns of a row, found {str(value)[:80]!r}"
+        )
     return value
 
 
@@ -139,7 +156,10 @@ def _csv(path: Path) -> Iterator[dict[str, Any]]:
         with path.open(encoding="utf-8-sig", newline="") as stream:
             for row in csv.DictReader(stream, strict=True):
                 if None in row or None in row.values():
-                    raise DataError(f"{path}: a row has not as many values as the header has names: {str(row)[:120]}")
+                    raise DataError(
+                        f"{path}: a row has not as many values as the header has names: "
+                        f"{str(row)[:120]}"
+                    )
                 yield row
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable csv file: {error}") from error

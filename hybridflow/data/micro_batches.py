@@ -1,4 +1,5 @@
-"""What packing and unpacking micro-batches has in common, whatever backend runs them. Numbers in, numbers out."""
+"""What packing and unpacking micro-batches has in common, whatever backend runs them. Numbers in,
+numbers out."""
 
 from __future__ import annotations
 
@@ -38,14 +39,16 @@ def sequence_lengths(batch: DataProto) -> np.ndarray:
 def lengths_read(lengths: np.ndarray, last_token: bool = False) -> np.ndarray:
     """[B] how many tokens of rows of so many tokens a forward pass reads, from the first on.
 
-    Nothing is predicted from a row's last token, so it is read only where `last_token` says that its own output is
-    wanted. A row of one token keeps it: attention kernels do not take empty sequences.
+    Nothing is predicted from a row's last token, so it is read only where `last_token` says that
+    its own output is wanted. A row of one token keeps it: attention kernels do not take empty
+    sequences.
     """
     return lengths if last_token else np.maximum(lengths - 1, np.minimum(lengths, 1))
 
 
 def tokens_read(prompts: Jagged, responses: Jagged, read: np.ndarray) -> np.ndarray:
-    """[sum of read] the first `read` [s] tokens of each row, prompt and response, one row after another."""
+    """[sum of read] the first `read` [s] tokens of each row, prompt and response, one row after
+    another."""
     sizes = prompts.lengths + responses.lengths
     starts = np.cumsum(sizes) - sizes
     tokens = np.zeros(int(sizes.sum()), np.int64)
@@ -65,16 +68,19 @@ def check_token_ids(batch: DataProto, vocab_size: int) -> None:
         if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
             wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
             raise ValueError(
-                f"{name} has the token {wrong}; the model has the tokens 0 to {vocab_size - 1}. Prepare the data with, "
-                "and let the engine use, the tokenizer of the model that is trained"
+                f"{name} has the token {wrong}; the model has the tokens 0 to {vocab_size - 1}. "
+                "Prepare the data with, and let the engine use, the tokenizer of the model that is "
+                "trained"
             )
 
 
-def counted_tokens(batch: DataProto, rows: np.ndarray, columns: Sequence[str]) -> tuple[np.ndarray | slice, np.ndarray]:
+def counted_tokens(
+    batch: DataProto, rows: np.ndarray, columns: Sequence[str]
+) -> tuple[np.ndarray | slice, np.ndarray]:
     """Which response tokens of these rows take part, and how many of each row [s].
 
-    Where `columns` asks for `response_mask`, only those that the policy sampled: no loss, metric or count sees others.
-    A batch without that column counts as sampled throughout.
+    Where `columns` asks for `response_mask`, only those that the policy sampled: no loss, metric or
+    count sees others. A batch without that column counts as sampled throughout.
     """
     if RESPONSE_MASK not in columns or RESPONSE_MASK not in batch:
         return slice(None), np.asarray(batch.jagged("response_ids").take(rows).lengths)
@@ -83,27 +89,33 @@ def counted_tokens(batch: DataProto, rows: np.ndarray, columns: Sequence[str]) -
     return mask.values, np.diff(before[mask.offsets])
 
 
-def values_of(batch: DataProto, name: str, rows: np.ndarray, keep: np.ndarray | slice) -> np.ndarray:
+def values_of(
+    batch: DataProto, name: str, rows: np.ndarray, keep: np.ndarray | slice
+) -> np.ndarray:
     """[n, ...] values of a column at the tokens of these rows that take part, int64 or float32."""
     values = batch.jagged(name).take(rows).values[keep]
-    return np.array(values, dtype=np.int64 if np.issubdtype(values.dtype, np.integer) else np.float32)
+    return np.array(
+        values, dtype=np.int64 if np.issubdtype(values.dtype, np.integer) else np.float32
+    )
 
 
 def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) -> Supports | None:
-    """The sampler's supports of the tokens of these rows that take part; None for a batch without them.
+    """The sampler's supports of the tokens of these rows that take part; None for a batch without
+    them.
 
     Raises:
         ValueError: a row has more or fewer tokens in its supports than their sizes say.
     """
     if not all(name in batch for name in SUPPORT):
         return None
-    sizes, ids = batch.jagged(SUPPORT_SIZES).take(rows), batch.jagged(SUPPORT_IDS).take(rows)
+    sizes = batch.jagged(SUPPORT_SIZES).take(rows)
+    ids = batch.jagged(SUPPORT_IDS).take(rows)
     before = np.concatenate([[0], np.cumsum(sizes.values, dtype=np.int64)])
     if len(wrong := np.flatnonzero(np.diff(before[sizes.offsets]) != ids.lengths)):
         row = int(wrong[0])
         raise ValueError(
-            f"{SUPPORT_IDS} of row {rows[row]} has {ids.lengths[row]} tokens, and {SUPPORT_SIZES} add up to "
-            f"{np.diff(before[sizes.offsets])[row]}"
+            f"{SUPPORT_IDS} of row {rows[row]} has {ids.lengths[row]} tokens, and {SUPPORT_SIZES} "
+            f"add up to {np.diff(before[sizes.offsets])[row]}"
         )
     return Supports(sizes.values, ids.values).take(keep)
 
@@ -116,9 +128,13 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def unpack(
-    values_per_micro: Sequence[np.ndarray], micro_batches: Sequence[Packed], num_samples: int, dtype: type = np.float32
+    values_per_micro: Sequence[np.ndarray],
+    micro_batches: Sequence[Packed],
+    num_samples: int,
+    dtype: type = np.float32,
 ) -> Jagged:
-    """Per-response-token results [n, ...] of all micro-batches as one jagged column in the order of the batch."""
+    """Per-response-token results [n, ...] of all micro-batches as one jagged column in the order of
+    the batch."""
     tail = values_per_micro[0].shape[1:]
     rows: list[np.ndarray] = [np.zeros((0, *tail), dtype)] * num_samples
     for values, micro in zip(values_per_micro, micro_batches, strict=True):

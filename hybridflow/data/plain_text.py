@@ -13,15 +13,19 @@ from hybridflow.data.added_tokens import AddedTokens
 from hybridflow.data.chat_template import Piece, common_beginning
 
 _NOT_SPACE = re.compile(r"\S")
-_CHARACTERS, _UNSURE = 8, 64  # of a token, most of the time; tokens at the end of a part of a text
+# of a token, most of the time; tokens at the end of a part of a text
+_CHARACTERS = 8
+_UNSURE = 64
 _NEUTRAL = "\ufffc"  # in place of what must not be read as a token
 _HALF = re.compile("[\ud800-\udfff]")
-# an added token before each part, which is then not taken for the beginning of a text; nothing from outside knows it
+# an added token before each part, which is then not taken for the beginning of a text; nothing from
+# outside knows it
 _ANCHOR = f"<anchor {secrets.token_hex(16)}>"
 
 
 def whole_text(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair, which no tokenizer and no file can hold."""
+    """The text with U+FFFD for each half of a surrogate pair, which no tokenizer and no file can
+    hold."""
     if not _HALF.search(text):
         return text
     joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
@@ -29,7 +33,8 @@ def whole_text(text: str) -> str:
 
 
 class PlainText:
-    """Encodes pieces of a prompt as the tokenizer encodes the whole, but for added tokens in literal pieces.
+    """Encodes pieces of a prompt as the tokenizer encodes the whole, but for added tokens in
+    literal pieces.
 
     Args:
         hf_tokenizer: a Hugging Face tokenizer.
@@ -40,11 +45,15 @@ class PlainText:
         self.added = AddedTokens(hf_tokenizer.added_tokens_decoder)
 
     def encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
-        """Token ids of the pieces, one after another; merges go over their borders as in one text."""
+        """Token ids of the pieces, one after another; merges go over their borders as in one
+        text."""
         pieces = [Piece(whole_text(piece.text), piece.is_literal) for piece in pieces]
         text = "".join(piece.text for piece in pieces)
         # white space stays, as added tokens may take what is around them
-        seen = "".join(_NOT_SPACE.sub(_NEUTRAL, piece.text) if piece.is_literal else piece.text for piece in pieces)
+        seen = "".join(
+            _NOT_SPACE.sub(_NEUTRAL, piece.text) if piece.is_literal else piece.text
+            for piece in pieces
+        )
         ids: list[int] = []
         place = 0
         for found in self.added.find(seen):
@@ -62,7 +71,8 @@ class PlainText:
         return ids if len(parts) == 1 else [token for part in parts for token in self._ids(part)]
 
     def cut(self, text: str, most: int | None) -> str:
-        """The text up to its first `most` tokens. Of a long text no more is encoded than these need."""
+        """The text up to its first `most` tokens. Of a long text no more is encoded than these
+        need."""
         if most is None or len(text.encode()) <= most:
             return text
         size = _CHARACTERS * most
@@ -77,10 +87,15 @@ class PlainText:
             size *= 4
 
     def _cut(self, text: str, most: int, unsure: int) -> str | None:
-        """The text up to its first `most` tokens; None where it does not have `unsure` more than these."""
+        """The text up to its first `most` tokens; None where it does not have `unsure` more than
+        these."""
         if self._backend is None:
             ids = self._ids(text)
-            return common_beginning(text, str(self._hf.decode(ids[:most]))) if len(ids) > most + unsure else None
+            return (
+                common_beginning(text, str(self._hf.decode(ids[:most])))
+                if len(ids) > most + unsure
+                else None
+            )
         offsets = self._backend.encode(text, add_special_tokens=False).offsets
         return text[: offsets[most][0]] if len(offsets) > most + unsure else None
 
@@ -102,7 +117,8 @@ class PlainText:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizer without added tokens; None for one that is not of the library `tokenizers`."""
+        """The tokenizer without added tokens; None for one that is not of the library
+        `tokenizers`."""
         whole = getattr(self._hf, "backend_tokenizer", None)
         if whole is None:
             return None
@@ -110,6 +126,8 @@ class PlainText:
         from tokenizers import Tokenizer as Backend
 
         state = json.loads(whole.to_str())
-        found = Backend.from_str(json.dumps({**state, "added_tokens": [], "truncation": None, "padding": None}))
+        found = Backend.from_str(
+            json.dumps({**state, "added_tokens": [], "truncation": None, "padding": None})
+        )
         found.add_special_tokens([AddedToken(_ANCHOR, normalized=False, special=True)])
         return found

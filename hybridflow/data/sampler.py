@@ -1,4 +1,5 @@
-"""Which rows come next: an endless, reproducible, exactly resumable order over the rows of a dataset."""
+"""Which rows come next: an endless, reproducible, exactly resumable order over the rows of a
+dataset."""
 
 from __future__ import annotations
 
@@ -14,16 +15,18 @@ from hybridflow.errors import CheckpointError
 class ResumableSampler:
     """Batches of row numbers over endless epochs.
 
-    The order is one stream: epoch 0 followed by epoch 1 and so on, each epoch a permutation of all rows drawn from
-    (seed, epoch) alone (or 0, 1, 2, ... without shuffling). A batch is the next `batch_size` entries of that stream.
-    Rows left at the end of an epoch open the first batch of the next one: no row is ever skipped and every row comes
-    exactly once an epoch, at the price that the one batch lying across two epochs may hold a row twice. The state is
-    the position in the stream, so it is exact at every point, the last batch of an epoch included, and `batch_size` may
-    be changed on resume.
+    The order is one stream: epoch 0 followed by epoch 1 and so on, each epoch a permutation of all
+    rows drawn from (seed, epoch) alone (or 0, 1, 2, ... without shuffling). A batch is the next
+    `batch_size` entries of that stream. Rows left at the end of an epoch open the first batch of
+    the next one: no row is ever skipped and every row comes exactly once an epoch, at the price
+    that the one batch lying across two epochs may hold a row twice. The state is the position in
+    the stream, so it is exact at every point, the last batch of an epoch included, and `batch_size`
+    may be changed on resume.
 
-    With `weights`, an epoch is still `num_rows` entries, but a row comes about `num_rows * weight / sum(weights)` times
-    in it: the whole part of that number always, the rest by chance. With `difficulty`, each epoch goes from small to
-    large values; rows of one value come in the order that shuffling gives.
+    With `weights`, an epoch is still `num_rows` entries, but a row comes about `num_rows * weight /
+    sum(weights)` times in it: the whole part of that number always, the rest by chance. With
+    `difficulty`, each epoch goes from small to large values; rows of one value come in the order
+    that shuffling gives.
 
     Args:
         num_rows: rows of the dataset, at least 1.
@@ -46,13 +49,15 @@ class ResumableSampler:
     ) -> None:
         if num_rows < 1 or batch_size < 1 or seed < 0:
             raise ValueError(
-                f"num_rows and batch_size must be positive and seed not negative, got {num_rows}, {batch_size}, {seed}"
+                f"num_rows and batch_size must be positive and seed not negative, got {num_rows}, "
+                f"{batch_size}, {seed}"
             )
-        self.num_rows, self.batch_size, self.shuffle, self.seed = num_rows, batch_size, shuffle, seed
-        self.weights, self.difficulty = (
-            _checked("weights", weights, num_rows),
-            _checked("difficulty", difficulty, num_rows),
-        )
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.weights = _checked("weights", weights, num_rows)
+        self.difficulty = _checked("difficulty", difficulty, num_rows)
         if self.weights is not None and ((self.weights < 0).any() or not self.weights.any()):
             raise ValueError("weights must not be negative, and one must be positive")
         self.order_by = _fingerprint(self.weights, self.difficulty)
@@ -64,7 +69,8 @@ class ResumableSampler:
         return self
 
     def __next__(self) -> np.ndarray:
-        """The next batch: row numbers [batch_size] int64. The state moves when the batch is handed out."""
+        """The next batch: row numbers [batch_size] int64. The state moves when the batch is handed
+        out."""
         pieces: list[np.ndarray] = []
         missing = self.batch_size
         while missing:
@@ -103,26 +109,33 @@ class ResumableSampler:
         """Continues exactly where the sampler that gave `state` stood.
 
         Raises:
-            CheckpointError: the dataset's length, the seed or shuffling differ from those the state was taken with, so
-            that the same
+            CheckpointError: the dataset's length, the seed or shuffling differ from those the state
+            was taken with, so that the same
                 order cannot be continued; or the state is malformed. The sampler is then unchanged.
         """
         position = state.get("position")
         if type(position) is not int or position < 0:
             raise CheckpointError(
-                f"the sampler state {state!r} has no valid position; the checkpoint is not one of this version"
+                f"the sampler state {state!r} has no valid position; the checkpoint is not one of "
+                "this version"
             )
-        for key, meaning in (("num_rows", "rows in the dataset"), ("seed", "seed"), ("shuffle", "data.shuffle")):
+        for key, meaning in (
+            ("num_rows", "rows in the dataset"),
+            ("seed", "seed"),
+            ("shuffle", "data.shuffle"),
+        ):
             now = getattr(self, key)
             if state.get(key) != now:
                 raise CheckpointError(
-                    f"cannot resume: {meaning} was {state.get(key)!r} when the checkpoint was written and is {now!r} "
-                    "now; restore the old value, or start a new run with another name"
+                    f"cannot resume: {meaning} was {state.get(key)!r} when the checkpoint was "
+                    f"written and is {now!r} now; restore the old value, or start a new run with "
+                    "another name"
                 )
         if state.get("order_by") != self.order_by:
             raise CheckpointError(
-                "cannot resume: the weights or the difficulty of the rows are not those of the checkpoint; restore the "
-                "columns they come from, or start a new run with another name"
+                "cannot resume: the weights or the difficulty of the rows are not those of the "
+                "checkpoint; restore the columns they come from, or start a new run with another "
+                "name"
             )
         self.position = position
 
@@ -132,16 +145,20 @@ def _checked(what: str, values: np.ndarray | None, num_rows: int) -> np.ndarray 
         return None
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.shape != (num_rows,) or not np.isfinite(numbers).all():
-        raise ValueError(f"{what} must be {num_rows} finite numbers, got an array {list(numbers.shape)}")
+        raise ValueError(
+            f"{what} must be {num_rows} finite numbers, got an array {list(numbers.shape)}"
+        )
     return numbers
 
 
 def _drawn(weights: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """As many rows as there are weights, ascending; a row's count is its expectation rounded up or down (systematic
-    sampling)."""
+    """As many rows as there are weights, ascending; a row's count is its expectation rounded up or
+    down (systematic sampling)."""
     ends = np.cumsum(weights) * (len(weights) / weights.sum())
     ends[-1] = len(weights)
-    return np.searchsorted(ends, np.arange(len(weights)) + random.random(), side="right").clip(max=len(weights) - 1)
+    return np.searchsorted(ends, np.arange(len(weights)) + random.random(), side="right").clip(
+        max=len(weights) - 1
+    )
 
 
 def _fingerprint(*columns: np.ndarray | None) -> str | None:

@@ -1,9 +1,10 @@
-"""The tokenizer of Kimi and Moonlight, read from `tiktoken.model` and tokenizer_config.json without the code that is
-published beside them.
+"""The tokenizer of Kimi and Moonlight, read from `tiktoken.model` and tokenizer_config.json without
+the code that is published beside them.
 
-`tiktoken.model` has a line for each token, its bytes in base64 and its rank, which is its id. A text is split by one
-fixed pattern, and the bytes of each piece are merged pair by pair, the pair first that makes the token of the lowest
-rank. `tokenizers` computes the same from the list of all pairs of tokens that make a third, ordered by that one's rank.
+`tiktoken.model` has a line for each token, its bytes in base64 and its rank, which is its id. A
+text is split by one fixed pattern, and the bytes of each piece are merged pair by pair, the pair
+first that makes the token of the lowest rank. `tokenizers` computes the same from the list of all
+pairs of tokens that make a third, ordered by that one's rank.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
 RANKS = "tiktoken.model"
 _CLASS = "TikTokenTokenizer"
 _RESERVED = 256  # ids behind the ordinary tokens; those without a name are <|reserved_token_ID|>
-_MOST_BYTES, _LONGEST_TOKEN = 8 << 20, 512  # the published file has 163,584 lines, 2.8 MB, and tokens of 128 bytes
-_MOST_CHARACTERS, _LONGEST_RUN = 400_000, 25_000  # longer texts and runs are cut before they are split
+# the published file has 163,584 lines, 2.8 MB, and tokens of 128 bytes
+_MOST_BYTES = 8 << 20
+_LONGEST_TOKEN = 512
+# longer texts and runs are cut before they are split
+_MOST_CHARACTERS = 400_000
+_LONGEST_RUN = 25_000
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -53,18 +58,21 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of the folder.
 
     Raises:
-        DataError: a file is missing or wrong, or the folder's tokenizer is neither Kimi's nor Moonlight's, so that the
-            pattern by which it splits texts is known to its code alone.
+        DataError: a file is missing or wrong, or the folder's tokenizer is neither Kimi's nor
+            Moonlight's, so that the pattern by which it splits texts is known to its code alone.
     """
     file = folder / "tokenizer_config.json"
     try:
         config = read_outside_json(file)
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read ({error}); it names the special tokens of {RANKS}") from error
+        raise DataError(
+            f"{file} cannot be read ({error}); it names the special tokens of {RANKS}"
+        ) from error
     if config.get("tokenizer_class") != _CLASS:
         raise DataError(
-            f"{file} has tokenizer_class {config.get('tokenizer_class')!r}: of the tokenizers with a {RANKS} only "
-            f"{_CLASS} (Kimi, Moonlight) can be read without running its code; put a tokenizer.json into the folder"
+            f"{file} has tokenizer_class {config.get('tokenizer_class')!r}: of the tokenizers with "
+            f"a {RANKS} only {_CLASS} (Kimi, Moonlight) can be read without running its code; put "
+            "a tokenizer.json into the folder"
         )
     ranks = _ranks_of(folder / RANKS)
     tokenizer = _tokenizer(ranks)
@@ -75,13 +83,15 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
             names[key] = token
     found = _fast_class()(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
     template = folder / "chat_template.jinja"
-    found.chat_template = template.read_text(encoding="utf-8") if template.is_file() else config.get("chat_template")
+    found.chat_template = (
+        template.read_text(encoding="utf-8") if template.is_file() else config.get("chat_template")
+    )
     return found
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """The text in the parts that are encoded one by one: at most 400,000 characters, and no run of blanks or of other
-    characters longer than 25,000."""
+    """The text in the parts that are encoded one by one: at most 400,000 characters, and no run of
+    blanks or of other characters longer than 25,000."""
     for start in range(0, len(text), _MOST_CHARACTERS):
         part = text[start : start + _MOST_CHARACTERS]
         begin = 0
@@ -124,13 +134,23 @@ def _ranks_of(file: Path) -> dict[bytes, int]:
             token = a2b_base64(text, strict_mode=True)
             ranks[token] = int(rank)
         except (Base64Error, ValueError) as error:
-            raise DataError(f"{file}, line {number}: no token in base64 and its rank ({error})") from error
+            raise DataError(
+                f"{file}, line {number}: no token in base64 and its rank ({error})"
+            ) from error
         if not 0 < len(token) <= _LONGEST_TOKEN:
-            raise DataError(f"{file}, line {number}: a token of {len(token)} bytes; 1 to {_LONGEST_TOKEN} are possible")
+            raise DataError(
+                f"{file}, line {number}: a token of {len(token)} bytes; 1 to {_LONGEST_TOKEN} are "
+                "possible"
+            )
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise DataError(f"{file}: the ranks are not 0 to {len(ranks) - 1}, each once; is the file whole?")
+        raise DataError(
+            f"{file}: the ranks are not 0 to {len(ranks) - 1}, each once; is the file whole?"
+        )
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise DataError(f"{file} has no token for {len(missing)} bytes, for example {missing[0]}; is the file whole?")
+        raise DataError(
+            f"{file} has no token for {len(missing)} bytes, for example {missing[0]}; is the file "
+            "whole?"
+        )
     return ranks
 
 
@@ -146,7 +166,15 @@ def _tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
     for token, rank in ranks.items():
         for at in range(1, len(token)):
             if token[:at] in ranks and token[at:] in ranks:
-                merges.append((rank, ranks[token[:at]], ranks[token[at:]], names[token[:at]], names[token[at:]]))
+                merges.append(
+                    (
+                        rank,
+                        ranks[token[:at]],
+                        ranks[token[at:]],
+                        names[token[:at]],
+                        names[token[at:]],
+                    )
+                )
     pairs = [(left, right) for *_, left, right in sorted(merges)]
     vocabulary = {names[token]: rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=True))
@@ -161,7 +189,8 @@ def _tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
 
 
 def _special_tokens(file: Path, config: dict[str, Any], first: int) -> list[Any]:
-    """Names from `added_tokens_decoder`, the rest of the reserved ids by number, in the order of their ids."""
+    """Names from `added_tokens_decoder`, the rest of the reserved ids by number, in the order of
+    their ids."""
     from tokenizers import AddedToken
 
     named: dict[int, str] = {}
@@ -169,12 +198,14 @@ def _special_tokens(file: Path, config: dict[str, Any], first: int) -> list[Any]
         for number, token in config["added_tokens_decoder"].items():
             named[int(number)] = str(token["content"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{file}: added_tokens_decoder is not {{id: {{content: token}}}} ({error!r})") from error
+        raise DataError(
+            f"{file}: added_tokens_decoder is not {{id: {{content: token}}}} ({error!r})"
+        ) from error
     last = max([first + _RESERVED - 1, *named])
     if min(named, default=first) < first or last >= first + 4 * _RESERVED:
         raise DataError(
-            f"{file}: added_tokens_decoder has ids {min(named)} to {max(named)}, and the tokens of {RANKS} "
-            f"end at {first - 1}; are both files of the same model?"
+            f"{file}: added_tokens_decoder has ids {min(named)} to {max(named)}, and the tokens of "
+            f"{RANKS} end at {first - 1}; are both files of the same model?"
         )
     names = [named.get(number, f"<|reserved_token_{number}|>") for number in range(first, last + 1)]
     if len(set(names)) != len(names):

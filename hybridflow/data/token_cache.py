@@ -1,7 +1,9 @@
-"""Tokens of earlier runs, by the content of what they were made of: files, tokenizer, chat template, settings, code.
+"""Tokens of earlier runs, by the content of what they were made of: files, tokenizer, chat
+template, settings, code.
 
-The cache is a folder of parquet files that this user alone can enter. Files appear whole or not at all, so that runs
-may share it. It holds at most 8 GiB: what was not used for longest goes first. Removing it costs time alone.
+The cache is a folder of parquet files that this user alone can enter. Files appear whole or not at
+all, so that runs may share it. It holds at most 8 GiB: what was not used for longest goes first.
+Removing it costs time alone.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
 class TokenCache:
-    """The entry of the cache for a dataset. Where the cache cannot be used, a run goes on without it and says so.
+    """The entry of the cache for a dataset. Where the cache cannot be used, a run goes on without
+    it and says so.
 
     Args:
         path: of the entry; None: nothing is kept.
@@ -43,7 +46,11 @@ class TokenCache:
         """The entry for what an encoder makes of the first `max_rows` rows of files."""
         identity = encoder.tokenizer.identity()
         paths = [Path(file) for file in files if Path(file).is_file()]
-        if identity is None or len(paths) < len(files) or sum(path.stat().st_size for path in paths) < _LEAST_BYTES:
+        if (
+            identity is None
+            or len(paths) < len(files)
+            or sum(path.stat().st_size for path in paths) < _LEAST_BYTES
+        ):
             return cls(None)
         made_of = [
             type(encoder).__name__,
@@ -54,7 +61,11 @@ class TokenCache:
             *map(_digest, sorted(Path(__file__).parent.glob("*.py"))),
             *map(_digest, paths),
         ]
-        folder = _private(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hybridflow" / "tokens")
+        folder = _private(
+            Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+            / "hybridflow"
+            / "tokens"
+        )
         name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
         return cls(None if folder is None else folder / f"{name}.parquet")
 
@@ -98,7 +109,8 @@ def _private(folder: Path) -> Path | None:
 
 
 def _make_room(folder: Path) -> None:
-    """Remove what killed runs have left, and the entries used longest ago while all have more than `_MOST_BYTES`."""
+    """Remove what killed runs have left, and the entries used longest ago while all have more than
+    `_MOST_BYTES`."""
     left = 0
     found = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
     found.sort(key=lambda one: -one[0].st_mtime)

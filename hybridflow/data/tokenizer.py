@@ -1,5 +1,5 @@
-"""The tokenizer as the rest of the system sees it: text and chat messages in, token ids out. Reads local folders
-only."""
+"""The tokenizer as the rest of the system sees it: text and chat messages in, token ids out. Reads
+local folders only."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class Tokenizer:
         path: the folder it was read from.
         eos_id: id that ends a response.
         pad_id: padding id; `eos_id` when the tokenizer has none.
-        vocab_size: one more than the largest id with a token, special ones included. The model's embedding may be
-            larger.
-        stop_ids: sorted ids at which generation stops: `eos_id`, those of config.json and generation_config.json, and
-            the token that the chat template puts behind an assistant's text.
+        vocab_size: one more than the largest id with a token, special ones included. The model's
+            embedding may be larger.
+        stop_ids: sorted ids at which generation stops: `eos_id`, those of config.json and
+            generation_config.json, and the token that the chat template puts behind an assistant's
+            text.
         tools: declarations of tools that chat templates show the model.
         template_kwargs: what chat templates are given besides the messages (`with_template`).
     """
@@ -43,7 +44,9 @@ class Tokenizer:
         self._hf = hf_tokenizer
         self.path = path
         self.eos_id: int = hf_tokenizer.eos_token_id
-        self.pad_id: int = self.eos_id if hf_tokenizer.pad_token_id is None else hf_tokenizer.pad_token_id
+        self.pad_id: int = (
+            self.eos_id if hf_tokenizer.pad_token_id is None else hf_tokenizer.pad_token_id
+        )
         self._known = frozenset(map(int, hf_tokenizer.get_vocab().values()))
         self.vocab_size: int = max(self._known) + 1
         self.stop_ids = stop_ids
@@ -64,13 +67,20 @@ class Tokenizer:
         return {"vocabulary": self.digest(), "chat template": sha256(template).hexdigest()[:16]}
 
     def identity(self) -> str | None:
-        """All that token ids follow from, besides text and messages; None where the tokenizer does not tell it."""
+        """All that token ids follow from, besides text and messages; None where the tokenizer does
+        not tell it."""
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
             return None
         template = repr(self._hf.chat_template)
         today = [str(date.today())] if "strftime_now" in template else []
-        given = [self.template_kwargs, list(self.tools), self.stop_ids, self.eos_id, self._hf.special_tokens_map]
+        given = [
+            self.template_kwargs,
+            list(self.tools),
+            self.stop_ids,
+            self.eos_id,
+            self._hf.special_tokens_map,
+        ]
         whole = repr([backend.to_str(), type(self._hf).__name__, template, given, today])
         return sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -86,8 +96,8 @@ class Tokenizer:
                 unread.append(name)
         if unread:
             raise DataError(
-                f"chat_template_kwargs.{unread[0]}: the chat template of {self.path} does not read it; correct the "
-                "name, or leave it out"
+                f"chat_template_kwargs.{unread[0]}: the chat template of {self.path} does not read "
+                "it; correct the name, or leave it out"
             )
         return self._with(template_kwargs=dict(kwargs))
 
@@ -99,8 +109,8 @@ class Tokenizer:
         return made
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the text, with no special token added. A special token written out in the text ("<|end|>")
-        becomes that token, and half a surrogate pair U+FFFD."""
+        """Token ids of the text, with no special token added. A special token written out in the
+        text ("<|end|>") becomes that token, and half a surrogate pair U+FFFD."""
         return self._encode(whole_text(text))
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
@@ -109,10 +119,14 @@ class Tokenizer:
         Raises:
             DataError: the tokenizer does not say where its tokens begin.
         """
-        text, ids, places = whole_text(text), list[int](), list[int]()
+        text = whole_text(text)
+        ids = list[int]()
+        places = list[int]()
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
-            raise DataError(f"{self.path}: whole conversations need a tokenizer with a tokenizer.json")
+            raise DataError(
+                f"{self.path}: whole conversations need a tokenizer with a tokenizer.json"
+            )
         for begin, part in self._parts(text):
             found = backend.encode(part, add_special_tokens=False)
             ids += found.ids
@@ -127,10 +141,12 @@ class Tokenizer:
             begin += len(part)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt text of chat messages [{role, content}, ...], ending where the assistant's answer starts, or goes
-        on where the last message is the assistant's.
+        """The prompt text of chat messages [{role, content}, ...], ending where the assistant's
+        answer starts, or goes on where the last message is the assistant's.
 
         Args:
             tools: declarations to show; None: those of the run.
@@ -143,21 +159,30 @@ class Tokenizer:
         return self._render(messages, tools, add_generation_prompt=True)
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **how: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        **how: Any,
     ) -> str:
         if not self._hf.chat_template:
-            raise DataError(f"{self.path}: the tokenizer has no chat template; add a chat_template.jinja to the folder")
+            raise DataError(
+                f"{self.path}: the tokenizer has no chat template; add a chat_template.jinja to "
+                "the folder"
+            )
         shown = self.tools if tools is None else tools
         given: dict[str, Any] = {"tools": list(map(dict, shown))} if shown else {}
         try:
             return str(
                 self._hf.apply_chat_template(
-                    list(map(dict, messages)), **{**self.template_kwargs, "tokenize": False, **how, **given}
+                    list(map(dict, messages)),
+                    **{**self.template_kwargs, "tokenize": False, **how, **given},
                 )
             )
-        except Exception as error:  # templates are programs of the model's author and raise what they like
+        except Exception as error:
+            # templates are programs of the model's author and raise what they like
             raise DataError(
-                f"{self.path}: the chat template refused the messages {str(messages)[:200]}: {error}"
+                f"{self.path}: the chat template refused the messages {str(messages)[:200]}: "
+                f"{error}"
             ) from error
 
     def render(
@@ -166,15 +191,17 @@ class Tokenizer:
         opens_answer: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of chat messages, and with `opens_answer` the prompt for the next answer behind it. Errors as for
-        `render_chat`."""
+        """The text of chat messages, and with `opens_answer` the prompt for the next answer behind
+        it. Errors as for `render_chat`."""
         return self._render(messages, tools, add_generation_prompt=opens_answer)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of chat messages, ending where the assistant's answer starts. Arguments and errors are those of
-        `render_chat`."""
+        """Token ids of chat messages, ending where the assistant's answer starts. Arguments and
+        errors are those of `render_chat`."""
         return self.encode(self.render_chat(messages, tools))
 
     @cached_property
@@ -184,14 +211,16 @@ class Tokenizer:
         return ChatTemplate(str(self.path), self.render, self._plain.added, stops)
 
     def continuation(self, exchanges: Sequence[Exchange], last: int | None = None) -> list[int]:
-        """Token ids between the last answer of a conversation and the next one, as the chat template writes them. What
-        was said before is not needed and not made again.
+        """Token ids between the last answer of a conversation and the next one, as the chat
+        template writes them. What was said before is not needed and not made again.
 
-        Tokens that are written out in a message stay text, so that a tool cannot speak for another role.
+        Tokens that are written out in a message stay text, so that a tool cannot speak for another
+        role.
 
         Args:
             exchanges: answers and what followed them; the messages of the last one are written.
-            last: the last token of the answer. The template's own end of an answer is shown where that is another one.
+            last: the last token of the answer. The template's own end of an answer is shown where
+                that is another one.
 
         Raises:
             DataError: the template refuses such messages, or leaves them or the answer out.
@@ -205,8 +234,8 @@ class Tokenizer:
 
     @cached_property
     def end_id(self) -> int:
-        """The id that ends an answer in training: what the chat template puts there, where generation stops at it, else
-        `eos_id`."""
+        """The id that ends an answer in training: what the chat template puts there, where
+        generation stops at it, else `eos_id`."""
         end = self.template.ends_answer if self._hf.chat_template else None
         found = self.eos_id if end is None else int(self._hf.convert_tokens_to_ids(end))
         return found if found in self.stop_ids else self.eos_id
@@ -222,14 +251,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; stop ids at the end are left out, and padding behind them.
 
-        Special tokens elsewhere stay visible and an id without a token becomes U+FFFD, so that a response with rubbish
-        between the right characters does not read like a right one.
+        Special tokens elsewhere stay visible and an id without a token becomes U+FFFD, so that a
+        response with rubbish between the right characters does not read like a right one.
         """
         kept = list(map(int, ids))
         end = len(kept)
         while end and (kept[end - 1] in self.stop_ids or kept[end - 1] == self.pad_id):
             end -= 1
-        while end < len(kept) and kept[end] not in self.stop_ids:  # a pad token may be an ordinary one, such as "0"
+        # a pad token may be an ordinary one, such as "0"
+        while end < len(kept) and kept[end] not in self.stop_ids:
             end += 1
         del kept[end:]
         pieces: list[str] = []
@@ -244,7 +274,10 @@ class Tokenizer:
 
     def decode_response(self, ids: Sequence[int]) -> str:
         """The text of a response up to its first stop id: what a verifier should see."""
-        end = next((position for position, token in enumerate(ids) if int(token) in self.stop_ids), len(ids))
+        end = next(
+            (position for position, token in enumerate(ids) if int(token) in self.stop_ids),
+            len(ids),
+        )
         return self.decode(ids[:end])
 
     def _encode(self, text: str) -> list[int]:
@@ -253,47 +286,57 @@ class Tokenizer:
         except BaseException as error:  # a panic of the Rust side is no Exception
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise DataError(
-                    f"{self.path}: the tokenizer cannot read a text of {len(text)} characters ({error}); its file has "
-                    "a pattern or a normalizer that is not fit for use"
+                    f"{self.path}: the tokenizer cannot read a text of {len(text)} characters "
+                    f"({error}); its file has a pattern or a normalizer that is not fit for use"
                 ) from error
             raise
 
     def _decode_known(self, ids: list[int]) -> str:
-        return str(self._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)) if ids else ""
+        return (
+            str(self._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+            if ids
+            else ""
+        )
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Reads a Hugging Face tokenizer folder. Never downloads and never runs code from the folder.
 
     Raises:
-        DataError: the folder is missing, holds no tokenizer or none that can be read, or the tokenizer has no
-            end-of-sequence token.
+        DataError: the folder is missing, holds no tokenizer or none that can be read, or the
+            tokenizer has no end-of-sequence token.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(
-            f"tokenizer folder {str(path)!r} does not exist; give a local Hugging Face folder in model.tokenizer "
-            "(nothing is downloaded)"
+            f"tokenizer folder {str(path)!r} does not exist; give a local Hugging Face folder in "
+            "model.tokenizer (nothing is downloaded)"
         )
     if strange := [path.name for path in folder.iterdir() if not (path.is_file() or path.is_dir())]:
         raise DataError(
-            f"{folder}: {', '.join(strange[:4])} is no regular file; a pipe, a device or a broken link "
-            "has no place in a tokenizer's folder"
+            f"{folder}: {', '.join(strange[:4])} is no regular file; a pipe, a device or a broken "
+            "link has no place in a tokenizer's folder"
         )
     # transformers makes an empty tokenizer of a folder that has none but a model's config.json
     if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
         raise DataError(
-            f"{folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json, ...); copy the model's "
-            "there, or give their folder in model.tokenizer"
+            f"{folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json, "
+            "...); copy the model's there, or give their folder in model.tokenizer"
         )
     hf = _read(folder)
     if hf.eos_token_id is None:
-        raise DataError(f"{folder}: the tokenizer has no eos_token; set one in tokenizer_config.json")
+        raise DataError(
+            f"{folder}: the tokenizer has no eos_token; set one in tokenizer_config.json"
+        )
     if problem := trial([partial(hf.encode, text, add_special_tokens=False) for text in TEXTS]):
         file = next(path for pattern in _VOCABULARIES for path in folder.glob(pattern))
         raise DataError(f"{file} is not fit for use: encoding a short text {problem}")
-    if hf.chat_template and (problem := trial([partial(render_all, partial(hf.apply_chat_template, tokenize=False))])):
-        raise DataError(f"{folder}: the chat template is not fit for use: a conversation of two turns {problem}")
+    if hf.chat_template and (
+        problem := trial([partial(render_all, partial(hf.apply_chat_template, tokenize=False))])
+    ):
+        raise DataError(
+            f"{folder}: the chat template is not fit for use: a conversation of two turns {problem}"
+        )
     found = Tokenizer(hf, folder, ())
     stops = {found.eos_id}
     for name in ("config.json", "generation_config.json"):
@@ -304,9 +347,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _read(folder: Path) -> Any:
-    """The tokenizer of transformers. A tokenizer.json is taken as it is: the classes that tokenizer_config.json names
-    for DeepSeek and Mixtral replace its normalizer and its patterns, unless a config.json of the right model_type is
-    beside it."""
+    """The tokenizer of transformers. A tokenizer.json is taken as it is: the classes that
+    tokenizer_config.json names for DeepSeek and Mixtral replace its normalizer and its patterns,
+    unless a config.json of the right model_type is beside it."""
     if is_tiktoken_folder(folder):
         return read_tiktoken(folder)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -314,13 +357,19 @@ def _read(folder: Path) -> Any:
     try:
         if (folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, KeyError, or the bare Exception of the Rust side
-        raise DataError(f"{folder}: no readable Hugging Face tokenizer ({type(error).__name__}: {error})") from error
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        # OSError, ValueError, KeyError, or the bare Exception of the Rust side
+        raise DataError(
+            f"{folder}: no readable Hugging Face tokenizer ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _listed_stop_ids(path: Path) -> set[int]:
-    """The eos_token_id of a config (an int or a list): chat models often stop at more than one token."""
+    """The eos_token_id of a config (an int or a list): chat models often stop at more than one
+    token."""
     if not path.is_file():
         return set()
     try:
@@ -331,5 +380,7 @@ def _listed_stop_ids(path: Path) -> set[int]:
         return set()
     ids = found if isinstance(found, list) else [found]
     if any(type(one) is not int for one in ids):
-        raise DataError(f"{path}: eos_token_id is {found!r}; give the id of a token, or a list of ids")
+        raise DataError(
+            f"{path}: eos_token_id is {found!r}; give the id of a token, or a list of ids"
+        )
     return set(ids)

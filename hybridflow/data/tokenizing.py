@@ -21,7 +21,8 @@ from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.errors import DataError
 from hybridflow.process.children import die_with_parent
 
-ROW = "row"  # column: the row of the files, counted over all of them, that a row of tokens came from
+# column: the row of the files, counted over all of them, that a row of tokens came from
+ROW = "row"
 CUT = "cut"  # column: whether something of it was cut off
 _ROWS_HERE = 2048  # are encoded before processes would have paid for their start
 _ROWS_AT_ONCE = 256
@@ -67,12 +68,14 @@ class _Made:
 
 
 def pieces(rows: Iterable[Row], encoder: Encoder) -> Generator[Piece, None, None]:
-    """The tokens of all rows, in order. The first rows are encoded here; further ones by a process for each core.
+    """The tokens of all rows, in order. The first rows are encoded here; further ones by a process
+    for each core.
 
     Raises:
         DataError: a process has ended: it had no memory left, or took too long over a row.
     """
-    orders, first = _orders(rows), 0
+    orders = _orders(rows)
+    first = 0
     processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     for order in orders if processes == 1 else islice(orders, _ROWS_HERE // _ROWS_AT_ONCE):
         yield _encode(order, first, encoder).of(order)
@@ -83,7 +86,8 @@ def pieces(rows: Iterable[Row], encoder: Encoder) -> Generator[Piece, None, None
 
 def known_pieces(rows: Iterable[Row], tokens: DataProto) -> Generator[Piece, None, None]:
     """The pieces of all rows, whose tokens were made before."""
-    first, numbers = 0, tokens.dense(ROW)
+    first = 0
+    numbers = tokens.dense(ROW)
     for order in _orders(rows):
         begin, end = np.searchsorted(numbers, (first, first + len(order)))
         yield Piece(order, tokens.rows(slice(begin, end)), first)
@@ -96,7 +100,9 @@ def _orders(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield order
 
 
-def _by_processes(orders: Iterator[list[Row]], first: int, encoder: Encoder, processes: int) -> Iterator[Piece]:
+def _by_processes(
+    orders: Iterator[list[Row]], first: int, encoder: Encoder, processes: int
+) -> Iterator[Piece]:
     begun: deque[tuple[list[Row], Future[_Made]]] = deque()
     fork = get_context("fork")  # the tokenizer is there already, and is not sent
     pool = ProcessPoolExecutor(processes, fork, _begin, (encoder, os.getpid()))
@@ -117,9 +123,9 @@ def _result(order: list[Row], future: Future[_Made]) -> Piece:
         return future.result(2 * _LIMIT_S).of(order)
     except (BrokenProcessPool, TimeoutError) as error:
         raise DataError(
-            f"{order[0].path}: the process that encoded rows from {order[0].number} on has ended: there was no memory "
-            f"left, or {len(order)} rows took it more than {_LIMIT_S} s; are they that long, or is a pattern of the "
-            "tokenizer that slow?"
+            f"{order[0].path}: the process that encoded rows from {order[0].number} on has ended: "
+            f"there was no memory left, or {len(order)} rows took it more than {_LIMIT_S} s; are "
+            "they that long, or is a pattern of the tokenizer that slow?"
         ) from error
 
 
@@ -143,7 +149,10 @@ def _encode_in_time(rows: list[Row], first: int) -> _Made:
 
 
 def _encode(rows: Sequence[Row], first: int, encoder: Encoder) -> _Made:
-    numbers, cuts, done, problem = list[int](), list[bool](), 0, None
+    numbers = list[int]()
+    cuts = list[bool]()
+    done = 0
+    problem = None
     columns: dict[str, list[list[int]]] = {name: [] for name in encoder.columns}
     for number, row in enumerate(rows):
         try:
@@ -157,6 +166,11 @@ def _encode(rows: Sequence[Row], first: int, encoder: Encoder) -> _Made:
             cuts.append(encoded.is_cut)
             for name in encoder.columns:
                 columns[name].append(ids[name])
-    made = {name: Jagged.from_rows(ids, bool if name == RESPONSE_MASK else np.int64) for name, ids in columns.items()}
-    tokens = DataProto.from_columns({ROW: np.array(numbers, np.int64), CUT: np.array(cuts, bool), **made})
+    made = {
+        name: Jagged.from_rows(ids, bool if name == RESPONSE_MASK else np.int64)
+        for name, ids in columns.items()
+    }
+    tokens = DataProto.from_columns(
+        {ROW: np.array(numbers, np.int64), CUT: np.array(cuts, bool), **made}
+    )
     return _Made(tokens, first, done, problem)

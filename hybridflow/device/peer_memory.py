@@ -1,12 +1,13 @@
 """GPU memory and events shared between two processes of one node.
 
-Memory comes from torch's allocator and is shared in the same way as in `torch.multiprocessing`: through a
-reference-counted storage handle. The block is not reused before the other process has released it. (A killed process
-never releases it, so its block stays allocated in the exporter.) The handle is opened on the importer's own device,
-whatever index the exporter's device has there: CUDA maps peer memory whether or not that device is visible.
+Memory comes from torch's allocator and is shared in the same way as in `torch.multiprocessing`:
+through a reference-counted storage handle. The block is not reused before the other process has
+released it. (A killed process never releases it, so its block stays allocated in the exporter.) The
+handle is opened on the importer's own device, whatever index the exporter's device has there: CUDA
+maps peer memory whether or not that device is visible.
 
-Events are kept until the process exits. An imported event must not be used after the exporter has destroyed it, and the
-exporter cannot tell when the importer has queried it for the last time.
+Events are kept until the process exits. An imported event must not be used after the exporter has
+destroyed it, and the exporter cannot tell when the importer has queried it for the last time.
 """
 
 from __future__ import annotations
@@ -28,19 +29,30 @@ _imported: dict[str, torch.cuda.Event] = {}
 
 
 def export(nbytes: int, device: torch.device) -> tuple[torch.Tensor, str]:
-    """Allocate a shareable uint8 buffer `[nbytes]`. Returns it with a string handle that one other process can open."""
+    """Allocate a shareable uint8 buffer `[nbytes]`. Returns it with a string handle that one other
+    process can open."""
     torch.cuda.ipc_collect()  # free blocks of earlier sessions that the other side has released
     with _plain_segments():
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
     shared = tensor.untyped_storage()._share_cuda_()
-    return tensor, json.dumps([_text(part) if isinstance(part, bytes) else part for part in shared[1:]])
+    return tensor, json.dumps(
+        [_text(part) if isinstance(part, bytes) else part for part in shared[1:]]
+    )
 
 
 def import_memory(text: str, device: torch.device) -> torch.Tensor:
-    """Open a buffer that another process allocated with `export`, mapped on this process's `device`."""
+    """Open a buffer that another process allocated with `export`, mapped on this process's
+    `device`."""
     handle, nbytes, offset, counter, counter_offset, event, must_wait = json.loads(text)
     storage = torch.UntypedStorage._new_shared_cuda(
-        device.index, _bytes(handle), nbytes, offset, _bytes(counter), counter_offset, _bytes(event), must_wait
+        device.index,
+        _bytes(handle),
+        nbytes,
+        offset,
+        _bytes(counter),
+        counter_offset,
+        _bytes(event),
+        must_wait,
     )
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
@@ -55,7 +67,8 @@ class Events:
             self._events = [kept.pop() for _ in range(min(count, len(kept)))]
         while len(self._events) < count:
             self._events.append(torch.cuda.Event(interprocess=True))
-        with torch.cuda.device(device):  # an event that was never recorded belongs to the current device
+        # an event that was never recorded belongs to the current device
+        with torch.cuda.device(device):
             self.handles = [_text(event.ipc_handle()) for event in self._events]
 
     def record(self, number: int) -> None:
@@ -66,8 +79,8 @@ class Events:
     def release(self) -> None:
         """Return the events to the pool for the next session.
 
-        Another process may still query them. That is safe: the work it waits for completes before anything recorded
-        later.
+        Another process may still query them. That is safe: the work it waits for completes before
+        anything recorded later.
         """
         with _lock:
             _free.setdefault(self._device, []).extend(self._events)
@@ -87,8 +100,8 @@ class PeerEvents:
     def is_done(self, number: int) -> bool:
         """Return whether the last recorded work has completed.
 
-        Returns False if the driver cannot tell, as can happen for events of a killed process; callers must watch that
-        process as well.
+        Returns False if the driver cannot tell, as can happen for events of a killed process;
+        callers must watch that process as well.
         """
         try:
             return bool(self._events[number].query())
@@ -98,12 +111,15 @@ class PeerEvents:
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Disable expandable segments inside the context: their memory cannot be exported through a handle."""
+    """Disable expandable segments inside the context: their memory cannot be exported through a
+    handle."""
     settings = next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "")
     if _EXPANDABLE not in settings:
         yield
         return
-    torch.cuda.memory._set_allocator_settings(settings.replace(_EXPANDABLE, "expandable_segments:False"))
+    torch.cuda.memory._set_allocator_settings(
+        settings.replace(_EXPANDABLE, "expandable_segments:False")
+    )
     try:
         yield
     finally:

@@ -26,11 +26,13 @@ class Platform:
 
     @classmethod
     def detect(cls) -> Platform:
-        """Return cuda if torch sees a device, else cpu. `HYBRIDFLOW_PLATFORM=cpu|cuda` overrides the choice.
+        """Return cuda if torch sees a device, else cpu. `HYBRIDFLOW_PLATFORM=cpu|cuda` overrides
+        the choice.
 
         Raises:
-            ResourceError: the override has another value, or requests cuda where torch cannot use it. The message has
-                the node and torch's reason (no visible device, or a driver that is too old).
+            ResourceError: the override has another value, or requests cuda where torch cannot use
+                it. The message has the node and torch's reason (no visible device, or a driver that
+                is too old).
         """
         wish = os.environ.get("HYBRIDFLOW_PLATFORM", "")
         if wish not in ("", "cpu", "cuda"):
@@ -43,8 +45,8 @@ class Platform:
         if wish == "cuda" and not available:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise ResourceError(
-                f"HYBRIDFLOW_PLATFORM=cuda, but torch {torch.__version__} sees no CUDA device on node "
-                f"{socket.gethostname()} (CUDA_VISIBLE_DEVICES={visible}): {_why_no_cuda()}"
+                f"HYBRIDFLOW_PLATFORM=cuda, but torch {torch.__version__} sees no CUDA device on "
+                f"node {socket.gethostname()} (CUDA_VISIBLE_DEVICES={visible}): {_why_no_cuda()}"
             )
         return cls("cuda" if available else "cpu")
 
@@ -65,7 +67,8 @@ class Platform:
 
     @property
     def cache_bytes(self) -> int:
-        """Chunk size that stays in a core's cache across several reads; 0 if chunking does not help."""
+        """Chunk size that stays in a core's cache across several reads; 0 if chunking does not
+        help."""
         return 0 if self.kind == "cuda" else 1 << 20
 
     @property
@@ -88,12 +91,17 @@ class Platform:
         """Return the device selected by `set_device`."""
         import torch
 
-        return torch.device("cuda", torch.cuda.current_device()) if self.kind == "cuda" else torch.device("cpu")
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if self.kind == "cuda"
+            else torch.device("cpu")
+        )
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a CPU tensor to the current device without blocking the host.
 
-        The tensor is pinned first; a copy from pageable memory would wait for the work queued on the device.
+        The tensor is pinned first; a copy from pageable memory would wait for the work queued on
+        the device.
         """
         if self.kind == "cpu":
             return tensor
@@ -108,22 +116,26 @@ class Platform:
         return _cuda().get_device_capability(0) if self.kind == "cuda" else (0, 0)
 
     def memory_bytes(self) -> int:
-        """Return the bytes in use by this process: allocated by torch on cuda, resident set size on cpu."""
+        """Return the bytes in use by this process: allocated by torch on cuda, resident set size on
+        cpu."""
         if self.kind == "cuda":
             return _cuda().memory_allocated()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def peak_memory_bytes(self) -> int:
-        """Return the peak of `memory_bytes` since the process started or since `reset_peak_memory`."""
+        """Return the peak of `memory_bytes` since the process started or since
+        `reset_peak_memory`."""
         if self.kind == "cuda":
             return _cuda().max_memory_allocated()
         status = Path("/proc/self/status").read_text()
-        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024  # Linux reports KiB and may lag slightly
+        # Linux reports KiB and may lag slightly
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
         return max(peak, self.memory_bytes())
 
     def reset_peak_memory(self) -> None:
-        """Reset `peak_memory_bytes`. If the kernel refuses (read-only /proc), the peak since process start is kept."""
+        """Reset `peak_memory_bytes`. If the kernel refuses (read-only /proc), the peak since
+        process start is kept."""
         if self.kind == "cuda":
             _cuda().reset_peak_memory_stats()
             return
@@ -131,7 +143,8 @@ class Platform:
             Path("/proc/self/clear_refs").write_text("5")
 
     def reserved_memory_bytes(self) -> int:
-        """Return the peak bytes reserved by torch's allocator on cuda; the same as the peak on cpu."""
+        """Return the peak bytes reserved by torch's allocator on cuda; the same as the peak on
+        cpu."""
         return _cuda().max_memory_reserved() if self.kind == "cuda" else self.peak_memory_bytes()
 
     def total_memory_bytes(self) -> int:
@@ -141,11 +154,13 @@ class Platform:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def empty_cache(self) -> None:
-        """Release unused cached memory to the CUDA driver, or on cpu from the C heap to the system."""
+        """Release unused cached memory to the CUDA driver, or on cpu from the C heap to the
+        system."""
         if self.kind == "cuda":
             _cuda().empty_cache()
             return
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only; others cache no large free blocks
+        # glibc only; others cache no large free blocks
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
 
@@ -171,9 +186,13 @@ def _why_no_cuda() -> str:
 
     try:
         torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:  # no CUDA build, no device, or an outdated driver
+    except (AssertionError, RuntimeError) as error:
+        # no CUDA build, no device, or an outdated driver
         reason = str(error).splitlines()[0]
         if "driver" in reason:
-            return f"{reason} (torch's CUDA is {torch.version.cuda}; update this node's driver or leave the node out)"
+            return (
+                f"{reason} (torch's CUDA is {torch.version.cuda}; update this node's driver or "
+                "leave the node out)"
+            )
         return reason
     return "it could be initialised only at a second attempt; look at the node with nvidia-smi"

@@ -1,4 +1,5 @@
-"""The policy's frozen reference: a second copy of its weights, independent of the training backend."""
+"""The policy's frozen reference: a second copy of its weights, independent of the training
+backend."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class HoldsReference(ABC):
 
         They are swapped in place, so no second model is needed.
         """
-        live, held = self.weights(), self.reference_state()
+        live = self.weights()
+        held = self.reference_state()
         _exchange(live, held)
         try:
             yield

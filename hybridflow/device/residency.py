@@ -1,12 +1,13 @@
 """Offloading of weights, gradients, optimizer state and reference weights, exact to the byte.
 
-Tensor objects keep their identity. A storage is resized to zero and later back to its old size, so all views stay
-valid: Megatron's flat buffers and the parameters in them, the distributed optimizer's shards, and `main_grad`. Only the
-address changes. Megatron-Core 0.16.1 keeps no addresses between steps (NCCL-registered buffers, `nccl_ub`, would, but
-are not used).
+Tensor objects keep their identity. A storage is resized to zero and later back to its old size, so
+all views stay valid: Megatron's flat buffers and the parameters in them, the distributed
+optimizer's shards, and `main_grad`. Only the address changes. Megatron-Core 0.16.1 keeps no
+addresses between steps (NCCL-registered buffers, `nccl_ub`, would, but are not used).
 
-On CUDA the bytes go to pinned host memory that is allocated once. On CPU, device memory is the memory of the process,
-so the bytes go to an unlinked temporary file in TMPDIR. It disappears with the process.
+On CUDA the bytes go to pinned host memory that is allocated once. On CPU, device memory is the
+memory of the process, so the bytes go to an unlinked temporary file in TMPDIR. It disappears with
+the process.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from hybridflow.errors import ResourceError
 
 Part = Literal["weights", "gradients", "optimizer", "reference"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer", "reference")
-_SMALL = 4096  # bytes; smaller tensors (step counters) stay: thousands of tiny copies cost more than they free
+# bytes; smaller tensors (step counters) stay: thousands of tiny copies cost more than they free
+_SMALL = 4096
 _WRITABLE = 0x200  # PyBUF_WRITE
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.restype, _view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view.restype = ctypes.py_object
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class Residency:
@@ -43,13 +46,18 @@ class Residency:
         """Register the parts of a role. All of them start on the device.
 
         Args:
-            tensors: for each part, a function that lists its tensors. A storage shared by two parts belongs to the one
-                that comes first in `PARTS`.
+            tensors: for each part, a function that lists its tensors. A storage shared by two parts
+                belongs to the one that comes first in `PARTS`.
             platform: the device that holds them.
-            settle: called before weights are offloaded, to wait for communication that still writes to them.
-            role: the role that owns these parts; messages refer to the keys of its configuration section.
+            settle: called before weights are offloaded, to wait for communication that still writes
+                to them.
+            role: the role that owns these parts; messages refer to the keys of its configuration
+                section.
         """
-        self._tensors, self._platform, self._settle, self.role = tensors, platform, settle, role
+        self._tensors = tensors
+        self._platform = platform
+        self._settle = settle
+        self.role = role
         self._asleep: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
         self._store: dict[Part, _FileStore | _PinnedStore] = {}
 
@@ -80,7 +88,8 @@ class Residency:
         """Offload these parts; parts already offloaded are skipped. Returns the bytes freed.
 
         Raises:
-            ResourceError: there is no room to store a part. That part and the ones after it stay on the device.
+            ResourceError: there is no room to store a part. That part and the ones after it stay on
+                the device.
         """
         freed = 0
         for part in parts:
@@ -89,7 +98,9 @@ class Residency:
             if part == "weights":
                 self._settle()
             storages = [storage for storage in self._storages()[part] if storage.nbytes() >= _SMALL]
-            store = self._store.setdefault(part, _FileStore() if self._platform.kind == "cpu" else _PinnedStore())
+            store = self._store.setdefault(
+                part, _FileStore() if self._platform.kind == "cpu" else _PinnedStore()
+            )
             store.write(self._key(part), storages)
             self._asleep[part] = [(storage, storage.nbytes()) for storage in storages]
             for storage in storages:
@@ -109,7 +120,12 @@ class Residency:
 
     @contextmanager
     def resident(
-        self, *, weights: bool = False, gradients: bool = False, optimizer: bool = False, reference: bool = False
+        self,
+        *,
+        weights: bool = False,
+        gradients: bool = False,
+        optimizer: bool = False,
+        reference: bool = False,
     ) -> Iterator[None]:
         """Context manager: keep these parts on the device.
 
@@ -128,7 +144,8 @@ class Residency:
             self.sleep(*brought)
 
     def _key(self, part: Part) -> str:
-        """Return the configuration key that offloads the part; the reference follows the weights."""
+        """Return the configuration key that offloads the part; the reference follows the
+        weights."""
         return f"{self.role}.offload.{'weights' if part == 'reference' else part}"
 
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
@@ -143,8 +160,9 @@ class Residency:
                 seen.add(storage._cdata)
                 if not storage.resizable():
                     raise ResourceError(
-                        f"the memory of the {part} (a tensor of shape {list(tensor.shape)}) is shared, for example "
-                        f"with numpy, and cannot be offloaded; set {self._key(part)}=false"
+                        f"the memory of the {part} (a tensor of shape {list(tensor.shape)}) is "
+                        "shared, for example with numpy, and cannot be offloaded; set "
+                        f"{self._key(part)}=false"
                     )
                 found[part].append(storage)
         return found
@@ -162,7 +180,8 @@ class _FileStore:
     def write(self, key: str, storages: list[torch.UntypedStorage]) -> None:
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="hybridflow-offload-")  # noqa: SIM115  (open as long as this object exists)
+                # (open as long as this object exists)
+                self._file = tempfile.TemporaryFile(prefix="hybridflow-offload-")  # noqa: SIM115
             self._file.seek(0)
             for storage in storages:
                 self._file.write(memory_of(_bytes(storage)))
@@ -170,8 +189,9 @@ class _FileStore:
         except OSError as error:
             size = sum(storage.nbytes() for storage in storages)
             raise ResourceError(
-                f"no room to offload {size / 2**20:.0f} MiB ({key}) to a file in {tempfile.gettempdir()}: "
-                f"{error.strerror}. They are still in memory. Set TMPDIR to a folder with room, or {key}=false"
+                f"no room to offload {size / 2**20:.0f} MiB ({key}) to a file in "
+                f"{tempfile.gettempdir()}: {error.strerror}. They are still in memory. Set TMPDIR "
+                f"to a folder with room, or {key}=false"
             ) from error
 
     def read(self, storages: list[torch.UntypedStorage]) -> None:
@@ -180,7 +200,9 @@ class _FileStore:
         for storage in storages:
             got = self._file.readinto(memory_of(_bytes(storage)))  # type: ignore[attr-defined]
             if got != storage.nbytes():
-                raise ResourceError(f"the file with offloaded memory ended after {got} of {storage.nbytes()} bytes")
+                raise ResourceError(
+                    f"the file with offloaded memory ended after {got} of {storage.nbytes()} bytes"
+                )
 
 
 class _PinnedStore:
@@ -197,13 +219,14 @@ class _PinnedStore:
             self._blocks = []
             try:
                 self._blocks = [
-                    torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True) for storage in storages
+                    torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                    for storage in storages
                 ]
             except RuntimeError as error:
                 size = sum(storage.nbytes() for storage in storages)
                 raise ResourceError(
-                    f"no room for {size / 2**20:.0f} MiB ({key}) in pinned host memory: {error}. They are still on the "
-                    f"device. Free host memory, or set {key}=false"
+                    f"no room for {size / 2**20:.0f} MiB ({key}) in pinned host memory: {error}. "
+                    f"They are still on the device. Free host memory, or set {key}=false"
                 ) from error
         for block, storage in zip(self._blocks, storages, strict=True):
             block.copy_(_bytes(storage), non_blocking=True)
@@ -216,10 +239,11 @@ class _PinnedStore:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return a writable view of the bytes of a contiguous tensor in host memory, valid as long as the tensor.
+    """Return a writable view of the bytes of a contiguous tensor in host memory, valid as long as
+    the tensor.
 
-    `Tensor.numpy()` does not work here: torch refuses to resize a storage that was exposed to numpy. A ctypes array is
-    slow: each length needs a separate type, created over and over.
+    `Tensor.numpy()` does not work here: torch refuses to resize a storage that was exposed to
+    numpy. A ctypes array is slow: each length needs a separate type, created over and over.
     """
     return _view(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
 

@@ -1,4 +1,5 @@
-"""What of this machine, its packages and its cluster a run would use, what not and why, each with its remedy."""
+"""What of this machine, its packages and its cluster a run would use, what not and why, each with
+its remedy."""
 
 from __future__ import annotations
 
@@ -37,9 +38,16 @@ FASTER = {
 
 
 def examine(config: RunConfig | None = None) -> list[Finding]:
-    """All findings on this machine. With a recipe, also what that recipe needs: GPUs, memory, folders."""
+    """All findings on this machine. With a recipe, also what that recipe needs: GPUs, memory,
+    folders."""
     gpus, trouble = query_gpus()
-    findings = [*_versions(), *_devices(gpus, trouble, config), *_faster(bool(gpus)), *_network(bool(gpus)), *_limits()]
+    findings = [
+        *_versions(),
+        *_devices(gpus, trouble, config),
+        *_faster(bool(gpus)),
+        *_network(bool(gpus)),
+        *_limits(),
+    ]
     findings += [Finding(one.topic, one.level, one.what, one.remedy) for one in obstacles()]
     return [*findings, *_disk(config), *_cluster(config)]
 
@@ -47,39 +55,64 @@ def examine(config: RunConfig | None = None) -> list[Finding]:
 def _versions() -> Iterator[Finding]:
     right = sys.version_info[:2] in LOCKED
     version = ".".join(map(str, sys.version_info[:3]))
-    remedy = "" if right else "the locks are for Python 3.11 (cpu) and 3.12 (gpu): PYTHON=/path/to/python make setup"
+    remedy = (
+        ""
+        if right
+        else "the locks are for Python 3.11 (cpu) and 3.12 (gpu): PYTHON=/path/to/python make setup"
+    )
     yield Finding("python", "ok" if right else "warning", version, remedy)
     for name in (*NEEDED, RunConfig().rollout.engine):
         found = _version(name)
         if found is None:
-            yield Finding(name, "error", "is not installed", "make setup (LANE=gpu on a machine with GPUs)")
+            yield Finding(
+                name, "error", "is not installed", "make setup (LANE=gpu on a machine with GPUs)"
+            )
         else:
             yield Finding(name, "ok", found)
     if util.find_spec("hybridflow_kernels") is None:
-        yield Finding("kernels", "error", "hybridflow_kernels is absent", "build the package with its folder kernels/")
+        yield Finding(
+            "kernels",
+            "error",
+            "hybridflow_kernels is absent",
+            "build the package with its folder kernels/",
+        )
 
 
 def _devices(gpus: Sequence[str], trouble: str, config: RunConfig | None) -> Iterator[Finding]:
-    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0))
+    memory = psutil.virtual_memory()
     yield Finding("cpu", "ok", f"{cores} cores usable, {memory.total / _GIB:.0f} GiB of memory")
     wanted = config.cluster.procs_per_node if config is not None else 0
     if trouble:
-        remedy = "mend the driver: load its module, or reboot after an update; without it the GPUs stay unused"
+        remedy = (
+            "mend the driver: load its module, or reboot after an update; without it the GPUs stay "
+            "unused"
+        )
         yield Finding("gpu", "error", trouble, remedy)
         return
     if not gpus:
         where = "no GPU: nvidia-smi is absent or shows none; runs use CPUs and gloo"
-        yield Finding("gpu", "unused", where, "on a GPU machine: install the driver, ask Slurm for --gpus-per-node")
+        yield Finding(
+            "gpu",
+            "unused",
+            where,
+            "on a GPU machine: install the driver, ask Slurm for --gpus-per-node",
+        )
         return
     yield Finding("gpu", "ok", f"{len(gpus)} x {gpus[0]}")
     cuda = _torch_cuda()
     if cuda is None:
         yield Finding(
-            "torch.cuda", "error", "torch was built without CUDA, the GPUs stay unused", "make setup LANE=gpu"
+            "torch.cuda",
+            "error",
+            "torch was built without CUDA, the GPUs stay unused",
+            "make setup LANE=gpu",
         )
     if wanted > len(gpus):
         what = f"the recipe wants {wanted} ranks on a node, which has {len(gpus)} GPUs"
-        yield Finding("recipe", "error", what, f"cluster.procs_per_node={len(gpus)} and more cluster.nodes")
+        yield Finding(
+            "recipe", "error", what, f"cluster.procs_per_node={len(gpus)} and more cluster.nodes"
+        )
 
 
 def _faster(has_gpus: bool) -> Iterator[Finding]:
@@ -87,11 +120,16 @@ def _faster(has_gpus: bool) -> Iterator[Finding]:
         if util.find_spec(module) is not None:
             level: Level = "ok" if has_gpus else "unused"
             yield Finding(
-                name, level, f"{_version(name) or 'installed'}: {use}" + ("" if has_gpus else "; needs a GPU")
+                name,
+                level,
+                f"{_version(name) or 'installed'}: {use}" + ("" if has_gpus else "; needs a GPU"),
             )
         elif has_gpus:
             yield Finding(
-                name, "warning", f"is absent: {use} is slower", f"launch/containers/ builds it in; or install {name}"
+                name,
+                "warning",
+                f"is absent: {use} is slower",
+                f"launch/containers/ builds it in; or install {name}",
             )
         else:
             yield Finding(name, "unused", f"is absent; {use}, on GPUs alone")
@@ -102,23 +140,34 @@ def _network(has_gpus: bool) -> Iterator[Finding]:
     if devices:
         yield Finding("rdma", "ok", ", ".join(devices))
         if not os.access("/dev/infiniband/rdma_cm", os.R_OK | os.W_OK):
-            what, remedy = "/dev/infiniband/rdma_cm may not be opened", "mount /dev/infiniband into the container"
+            what = "/dev/infiniband/rdma_cm may not be opened"
+            remedy = "mount /dev/infiniband into the container"
             yield Finding("rdma", "warning", what, remedy)
     else:
         level: Level = "warning" if has_gpus else "unused"
         yield Finding(
-            "rdma", level, "no InfiniBand or RoCE device; nodes talk over TCP", "load the drivers (ibstat)" * has_gpus
+            "rdma",
+            level,
+            "no InfiniBand or RoCE device; nodes talk over TCP",
+            "load the drivers (ibstat)" * has_gpus,
         )
     name = socket.gethostname()
     try:
         address = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
     except OSError as error:
         yield Finding(
-            "host name", "warning", f"{name} has no address ({error})", "add it to /etc/hosts, or set `interface`"
+            "host name",
+            "warning",
+            f"{name} has no address ({error})",
+            "add it to /etc/hosts, or set `interface`",
         )
         return
     loopback = address.startswith("127.")
-    remedy = "set `interface` in the site file, so that nodes do not meet on loopback" if loopback else ""
+    remedy = (
+        "set `interface` in the site file, so that nodes do not meet on loopback"
+        if loopback
+        else ""
+    )
     yield Finding("host name", "warning" if loopback else "ok", f"{name} is {address}", remedy)
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     if first < FIRST_PORT + 2000:
@@ -131,7 +180,9 @@ def _network(has_gpus: bool) -> Iterator[Finding]:
 def _limits() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     few = files != resource.RLIM_INFINITY and files < 65536
-    remedy = "LimitNOFILE=infinity for slurmd, or nofile in /etc/security/limits.conf" if few else ""
+    remedy = (
+        "LimitNOFILE=infinity for slurmd, or nofile in /etc/security/limits.conf" if few else ""
+    )
     yield Finding("nofile", "warning" if few else "ok", f"{_amount(files)} open files", remedy)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     rdma = any(Path("/sys/class/infiniband").glob("*"))
@@ -139,22 +190,47 @@ def _limits() -> Iterator[Finding]:
     remedy = "LimitMEMLOCK=infinity for slurmd: RDMA pins memory" if short else ""
     yield Finding("memlock", "warning" if short else "ok", f"{_amount(locked)} bytes", remedy)
     free = shutil.disk_usage("/dev/shm").free / _GIB
-    remedy = "--shm-size of the container, or remount it larger: Ray keeps objects there" if free < 1 else ""
+    remedy = (
+        "--shm-size of the container, or remount it larger: Ray keeps objects there"
+        if free < 1
+        else ""
+    )
     yield Finding("/dev/shm", "warning" if free < 1 else "ok", f"{free:.1f} GiB free", remedy)
 
 
 def _disk(config: RunConfig | None) -> Iterator[Finding]:
-    folders = [Path(tempfile.gettempdir()), Path(config.output_dir) if config is not None else Path.cwd()]
+    folders = [
+        Path(tempfile.gettempdir()),
+        Path(config.output_dir) if config is not None else Path.cwd(),
+    ]
     for folder in folders:
         there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
         if not os.access(there, os.W_OK):
-            yield Finding("disk", "error", f"{folder} may not be written", "choose another output_dir or TMPDIR")
+            yield Finding(
+                "disk",
+                "error",
+                f"{folder} may not be written",
+                "choose another output_dir or TMPDIR",
+            )
             continue
         free = shutil.disk_usage(there).free / _GIB
         remedy = "clear it, or choose another output_dir or TMPDIR" if free < 5 else ""
-        yield Finding("disk", "warning" if free < 5 else "ok", f"{folder}: {free:.0f} GiB free", remedy)
+        yield Finding(
+            "disk", "warning" if free < 5 else "ok", f"{folder}: {free:.0f} GiB free", remedy
+        )
     kind = _filesystem(folders[1])
-    shared = kind in {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cephfs", "ceph", "fuse", "wekafs", "afs"}
+    shared = kind in {
+        "nfs",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "cephfs",
+        "ceph",
+        "fuse",
+        "wekafs",
+        "afs",
+    }
     several = config is not None and config.cluster.nodes > 1
     remedy = "set output_dir to a folder that all nodes mount" if several and not shared else ""
     what = f"output folder on {kind}{'' if shared else ', which nodes do not share as a rule'}"
@@ -163,14 +239,31 @@ def _disk(config: RunConfig | None) -> Iterator[Finding]:
 
 def _cluster(config: RunConfig | None) -> Iterator[Finding]:
     if shutil.which("sinfo") is None:
-        yield Finding("slurm", "unused", "no sinfo here", "on a login node: load Slurm's module" if _in_slurm() else "")
+        yield Finding(
+            "slurm",
+            "unused",
+            "no sinfo here",
+            "on a login node: load Slurm's module" if _in_slurm() else "",
+        )
     else:
-        done = subprocess.run(["sinfo", "--noheader", "--format=%P %D %T"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--format=%P %D %T"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         lines = "; ".join(done.stdout.splitlines())
         if done.returncode:
-            said = (done.stderr.strip().splitlines() or [f"sinfo ended with status {done.returncode}"])[-1]
+            said = (
+                done.stderr.strip().splitlines() or [f"sinfo ended with status {done.returncode}"]
+            )[-1]
             level: Level = "error" if _in_slurm() else "warning"
-            yield Finding("slurm", level, said, "ask whether slurmctld is up (scontrol ping), and look at SLURM_CONF")
+            yield Finding(
+                "slurm",
+                level,
+                said,
+                "ask whether slurmctld is up (scontrol ping), and look at SLURM_CONF",
+            )
         else:
             yield Finding("slurm", "ok", lines)
     address = config.cluster.address if config is not None else os.environ.get("RAY_ADDRESS")
@@ -183,7 +276,9 @@ def _cluster(config: RunConfig | None) -> Iterator[Finding]:
         wait_for_nodes(address, config.cluster.nodes if config is not None else 1, 10.0)
         yield Finding("ray cluster", "ok", f"{address} answers")
     except HybridFlowError as error:
-        yield Finding("ray cluster", "error", str(error), "check the address and RAY_AUTH_TOKEN_PATH")
+        yield Finding(
+            "ray cluster", "error", str(error), "check the address and RAY_AUTH_TOKEN_PATH"
+        )
 
 
 def recipe_findings(load: Callable[[], RunConfig]) -> tuple[RunConfig | None, list[Finding]]:
@@ -191,9 +286,15 @@ def recipe_findings(load: Callable[[], RunConfig]) -> tuple[RunConfig | None, li
     try:
         config = load()
     except HybridFlowError as error:
-        return None, [Finding("recipe", "error", str(error), "correct the key; --print-config shows every setting")]
+        return None, [
+            Finding(
+                "recipe", "error", str(error), "correct the key; --print-config shows every setting"
+            )
+        ]
     world = derived.world_size(config)
-    return config, [Finding("recipe", "ok", f"{config.name}: {world} ranks on {config.cluster.nodes} node(s)")]
+    return config, [
+        Finding("recipe", "ok", f"{config.name}: {world} ranks on {config.cluster.nodes} node(s)")
+    ]
 
 
 def _version(name: str) -> str | None:
@@ -204,7 +305,8 @@ def _version(name: str) -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA version that torch was built for, which its version file says without importing torch."""
+    """The CUDA version that torch was built for, which its version file says without importing
+    torch."""
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -216,8 +318,14 @@ def _torch_cuda() -> str | None:
 def _filesystem(folder: Path) -> str:
     """The type of the filesystem that would hold `folder`."""
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    mounted = [part for part in psutil.disk_partitions(all=True) if there.is_relative_to(part.mountpoint)]
-    return max(mounted, key=lambda part: len(part.mountpoint)).fstype if mounted else "an unknown filesystem"
+    mounted = [
+        part for part in psutil.disk_partitions(all=True) if there.is_relative_to(part.mountpoint)
+    ]
+    return (
+        max(mounted, key=lambda part: len(part.mountpoint)).fstype
+        if mounted
+        else "an unknown filesystem"
+    )
 
 
 def _amount(limit: int) -> str:

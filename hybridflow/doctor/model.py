@@ -1,4 +1,5 @@
-"""A verdict on a model folder before a device is held: what of it a run would read, and what a recipe does with it.
+"""A verdict on a model folder before a device is held: what of it a run would read, and what a
+recipe does with it.
 
 Everything is asked of the run's own loader, tokenizer, planner and export.
 """
@@ -30,7 +31,8 @@ _GB = 1e9
 
 
 def examine(folder: Path, config: RunConfig | None = None) -> list[Finding]:
-    """All findings on a folder. With a recipe whose `model.path` is this folder, also what that recipe does with it."""
+    """All findings on a folder. With a recipe whose `model.path` is this folder, also what that
+    recipe does with it."""
     try:
         use_family(config.model.family if config is not None else None)
         hf = derived.hf_config(ModelConfig(path=str(folder)))
@@ -40,7 +42,9 @@ def examine(folder: Path, config: RunConfig | None = None) -> list[Finding]:
     found = [Finding("config", "ok", _described(family)), *weights.findings(folder, family)]
     found += tokens.findings(folder, hf, _observed(config))
     if exit_code(found):
-        found.append(Finding("parity", "unused", "not looked at before the errors above are mended"))
+        found.append(
+            Finding("parity", "unused", "not looked at before the errors above are mended")
+        )
     else:
         found += [*_copy(folder, hf, config.actor.backend if config is not None else "megatron")]
     return found + ([*_fitting_recipes(hf)] if config is None else [*_recipe(config, hf)])
@@ -55,8 +59,14 @@ def _observed(config: RunConfig | None) -> str | None:
 
 def _remedy_of_config(folder: Path) -> str:
     if not (folder / "config.json").is_file():
-        return "give the folder of a model as it was downloaded: hf download ORG/NAME --local-dir FOLDER"
-    return "docs/recipes.md lists the families; a map of your own: model.family=path/to/file.py:MODEL_TYPE"
+        return (
+            "give the folder of a model as it was downloaded: hf download ORG/NAME --local-dir "
+            "FOLDER"
+        )
+    return (
+        "docs/recipes.md lists the families; a map of your own: "
+        "model.family=path/to/file.py:MODEL_TYPE"
+    )
 
 
 def _described(family: Family) -> str:
@@ -72,12 +82,25 @@ def _copy(folder: Path, hf: Mapping[str, Any], backend: Backend) -> Iterator[Fin
     try:
         found = compare_with_transformers(miniature(hf), folder, backend, PARITY_TIMEOUT_S)
     except ModelError as error:
-        yield Finding(topic, "error", f"a small copy of the config: {error}", "report it with this config.json")
+        yield Finding(
+            topic,
+            "error",
+            f"a small copy of the config: {error}",
+            "report it with this config.json",
+        )
         return
-    what = f"log-probs of a small copy ({found.parameters:,} parameters) differ from {found.reference}'s"
+    what = (
+        f"log-probs of a small copy ({found.parameters:,} parameters) differ from "
+        f"{found.reference}'s"
+    )
     wrong = not found.log_probs < BOUND  # a NaN is wrong
     remedy = "do not train it; report it with this config.json" if wrong else ""
-    yield Finding(topic, "error" if wrong else "ok", f"{what} by {found.log_probs:.1e} (bound {BOUND:.0e})", remedy)
+    yield Finding(
+        topic,
+        "error" if wrong else "ok",
+        f"{what} by {found.log_probs:.1e} (bound {BOUND:.0e})",
+        remedy,
+    )
     lost = found.exported != 0.0  # a NaN too
     what = "the copy's export is loaded by transformers" + (
         f" and differs by {found.exported:.1e}" if lost else ", bit for bit as it was trained"
@@ -91,21 +114,35 @@ def _fitting_recipes(hf: Mapping[str, Any]) -> Iterator[Finding]:
         remedy = f"--recipe {names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
         yield Finding("recipe", "unused", "none is named; there are recipes of this size", remedy)
     else:
-        remedy = "a size of your own: copy the nearest recipe and take out model.hf_config (docs/recipes.md)"
-        yield Finding("recipe", "unused", "none is named, and no shipped recipe has these sizes", remedy)
+        remedy = (
+            "a size of your own: copy the nearest recipe and take out model.hf_config "
+            "(docs/recipes.md)"
+        )
+        yield Finding(
+            "recipe", "unused", "none is named, and no shipped recipe has these sizes", remedy
+        )
 
 
 def _recipe(config: RunConfig, hf: Mapping[str, Any]) -> Iterator[Finding]:
     """The recipe's layout, memory and time of a step, and the weight sync."""
     wrong = refused(config)
     for problem in wrong:
-        yield Finding("recipe", "error", problem, "correct the key, or choose a recipe of this size")
+        yield Finding(
+            "recipe", "error", problem, "correct the key, or choose a recipe of this size"
+        )
     if wrong:
         return
     parallel = config.actor.parallel
-    sizes = (("TP", parallel.tensor), ("PP", parallel.pipeline), ("CP", parallel.context), ("EP", parallel.expert))
+    sizes = (
+        ("TP", parallel.tensor),
+        ("PP", parallel.pipeline),
+        ("CP", parallel.context),
+        ("EP", parallel.expert),
+    )
     shape = " ".join(f"{short}{size}" for short, size in sizes if size > 1)
-    yield Finding("layout", "ok", f"{derived.world_size(config)} ranks, {shape or 'data-parallel alone'}")
+    yield Finding(
+        "layout", "ok", f"{derived.world_size(config)} ranks, {shape or 'data-parallel alone'}"
+    )
     yield from _planned(config, hf)
     yield from _sync(config, hf)
 
@@ -114,20 +151,30 @@ def _planned(config: RunConfig, hf: Mapping[str, Any]) -> Iterator[Finding]:
     cluster = config.cluster
     try:
         each = cluster.devices_per_node or cluster.procs_per_node
-        plan = make_plan(job_of(config, read_cluster(None, cluster.nodes, each, cluster.device), hf=hf))
+        plan = make_plan(
+            job_of(config, read_cluster(None, cluster.nodes, each, cluster.device), hf=hf)
+        )
     except HybridFlowError as error:
         yield Finding("plan", "error", str(error), "hybridflow plan says more")
         return
     figures = plan.figures()
     where = f"{figures['peak_bytes'] / _GB:.0f} of {figures['device_bytes'] / _GB:.0f} GB a device"
-    memory = f"{where} at most ({figures['peak_phase']}), host {figures['host_bytes_per_node'] / _GB:,.0f} GB a node"
+    memory = (
+        f"{where} at most ({figures['peak_phase']}), host "
+        f"{figures['host_bytes_per_node'] / _GB:,.0f} GB a node"
+    )
     if not plan.fits:
-        remedy = "hybridflow plan --config-name RECIPE model.path=FOLDER names the nearest change that fits"
+        remedy = (
+            "hybridflow plan --config-name RECIPE model.path=FOLDER names the nearest change that "
+            "fits"
+        )
         yield Finding("memory", "error", f"{memory}: {'; '.join(figures['problems'])}", remedy)
     else:
         yield Finding("memory", "ok", memory)
     seconds = f"{figures['step_seconds']:,.0f} s a step, mostly {figures['bottleneck']}"
-    yield Finding("time", "ok", f"{seconds}, on {figures['devices']} {figures['device']} (docs/planning.md)")
+    yield Finding(
+        "time", "ok", f"{seconds}, on {figures['devices']} {figures['device']} (docs/planning.md)"
+    )
 
 
 def _sync(config: RunConfig, hf: Mapping[str, Any]) -> Iterator[Finding]:
@@ -138,5 +185,12 @@ def _sync(config: RunConfig, hf: Mapping[str, Any]) -> Iterator[Finding]:
         return
     figures = made.figures()
     unused = figures["unused"]
-    what = f"{figures['slices']:,} slices to {figures['engines']} engines, each engine element written once"
-    yield Finding("sync", "ok", f"{what}; {len(unused)} tensors unused{': ' * bool(unused)}{', '.join(unused[:3])}")
+    what = (
+        f"{figures['slices']:,} slices to {figures['engines']} engines, each engine element "
+        "written once"
+    )
+    yield Finding(
+        "sync",
+        "ok",
+        f"{what}; {len(unused)} tensors unused{': ' * bool(unused)}{', '.join(unused[:3])}",
+    )

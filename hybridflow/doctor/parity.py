@@ -1,7 +1,9 @@
-"""A tiny random copy of a model through a run's own loader, forward pass and export, beside transformers.
+"""A tiny random copy of a model through a run's own loader, forward pass and export, beside
+transformers.
 
-`python -P -m hybridflow.doctor.parity FOLDER` is a process of its own: Megatron's groups and a loopback port are gone
-when it ends. FOLDER has `config.json` of the copy (`models.miniature`) and `tokenizer`, the published folder.
+`python -P -m hybridflow.doctor.parity FOLDER` is a process of its own: Megatron's groups and a
+loopback port are gone when it ends. FOLDER has `config.json` of the copy (`models.miniature`) and
+`tokenizer`, the published folder.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ if TYPE_CHECKING:
 
     from hybridflow.models import Family
 
-# Between rounding and faults: two float32 results of these sizes differ by up to 5e-6, and a scale of experts that is
-# 0.04% off, a rotary base 0.1% off or an epsilon of another power of ten moves a log-prob by 1e-4 to 0.2
+# Between rounding and faults: two float32 results of these sizes differ by up to 5e-6, and a scale
+# of experts that is 0.04% off, a rotary base 0.1% off or an epsilon of another power of ten moves a
+# log-prob by 1e-4 to 0.2
 BOUND = 5e-5
 Backend = Literal["megatron", "fsdp"]  # `actor.backend`
-_SEED, _ROWS, _TOKENS = 7, 4, 24
+_SEED = 7
+_ROWS = 4
+_TOKENS = 24
 _RESULT = "parity.json"
 
 
@@ -49,20 +54,32 @@ class Parity:
     reference: str
 
 
-def compare_with_transformers(copy: Mapping[str, Any], source: Path, backend: Backend, timeout_s: float) -> Parity:
+def compare_with_transformers(
+    copy: Mapping[str, Any], source: Path, backend: Backend, timeout_s: float
+) -> Parity:
     """Run the comparison in a process of its own.
 
     Args:
-        copy: the config of a small model. source: the published folder, whose tokenizer an export copies.
+        copy: the config of a small model. source: the published folder, whose tokenizer an export
+            copies.
         backend: `actor.backend` of the run.
 
     Raises:
-        ModelError: the backend or transformers cannot build the model, or it takes longer than `timeout_s`.
+        ModelError: the backend or transformers cannot build the model, or it takes longer than
+            `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="hybridflow-doctor-") as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(copy), encoding="utf-8")
-        command = [sys.executable, "-P", "-m", "hybridflow.doctor.parity", str(folder), str(source.resolve()), backend]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "hybridflow.doctor.parity",
+            str(folder),
+            str(source.resolve()),
+            backend,
+        ]
         environ = {
             **os.environ,
             "HYBRIDFLOW_PLATFORM": "cpu",
@@ -71,12 +88,22 @@ def compare_with_transformers(copy: Mapping[str, Any], source: Path, backend: Ba
         }
         try:
             done = subprocess.run(
-                command, env=environ, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False
+                command,
+                env=environ,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise ModelError(f"a small copy took more than {timeout_s:g} s to build and compare") from error
+            raise ModelError(
+                f"a small copy took more than {timeout_s:g} s to build and compare"
+            ) from error
         if done.returncode or not (folder / _RESULT).exists():
-            said = done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"]
+            said = done.stderr.strip().splitlines() or [
+                f"its process ended with status {done.returncode}"
+            ]
             raise ModelError(said[-1])
         return Parity(**json.loads((folder / _RESULT).read_text(encoding="utf-8")))
 
@@ -107,7 +134,9 @@ def sequences(vocabulary: int) -> torch.Tensor:
     """[rows, tokens] int64."""
     import torch
 
-    return torch.randint(0, vocabulary, (_ROWS, _TOKENS), generator=torch.Generator().manual_seed(_SEED))
+    return torch.randint(
+        0, vocabulary, (_ROWS, _TOKENS), generator=torch.Generator().manual_seed(_SEED)
+    )
 
 
 def write_weights(family: Family, folder: Path) -> None:
@@ -128,8 +157,11 @@ def write_weights(family: Family, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _ours(hf: Mapping[str, Any], folder: Path, backend: Backend, ids: torch.Tensor, source: Path) -> torch.Tensor:
-    """Log-probs of all tokens but the first of each row, float64; the policy is exported to `folder`/exported."""
+def _ours(
+    hf: Mapping[str, Any], folder: Path, backend: Backend, ids: torch.Tensor, source: Path
+) -> torch.Tensor:
+    """Log-probs of all tokens but the first of each row, float64; the policy is exported to
+    `folder`/exported."""
     from dataclasses import replace
 
     import torch
@@ -143,7 +175,13 @@ def _ours(hf: Mapping[str, Any], folder: Path, backend: Backend, ids: torch.Tens
     from hybridflow.workers.backend import open_backend
 
     port = free_port(LOOPBACK, PORTS)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+    }
     default = RunConfig()
     model = replace(default.model, path=str(folder), dtype="float32")
     config = replace(default, model=model, actor=replace(default.actor, backend=backend))
@@ -161,12 +199,15 @@ def _ours(hf: Mapping[str, Any], folder: Path, backend: Backend, ids: torch.Tens
 
 
 def reference_class(family: Family) -> Any:
-    """transformers' class of the architecture: `kimi_k2`, which it does not know, is DeepSeek-V3's."""
+    """transformers' class of the architecture: `kimi_k2`, which it does not know, is
+    DeepSeek-V3's."""
     import transformers
 
     found = getattr(transformers, family.architecture, None)
     if found is None:
-        raise ModelError(f"transformers {transformers.__version__} has no {family.architecture} to compare with")
+        raise ModelError(
+            f"transformers {transformers.__version__} has no {family.architecture} to compare with"
+        )
     return found
 
 
@@ -174,14 +215,25 @@ def log_probs(reference: Any, family: Family, folder: Path, ids: torch.Tensor) -
     """Log-probs of all tokens but the first of each row by transformers, in float64."""
     import torch
 
-    given = deepcopy({**family.hf, "model_type": reference.config_class.model_type})  # it writes into nested settings
+    # it writes into nested settings
+    given = deepcopy({**family.hf, "model_type": reference.config_class.model_type})
     config = reference.config_class.from_dict(given)
-    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # a grouped product has no float64
+    # a grouped product has no float64
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model, loaded = reference.from_pretrained(
-        folder, config=config, dtype=torch.float64, local_files_only=True, output_loading_info=True, **plain
+        folder,
+        config=config,
+        dtype=torch.float64,
+        local_files_only=True,
+        output_loading_info=True,
+        **plain,
     )
-    if absent := sorted({*loaded["missing_keys"], *loaded["unexpected_keys"], *loaded["mismatched_keys"]}):
-        raise ModelError(f"transformers finds other tensors than the family's: {', '.join(map(str, absent[:4]))}")
+    if absent := sorted(
+        {*loaded["missing_keys"], *loaded["unexpected_keys"], *loaded["mismatched_keys"]}
+    ):
+        raise ModelError(
+            f"transformers finds other tensors than the family's: {', '.join(map(str, absent[:4]))}"
+        )
     with torch.no_grad():
         logits = model.eval()(ids).logits[:, :-1].double()
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]

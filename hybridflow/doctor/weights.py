@@ -1,5 +1,5 @@
-"""Whether a folder's weights are all there, in shapes and precisions that a run reads, and what training leaves as it
-is."""
+"""Whether a folder's weights are all there, in shapes and precisions that a run reads, and what
+training leaves as it is."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ def findings(folder: Path, family: Family) -> Iterator[Finding]:
             wrong.append(f"{name} is {forms[name][0]}, not {shape}")
     if wrong:
         remedy = "config.json is of another model, or the folder was put together from two"
-        yield Finding("weights", "error", f"{len(wrong)} tensors have other shapes, for example {wrong[0]}", remedy)
+        yield Finding(
+            "weights",
+            "error",
+            f"{len(wrong)} tensors have other shapes, for example {wrong[0]}",
+            remedy,
+        )
         return
     unread = []
     for name, (_, kind) in forms.items():
@@ -43,15 +48,26 @@ def findings(folder: Path, family: Family) -> Iterator[Finding]:
             unread.append(f"{name} ({kind})")
     if unread:
         remedy = "the model's folder in bfloat16, or in block-wise fp8 with its scales"
-        yield Finding("weights", "error", f"of a precision that is not read: {', '.join(unread[:3])}", remedy)
+        yield Finding(
+            "weights", "error", f"of a precision that is not read: {', '.join(unread[:3])}", remedy
+        )
         return
-    kinds = ", ".join(f"{count} in {kind}" for kind, count in Counter(kind for _, kind in forms.values()).most_common())
-    yield Finding("weights", "ok", f"{len(tensors)} tensors in {len(set(source.files.values()))} files: {kinds}")
+    kinds = ", ".join(
+        f"{count} in {kind}"
+        for kind, count in Counter(kind for _, kind in forms.values()).most_common()
+    )
+    yield Finding(
+        "weights",
+        "ok",
+        f"{len(tensors)} tensors in {len(set(source.files.values()))} files: {kinds}",
+    )
     for line in carried_from(folder, family).lines:
         yield Finding(
             "other weights",
             "ok",
-            line.replace(f"were copied from {folder} as they came", "go into an export as they came"),
+            line.replace(
+                f"were copied from {folder} as they came", "go into an export as they came"
+            ),
         )
 
 

@@ -37,18 +37,20 @@ class TokenRequests:
 class Asking(Protocol):
     """Requests under way."""
 
-    done: Future[None]  # ends after the last answer was told; has the error where some were not answered
+    # ends after the last answer was told; has the error where some were not answered
+    done: Future[None]
 
     def so_far(self, number: int) -> Completion:
-        """What has come of a response by now, without its experts; `abort` where it has not ended. Called at any time,
-        in any thread."""
+        """What has come of a response by now, without its experts; `abort` where it has not ended.
+        Called at any time, in any thread."""
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Have the engine end these responses. They are told as any other, `abort` with what has come of them, unless
-        they end by themselves first."""
+        """Have the engine end these responses. They are told as any other, `abort` with what has
+        come of them, unless they end by themselves first."""
 
     def give_up(self) -> None:
-        """End what is under way; `done` has an EngineError soon after, unless everything was answered."""
+        """End what is under way; `done` has an EngineError soon after, unless everything was
+        answered."""
 
 
 @runtime_checkable
@@ -56,13 +58,17 @@ class Streams(Protocol):
     """What an engine has that answers many requests at once, each as it ends."""
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
-        """Send the requests and return. `told` is called, in another thread, with the number of each prompt and its
-        response."""
+        """Send the requests and return. `told` is called, in another thread, with the number of
+        each prompt and its response."""
 
 
 def ask(engine: Engine, requests: TokenRequests, told: Told) -> Asking:
     """Ask the engine, in a thread of its own if it can only `generate`."""
-    return engine.ask(requests, told) if isinstance(engine, Streams) else _InThread(engine, requests, told)
+    return (
+        engine.ask(requests, told)
+        if isinstance(engine, Streams)
+        else _InThread(engine, requests, told)
+    )
 
 
 def generated(
@@ -76,12 +82,15 @@ def generated(
     """The answers of `Engine.generate`, whose keywords are given where they are asked for.
 
     Raises:
-        EngineError: an answer does not say what its tokens were sampled among, and that was asked for.
+        EngineError: an answer does not say what its tokens were sampled among, and that was asked
+            for.
     """
     wanted = {f"with_{name}": True for name, value in extras._asdict().items() if value}
     found = engine.generate(prompts, sampling, most, stop_token_ids, **wanted)
     if extras.support and any(one.support is None for one in found):
-        raise EngineError("does not say what its tokens were sampled among", engine=engine.spec.name)
+        raise EngineError(
+            "does not say what its tokens were sampled among", engine=engine.spec.name
+        )
     return found
 
 
@@ -89,7 +98,9 @@ class _InThread:
     """Calls of `generate`, one for each bound on the length, in one thread."""
 
     def __init__(self, engine: Engine, requests: TokenRequests, told: Told) -> None:
-        self._engine, self._requests, self._told = engine, requests, told
+        self._engine = engine
+        self._requests = requests
+        self._told = told
         self._begun: dict[int, Completion] = {}
         self._aborted: set[int] = set()
         self._lock = threading.Lock()
@@ -100,7 +111,8 @@ class _InThread:
         return self._begun.get(number, _NOTHING)
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """A call of `generate` that has begun goes on to its end; those of later calls are not asked for."""
+        """A call of `generate` that has begun goes on to its end; those of later calls are not
+        asked for."""
         self._aborted |= set(numbers)
 
     def give_up(self) -> None:
@@ -116,7 +128,8 @@ class _InThread:
             self._end(None)
 
     def _generate(self, limit: int) -> None:
-        asked, aborted = self._requests, set(self._aborted)
+        asked = self._requests
+        aborted = set(self._aborted)
         numbers = [number for number, most in enumerate(asked.max_new_tokens) if most == limit]
         for number in numbers:
             if number in aborted:
@@ -126,7 +139,9 @@ class _InThread:
             return
         rows = [asked.prompts[number] for number in numbers]
         try:
-            found = generated(self._engine, rows, asked.sampling, limit, asked.stop_token_ids, asked.extras)
+            found = generated(
+                self._engine, rows, asked.sampling, limit, asked.stop_token_ids, asked.extras
+            )
         except EngineError as error:
             self._begun = dict(zip(numbers, error.begun, strict=False))
             raise

@@ -1,5 +1,5 @@
-"""What an engine's worker says to our code inside the engine's ranks. Each kind of engine has a way of its own to bring
-the message there."""
+"""What an engine's worker says to our code inside the engine's ranks. Each kind of engine has a way
+of its own to bring the message there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from hybridflow.sync.session import Order
 
-DESCRIBE, RECEIVE = "describe", "receive"
+DESCRIBE = "describe"
+RECEIVE = "receive"
 PauseMode = Literal["abort", "retract", "in_place"]  # what happens to requests under way
 
 
@@ -43,7 +44,8 @@ class Control:
     @classmethod
     def from_json(cls, text: str) -> Control:
         """The inverse of `to_json`."""
-        from hybridflow.sync.session import Order  # needs torch, which clients of an engine do without
+        # needs torch, which clients of an engine do without
+        from hybridflow.sync.session import Order
 
         data: Mapping[str, Any] = json.loads(text)
         return cls(**{**data, "order": Order.from_dict(data["order"]) if data["order"] else None})

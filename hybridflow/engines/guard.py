@@ -1,14 +1,16 @@
-"""A process between the trainer and one SGLang server: no process of the server outlives either of them.
+"""A process between the trainer and one SGLang server: no process of the server outlives either of
+them.
 
-Run as a plain script: `python guard.py PARENT_PID GRACE_S FOLDER -- COMMAND...`; standard library only, about 10 MB and
-30 ms. In a fork of a process that has loaded SGLang (`process.fork_server`) COMMAND is `-m MODULE ...`, which it runs
-in a fork of its own. The server starts once FOLDER is there, which the parent makes when the guard runs: a parent that
-is killed at any moment leaves nothing behind.
+Run as a plain script: `python guard.py PARENT_PID GRACE_S FOLDER -- COMMAND...`; standard library
+only, about 10 MB and 30 ms. In a fork of a process that has loaded SGLang (`process.fork_server`)
+COMMAND is `-m MODULE ...`, which it runs in a fork of its own. The server starts once FOLDER is
+there, which the parent makes when the guard runs: a parent that is killed at any moment leaves
+nothing behind.
 
-Why not PR_SET_PDEATHSIG on the server alone: that signal fires when the parent *thread* ends, so an engine started from
-a pool thread would die with it; and SGLang's children arm their own only after start-up
-(sglang/srt/managers/scheduler.py:6269), so a parent killed during a start would leave them behind. The guard watches
-the parent's pid, and ends the server's whole session by pid.
+Why not PR_SET_PDEATHSIG on the server alone: that signal fires when the parent *thread* ends, so an
+engine started from a pool thread would die with it; and SGLang's children arm their own only after
+start-up (sglang/srt/managers/scheduler.py:6269), so a parent killed during a start would leave them
+behind. The guard watches the parent's pid, and ends the server's whole session by pid.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from types import FrameType
 
 POLL_S = 0.1
 LOOK_POLLS = 20  # look at the processes of the server every so many polls
-STOPPED_LOOKS = 5  # a process that was stopped (SIGSTOP) in so many looks is not waited for any longer
+# a process that was stopped (SIGSTOP) in so many looks is not waited for any longer
+STOPPED_LOOKS = 5
 SHARED_MEMORY_PREFIX = "/dev/shm/"
 DELETED = " (deleted)"  # what /proc/PID/maps adds to the path of a file that has lost that name
 NOTE = "shared-memory"
@@ -58,8 +61,8 @@ def states_of_members(session: int) -> dict[int, str]:
 
 
 def kill_session(session: int, timeout_s: float = 5.0) -> list[int]:
-    """SIGKILL everything in the session but its leader, until nothing is left. Returns what is still there after
-    `timeout_s`."""
+    """SIGKILL everything in the session but its leader, until nothing is left. Returns what is
+    still there after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (left := session_members(session)) and time.monotonic() < deadline:
         for pid in left:
@@ -72,16 +75,21 @@ def kill_session(session: int, timeout_s: float = 5.0) -> list[int]:
 def shared_memory_of(pids: list[int]) -> set[str]:
     """Shared-memory files mapped by these processes, named semaphores among them.
 
-    SGLang leaves its load snapshot behind even on a graceful stop (sglang/srt/managers/load_snapshot.py:303), killed
-    processes leave more.
+    SGLang leaves its load snapshot behind even on a graceful stop
+    (sglang/srt/managers/load_snapshot.py:303), killed processes leave more.
     """
     mapped = {one for pid in pids for one in _mapped_by(pid)}
     found = {path for path, _ in mapped if not path.endswith(DELETED)}
-    # sem_open maps a file and then gives it the semaphore's name: maps shows its first name, which is deleted
+    # sem_open maps a file and then gives it the semaphore's name: maps shows its first name, which
+    # is deleted
     deleted = {inode for path, inode in mapped if path.endswith(DELETED)}
     if deleted:
         with os.scandir(SHARED_MEMORY_PREFIX) as entries:
-            found |= {entry.path for entry in entries if entry.name.startswith("sem.") and entry.inode() in deleted}
+            found |= {
+                entry.path
+                for entry in entries
+                if entry.name.startswith("sem.") and entry.inode() in deleted
+            }
     return found
 
 
@@ -92,7 +100,11 @@ def _mapped_by(pid: int) -> set[tuple[str, int]]:
             lines = [line.rstrip("\n").split(None, 5) for line in maps]
     except OSError:
         return set()  # it has ended
-    return {(line[5], int(line[4])) for line in lines if len(line) == 6 and line[5].startswith(SHARED_MEMORY_PREFIX)}
+    return {
+        (line[5], int(line[4]))
+        for line in lines
+        if len(line) == 6 and line[5].startswith(SHARED_MEMORY_PREFIX)
+    }
 
 
 def note_shared_memory(folder: str, paths: set[str]) -> None:
@@ -104,10 +116,13 @@ def note_shared_memory(folder: str, paths: set[str]) -> None:
 
 
 def noted_shared_memory(folder: str) -> set[str]:
-    """What was noted by the guard, which may have been killed, or by its parent when the server was ready."""
+    """What was noted by the guard, which may have been killed, or by its parent when the server was
+    ready."""
     try:
         with open(os.path.join(folder, NOTE), encoding="utf-8") as note:
-            return {path for path in note.read().splitlines() if path.startswith(SHARED_MEMORY_PREFIX)}
+            return {
+                path for path in note.read().splitlines() if path.startswith(SHARED_MEMORY_PREFIX)
+            }
     except OSError:
         return set()
 
@@ -120,7 +135,8 @@ def remove_shared_memory(paths: set[str]) -> None:
 
 
 def is_ours(folder: str) -> bool:
-    """Whether the folder is there and this user's: others can read its name in our command line before it is made."""
+    """Whether the folder is there and this user's: others can read its name in our command line
+    before it is made."""
     try:
         status = os.lstat(folder)
     except OSError:
@@ -135,8 +151,8 @@ def remove(folder: str) -> None:
 
 
 def die_with_guard(guard: int) -> None:
-    """What the server does first: if the guard with this pid is killed, also before this, so is the server. The guard
-    has one thread, so the signal comes with its end and not before."""
+    """What the server does first: if the guard with this pid is killed, also before this, so is the
+    server. The guard has one thread, so the signal comes with its end and not before."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -175,7 +191,8 @@ def start(command: list[str]) -> subprocess.Popen[bytes] | Fork | None:
     """Start the server; None in the fork that is to become it."""
     guard = os.getpid()
     if command[0] != "-m":
-        return subprocess.Popen(command, preexec_fn=lambda: die_with_guard(guard))  # noqa: PLW1509  one thread here
+        # one thread here
+        return subprocess.Popen(command, preexec_fn=lambda: die_with_guard(guard))  # noqa: PLW1509
     if pid := os.fork():
         return Fork(pid)
     die_with_guard(guard)
@@ -202,8 +219,12 @@ def _terminate(server: subprocess.Popen[bytes] | Fork, grace_s: float) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command until it ends, the parent ends, or SIGTERM arrives. Returns the command's exit status."""
-    parent, grace_s, folder, command = int(argv[0]), float(argv[1]), argv[2], argv[4:]
+    """Run the command until it ends, the parent ends, or SIGTERM arrives. Returns the command's
+    exit status."""
+    parent = int(argv[0])
+    grace_s = float(argv[1])
+    folder = argv[2]
+    command = argv[4:]
     asked: list[int] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -211,7 +232,8 @@ def main(argv: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a fork server starts us with it blocked
+    # a fork server starts us with it blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     is_fork = command[0] == "-m"  # then its parent is the fork server
     orphaned = process_end(parent) if is_fork or os.getppid() == parent else None
     while not is_ours(folder):
@@ -225,23 +247,32 @@ def main(argv: list[str]) -> int:
 
         run(command)
         return 0
-    session, leftovers, polls, stopped = os.getpid(), set[str](), 0, dict[int, int]()
+    session = os.getpid()
+    leftovers = set[str]()
+    polls = 0
+    stopped = dict[int, int]()
     while server.poll() is None and not asked and orphaned is not None and not orphaned.poll(0):
         time.sleep(POLL_S)
         polls += 1
         if polls % LOOK_POLLS:
             continue
         members = states_of_members(session)
-        # known early, and noted for our parent: a server that crashes takes its maps with it, and we may be killed
-        if found := shared_memory_of(list(members)) - leftovers:  # a server makes some while it starts, some later
+        # known early, and noted for our parent: a server that crashes takes its maps with it, and
+        # we may be killed a server makes some while it starts, some later
+        if found := shared_memory_of(list(members)) - leftovers:
             leftovers |= found
             note_shared_memory(folder, found)
         stopped = {pid: stopped.get(pid, 0) + 1 for pid, state in members.items() if state == "T"}
-        if max(stopped.values(), default=0) >= STOPPED_LOOKS:  # the rest would wait for it until their deadlines
-            print(f"guard: processes {sorted(stopped)} were stopped and stand still: the engine ends", flush=True)
+        # the rest would wait for it until their deadlines
+        if max(stopped.values(), default=0) >= STOPPED_LOOKS:
+            print(
+                f"guard: processes {sorted(stopped)} were stopped and stand still: the engine ends",
+                flush=True,
+            )
             grace_s = 0.0
             break
-    # The maps of a server that crashed before our first look are gone. Our parent has noted them when it was ready.
+    # The maps of a server that crashed before our first look are gone. Our parent has noted them
+    # when it was ready.
     leftovers |= shared_memory_of(session_members(session)) | noted_shared_memory(folder)
     if server.poll() is None and grace_s > 0:
         _terminate(server, grace_s)

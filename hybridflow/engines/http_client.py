@@ -1,4 +1,5 @@
-"""What HTTP clients of engines' servers have in common: asking for tokens, and calls with deadlines."""
+"""What HTTP clients of engines' servers have in common: asking for tokens, and calls with
+deadlines."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from hybridflow.errors import EngineError, EngineSilent
 
 
 def direct_session() -> requests.Session:
-    """A session that asks this machine's servers without a proxy, which must neither see nor break such calls."""
+    """A session that asks this machine's servers without a proxy, which must neither see nor break
+    such calls."""
     session = requests.Session()
     session.trust_env = False
     return session
@@ -28,30 +30,45 @@ class ServerClient:
     Args:
         url: base address, e.g. `ServerProcess.url`.
         admin_key: bearer key of the engine.
-        request_timeout_s: deadline of each call, in seconds; of prompts under way, how long nothing at all may come.
+        request_timeout_s: deadline of each call, in seconds; of prompts under way, how long nothing
+            at all may come.
         name: the engine's name in error messages; defaults to the address.
-        batch_size: prompts in one HTTP request; a longer list goes out as several. 0: as the kind of server has it.
+        batch_size: prompts in one HTTP request; a longer list goes out as several. 0: as the kind
+            of server has it.
     """
 
     streams: type[TokenStreams]  # how this kind of server is asked for tokens
     together = 1024  # prompts in one HTTP request
 
     def __init__(
-        self, url: str, admin_key: str, request_timeout_s: float = 300.0, *, name: str = "", batch_size: int = 0
+        self,
+        url: str,
+        admin_key: str,
+        request_timeout_s: float = 300.0,
+        *,
+        name: str = "",
+        batch_size: int = 0,
     ) -> None:
-        self.url, self.name = url.rstrip("/"), name or url
-        self.request_timeout_s, self.batch_size = request_timeout_s, batch_size or self.together
+        self.url = url.rstrip("/")
+        self.name = name or url
+        self.request_timeout_s = request_timeout_s
+        self.batch_size = batch_size or self.together
         self._headers = {"Authorization": f"Bearer {admin_key}"}
         self._local = threading.local()
-        self.tokens = self.streams(self.url, self._headers, self.name, request_timeout_s, self.batch_size)
+        self.tokens = self.streams(
+            self.url, self._headers, self.name, request_timeout_s, self.batch_size
+        )
 
     def with_timeout(self, request_timeout_s: float) -> Self:
         """The same engine with another deadline."""
         key = self._headers["Authorization"].removeprefix("Bearer ")
-        return type(self)(self.url, key, request_timeout_s, name=self.name, batch_size=self.batch_size)
+        return type(self)(
+            self.url, key, request_timeout_s, name=self.name, batch_size=self.batch_size
+        )
 
     def _parameters(self, requests: TokenRequests, limit: int) -> dict[str, Any]:
-        """How to sample a response of at most `limit` tokens, as the server takes it. EngineError: it cannot."""
+        """How to sample a response of at most `limit` tokens, as the server takes it. EngineError:
+        it cannot."""
         raise NotImplementedError
 
     def generate(
@@ -62,14 +79,18 @@ class ServerClient:
         stop_token_ids: Sequence[int] = (),
         extras: Extras = NO_EXTRAS,
     ) -> list[Completion]:
-        """One response for each prompt (`Engine.generate`). Repeat a prompt to sample it several times.
+        """One response for each prompt (`Engine.generate`). Repeat a prompt to sample it several
+        times.
 
         Raises:
-            EngineError: refused, malformed, or nothing came for `request_timeout_s`; with what has come (`begun`).
+            EngineError: refused, malformed, or nothing came for `request_timeout_s`; with what has
+                come (`begun`).
         """
         found: list[Completion | None] = [None] * len(prompts)
         limits = [max_new_tokens] * len(prompts)
-        asked = self.ask(TokenRequests(prompts, sampling, limits, stop_token_ids, extras), found.__setitem__)
+        asked = self.ask(
+            TokenRequests(prompts, sampling, limits, stop_token_ids, extras), found.__setitem__
+        )
         try:
             asked.done.result()
         except EngineError as error:
@@ -103,20 +124,30 @@ class ServerClient:
         try:
             return answer.json()
         except ValueError as error:
-            raise EngineError(f"{path} answered no JSON: {answer.text[:200]!r}", engine=self.name) from error
+            raise EngineError(
+                f"{path} answered no JSON: {answer.text[:200]!r}", engine=self.name
+            ) from error
 
     def _request(self, path: str, body: dict[str, Any]) -> requests.Response:
         timeout_s = self.request_timeout_s
         try:
             answer = self._session().post(
-                self.url + path, json=body, headers=self._headers, timeout=timeout_s, allow_redirects=False
+                self.url + path,
+                json=body,
+                headers=self._headers,
+                timeout=timeout_s,
+                allow_redirects=False,
             )
         except requests.Timeout as error:
-            raise EngineSilent(f"{path} not answered within {timeout_s:g} s", engine=self.name) from error
+            raise EngineSilent(
+                f"{path} not answered within {timeout_s:g} s", engine=self.name
+            ) from error
         except requests.RequestException as error:
             raise EngineSilent(f"{path}: no connection: {error}", engine=self.name) from error
         if answer.status_code != 200:
-            raise EngineError(f"{path} answered {answer.status_code}: {answer.text[:500]}", engine=self.name)
+            raise EngineError(
+                f"{path} answered {answer.status_code}: {answer.text[:500]}", engine=self.name
+            )
         return answer
 
     def _session(self) -> requests.Session:

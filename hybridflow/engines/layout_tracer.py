@@ -1,11 +1,12 @@
-"""Discover where an engine keeps its weights: run its own loader on tensors without storage and record the copies
-instead of making them.
+"""Discover where an engine keeps its weights: run its own loader on tensors without storage and
+record the copies instead of making them.
 
-`trace_layout` calls the model's `load_weights` with a meta tensor for each HF tensor. A dispatch mode follows every
-view that the loader takes of them; `copy_` into a parameter is recorded as (HF rectangle) -> (rectangle of the buffer)
-and not carried out, and so are `zero_` and `fill_`, by which loaders clear padding: the live weights of a running
-engine are not touched. Sources put together by `cat` or `stack` (DeepSeek's fused latent projection) are taken apart
-again. Pure torch: works on any module, on its device or on meta.
+`trace_layout` calls the model's `load_weights` with a meta tensor for each HF tensor. A dispatch
+mode follows every view that the loader takes of them; `copy_` into a parameter is recorded as (HF
+rectangle) -> (rectangle of the buffer) and not carried out, and so are `zero_` and `fill_`, by
+which loaders clear padding: the live weights of a running engine are not touched. Sources put
+together by `cat` or `stack` (DeepSeek's fused latent projection) are taken apart again. Pure torch:
+works on any module, on its device or on meta.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 @dataclass(frozen=True)
 class TracedPiece:
-    """`source[start : +shape]` of the HF tensor goes to `buffer[local_start : +local_shape]`; both have the same
-    elements in order.
+    """`source[start : +shape]` of the HF tensor goes to `buffer[local_start : +local_shape]`; both
+    have the same elements in order.
 
     `source` is None for elements that the loader fills with a constant, `fill`.
     """
@@ -46,16 +47,16 @@ class TracedPiece:
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """What the loader did: buffers {name: (shape, dtype)}, pieces in the order of the copies, and buffers that nothing
-    was written to."""
+    """What the loader did: buffers {name: (shape, dtype)}, pieces in the order of the copies, and
+    buffers that nothing was written to."""
 
     buffers: dict[str, tuple[Shape, str]]
     pieces: tuple[TracedPiece, ...]
     untouched: tuple[str, ...]
 
     def rank_layout(self, catalog: Catalog) -> RankLayout:
-        """The layout of this rank for the slice plan: written buffers, their pieces, and as padding what a loader
-        clears and never fills.
+        """The layout of this rank for the slice plan: written buffers, their pieces, and as padding
+        what a loader clears and never fills.
 
         Raises:
             WeightSyncError: a tensor has more dimensions than the plan handles.
@@ -79,16 +80,35 @@ class TracedLayout:
                     rest = [part for box in rest for part in subtract(box, cut)]
                 if rest and piece.fill:
                     raise WeightSyncError(
-                        f"the loader fills a part of {piece.buffer} with {piece.fill} and nothing else; only zero is "
-                        "planned"
+                        f"the loader fills a part of {piece.buffer} with {piece.fill} and nothing "
+                        "else; only zero is planned"
                     )
                 written[piece.buffer] += rest
                 for start, size in rest:
-                    rows.append((PADDING, *padded(start, 0), *padded(size, 1), number[piece.buffer], *padded(start, 0)))
+                    rows.append(
+                        (
+                            PADDING,
+                            *padded(start, 0),
+                            *padded(size, 1),
+                            number[piece.buffer],
+                            *padded(start, 0),
+                        )
+                    )
         table = np.array(rows, dtype=np.int64).reshape(-1, 2 + 3 * DIMS)
-        shapes = np.array([padded(self.buffers[name][0], 1) for name in names], dtype=np.int64).reshape(-1, DIMS)
+        shapes = np.array(
+            [padded(self.buffers[name][0], 1) for name in names], dtype=np.int64
+        ).reshape(-1, DIMS)
         dtypes = tuple(self.buffers[name][1] for name in names)
-        return RankLayout(names, dtypes, shapes, table[:, 0], table[:, 1:4], table[:, 4:7], table[:, 7], table[:, 8:11])
+        return RankLayout(
+            names,
+            dtypes,
+            shapes,
+            table[:, 0],
+            table[:, 1:4],
+            table[:, 4:7],
+            table[:, 7],
+            table[:, 8:11],
+        )
 
 
 def trace_layout(
@@ -101,16 +121,18 @@ def trace_layout(
     """Trace `load_weights` (of `module` or of a wrapper) for the HF tensors {name: shape}.
 
     Args:
-        dtype: of the tensors; `dtypes` has those that are of another in the checkpoint (block-wise fp8 and its scales).
+        dtype: of the tensors; `dtypes` has those that are of another in the checkpoint (block-wise
+            fp8 and its scales).
 
     Raises:
-        WeightSyncError: the loader copies from something that is no HF tensor, or in other than rectangles; the message
-        names both ends.
+        WeightSyncError: the loader copies from something that is no HF tensor, or in other than
+        rectangles; the message names both ends.
     """
     buffers = dict(module.named_parameters(remove_duplicate=True)) | dict(module.named_buffers())
     kinds = dtypes or {}
     sources = {
-        name: torch.empty(tuple(shape), dtype=kinds.get(name, dtype), device="meta") for name, shape in tensors.items()
+        name: torch.empty(tuple(shape), dtype=kinds.get(name, dtype), device="meta")
+        for name, shape in tensors.items()
     }
     recorder = _Recorder(sources, buffers)
     with torch.no_grad(), recorder:
@@ -118,14 +140,16 @@ def trace_layout(
     pieces = tuple(recorder.pieces)
     written = {piece.buffer for piece in pieces}
     described = {
-        name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in buffers.items()
+        name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in buffers.items()
     }
     return TracedLayout(described, pieces, tuple(name for name in buffers if name not in written))
 
 
 @dataclass
 class _Joined:
-    """A tensor that `cat` or `stack` made of others along an axis; parts are (offset along the axis, length, part)."""
+    """A tensor that `cat` or `stack` made of others along an axis; parts are (offset along the
+    axis, length, part)."""
 
     axis: int
     stacked: bool
@@ -133,7 +157,9 @@ class _Joined:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, sources: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, sources: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
         super().__init__()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in sources.items()}
         self.from_storage = {_storage(tensor): name for name, tensor in sources.items()}
@@ -141,12 +167,14 @@ class _Recorder(TorchDispatchMode):
         self.to_storage = {_storage(tensor): name for name, tensor in buffers.items()}
         self.joined: dict[int, tuple[_Joined, Shape]] = {}
         self.pieces: list[TracedPiece] = []
-        self.zeros: set[int] = set()  # storages that the loader made of zeros and has not written to: padding
+        # storages that the loader made of zeros and has not written to: padding
+        self.zeros: set[int] = set()
         # a storage's address names it only as long as it exists
         self._keep: list[Any] = list(sources.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, func.overloadpacket._qualified_op_name.removeprefix("aten::")
+        kwargs = kwargs or {}
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
         if name == "copy_" and _storage(args[0]) in self.to_storage:
             self._copy(args[0], args[1])
             return args[0]
@@ -160,14 +188,20 @@ class _Recorder(TorchDispatchMode):
             self._keep.append(result)
             self.zeros.add(_storage(result))
         if name in ("cat", "stack"):
-            self._join(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), name == "stack", result)
-        elif name in ("_to_copy", "clone", "contiguous", "detach") and _storage(args[0]) != _storage(result):
+            self._join(
+                args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), name == "stack", result
+            )
+        elif name in ("_to_copy", "clone", "contiguous", "detach") and _storage(
+            args[0]
+        ) != _storage(result):
             self._alias(args[0], result)
         return result
 
     # ---- what the loader does to sources
 
-    def _join(self, parts: Sequence[torch.Tensor], axis: int, stacked: bool, result: torch.Tensor) -> None:
+    def _join(
+        self, parts: Sequence[torch.Tensor], axis: int, stacked: bool, result: torch.Tensor
+    ) -> None:
         """Remember what the result of `cat` or `stack` is made of."""
         self._keep.append((list(parts), result))
         join = _Joined(axis % result.ndim, stacked, list(parts))
@@ -190,7 +224,8 @@ class _Recorder(TorchDispatchMode):
                 source = source.expand(target.shape)
             except RuntimeError:
                 raise WeightSyncError(
-                    f"the loader copies shape {tuple(source.shape)} into {tuple(target.shape)} of {buffer}"
+                    f"the loader copies shape {tuple(source.shape)} into {tuple(target.shape)} of "
+                    f"{buffer}"
                 ) from None
         for name, start, shape, inside in self._resolve(source, buffer):
             view = target
@@ -203,21 +238,29 @@ class _Recorder(TorchDispatchMode):
             self._record(None, (), (), target, self.to_storage[_storage(target)], value)
 
     def _record(
-        self, name: str | None, start: Shape, shape: Shape, view: torch.Tensor, buffer: str, fill: float
+        self,
+        name: str | None,
+        start: Shape,
+        shape: Shape,
+        view: torch.Tensor,
+        buffer: str,
+        fill: float,
     ) -> None:
-        place = _rectangle(view, tuple(self.buffers[buffer].shape), int(self.buffers[buffer].storage_offset()))
+        place = _rectangle(
+            view, tuple(self.buffers[buffer].shape), int(self.buffers[buffer].storage_offset())
+        )
         if place is None:
             raise WeightSyncError(
-                f"the loader writes {name or 'a constant'} to {buffer} in other than a rectangle: stride "
-                f"{view.stride()}"
+                f"the loader writes {name or 'a constant'} to {buffer} in other than a rectangle: "
+                f"stride {view.stride()}"
             )
         self.pieces.append(TracedPiece(name, start, shape, buffer, *place, fill))
 
     def _resolve(
         self, tensor: torch.Tensor, buffer: str
     ) -> Iterator[tuple[str | None, Shape, Shape, list[tuple[int, int]]]]:
-        """(HF name, start, shape, part of `tensor` that it is) for every HF tensor that `tensor` shows; no name:
-        zeros."""
+        """(HF name, start, shape, part of `tensor` that it is) for every HF tensor that `tensor`
+        shows; no name: zeros."""
         key = _storage(tensor)
         if key in self.zeros:
             if tensor.numel():
@@ -228,19 +271,22 @@ class _Recorder(TorchDispatchMode):
             place = _rectangle(tensor, self.shapes[name], 0)
             if place is None:
                 raise WeightSyncError(
-                    f"the loader takes other than a rectangle of {name} for {buffer}: stride {tensor.stride()}"
+                    f"the loader takes other than a rectangle of {name} for {buffer}: stride "
+                    f"{tensor.stride()}"
                 )
             yield name, *place, [(0, size) for size in tensor.shape]
             return
         if key not in self.joined:
             raise WeightSyncError(
-                f"the loader fills {buffer} from something that is no HF tensor (shape {tuple(tensor.shape)})"
+                f"the loader fills {buffer} from something that is no HF tensor (shape "
+                f"{tuple(tensor.shape)})"
             )
         join, shape = self.joined[key]
         place = _rectangle(tensor, shape, 0)
         if place is None or len(shape) != tensor.ndim:
             raise WeightSyncError(
-                f"the loader takes other than a rectangle of joined tensors for {buffer}: stride {tensor.stride()}"
+                f"the loader takes other than a rectangle of joined tensors for {buffer}: stride "
+                f"{tensor.stride()}"
             )
         yield from self._resolve_parts(join, *place, buffer)
 
@@ -255,11 +301,16 @@ class _Recorder(TorchDispatchMode):
             if low < high:
                 view = whole
                 for axis in range(whole.ndim):
-                    first, length = (low - row, high - low) if axis == join.axis else (start[axis], size[axis])
+                    first, length = (
+                        (low - row, high - low) if axis == join.axis else (start[axis], size[axis])
+                    )
                     view = view.narrow(axis, first, length)
                 for name, begin, extent, inside in self._resolve(view, buffer):
                     place = list(inside)
-                    place[join.axis] = (place[join.axis][0] + low - start[join.axis], place[join.axis][1])
+                    place[join.axis] = (
+                        place[join.axis][0] + low - start[join.axis],
+                        place[join.axis][1],
+                    )
                     yield name, begin, extent, place
             row += whole.shape[join.axis]
 
@@ -269,17 +320,19 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _rectangle(view: torch.Tensor, full: Shape, base: int) -> tuple[Shape, Shape] | None:
-    """(start, shape) of the rectangle of a contiguous tensor of shape `full` that a view shows, or None if it shows
-    something else.
+    """(start, shape) of the rectangle of a contiguous tensor of shape `full` that a view shows, or
+    None if it shows something else.
 
     Axes of length one may be missing from or added to the view.
     """
     strides = [prod(full[axis + 1 :]) for axis in range(len(full))]
-    offset, start = view.storage_offset() - base, []
+    offset = view.storage_offset() - base
+    start = []
     for stride in strides:
         start.append(offset // stride if stride else 0)
         offset -= start[-1] * stride
-    shape, wanted = [1] * len(full), [(n, s) for n, s in zip(view.shape, view.stride(), strict=True) if n != 1]
+    shape = [1] * len(full)
+    wanted = [(n, s) for n, s in zip(view.shape, view.stride(), strict=True) if n != 1]
     axis = 0
     for length, stride in wanted:
         while axis < len(full) and (strides[axis] != stride or full[axis] == 1):

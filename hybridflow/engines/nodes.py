@@ -1,7 +1,8 @@
-"""One engine over several nodes: the worker on its first node says when the engine starts and where its servers meet;
-the others follow.
+"""One engine over several nodes: the worker on its first node says when the engine starts and where
+its servers meet; the others follow.
 
-Each node has a server of its own (`EngineSpec.node_rank`). The first node's worker keeps a store, as long as it runs:
+Each node has a server of its own (`EngineSpec.node_rank`). The first node's worker keeps a store,
+as long as it runs:
 
     start/N         where the servers of the engine's N-th start meet ("host:port")
     lost/N/NODE     why the server of another node has ended
@@ -31,7 +32,8 @@ class FirstNode:
 
     Args:
         spec: of the first node's server.
-        host: an address of this machine that the other nodes reach; loopback when there is one machine.
+        host: an address of this machine that the other nodes reach; loopback when there is one
+            machine.
     """
 
     def __init__(self, spec: EngineSpec, host: str) -> None:
@@ -44,12 +46,14 @@ class FirstNode:
         self._store.set(f"start/{start}", meet_at)
 
     def check(self, start: int) -> None:
-        """Raise EngineError, which names the node and the reason, when a server of another node has ended."""
+        """Raise EngineError, which names the node and the reason, when a server of another node has
+        ended."""
         for node in range(1, self.spec.nnodes):
             key = f"lost/{start}/{node}"
             if self._store.check([key]):
                 raise EngineError(
-                    f"its server on node {node} has ended: {self._store.get(key).decode()}", engine=self.spec.name
+                    f"its server on node {node} has ended: {self._store.get(key).decode()}",
+                    engine=self.spec.name,
                 )
 
     def end(self) -> None:
@@ -58,7 +62,8 @@ class FirstNode:
 
 
 class OtherNode:
-    """The server of another node of an engine, which a thread starts, replaces and stops as the first node says.
+    """The server of another node of an engine, which a thread starts, replaces and stops as the
+    first node says.
 
     Args:
         kind: name in `ENGINES`.
@@ -71,17 +76,23 @@ class OtherNode:
     """
 
     def __init__(self, kind: str, spec: EngineSpec, log_path: Path, host: str, port: int) -> None:
-        self._kind, self.spec, self.log_path = kind, spec, log_path
+        self._kind = kind
+        self.spec = spec
+        self.log_path = log_path
         try:
             self._store = client_store(host, port, spec.start_timeout_s)
         except RuntimeError as error:
             raise EngineError(
-                f"node {spec.node_rank} cannot reach the first one at {host}:{port}: {error}", engine=spec.name
+                f"node {spec.node_rank} cannot reach the first one at {host}:{port}: {error}",
+                engine=spec.name,
             ) from error
         self.server: Engine | None = None
-        self._number, self._reported = -1, -1
+        self._number = -1
+        self._reported = -1
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name=f"follow-{spec.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._follow, name=f"follow-{spec.name}", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -104,7 +115,12 @@ class OtherNode:
                 except (EngineError, OSError) as error:
                     self._report(str(error).split("\n", 1)[0])
         except RuntimeError as error:  # the first node's worker has ended, and the engine with it
-            _log.warning("%s, node %d: no answer of the first node: %s", self.spec.name, self.spec.node_rank, error)
+            _log.warning(
+                "%s, node %d: no answer of the first node: %s",
+                self.spec.name,
+                self.spec.node_rank,
+                error,
+            )
         finally:
             if self.server is not None:
                 self.server.stop()
@@ -113,7 +129,9 @@ class OtherNode:
         if self.server is not None:
             self.server.stop()
         spec = replace(self.spec, dist_init_addr=meet_at)
-        self.server = ENGINES.get(self._kind)(spec, log_of_start(self.log_path, self._number), lambda: None)
+        self.server = ENGINES.get(self._kind)(
+            spec, log_of_start(self.log_path, self._number), lambda: None
+        )
         self.server.start()
 
     def _report(self, reason: str) -> None:

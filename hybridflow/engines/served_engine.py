@@ -1,4 +1,5 @@
-"""A server and its HTTP client together as an engine (`engines.base.Engine`): what all kinds of server do alike."""
+"""A server and its HTTP client together as an engine (`engines.base.Engine`): what all kinds of
+server do alike."""
 
 from __future__ import annotations
 
@@ -19,12 +20,15 @@ from hybridflow.sync.session import Order, Outcome, answer_deadline
 class ServedEngine(ServerProcess):
     """The calls of an engine go out over HTTP; start, liveness and end are `ServerProcess`'s."""
 
-    client_class: type[Any]  # the kind's `ServerClient`, which is a `weight_transaction.EngineClient` too
+    # the kind's `ServerClient`, which is a `weight_transaction.EngineClient` too
+    client_class: type[Any]
 
     @cached_property
     def client(self) -> Any:
         """Speaks with the server, made once. May be used after `start`."""
-        return self.client_class(self.url, self.admin_key, self.spec.request_timeout_s, name=self.spec.name)
+        return self.client_class(
+            self.url, self.admin_key, self.spec.request_timeout_s, name=self.spec.name
+        )
 
     @cached_property
     def vocabulary(self) -> int:
@@ -58,12 +62,14 @@ class ServedEngine(ServerProcess):
             self.client.close()
 
     def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
-        """Have all ranks say how they take weights, and post it. For an engine that has no requests."""
+        """Have all ranks say how they take weights, and post it. For an engine that has no
+        requests."""
         client = self.client.with_timeout(answer_deadline(timeout_s))
         return weight_transaction.describe(client, self.spec, host, port, timeout_s)
 
     def receive(self, order: Order, plan: str) -> Outcome:
-        """Carry the order out; `plan` is the digest of the plan that this engine was described for."""
+        """Carry the order out; `plan` is the digest of the plan that this engine was described
+        for."""
         client = self.client.with_timeout(answer_deadline(order.endpoint.timeout_s))
         try:
             return weight_transaction.receive(client, order, plan, self.spec.pipeline)

@@ -1,5 +1,6 @@
-"""An engine that is a server with an HTTP interface on loopback: its start as a child of this process, its liveness and
-its end. Each kind of server says its command, its environment and the request by which it is known to answer."""
+"""An engine that is a server with an HTTP interface on loopback: its start as a child of this
+process, its liveness and its end. Each kind of server says its command, its environment and the
+request by which it is known to answer."""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ from hybridflow.process.surroundings import SAFE_PATH, without_proxy
 HOST = "127.0.0.1"
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
-_SOCKET_ROOM = 45  # bytes of the servers' own names for sockets: a uuid (vllm/utils/network_utils.py)
-GRACE_S = {"cpu": 0.0, "cuda": 8.0}  # SGLang looks at SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
+# bytes of the servers' own names for sockets: a uuid (vllm/utils/network_utils.py)
+_SOCKET_ROOM = 45
+# SGLang looks at SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
+GRACE_S = {"cpu": 0.0, "cuda": 8.0}
 INHERITED_BY_RANKS = (
     "RANK",
     "WORLD_SIZE",
@@ -46,7 +49,8 @@ INHERITED_BY_RANKS = (
 
 
 def has_weights(model_path: str) -> bool:
-    """True when the folder holds weight files (a name that is no folder is a hub name and has them)."""
+    """True when the folder holds weight files (a name that is no folder is a hub name and has
+    them)."""
     folder = Path(model_path)
     return not folder.is_dir() or any(
         next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin", "*.pt")
@@ -70,7 +74,8 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
 
 
 def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
-    """The caller's environment without its own distributed rank, kept on loopback, for a server of any kind."""
+    """The caller's environment without its own distributed rank, kept on loopback, for a server of
+    any kind."""
     env = {
         k: v
         for k, v in without_credentials().items()
@@ -96,9 +101,10 @@ def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
 def reserve_port(ports: range) -> tuple[int, ExitStack]:
     """One of `ports` that nobody listens on, and a lock on it that lasts until it is closed.
 
-    The lock is two abstract unix sockets, which keep two engines of this machine from choosing the same port before
-    either listens. Every engine of the machine knows the name of the first, and so does anybody who wants to take all
-    of them; then the second counts alone, whose name only this job can know in advance.
+    The lock is two abstract unix sockets, which keep two engines of this machine from choosing the
+    same port before either listens. Every engine of the machine knows the name of the first, and so
+    does anybody who wants to take all of them; then the second counts alone, whose name only this
+    job can know in advance.
 
     Raises:
         EngineError: none found.
@@ -106,14 +112,19 @@ def reserve_port(ports: range) -> tuple[int, ExitStack]:
     tried = random.SystemRandom().sample(ports, min(len(ports), 200))
     for is_known in (True, False):
         for port in tried:
-            names = [digest("engine port", str(port)).hex(), *([f"engine-port-{port}"] if is_known else [])]
+            names = [
+                digest("engine port", str(port)).hex(),
+                *([f"engine-port-{port}"] if is_known else []),
+            ]
             with ExitStack() as lock, suppress(OSError):
                 for name in names:
                     lock.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0hybridflow-{name}")
                 with socket.socket() as probe:
                     probe.bind((HOST, port))
                 return port, lock.pop_all()
-    raise EngineError(f"no free port between {ports.start} and {ports.stop}; end what listens there")
+    raise EngineError(
+        f"no free port between {ports.start} and {ports.stop}; end what listens there"
+    )
 
 
 class ServerProcess:
@@ -122,12 +133,16 @@ class ServerProcess:
     Args:
         spec: what to serve.
         log_path: receives the output of all its processes; its folder is created.
-        check: called by `check_alive` as well; raises EngineError when something that the engine needs elsewhere is
-            lost.
+        check: called by `check_alive` as well; raises EngineError when something that the engine
+            needs elsewhere is lost.
     """
 
-    def __init__(self, spec: EngineSpec, log_path: str | Path, check: Callable[[], None] = lambda: None) -> None:
-        self.spec, self.log_path, self._check = spec, Path(log_path), check
+    def __init__(
+        self, spec: EngineSpec, log_path: str | Path, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self.spec = spec
+        self.log_path = Path(log_path)
+        self._check = check
         self.admin_key = secrets.token_hex(16)
         self.port = 0
         self._lock: ExitStack | None = None
@@ -149,7 +164,8 @@ class ServerProcess:
         raise NotImplementedError
 
     def _fill(self, folder: Path) -> None:
-        """Write the private files that the server reads; the folder has its final name when the server starts."""
+        """Write the private files that the server reads; the folder has its final name when the
+        server starts."""
 
     def _one_token(self) -> tuple[str, dict[str, Any]]:
         """Path and body of a request for one token, by which a server is known to answer."""
@@ -164,33 +180,58 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Pid of the guard, which is also the session id of all processes of the engine; 0 before the start."""
+        """Pid of the guard, which is also the session id of all processes of the engine; 0 before
+        the start."""
         return self._guard.pid if self._guard else 0
 
     def start(self) -> None:
-        """Start the processes; does not wait for them. The engine ends with this process, however that one ends."""
+        """Start the processes; does not wait for them. The engine ends with this process, however
+        that one ends."""
         if self._guard is not None:
             raise EngineError("already started", engine=self.spec.name)
         self._prepare()
         self.port, self._lock = reserve_port(self.spec.ports)
-        name = f"hf-engine-{secrets.token_hex(4)}"  # made once the guard watches, which knows its name alone
+        # made once the guard watches, which knows its name alone
+        name = f"hf-engine-{secrets.token_hex(4)}"
         self._folder = str(parent_of_private(len(name), _SOCKET_ROOM) / name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command, env = self._command(), self._environment()
-        watch = [guard.__file__, str(os.getpid()), str(GRACE_S[self.spec.device]), self._folder, "--"]
+        command = self._command()
+        env = self._environment()
+        watch = [
+            guard.__file__,
+            str(os.getpid()),
+            str(GRACE_S[self.spec.device]),
+            self._folder,
+            "--",
+        ]
         # a server may print its arguments, keys included, to its log: readable by this user only
         with (
-            open(self.log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log,
+            open(
+                self.log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)
+            ) as log,
             open(os.devnull, "rb") as nothing,
         ):
             files = (nothing.fileno(), log.fileno(), log.fileno())
             if self.spec.fork_server and not self.spec.python:
                 with suppress(OSError):  # it has ended: what it would have spared takes its time
-                    self._guard = fork(self.spec.fork_server, [*watch, *command], env, files, leader=True)
+                    self._guard = fork(
+                        self.spec.fork_server, [*watch, *command], env, files, leader=True
+                    )
             if self._guard is None:
-                guarded = [sys.executable, "-S", *watch, self.spec.python or sys.executable, *command]
+                guarded = [
+                    sys.executable,
+                    "-S",
+                    *watch,
+                    self.spec.python or sys.executable,
+                    *command,
+                ]
                 self._guard = subprocess.Popen(
-                    guarded, stdin=files[0], stdout=files[1], stderr=files[2], env=env, start_new_session=True
+                    guarded,
+                    stdin=files[0],
+                    stdout=files[1],
+                    stderr=files[2],
+                    env=env,
+                    start_new_session=True,
                 )
         try:
             # the guard waits for the folder
@@ -203,21 +244,24 @@ class ServerProcess:
             raise
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Wait until the engine has answered a one-token request (of several nodes the first; the others until theirs
-        have loaded).
+        """Wait until the engine has answered a one-token request (of several nodes the first; the
+        others until theirs have loaded).
 
         Args:
             timeout_s: seconds from now; None: the spec's `start_timeout_s`.
 
         Raises:
-            EngineError: it ended or was not ready in time. Carries the log's tail; nothing is left running.
+            EngineError: it ended or was not ready in time. Carries the log's tail; nothing is left
+                running.
         """
         limit = self.spec.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         asked = [("/health", None), *([self._one_token()] if self.spec.node_rank == 0 else [])]
         try:
             for path, body in asked:
-                while not self._answers(path, body, max(0.1, deadline - time.monotonic()) if body else 5.0):
+                while not self._answers(
+                    path, body, max(0.1, deadline - time.monotonic()) if body else 5.0
+                ):
                     self.check_alive()
                     if time.monotonic() > deadline:
                         what = f"not ready after {limit:.0f} s"
@@ -226,9 +270,11 @@ class ServerProcess:
         except BaseException:
             self.stop()
             raise
-        # The guard looks for shared memory every few seconds. An engine that is killed before the next look would leave
-        # its own behind.
-        guard.note_shared_memory(self._folder, guard.shared_memory_of(guard.session_members(self.pid)))
+        # The guard looks for shared memory every few seconds. An engine that is killed before the
+        # next look would leave its own behind.
+        guard.note_shared_memory(
+            self._folder, guard.shared_memory_of(guard.session_members(self.pid))
+        )
 
     def _answers(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> bool:
         if listeners_at(HOST, self.port) != {os.getuid()}:
@@ -237,7 +283,11 @@ class ServerProcess:
         try:
             with direct_session() as session:
                 answer = session.request(
-                    "POST" if body else "GET", self.url + path, json=body, timeout=timeout_s, headers=headers
+                    "POST" if body else "GET",
+                    self.url + path,
+                    json=body,
+                    timeout=timeout_s,
+                    headers=headers,
                 )
         except requests.RequestException:
             return False  # not listening yet: the caller looks at liveness and deadline
@@ -246,7 +296,8 @@ class ServerProcess:
     def check_alive(self) -> None:
         """Raise when the engine is not running. Costs a system call.
 
-        A server ends its main process when one of its children dies, so the main process stands for all.
+        A server ends its main process when one of its children dies, so the main process stands for
+        all.
 
         Raises:
             EngineError: it was never started or has ended. Carries the log's tail.
@@ -255,7 +306,9 @@ class ServerProcess:
             raise EngineError("not started", engine=self.spec.name)
         status = self._guard.poll()
         if status is not None:
-            raise EngineError(f"ended with status {status}", engine=self.spec.name, log_tail=self.log_tail())
+            raise EngineError(
+                f"ended with status {status}", engine=self.spec.name, log_tail=self.log_tail()
+            )
         self._check()
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
@@ -268,10 +321,11 @@ class ServerProcess:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> None:
-        """End all processes of the engine, within about 10 s, and remove its temporary files. Safe to call again.
+        """End all processes of the engine, within about 10 s, and remove its temporary files. Safe
+        to call again.
 
-        On CPU they are killed at once: an engine holds nothing that is not sent to it again. On CUDA they get a few
-        seconds to release the device memory themselves.
+        On CPU they are killed at once: an engine holds nothing that is not sent to it again. On
+        CUDA they get a few seconds to release the device memory themselves.
 
         Raises:
             EngineError: a process could not be ended.
@@ -297,7 +351,9 @@ class ServerProcess:
         self._store = None
         if still_there:
             raise EngineError(
-                f"processes {still_there} cannot be ended", engine=self.spec.name, log_tail=self.log_tail()
+                f"processes {still_there} cannot be ended",
+                engine=self.spec.name,
+                log_tail=self.log_tail(),
             )
 
     def __enter__(self) -> Self:

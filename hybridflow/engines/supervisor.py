@@ -1,5 +1,5 @@
-"""One engine over its restarts: an engine that has ended or does not answer is stopped and started again in the
-background."""
+"""One engine over its restarts: an engine that has ended or does not answer is stopped and started
+again in the background."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from hybridflow.engines.spec import EngineSpec, log_of_start
 from hybridflow.errors import EngineError, HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
 
-UP, STARTING, FAILED = "up", "starting", "failed"
+UP = "up"
+STARTING = "starting"
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,11 @@ class EngineSupervisor:
         kind: name in `ENGINES`.
         spec: what to serve.
         log_path: of the first start; restarts log beside it (`log_of_start`).
-        prepare: called with each engine that was started again before it counts as up; raises one of our errors to fail
-            it.
+        prepare: called with each engine that was started again before it counts as up; raises one
+            of our errors to fail it.
         max_restarts: how many times within an hour; then the engine is given up.
-        nodes: of an engine over several nodes: tells the others to start when this one does, and whether they run.
+        nodes: of an engine over several nodes: tells the others to start when this one does, and
+            whether they run.
     """
 
     def __init__(
@@ -50,9 +53,15 @@ class EngineSupervisor:
         max_restarts: int,
         nodes: FirstNode | None = None,
     ) -> None:
-        self._kind, self.spec, self.log_path, self._prepare, self.nodes = kind, spec, log_path, prepare, nodes
-        self.restarts, self._limit = 0, RestartLimit(max_restarts)
-        self._failure, self._reason = "", ""
+        self._kind = kind
+        self.spec = spec
+        self.log_path = log_path
+        self._prepare = prepare
+        self.nodes = nodes
+        self.restarts = 0
+        self._limit = RestartLimit(max_restarts)
+        self._failure = ""
+        self._reason = ""
         self._thread: threading.Thread | None = None
         self.engine = self._start()
 
@@ -69,15 +78,22 @@ class EngineSupervisor:
         return EngineState(self.spec.name, kind, self.restarts, self._failure or self._reason)
 
     def restart(self, reason: str) -> None:
-        """Stop what is left of the engine and start it again in the background; `state` tells when it is up."""
+        """Stop what is left of the engine and start it again in the background; `state` tells when
+        it is up."""
         if self._thread is not None or self._failure:
             return
         if not self._limit.take():
             most = self._limit.most
-            self._failure = f"given up: rollout.max_restarts={most} allows no more restarts in this hour: {reason}"
+            self._failure = (
+                f"given up: rollout.max_restarts={most} allows no more restarts in this hour: "
+                f"{reason}"
+            )
             return
-        self.restarts, self._reason = self.restarts + 1, reason
-        self._thread = threading.Thread(target=self._replace, name=f"restart-{self.spec.name}", daemon=True)
+        self.restarts = self.restarts + 1
+        self._reason = reason
+        self._thread = threading.Thread(
+            target=self._replace, name=f"restart-{self.spec.name}", daemon=True
+        )
         self._thread.start()
 
     def wait_restarted(self, timeout_s: float) -> EngineState:
@@ -97,7 +113,8 @@ class EngineSupervisor:
             self.engine.stop()
 
     def _start(self) -> Engine:
-        nodes, number = self.nodes, self.restarts
+        nodes = self.nodes
+        number = self.restarts
 
         def check() -> None:
             if nodes is not None:

@@ -1,8 +1,10 @@
-"""Prompts on their way through one server: answers come back token by token over server-sent events.
+"""Prompts on their way through one server: answers come back token by token over server-sent
+events.
 
-All requests share one event loop in one thread. Where a kind of server takes several prompts in one HTTP request, those
-that are asked together travel together, which keeps their order in the scheduler; the server answers each as it goes
-on. A kind says how it is asked, how its events read, and how a request is aborted.
+All requests share one event loop in one thread. Where a kind of server takes several prompts in one
+HTTP request, those that are asked together travel together, which keeps their order in the
+scheduler; the server answers each as it goes on. A kind says how it is asked, how its events read,
+and how a request is aborted.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ Value = TypeVar("Value")
 
 
 class Answer:
-    """What has come of one response. The loop's thread writes it; others may read it at any time."""
+    """What has come of one response. The loop's thread writes it; others may read it at any
+    time."""
 
     __slots__ = ("_heard", "_log_probs", "_supports", "_tokens", "routes")
 
@@ -40,7 +43,8 @@ class Answer:
         self._tokens: list[np.ndarray] = []
         self._log_probs: list[np.ndarray] = []
         self._supports: list[Supports] = []
-        # of the last event, in one assignment: entries of the lists, the weights that made them, and why it ended
+        # of the last event, in one assignment: entries of the lists, the weights that made them,
+        # and why it ended
         self._heard: tuple[int, tuple[WeightSpan, ...], str] = (0, (), "")
         self.routes: str | None = None
 
@@ -61,26 +65,35 @@ class Answer:
 
         Args:
             reason: why the response ended; empty while it goes on.
-            spans: {version, start, end} of all tokens so far; of one without an end, all that have come.
+            spans: {version, start, end} of all tokens so far; of one without an end, all that have
+                come.
             supports: what the tokens were sampled among, where that was asked for.
         """
         if reason and reason not in FINISH_REASONS:
             raise ValueError(f"finish reason {reason!r}")
-        known = (len(log_probs), "log-probs"), (len(tokens if supports is None else supports), "supports")
+        known = (
+            (len(log_probs), "log-probs"),
+            (len(tokens if supports is None else supports), "supports"),
+        )
         if missing := [f"{count} {what}" for count, what in known if count != len(tokens)]:
             if reason != "abort":
                 raise ValueError(f"{missing[0]} for {len(tokens)} tokens")
-            tokens, log_probs = tokens[:0], log_probs[:0]  # of a request that waited, the server repeats a token
+            # of a request that waited, the server repeats a token
+            tokens = tokens[:0]
+            log_probs = log_probs[:0]
         if len(tokens):
             self._tokens.append(tokens)
             self._log_probs.append(log_probs)
             self._supports += [] if supports is None else [supports]
         count = sum(map(len, self._tokens))
-        made_by = tuple(WeightSpan(str(s["version"]), int(s["start"]), int(s.get("end", count))) for s in spans)
+        made_by = tuple(
+            WeightSpan(str(s["version"]), int(s["start"]), int(s.get("end", count))) for s in spans
+        )
         self._heard = (len(self._tokens), made_by, reason)
 
     def continued(self, version: str) -> list[dict[str, Any]]:
-        """The spans so far, for `add`, where the next tokens are made by the weights of `version`."""
+        """The spans so far, for `add`, where the next tokens are made by the weights of
+        `version`."""
         known = [vars(span) for span in self._heard[1]]
         if known and known[-1]["version"] == version:
             return [*known[:-1], {"version": version, "start": known[-1]["start"]}]
@@ -99,12 +112,14 @@ class Answer:
         return Completion(ids, log_probs, reason or "abort", spans, routes, supports)
 
     def _routes(self, rows: int) -> np.ndarray | None:
-        """The experts of each token but the last (base64 of int32, sglang/srt/state_capturer/routed_experts.py:166)."""
+        """The experts of each token but the last (base64 of int32,
+        sglang/srt/state_capturer/routed_experts.py:166)."""
         if self.routes is None:
             if not len(self) or self.finish_reason == "abort":
                 return None
             raise ValueError(
-                "no routed experts; the engine needs EngineSpec.return_routed_experts and a mixture of experts"
+                "no routed experts; the engine needs EngineSpec.return_routed_experts and a "
+                "mixture of experts"
             )
         flat = np.frombuffer(base64.b64decode(self.routes, validate=True), dtype=np.int32)
         if not len(flat) or len(flat) % rows:
@@ -113,8 +128,8 @@ class Answer:
 
 
 class Asked:
-    """Prompts that were asked together. `told` is called in the loop's thread with the number of each that has ended
-    and its completion; `done` holds an error, if there was one."""
+    """Prompts that were asked together. `told` is called in the loop's thread with the number of
+    each that has ended and its completion; `done` holds an error, if there was one."""
 
     def __init__(
         self,
@@ -123,12 +138,16 @@ class Asked:
         extras: Extras,
         told: Told,
     ) -> None:
-        self.prompts, self.parameters, self.extras, self.told = prompts, parameters, extras, told
+        self.prompts = prompts
+        self.parameters = parameters
+        self.extras = extras
+        self.told = told
         stem = secrets.token_hex(8)
         # of one length: SGLang aborts every request whose name begins with the one it is given
         # (sglang/srt/managers/scheduler.py:5688)
         self.names = [f"{stem}-{number:08}" for number in range(len(prompts))]
-        self.known: set[str] = set()  # those that the server has begun to answer, or others sent with them
+        # those that the server has begun to answer, or others sent with them
+        self.known: set[str] = set()
         self.early: set[str] = set()  # those that were aborted before
         self.answers = [Answer() for _ in prompts]
         self.done: Future[None] = Future()
@@ -148,7 +167,8 @@ class Asked:
         self.streams.abort(self, [self.names[number] for number in numbers])
 
     def give_up(self) -> None:
-        """Wait for no more answers; what has not ended is aborted at the engine, and `done` has an EngineError."""
+        """Wait for no more answers; what has not ended is aborted at the engine, and `done` has an
+        EngineError."""
         if self.loop is not None:
             with suppress(RuntimeError):  # the loop has ended, and all requests with it
                 self.loop.call_soon_threadsafe(self._cancel)
@@ -166,16 +186,22 @@ class TokenStreams:
         url: base address.
         headers: sent with each request.
         name: the engine's, for errors.
-        silence_s: an engine from which nothing at all has come for so long, while it was asked for something, is
-            silent. How long an answer takes does not matter.
+        silence_s: an engine from which nothing at all has come for so long, while it was asked for
+            something, is silent. How long an answer takes does not matter.
         batch_size: prompts in one HTTP request.
     """
 
-    def __init__(self, url: str, headers: dict[str, str], name: str, silence_s: float, batch_size: int) -> None:
-        self.url, self.headers, self.name = url, headers, name
-        self.silence_s, self.batch_size = silence_s, batch_size
+    def __init__(
+        self, url: str, headers: dict[str, str], name: str, silence_s: float, batch_size: int
+    ) -> None:
+        self.url = url
+        self.headers = headers
+        self.name = name
+        self.silence_s = silence_s
+        self.batch_size = batch_size
         self._heard = 0.0
-        self._lock, self._loop = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._loop = None
         self._session: aiohttp.ClientSession | None = None
         self._thread: threading.Thread | None = None
 
@@ -189,8 +215,8 @@ class TokenStreams:
         raise NotImplementedError
 
     def _read(self, asked: Asked, event: Any, names: Mapping[str, int]) -> str:
-        """Add what an event brings to its answer; returns whose it is. EngineError where the server refuses; any error
-        of a wrong form is told as such.
+        """Add what an event brings to its answer; returns whose it is. EngineError where the server
+        refuses; any error of a wrong form is told as such.
 
         Args:
             names: {name: number} of the prompts of the request.
@@ -206,15 +232,16 @@ class TokenStreams:
     def ask(self, asked: Asked) -> None:
         """Send the prompts and return; `asked.done` ends when all are answered.
 
-        Its error is EngineError: refused or malformed; EngineSilent: no connection, or silent. What was not answered by
-        then is aborted at the engine.
+        Its error is EngineError: refused or malformed; EngineSilent: no connection, or silent. What
+        was not answered by then is aborted at the engine.
         """
         asked.streams = self
         self._schedule(self._answer(asked))
         asked.loop = self._loop  # none if all has been given up meanwhile
 
     def abort(self, asked: Asked, names: Sequence[str]) -> None:
-        """Have the engine end these requests; they are answered with what they have. Returns when it has been told."""
+        """Have the engine end these requests; they are answered with what they have. Returns when
+        it has been told."""
         task = self._schedule(self._abort_known(asked, names))
         with suppress(TimeoutError, CancelledError):
             task.result(2 * _ABORT_S)
@@ -226,7 +253,10 @@ class TokenStreams:
     def close(self) -> None:
         """Give all requests up and end the thread."""
         with self._lock:
-            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+            loop = self._loop
+            thread = self._thread
+            self._loop = None
+            self._thread = None
         if loop is None or thread is None:
             return
         with suppress(TimeoutError):
@@ -238,10 +268,15 @@ class TokenStreams:
 
     async def _answer(self, asked: Asked) -> None:
         parts = [
-            range(len(asked.prompts))[i : i + self.batch_size] for i in range(0, len(asked.prompts), self.batch_size)
+            range(len(asked.prompts))[i : i + self.batch_size]
+            for i in range(0, len(asked.prompts), self.batch_size)
         ]
         asked.task = asyncio.current_task()
-        tasks = [asyncio.ensure_future(self._exchange(asked, part)) for part in parts if not asked.unwanted]
+        tasks = [
+            asyncio.ensure_future(self._exchange(asked, part))
+            for part in parts
+            if not asked.unwanted
+        ]
         try:
             if asked.unwanted:
                 raise asyncio.CancelledError
@@ -259,7 +294,8 @@ class TokenStreams:
     async def _exchange(self, asked: Asked, numbers: range) -> None:
         """One HTTP request and its events."""
         names = {asked.names[number]: number for number in numbers}
-        body, open_names = self._body(asked, numbers), set(names)
+        body = self._body(asked, numbers)
+        open_names = set(names)
         try:
             async for event in self._events(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)):
                 if not asked.known >= names.keys():
@@ -267,7 +303,10 @@ class TokenStreams:
                     await self._abort(sorted(asked.early & names.keys()))
                 self._take(asked, event, names, open_names)
             if open_names:
-                raise EngineError(f"{self.path} ended with {len(open_names)} prompts not answered", engine=self.name)
+                raise EngineError(
+                    f"{self.path} ended with {len(open_names)} prompts not answered",
+                    engine=self.name,
+                )
         except aiohttp.ClientError as error:
             raise EngineSilent(f"{self.path}: no connection: {error}", engine=self.name) from error
         finally:
@@ -279,39 +318,50 @@ class TokenStreams:
             raise EngineError(f"{self.path} refused: {str(event['error'])[:500]}", engine=self.name)
         try:
             name = self._read(asked, event, names)
-            number, answer = names[name], asked.answers[names[name]]
+            number = names[name]
+            answer = asked.answers[names[name]]
             if answer.finish_reason:
                 completion = answer.completion(len(asked.prompts[number]), asked.extras)
                 open_names.discard(name)
                 asked.told(number, completion)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(
-                f"{self.path} answered something unexpected: {type(error).__name__}: {error}", engine=self.name
+                f"{self.path} answered something unexpected: {type(error).__name__}: {error}",
+                engine=self.name,
             ) from error
 
     async def _events(self, body: bytes) -> AsyncIterator[Any]:
         """The events of one answer, parsed."""
-        asked_at, session = time.monotonic(), self._open_session()
+        asked_at = time.monotonic()
+        session = self._open_session()
         headers = self.headers | {"Content-Type": "application/json"}
-        request = session.post(f"{self.url}{self.path}", data=body, headers=headers, allow_redirects=False)
+        request = session.post(
+            f"{self.url}{self.path}", data=body, headers=headers, allow_redirects=False
+        )
         response = await self._heard_within(request, asked_at)
         try:
             if response.status != 200:
                 text = (await response.text(errors="replace"))[:500]
-                raise EngineError(f"{self.path} answered {response.status}: {text}", engine=self.name)
-            rest, ended = bytearray(), False
+                raise EngineError(
+                    f"{self.path} answered {response.status}: {text}", engine=self.name
+                )
+            rest = bytearray()
+            ended = False
             while not ended:
                 data = await self._heard_within(response.content.readany(), asked_at)
                 searched = max(0, len(rest) - 1)
                 rest += data
                 while (end := rest.find(b"\n\n", searched)) >= 0:
-                    event, searched = bytes(rest[:end]), 0
+                    event = bytes(rest[:end])
+                    searched = 0
                     del rest[: end + 2]
                     if ended := event == b"data: [DONE]":
                         break
                     yield self._parsed(event)
                 if not data and not ended:
-                    raise EngineSilent(f"{self.path}: the connection ended before its answers", engine=self.name)
+                    raise EngineSilent(
+                        f"{self.path}: the connection ended before its answers", engine=self.name
+                    )
         finally:
             response.close()
 
@@ -319,7 +369,9 @@ class TokenStreams:
         try:
             return orjson.loads(event.removeprefix(b"data: "))
         except ValueError as error:
-            raise EngineError(f"{self.path} answered no JSON: {event[:200]!r}", engine=self.name) from error
+            raise EngineError(
+                f"{self.path} answered no JSON: {event[:200]!r}", engine=self.name
+            ) from error
 
     async def _heard_within(self, coming: Awaitable[Value], asked_at: float) -> Value:
         """What comes, unless nothing of any request comes for `silence_s`."""
@@ -332,12 +384,15 @@ class TokenStreams:
                     self._heard = time.monotonic()
                     return waiting.result()
                 if time.monotonic() >= max(self._heard, asked_at) + self.silence_s:
-                    raise EngineSilent(f"{self.path} not answered within {self.silence_s:g} s", engine=self.name)
+                    raise EngineSilent(
+                        f"{self.path} not answered within {self.silence_s:g} s", engine=self.name
+                    )
         finally:
             waiting.cancel()
 
     async def _abort_known(self, asked: Asked, names: Sequence[str]) -> None:
-        asked.early |= set(names) - asked.known  # a server ignores a name that it does not know, and is told again
+        # a server ignores a name that it does not know, and is told again
+        asked.early |= set(names) - asked.known
         await self._abort(names)
 
     async def _abort(self, names: Sequence[str]) -> None:
@@ -347,13 +402,17 @@ class TokenStreams:
 
     async def _tell(self, path: str, body: dict[str, Any]) -> None:
         """Send something whose answer nobody needs."""
-        session, timeout = self._open_session(), aiohttp.ClientTimeout(total=_ABORT_S)
-        async with session.post(f"{self.url}{path}", json=body, headers=self.headers, timeout=timeout):
+        session = self._open_session()
+        timeout = aiohttp.ClientTimeout(total=_ABORT_S)
+        async with session.post(
+            f"{self.url}{path}", json=body, headers=self.headers, timeout=timeout
+        ):
             pass
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # a proxy of the environment must not see, nor break, calls to this machine: trust_env stays off
+            # a proxy of the environment must not see, nor break, calls to this machine: trust_env
+            # stays off
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.silence_s),
@@ -372,9 +431,12 @@ class TokenStreams:
             self._session = None
 
     def _schedule(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        with self._lock:  # `close` ends all that the loop has been given by then: nothing may be given to it later
+        # `close` ends all that the loop has been given by then: nothing may be given to it later
+        with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name=f"tokens-{self.name}", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name=f"tokens-{self.name}", daemon=True
+                )
                 self._thread.start()
             return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -1,7 +1,8 @@
 """Runs inside every rank of an engine: describes where the weights lie, and receives new ones.
 
-The engine's loader is traced (`layout_tracer`), and what comes is written to the places that it would write to. What
-goes wrong is reported through the sync's store, because an answer of the engine's server does not tell it.
+The engine's loader is traced (`layout_tracer`), and what comes is written to the places that it
+would write to. What goes wrong is reported through the sync's store, because an answer of the
+engine's server does not tell it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class _CalledOff(WeightSyncError):
 
 
 class WeightReceiver:
-    """One engine rank: its traced layout, its schedule and its open session, kept from sync to sync.
+    """One engine rank: its traced layout, its schedule and its open session, kept from sync to
+    sync.
 
     Args:
         model: has `load_weights`, the engine's own loader.
@@ -46,9 +48,14 @@ class WeightReceiver:
     """
 
     def __init__(
-        self, model: torch.nn.Module, rank: Callable[[], int], finish: Callable[[Any], None] = lambda _: None
+        self,
+        model: torch.nn.Module,
+        rank: Callable[[], int],
+        finish: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        self.model, self._rank, self._finish = model, rank, finish
+        self.model = model
+        self._rank = rank
+        self._finish = finish
         self._layout: RankLayout | None = None
         self._digest = ""
         self._pointers: dict[str, int] = {}
@@ -62,8 +69,10 @@ class WeightReceiver:
         """`handle`; in the background a message to receive is left to a thread."""
         if not in_background or control.action != RECEIVE:
             return self.handle(control)
-        # these are a thread's own, and weights that were made in inference mode may not be written outside of it
-        modes, before = (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), self._thread
+        # these are a thread's own, and weights that were made in inference mode may not be written
+        # outside of it
+        modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+        before = self._thread
 
         def work() -> None:
             try:
@@ -83,9 +92,12 @@ class WeightReceiver:
 
     def handle(self, control: Control, finish: Callable[[], None] | None = None) -> None:
         """Do what is asked, then `finish`, and report."""
-        started, rank = time.perf_counter(), control.first_rank + self._rank()
+        started = time.perf_counter()
+        rank = control.first_rank + self._rank()
         store = session.connect(control.host, control.port, control.timeout_s)
-        nbytes, error, called_off = 0, "", False
+        nbytes = 0
+        error = ""
+        called_off = False
         try:
             nbytes = self._act(control, rank, store)
             if finish is not None:
@@ -97,7 +109,9 @@ class WeightReceiver:
             _log.exception("weight sync: rank %d failed", rank)
         seconds = time.perf_counter() - started
         session.write_report(
-            store, control.report, RankReport(rank, error, nbytes, seconds, self._digest, os.getpid(), called_off)
+            store,
+            control.report,
+            RankReport(rank, error, nbytes, seconds, self._digest, os.getpid(), called_off),
         )
 
     def _act(self, control: Control, rank: int, store: Any) -> int:
@@ -113,32 +127,44 @@ class WeightReceiver:
         except BaseException as problem:
             was_called_off = board.decision() == ABORT
             board.decide(ABORT)
-            board.staged(rank)  # nobody need wait for this rank any longer: what was decided tells them
+            # nobody need wait for this rank any longer: what was decided tells them
+            board.staged(rank)
             if was_called_off and not isinstance(problem, _CalledOff):
                 raise _CalledOff(
-                    f"called off before it was committed (what this rank saw of it: {problem_of(problem)})"
+                    "called off before it was committed (what this rank saw of it: "
+                    f"{problem_of(problem)})"
                 ) from problem
             raise
 
     # ---- where the weights lie
 
     def _describe(self, store: Any, layout: RankLayout) -> None:
-        post_layout(store, layout, {name: tuple(tensor.shape) for name, tensor in self.model.named_parameters()})
+        post_layout(
+            store,
+            layout,
+            {name: tuple(tensor.shape) for name, tensor in self.model.named_parameters()},
+        )
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.data for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())}
+        return {
+            name: tensor.data
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
+        }
 
     def _traced(self, store: Any, timeout_s: float) -> RankLayout:
-        """The layout, traced anew when any buffer has moved (repacked weights, memory that was released and taken
-        again)."""
+        """The layout, traced anew when any buffer has moved (repacked weights, memory that was
+        released and taken again)."""
         pointers = {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
         if self._layout is None or pointers != self._pointers:
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
             tensors = {name: tuple(shape) for name, shape in catalog["tensors"].items()}
             loader: Callable[..., Any] = self.model.load_weights  # type: ignore[assignment]
             others = {name: getattr(torch, dtype) for name, dtype in catalog["dtypes"].items()}
-            traced = trace_layout(self.model, loader, tensors, getattr(torch, catalog["dtype"]), others)
-            self._layout, self._pointers = traced.rank_layout(Catalog.of(tensors)), pointers
+            traced = trace_layout(
+                self.model, loader, tensors, getattr(torch, catalog["dtype"]), others
+            )
+            self._layout = traced.rank_layout(Catalog.of(tensors))
+            self._pointers = pointers
             self._digest = layout_digest(self._layout)
         return self._layout
 
@@ -146,7 +172,9 @@ class WeightReceiver:
 
     def _receive(self, board: Board, rank: int) -> int:
         order = board.order
-        schedule, channel, buffers = self._scheduled(board, rank), self._opened(order, rank), self._buffers()
+        schedule = self._scheduled(board, rank)
+        channel = self._opened(order, rank)
+        buffers = self._buffers()
         received = receive_stream(schedule.messages, channel, self._staging, order.staged, buffers)
         if order.staged:
             self._agree_to_commit(board, rank)
@@ -156,7 +184,8 @@ class WeightReceiver:
         return received.stats.payload_bytes
 
     def _agree_to_commit(self, board: Board, rank: int) -> None:
-        """Return when every rank of the engine has everything and all will copy; raise when none will."""
+        """Return when every rank of the engine has everything and all will copy; raise when none
+        will."""
         board.staged(rank)
         board.wait_all_staged(board.order.endpoint.timeout_s)
         if board.decide(COMMIT) != COMMIT:
@@ -166,11 +195,14 @@ class WeightReceiver:
         order = board.order
         if self._schedule is None or self._schedule.plan != order.plan:
             self._schedule = Schedule.from_dict(
-                session.read(board.store, schedule_key(order.plan, RECEIVER, rank), order.endpoint.timeout_s)
+                session.read(
+                    board.store, schedule_key(order.plan, RECEIVER, rank), order.endpoint.timeout_s
+                )
             )
         if layout_digest(self._schedule.layout) != self._digest:
             raise WeightSyncError(
-                "the weights no longer lie as they did when the plan was made; start the engine again"
+                "the weights no longer lie as they did when the plan was made; start the engine "
+                "again"
             )
         return self._schedule
 
@@ -184,19 +216,22 @@ class WeightReceiver:
         return self._channel
 
     def _give_up(self) -> None:
-        channel, self._channel = self._channel, None
+        channel = self._channel
+        self._channel = None
         self._staging.release()
         if channel is not None:
             channel.abort()
 
     def _clear_padding(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Zero what the loader would: no message fills it, and an engine that started without weights has noise
-        there."""
+        """Zero what the loader would: no message fills it, and an engine that started without
+        weights has noise there."""
         layout = self._layout
         if layout is None:
             return
         for row in np.flatnonzero(layout.tensor == PADDING).tolist():
-            rectangle(buffers[layout.names[int(layout.buffer[row])]], layout.local[row], layout.size[row]).zero_()
+            rectangle(
+                buffers[layout.names[int(layout.buffer[row])]], layout.local[row], layout.size[row]
+            ).zero_()
 
 
 def _device(model: torch.nn.Module) -> torch.device:

@@ -1,9 +1,10 @@
-"""One engine's part of a weight sync, which its worker drives over HTTP: all weights or none, never a token from a
-mixture.
+"""One engine's part of a weight sync, which its worker drives over HTTP: all weights or none, never
+a token from a mixture.
 
-The engine is paused before anything is written, and goes on only after every rank has reported success, under the new
-version's name. After any failure it stays paused under its old version's name, for the next order. The server's own
-answer decides nothing: SGLang's says success even when the loader has failed.
+The engine is paused before anything is written, and goes on only after every rank has reported
+success, under the new version's name. After any failure it stays paused under its old version's
+name, for the next order. The server's own answer decides nothing: SGLang's says success even when
+the loader has failed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from hybridflow.errors import EngineError, EngineSilent, WeightSyncError
 from hybridflow.process.store import StoreError
 from hybridflow.sync import session
 from hybridflow.sync.schedule import EngineLayout
-from hybridflow.sync.session import REPORT_GRACE_S, Board, Order, Outcome, RankReport, answer_deadline
+from hybridflow.sync.session import (
+    REPORT_GRACE_S,
+    Board,
+    Order,
+    Outcome,
+    RankReport,
+    answer_deadline,
+)
 
 
 class EngineClient(Protocol):
@@ -38,23 +46,27 @@ class EngineClient(Protocol):
         """Close the session."""
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Bring the message to our code in every rank and wait until all have handled it; forget cached prefixes."""
+        """Bring the message to our code in every rank and wait until all have handled it; forget
+        cached prefixes."""
 
     def set_weight_version(self, version: int | str) -> None:
         """Name the weights that make later tokens."""
 
 
 class _Unusable(WeightSyncError):
-    """The engine can take no further order: a rank does not report, or the update session stays open."""
+    """The engine can take no further order: a rank does not report, or the update session stays
+    open."""
 
 
 def _report_deadline(timeout_s: float, stages: int) -> float:
-    """Seconds after the server's answer by which ranks report. With several pipeline stages it answers once the first
-    has handled the message."""
+    """Seconds after the server's answer by which ranks report. With several pipeline stages it
+    answers once the first has handled the message."""
     return answer_deadline(timeout_s) if stages > 1 else REPORT_GRACE_S
 
 
-def describe(client: EngineClient, spec: EngineSpec, host: str, port: int, timeout_s: float) -> EngineLayout:
+def describe(
+    client: EngineClient, spec: EngineSpec, host: str, port: int, timeout_s: float
+) -> EngineLayout:
     """Have all ranks of an engine trace and post their layouts. For an engine that has no requests.
 
     Raises:
@@ -62,10 +74,14 @@ def describe(client: EngineClient, spec: EngineSpec, host: str, port: int, timeo
         EngineError: the engine does not answer.
     """
     store = session.connect(host, port, timeout_s)
-    control = Control(DESCRIBE, host, port, timeout_s, f"described/{spec.name}/{time.time_ns()}", 0, spec.ranks)
+    control = Control(
+        DESCRIBE, host, port, timeout_s, f"described/{spec.name}/{time.time_ns()}", 0, spec.ranks
+    )
     client.begin_weight_update()
     client.call_ranks(control, flush_cache=False)
-    reports = session.read_reports(store, control.report, range(spec.ranks), _report_deadline(timeout_s, spec.pipeline))
+    reports = session.read_reports(
+        store, control.report, range(spec.ranks), _report_deadline(timeout_s, spec.pipeline)
+    )
     client.end_weight_update()
     _check_reports(spec.name, range(spec.ranks), reports, "")
     return EngineLayout(spec.name, tuple(reports[rank].layout for rank in range(spec.ranks)))
@@ -78,7 +94,8 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
         plan: digest of the plan that this engine was described for.
         stages: of the engine's pipeline.
     """
-    started, board = time.perf_counter(), None
+    started = time.perf_counter()
+    board = None
     status = "refused"
     try:
         board = Board.open(order)
@@ -92,44 +109,65 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
         if isinstance(error, EngineSilent | _Unusable):
             status = "lost"
         return Outcome(
-            order.engine, order.number, status, f"{order.describe()}: {error}", 0, time.perf_counter() - started
+            order.engine,
+            order.number,
+            status,
+            f"{order.describe()}: {error}",
+            0,
+            time.perf_counter() - started,
         )
-    with suppress(StoreError):  # the keys end with the store; what became of it is told by the rank that holds it
+    # the keys end with the store; what became of it is told by the rank that holds it
+    with suppress(StoreError):
         board.clear()
     nbytes = sum(report.nbytes for report in reports.values())
     return Outcome(order.engine, order.number, "served", "", nbytes, time.perf_counter() - started)
 
 
 def _compare(board: Board, plan: str) -> None:
-    """Refuse, before anything is paused, an order whose senders hold another plan or version than the order."""
+    """Refuse, before anything is paused, an order whose senders hold another plan or version than
+    the order."""
     order = board.order
     if order.plan != plan:
         raise WeightSyncError(
-            f"{order.engine} was described for plan {plan[:12]}, the order is for plan {order.plan[:12]}; plan again"
+            f"{order.engine} was described for plan {plan[:12]}, the order is for plan "
+            f"{order.plan[:12]}; plan again"
         )
     for sender, announced in board.announcements(order.endpoint.timeout_s).items():
         if announced.plan != plan:
             raise WeightSyncError(
-                f"trainer rank {sender} holds plan {announced.plan[:12]}, {order.engine} plan {plan[:12]}; plan again"
+                f"trainer rank {sender} holds plan {announced.plan[:12]}, {order.engine} plan "
+                f"{plan[:12]}; plan again"
             )
         if announced.version != order.version:
             raise WeightSyncError(
-                f"trainer rank {sender} holds weight version {announced.version}, not {order.version}"
+                f"trainer rank {sender} holds weight version {announced.version}, not "
+                f"{order.version}"
             )
 
 
 def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, RankReport]:
-    """Pause, have the ranks receive, resume. `report_s`: how long after the server's answer reports may come."""
-    order, endpoint, refusal = board.order, board.order.endpoint, ""
+    """Pause, have the ranks receive, resume. `report_s`: how long after the server's answer reports
+    may come."""
+    order = board.order
+    endpoint = board.order.endpoint
+    refusal = ""
     ranks = endpoint.receivers
     control = Control(
-        RECEIVE, endpoint.host, endpoint.port, endpoint.timeout_s, board.report_prefix, ranks[0], len(ranks), order
+        RECEIVE,
+        endpoint.host,
+        endpoint.port,
+        endpoint.timeout_s,
+        board.report_prefix,
+        ranks[0],
+        len(ranks),
+        order,
     )
     client.pause(cast(PauseMode, order.pause))
     client.begin_weight_update()
     board.go()  # not before: senders would wait for an engine that finishes its requests
     try:
-        # requests that were paused in place keep their KV cache, and SGLang answers 400 when asked to forget it
+        # requests that were paused in place keep their KV cache, and SGLang answers 400 when asked
+        # to forget it
         client.call_ranks(control, flush_cache=order.pause != "in_place")
     except EngineSilent:
         raise
@@ -140,7 +178,8 @@ def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, 
         client.end_weight_update()
     except EngineError as error:
         raise _Unusable(
-            f"{order.engine}: its update session cannot be closed and would refuse the next: {error}"
+            f"{order.engine}: its update session cannot be closed and would refuse the next: "
+            f"{error}"
         ) from error
     _check_reports(order.engine, ranks, reports, refusal)
     client.set_weight_version(order.version)
@@ -158,6 +197,8 @@ def _check_reports(
     if refusal:
         raise WeightSyncError("; ".join([*faults, refusal]))
     if silent:
-        raise _Unusable("; ".join([*faults, f"{engine}: rank(s) {', '.join(silent)} did not report"]))
+        raise _Unusable(
+            "; ".join([*faults, f"{engine}: rank(s) {', '.join(silent)} did not report"])
+        )
     if faults:
         raise WeightSyncError("; ".join(faults))

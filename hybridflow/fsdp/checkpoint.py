@@ -41,7 +41,8 @@ class ShardedState:
     """The rectangles of one policy over its live memory."""
 
     def __init__(self, policy: Sharded) -> None:
-        self.contains, self._tensors = ["model"], policy.family.tensors()
+        self.contains = ["model"]
+        self._tensors = policy.family.tensors()
         self._model = self._rectangles("", policy.parameters())
         self.tensors = list(self._model)
         if policy.optimizer is not None:
@@ -54,7 +55,11 @@ class ShardedState:
         self.contains.append("rng")
         state = torch.get_rng_state()
         self.random = Rectangle(
-            _RANDOM, state, (dist.get_world_size(), len(state)), (dist.get_rank(), 0), prepend_axis_num=1
+            _RANDOM,
+            state,
+            (dist.get_world_size(), len(state)),
+            (dist.get_rank(), 0),
+            prepend_axis_num=1,
         )
 
     def owned(self) -> Sequence[Rectangle]:
@@ -62,16 +67,21 @@ class ShardedState:
         return [*self.tensors, self.random]
 
     def hf(self) -> Iterator[HfSlice]:
-        """Yield the location of each Hugging Face tensor: the model's tensors are the Hugging Face tensors."""
+        """Yield the location of each Hugging Face tensor: the model's tensors are the Hugging Face
+        tensors."""
         for one in self._model:
             yield HfSlice(one.key, one.global_offset, one.local_shape, one.key, one.global_offset)
 
     def _rectangles(self, prefix: str, held: Mapping[str, torch.Tensor]) -> list[Rectangle]:
-        rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
+        found = []
         for name, shape in self._tensors.items():
             start, rows = shard_rows(shape[0], rank, ranks)
             if rows:
-                found.append(Rectangle(prefix + name, held[name], shape, (start, *(0,) * (len(shape) - 1))))
+                found.append(
+                    Rectangle(prefix + name, held[name], shape, (start, *(0,) * (len(shape) - 1)))
+                )
         return found
 
 
@@ -80,7 +90,10 @@ def job(policy: Sharded, folder: Path, phase: str, step: int, exchange: Exchange
     state = ShardedState(policy)
     training: dict[str, Any] = {}
     if policy.optimizer is not None:
-        training = {"updates": policy.optimizer.updates, "settings": asdict(policy.optimizer.config)}
+        training = {
+            "updates": policy.optimizer.updates,
+            "settings": asdict(policy.optimizer.config),
+        }
     layout = {"world": dist.get_world_size()}
     manifest = manifest_of(policy, _BACKEND, state.contains, layout, phase, step, training=training)
     return Job(state, manifest, folder, exchange)
@@ -93,11 +106,12 @@ def load(policy: Sharded, folder: Path) -> None:
     The random state is restored only if the number of ranks is the same.
 
     Raises:
-        CheckpointError: the folder is missing, incomplete, not a checkpoint, from another backend, or from another
-            model. Nothing has been loaded in that case.
+        CheckpointError: the folder is missing, incomplete, not a checkpoint, from another backend,
+            or from another model. Nothing has been loaded in that case.
     """
     exchange = shared_exchange()
-    manifest, state = checked_manifest(policy, folder, exchange, _BACKEND), ShardedState(policy)
+    manifest = checked_manifest(policy, folder, exchange, _BACKEND)
+    state = ShardedState(policy)
     same_ranks = manifest.layout["world"] == dist.get_world_size()
     restore(folder, state.owned() if same_ranks else state.tensors, exchange)
     if policy.optimizer is not None:

@@ -30,9 +30,11 @@ class ScoringModel(nn.Module):
     """
 
     def __init__(self, causal: Any, alone: Any) -> None:
-        """`alone` is a process group with only this rank, since the gathered output layer is not split over ranks."""
+        """`alone` is a process group with only this rank, since the gathered output layer is not
+        split over ranks."""
         super().__init__()
-        self.causal, self.alone = causal, alone
+        self.causal = causal
+        self.alone = alone
 
     def forward(
         self, micro: MicroBatch, scoring: Scoring
@@ -42,19 +44,30 @@ class ScoringModel(nn.Module):
         If the micro-batch has teacher tokens, also returns their log-probs [n, k].
         """
         hidden = self.causal.model(
-            input_ids=micro.tokens, position_ids=micro.positions, attention_mask=micro.mask(), use_cache=False
+            input_ids=micro.tokens,
+            position_ids=micro.positions,
+            attention_mask=micro.mask(),
+            use_cache=False,
         ).last_hidden_state
         rows = hidden[0].index_select(0, micro.predict_rows)
-        weight, tokens = self.causal.lm_head.weight, micro.columns.get(TEACHER_IDS)
-        log_probs, entropy = log_probs_and_entropy(rows, weight, micro.targets, scoring, self.alone, micro.support)
+        weight = self.causal.lm_head.weight
+        tokens = micro.columns.get(TEACHER_IDS)
+        log_probs, entropy = log_probs_and_entropy(
+            rows, weight, micro.targets, scoring, self.alone, micro.support
+        )
         if tokens is None:
             return log_probs, entropy, None
-        found = log_probs_of_tokens(rows, weight, tokens, micro.targets, log_probs, scoring, self.alone)
+        found = log_probs_of_tokens(
+            rows, weight, tokens, micro.targets, log_probs, scoring, self.alone
+        )
         return log_probs, entropy, found
 
 
-def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device: torch.device) -> ScoringModel:
-    """Build this rank's shards and load them from `source`. No rank ever holds the whole model. Collective.
+def build_model(
+    family: Family, dtype: torch.dtype, source: WeightSource, device: torch.device
+) -> ScoringModel:
+    """Build this rank's shards and load them from `source`. No rank ever holds the whole model.
+    Collective.
 
     Args:
         family: the architecture.
@@ -65,7 +78,9 @@ def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device
     Raises:
         ModelError: the parameters of transformers' model differ from the family's map.
     """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("data", "alone"))
+    mesh = init_device_mesh(
+        device.type, (dist.get_world_size(), 1), mesh_dim_names=("data", "alone")
+    )
     causal = causal_on_meta(family)
     model = ScoringModel(causal, mesh["alone"].get_group())
     precision = (
@@ -74,11 +89,12 @@ def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device
         else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     )
     for part in (*causal.model.layers, model):
-        # reshard the root too: it would otherwise keep the gathered weights of the last pass, even after the shards
-        # have changed
+        # reshard the root too: it would otherwise keep the gathered weights of the last pass, even
+        # after the shards have changed
         fully_shard(part, mesh=mesh["data"], mp_policy=precision, reshard_after_forward=True)
         assert isinstance(part, FSDPModule)
-        # sum instead of average: gradients are divided by the global token count (and gloo cannot average)
+        # sum instead of average: gradients are divided by the global token count (and gloo cannot
+        # average)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     allocate(causal, device)
@@ -97,20 +113,24 @@ def shards(model: ScoringModel) -> dict[str, DTensor]:
 
 @torch.no_grad()
 def _fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
-    tensors, held = family.tensors(), shards(model)
+    tensors = family.tensors()
+    held = shards(model)
     if {name: tuple(shard.shape) for name, shard in held.items()} != tensors:
         wrong = sorted(held.keys() ^ tensors.keys()) or [
             name for name in tensors if tuple(held[name].shape) != tensors[name]
         ]
         raise ModelError(
-            f"transformers' {type(model.causal).__name__} and the family's map differ: {wrong[:4]}; train it with "
-            "Megatron"
+            f"transformers' {type(model.causal).__name__} and the family's map differ: "
+            f"{wrong[:4]}; train it with Megatron"
         )
     for name, shape in tensors.items():
         start, rows = shard_rows(shape[0], dist.get_rank(), dist.get_world_size())
         local = held[name].to_local()
         if local.shape[0] != rows:
-            raise ModelError(f"FSDP2 gave this rank {local.shape[0]} rows of {name} {shape}, the layout says {rows}")
+            raise ModelError(
+                f"FSDP2 gave this rank {local.shape[0]} rows of {name} {shape}, the layout says "
+                f"{rows}"
+            )
         if rows:
             tail = (0,) * (len(shape) - 1)
             local.copy_(source.read(name, (start, *tail), (rows, *shape[1:])))

@@ -1,4 +1,5 @@
-"""AdamW over shards, with the same clipping, schedule and weight-decay exemptions as Megatron's optimizer."""
+"""AdamW over shards, with the same clipping, schedule and weight-decay exemptions as Megatron's
+optimizer."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from hybridflow.config.schema import OptimConfig
 def learning_rate(config: OptimConfig, update: int) -> float:
     """Return the learning rate of the `update`-th update, counted from 1.
 
-    Linear warm-up, then constant, or decay to `min_lr`. Equal to Megatron's `OptimizerParamScheduler.get_lr`
-    (optimizer_param_scheduler.py).
+    Linear warm-up, then constant, or decay to `min_lr`. Equal to Megatron's
+    `OptimizerParamScheduler.get_lr` (optimizer_param_scheduler.py).
     """
     if update <= config.lr_warmup_steps:
         return config.lr * update / config.lr_warmup_steps
@@ -26,7 +27,11 @@ def learning_rate(config: OptimConfig, update: int) -> float:
     if update > decay_steps:
         return config.min_lr
     ratio = (update - config.lr_warmup_steps) / (decay_steps - config.lr_warmup_steps)
-    share = 1.0 - ratio if config.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    share = (
+        1.0 - ratio
+        if config.lr_decay_style == "linear"
+        else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    )
     return config.min_lr + share * (config.lr - config.min_lr)
 
 
@@ -35,8 +40,11 @@ class Optimizer:
 
     def __init__(self, shards: Mapping[str, DTensor], config: OptimConfig) -> None:
         """`shards` are keyed by Hugging Face name. Moments start at zero."""
-        self.shards, self.config, self.updates = dict(shards), config, 0
-        # no weight decay for norms and biases, as in Megatron (optimizer/__init__.py, `_get_param_groups`)
+        self.shards = dict(shards)
+        self.config = config
+        self.updates = 0
+        # no weight decay for norms and biases, as in Megatron (optimizer/__init__.py,
+        # `_get_param_groups`)
         matrices = [shard for shard in shards.values() if shard.ndim > 1]
         others = [shard for shard in shards.values() if shard.ndim <= 1]
         groups = [
@@ -46,7 +54,8 @@ class Optimizer:
         self.inner = torch.optim.AdamW(
             groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps
         )
-        for shard in shards.values():  # allocated now, so that a checkpoint can be loaded into a fresh optimizer
+        # allocated now, so that a checkpoint can be loaded into a fresh optimizer
+        for shard in shards.values():
             self.inner.state[shard] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(shard),
@@ -87,14 +96,18 @@ class Optimizer:
         kinds = ("exp_avg", "exp_avg_sq")
         states: dict[str, dict[str, torch.Tensor]] = {}
         for kind in kinds:
-            states[kind] = {name: self.inner.state[shard][kind].to_local() for name, shard in self.shards.items()}
+            states[kind] = {
+                name: self.inner.state[shard][kind].to_local()
+                for name, shard in self.shards.items()
+            }
         return states
 
     def resume(self, updates: int) -> None:
         """Continue counting from this number of updates."""
         self.updates = updates
         for state in self.inner.state.values():
-            state["step"] = torch.tensor(float(updates))  # separate tensors: AdamW increments them in place
+            # separate tensors: AdamW increments them in place
+            state["step"] = torch.tensor(float(updates))
 
     @torch.no_grad()
     def _clip(self) -> float:

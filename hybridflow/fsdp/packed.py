@@ -1,4 +1,5 @@
-"""Packed micro-batches: the tokens that are read from each sample (`lengths_read`), concatenated without padding."""
+"""Packed micro-batches: the tokens that are read from each sample (`lengths_read`), concatenated
+without padding."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class MicroBatch:
     support: Support | None = None
 
     def mask(self) -> torch.Tensor:
-        """Return the attention mask [1, 1, t, t]: a token attends to itself and to earlier tokens of its sample."""
+        """Return the attention mask [1, 1, t, t]: a token attends to itself and to earlier tokens
+        of its sample."""
         same = self.segments[:, None] == self.segments[None, :]
         return same.tril()[None, None]
 
@@ -59,9 +61,10 @@ def build_micro_batches(
 
     Args:
         batch: the rows, with prompt_ids and response_ids.
-        bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes part in collectives).
-        columns: jagged per-response-token columns to include. If they include `response_mask`, tokens that the policy
-            did not sample serve only as context.
+        bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes
+            part in collectives).
+        columns: jagged per-response-token columns to include. If they include `response_mask`,
+            tokens that the policy did not sample serve only as context.
         device: the device of the tensors.
     """
     packed: list[MicroBatch] = []
@@ -70,11 +73,15 @@ def build_micro_batches(
     return packed
 
 
-def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: torch.device) -> MicroBatch:
-    prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
+def _pack(
+    batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: torch.device
+) -> MicroBatch:
+    prompts = batch.jagged("prompt_ids").take(rows)
+    responses = batch.jagged("response_ids").take(rows)
     keep, counts = counted_tokens(batch, rows, columns)
     sizes = lengths_read(prompts.lengths + responses.lengths)
-    starts, used = np.cumsum(sizes) - sizes, int(sizes.sum())
+    starts = np.cumsum(sizes) - sizes
+    used = int(sizes.sum())
     total = max(1, used)  # at least one token: a model cannot run on an empty input
     tokens, positions, segments = (np.zeros(total, np.int64) for _ in range(3))
     tokens[:used] = tokens_read(prompts, responses, sizes)
@@ -95,6 +102,12 @@ def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: to
         predict_rows=there(predict_rows),
         targets=there(targets),
         lengths=there(counts),
-        columns={name: there(values_of(batch, name, rows, keep)) for name in columns if name != RESPONSE_MASK},
-        support=None if supports is None else Support.of(supports, targets, lambda one: one.to(device)),
+        columns={
+            name: there(values_of(batch, name, rows, keep))
+            for name in columns
+            if name != RESPONSE_MASK
+        },
+        support=None
+        if supports is None
+        else Support.of(supports, targets, lambda one: one.to(device)),
     )

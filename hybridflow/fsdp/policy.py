@@ -46,7 +46,8 @@ class DenseReplay:
     def during(self, action: str) -> AbstractContextManager[None]:
         """Raise ModelError: there is nothing to record or replay."""
         raise ModelError(
-            f"router replay ({action}) needs a mixture of experts, which actor.backend=fsdp does not train"
+            f"router replay ({action}) needs a mixture of experts, which actor.backend=fsdp does "
+            "not train"
         )
 
     def recorded(self) -> Jagged:
@@ -59,7 +60,8 @@ class DenseReplay:
 
 
 class FsdpPolicy(HoldsReference):
-    """Model and optimizer of one rank. Every method is a collective: all ranks call them in the same order."""
+    """Model and optimizer of one rank. Every method is a collective: all ranks call them in the
+    same order."""
 
     def __init__(
         self,
@@ -80,17 +82,23 @@ class FsdpPolicy(HoldsReference):
             device: the device of this rank.
             logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
         """
-        self.family, self.dtype, self.device = family, torch.bfloat16 if dtype == "bfloat16" else torch.float32, device
-        self.logits_chunk_tokens, self.on_nonfinite = logits_chunk_tokens, on_nonfinite
+        self.family = family
+        self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self.device = device
+        self.logits_chunk_tokens = logits_chunk_tokens
+        self.on_nonfinite = on_nonfinite
         self.model = build_model(family, self.dtype, source, device)
         self.optimizer: Optimizer | None = None
         self.replay = DenseReplay()
-        # FSDP2 pads uneven shards, and thereby moves them, in the first forward pass; run one now so that they stay in
-        # place
+        # FSDP2 pads uneven shards, and thereby moves them, in the first forward pass; run one now
+        # so that they stay in place
         nothing = DataProto.from_columns(
             {name: Jagged.from_rows([], np.int64) for name in ("prompt_ids", "response_ids")}
         )
-        self._forward(build_micro_batches(nothing, [np.zeros(0, np.int64)], (), device), self._scoring(1.0, False))
+        self._forward(
+            build_micro_batches(nothing, [np.zeros(0, np.int64)], (), device),
+            self._scoring(1.0, False),
+        )
 
     # ---- passes
 
@@ -104,7 +112,9 @@ class FsdpPolicy(HoldsReference):
         micro_batches = self._micro_batches(batch, max_tokens, ())
         values, entropies = self._forward(micro_batches, self._scoring(temperature, with_entropy))
         log_probs = unpack(values, micro_batches, len(batch))
-        return log_probs, unpack(entropies, micro_batches, len(batch)) if with_entropy else log_probs
+        return log_probs, unpack(
+            entropies, micro_batches, len(batch)
+        ) if with_entropy else log_probs
 
     def train_mini_batch(
         self,
@@ -122,7 +132,9 @@ class FsdpPolicy(HoldsReference):
         micro_batches = self._micro_batches(batch, max_tokens, columns)
         watch = Watch(len(micro_batches), self.device)
         self.optimizer.zero_grad()
-        merged = self.accumulate(micro_batches, loss, self._scoring(temperature, with_entropy), watch)
+        merged = self.accumulate(
+            micro_batches, loss, self._scoring(temperature, with_entropy), watch
+        )
         metrics = {}
         for name, (total, count) in merged.items():
             metrics[name] = (float(total), float(count))
@@ -132,7 +144,11 @@ class FsdpPolicy(HoldsReference):
         return metrics, {"grad_norm": norm, "lr": rate, "applied": 1.0}
 
     def accumulate(
-        self, micro_batches: Sequence[MicroBatch], loss: LossFunction, scoring: Scoring, watch: Watch
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        scoring: Scoring,
+        watch: Watch,
     ) -> Metrics:
         """Run forward and backward of one mini-batch.
 
@@ -146,7 +162,11 @@ class FsdpPolicy(HoldsReference):
         for number, micro in enumerate(micro_batches):
             with self._watched(watch, number):
                 log_probs, entropy, of_teacher = self.model(micro, scoring)
-            seen = micro if of_teacher is None else replace(micro, columns={**micro.columns, OF_TEACHER: of_teacher})
+            seen = (
+                micro
+                if of_teacher is None
+                else replace(micro, columns={**micro.columns, OF_TEACHER: of_teacher})
+            )
             watch.gradient_of(log_probs, number)
             total, count, metrics = loss(log_probs, entropy, seen)
             watch.loss(number, total.detach())
@@ -181,20 +201,26 @@ class FsdpPolicy(HoldsReference):
     @contextmanager
     def _watched(self, watch: Watch, number: int) -> Iterator[None]:
         embedding = self.model.causal.model.embed_tokens
-        handle = embedding.register_forward_hook(lambda module, inputs, output: watch.gradient_of(output, number))
+        handle = embedding.register_forward_hook(
+            lambda module, inputs, output: watch.gradient_of(output, number)
+        )
         try:
             yield
         finally:
             handle.remove()
 
-    def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str]) -> list[MicroBatch]:
+    def _micro_batches(
+        self, batch: DataProto, max_tokens: int, columns: Sequence[str]
+    ) -> list[MicroBatch]:
         """Pack the batch into the same number of micro-batches on all ranks.
 
         Each pass gathers every rank's shards.
         """
         check_token_ids(batch, self.family.vocab_size)
         bins = pack_alike(
-            lengths_read(sequence_lengths(batch)), max_tokens, lambda bins: self._all_ranks_max(max(bins, 1))
+            lengths_read(sequence_lengths(batch)),
+            max_tokens,
+            lambda bins: self._all_ranks_max(max(bins, 1)),
         )
         return build_micro_batches(batch, bins, columns, self.device)
 
@@ -229,7 +255,8 @@ class FsdpPolicy(HoldsReference):
 
     @functools.cached_property
     def trainable_parameters(self) -> int:
-        """Number of parameters of the model; all are trained. Cached, since every step reports it."""
+        """Number of parameters of the model; all are trained. Cached, since every step reports
+        it."""
         return num_parameters(self.family)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -284,7 +311,10 @@ class FsdpPolicy(HoldsReference):
     def saver(self, timeout_s: float) -> Saver:
         """Return the object that saves this policy's sharded state."""
         return Saver(
-            lambda folder, phase, step, exchange: checkpoint.job(self, folder, phase, step, exchange), timeout_s
+            lambda folder, phase, step, exchange: checkpoint.job(
+                self, folder, phase, step, exchange
+            ),
+            timeout_s,
         )
 
     def load(self, folder: Path) -> None:
@@ -295,8 +325,18 @@ class FsdpPolicy(HoldsReference):
         checkpoint.load(self, folder)
 
     def export(
-        self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None, *, source: Path | None = None
+        self,
+        folder: Path,
+        hf_config: Mapping[str, Any],
+        tokenizer: Path | None,
+        *,
+        source: Path | None = None,
     ) -> list[str]:
         """Write a Hugging Face folder. Collective."""
-        held = Held(self.family, self.dtype, fsdp_owners(self.family, dist.get_world_size()), self.parameters())
+        held = Held(
+            self.family,
+            self.dtype,
+            fsdp_owners(self.family, dist.get_world_size()),
+            self.parameters(),
+        )
         return export_held(held, folder, hf_config, tokenizer, source=source)

@@ -1,6 +1,8 @@
-"""`python -m hybridflow.launch STEP`: the parts of a job that `launch/slurm/job.sh` and `launch/ray/cluster.sh` run.
+"""`python -m hybridflow.launch STEP`: the parts of a job that `launch/slurm/job.sh` and
+`launch/ray/cluster.sh` run.
 
-Each step imports what it needs itself: all nodes start at once, from one shared filesystem as a rule.
+Each step imports what it needs itself: all nodes start at once, from one shared filesystem as a
+rule.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ def main(words: list[str]) -> int:
     try:
         return int(args.handler(args))
     except HybridFlowError as error:
-        print(f"hybridflow: {error}", file=sys.stderr if args.step == "private-folder" else sys.stdout, flush=True)
+        print(
+            f"hybridflow: {error}",
+            file=sys.stderr if args.step == "private-folder" else sys.stdout,
+            flush=True,
+        )
         if hasattr(args, "dir"):  # the verdict repeats it
             (args.dir / f"{args.step}-error").write_text(str(error), encoding="utf-8")
         return error.exit_code
@@ -63,9 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     for step in (check, choose, ray, drive):
         step.add_argument("--dir", type=Path, required=True, help="folder of this start of the job")
     for step in (check, choose):
-        step.add_argument("--hosts", required=True, help="all nodes of the allocation, with spaces between")
+        step.add_argument(
+            "--hosts", required=True, help="all nodes of the allocation, with spaces between"
+        )
 
-    health = steps.add_parser("health", help="for a prolog: exit status 1 when something is wrong here")
+    health = steps.add_parser(
+        "health", help="for a prolog: exit status 1 when something is wrong here"
+    )
     health.set_defaults(handler=_health)
     for step in (check, ray, health):
         step.add_argument("--gpus", type=int, default=0)
@@ -75,11 +85,15 @@ def _parser() -> argparse.ArgumentParser:
     for step in (ray, drive):
         step.add_argument("--start-timeout", type=float, default=300.0)
 
-    private = steps.add_parser("private-folder", help="make a folder for `ray start --temp-dir` and print its path")
+    private = steps.add_parser(
+        "private-folder", help="make a folder for `ray start --temp-dir` and print its path"
+    )
     private.add_argument("--prefix", required=True, help="of the private folder around it")
     private.set_defaults(handler=_private_folder)
 
-    end = steps.add_parser("verdict", help="say why the job ended; exit status 75 asks for a requeue")
+    end = steps.add_parser(
+        "verdict", help="say why the job ended; exit status 75 asks for a requeue"
+    )
     end.add_argument("--job-dir", type=Path, required=True)
     end.add_argument("--restart", type=int, required=True)
     end.add_argument("--max-restarts", type=int, required=True)
@@ -95,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
 def _preflight(args: argparse.Namespace) -> int:
     from hybridflow.launch import preflight
 
-    wanted = preflight.Wanted(args.gpus, args.min_free_gib, args.min_shm_gib, args.min_open_files, args.interface)
+    wanted = preflight.Wanted(
+        args.gpus, args.min_free_gib, args.min_shm_gib, args.min_open_files, args.interface
+    )
     record = preflight.check_node(_node_name(), args.hosts.split(), args.dir, wanted, args.timeout)
     preflight.print_record(record)
     return 0
@@ -113,9 +129,13 @@ def _health(args: argparse.Namespace) -> int:
 def _judge(args: argparse.Namespace) -> int:
     from hybridflow.launch import preflight
 
-    said, errors = (records.tail(args.dir / f"preflight.{kind}", 100_000) for kind in ("out", "err"))
+    said, errors = (
+        records.tail(args.dir / f"preflight.{kind}", 100_000) for kind in ("out", "err")
+    )
     found = preflight.parse(said)
-    chosen, bad = preflight.choose(args.hosts.split(), found, args.nodes, args.max_clock_skew, errors)
+    chosen, bad = preflight.choose(
+        args.hosts.split(), found, args.nodes, args.max_clock_skew, errors
+    )
     for host, why in bad.items():
         print(f"hybridflow: {host} is left out: {why}", flush=True)
     use = [{"node": record.node, "address": record.address} for record in chosen]
@@ -126,7 +146,8 @@ def _judge(args: argparse.Namespace) -> int:
 
 def _node(args: argparse.Namespace) -> int:
     sys.stdout.flush()
-    path = args.dir / records.NODE_LOG.format(_node_name())  # srun's %N would be the host's name, not the node's
+    # srun's %N would be the host's name, not the node's
+    path = args.dir / records.NODE_LOG.format(_node_name())
     with path.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -171,7 +192,9 @@ def _verdict(args: argparse.Namespace) -> int:
     if log_tail:
         print(log_tail)
     job = args.job_dir.name
-    print(f"hybridflow: job {job}, start {args.restart}, {attempt.outcome}: {attempt.why}", flush=True)
+    print(
+        f"hybridflow: job {job}, start {args.restart}, {attempt.outcome}: {attempt.why}", flush=True
+    )
     return code
 
 

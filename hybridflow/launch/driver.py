@@ -1,7 +1,9 @@
-"""The driver of a job: waits until every node has joined Ray, runs `hybridflow train`, and passes on requests to stop.
+"""The driver of a job: waits until every node has joined Ray, runs `hybridflow train`, and passes
+on requests to stop.
 
-SIGUSR1 and SIGTERM ask the driver for a checkpoint (SIGUSR1) and end it when that takes too long; SIGUSR2 ends it now.
-The driver runs in a session of its own, since Slurm may signal the whole process group of a step.
+SIGUSR1 and SIGTERM ask the driver for a checkpoint (SIGUSR1) and end it when that takes too long;
+SIGUSR2 ends it now. The driver runs in a session of its own, since Slurm may signal the whole
+process group of a step.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Driver:
 
     def __init__(self, folder: Path, grace_s: float) -> None:
         """`grace_s`: seconds that a checkpoint may take once it was asked for."""
-        self.folder, self.grace_s = folder, grace_s
+        self.folder = folder
+        self.grace_s = grace_s
         self.process: subprocess.Popen[bytes] | None = None
         self.asked_at: float | None = None
         self.ended_at: float | None = None
@@ -50,14 +53,16 @@ class Driver:
             self._send(signal.SIGTERM)
 
     def check(self) -> None:
-        """ResourceError when a node's Ray has ended, or the job is to stop, before the driver has started."""
+        """ResourceError when a node's Ray has ended, or the job is to stop, before the driver has
+        started."""
         if failed := records.failures(self.folder):
             raise ResourceError(f"{failed[0]['node']}: {failed[0]['what']}")
         if self.asked_at is not None or self.ended_at is not None:
             raise RunStopped("stopped as asked, before the driver had started")
 
     def run(self, words: Sequence[str]) -> int:
-        """Run `hybridflow WORDS` to its end; returns its exit status, or STOPPED when it was asked to stop."""
+        """Run `hybridflow WORDS` to its end; returns its exit status, or STOPPED when it was asked
+        to stop."""
         command = [sys.executable, "-P", "-m", "hybridflow.cli.main", *words]
         with (self.folder / records.DRIVER_LOG).open("ab") as log:
             self.process = subprocess.Popen(
@@ -82,9 +87,11 @@ class Driver:
         return status if status >= 0 else 128 - status
 
     def _hurry(self) -> None:
-        """Go from asking to ending, and from ending to killing, when time is up; end for a later start of the job."""
+        """Go from asking to ending, and from ending to killing, when time is up; end for a later
+        start of the job."""
         now = time.monotonic()
-        if records.has_later_start(self.folder):  # Slurm has lost this node and started the job on others
+        # Slurm has lost this node and started the job on others
+        if records.has_later_start(self.folder):
             self.end()
         if self.asked_at is not None and now > self.asked_at + self.grace_s:
             self.end()
@@ -105,7 +112,9 @@ class Driver:
         sys.stdout.flush()
 
 
-def run(folder: Path, nodes: int, words: Sequence[str], start_timeout_s: float, grace_s: float) -> int:
+def run(
+    folder: Path, nodes: int, words: Sequence[str], start_timeout_s: float, grace_s: float
+) -> int:
     """Wait for the cluster, then run the driver in it.
 
     Args:
@@ -120,7 +129,9 @@ def run(folder: Path, nodes: int, words: Sequence[str], start_timeout_s: float, 
     while (head := records.read(folder / records.HEAD)) is None:
         driver.check()
         if time.monotonic() > deadline:
-            raise ResourceError(f"the head node did not start Ray within {start_timeout_s:.0f} s; see its log")
+            raise ResourceError(
+                f"the head node did not start Ray within {start_timeout_s:.0f} s; see its log"
+            )
         time.sleep(_POLL_S)
     address = str(head["address"])
     wait_for_nodes(address, nodes, deadline - time.monotonic(), driver.check)

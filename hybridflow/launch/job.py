@@ -1,4 +1,5 @@
-"""The sbatch file of a job: #SBATCH lines and settings, then the body that every job shares (launch/slurm/job.sh)."""
+"""The sbatch file of a job: #SBATCH lines and settings, then the body that every job shares
+(launch/slurm/job.sh)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from hybridflow.errors import ConfigError
 from hybridflow.launch.site import Site
 from hybridflow.placement.preview import preview
 
-PREFLIGHT_SHARE = 0.5  # of its time-out, for the others' files; the rest is for starting Python and for connecting
+# of its time-out, for the others' files; the rest is for starting Python and for connecting
+PREFLIGHT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,12 @@ class Job:
     Attributes:
         words: after `hybridflow`, for example ("train", "--config-name", "x").
         nodes: that the run uses, those of `other_nodes` included.
-        other_nodes: how many of them are the second part of a heterogeneous job, with `other_options` of sbatch.
+        other_nodes: how many of them are the second part of a heterogeneous job, with
+            `other_options` of sbatch.
         spares: further nodes, which take the place of bad ones.
         grace_s: seconds for a checkpoint before Slurm takes the nodes.
-        body: the file of launch/slurm/ that follows the settings; a site's `body` takes the place of job.sh alone.
+        body: the file of launch/slurm/ that follows the settings; a site's `body` takes the place
+            of job.sh alone.
     """
 
     name: str
@@ -51,7 +55,8 @@ class Job:
 
 
 def nodes_of(config: RunConfig, job: str = "train") -> int:
-    """How many nodes the run's processes and engines fill: with `cluster.devices_per_node` as placement says.
+    """How many nodes the run's processes and engines fill: with `cluster.devices_per_node` as
+    placement says.
 
     Raises:
         ResourceError: no number of nodes with so many GPUs is enough.
@@ -67,13 +72,17 @@ def check(job: Job) -> None:
     """ConfigError for numbers that do not fit together."""
     if job.nodes < 1 or job.spares < 0 or not 0 <= job.other_nodes < job.nodes:
         raise ConfigError(
-            f"--nodes {job.nodes} --other-nodes {job.other_nodes} --spares {job.spares}: at least one node must be of "
-            "the first part, and none of the numbers may be negative"
+            f"--nodes {job.nodes} --other-nodes {job.other_nodes} --spares {job.spares}: at least "
+            "one node must be of the first part, and none of the numbers may be negative"
         )
     if job.other_nodes and job.spares:
-        raise ConfigError("--spares and --other-nodes exclude each other: a spare would be of the wrong part")
+        raise ConfigError(
+            "--spares and --other-nodes exclude each other: a spare would be of the wrong part"
+        )
     if job.grace_s < 1 or job.max_restarts < 0:
-        raise ConfigError(f"--grace {job.grace_s} --max-restarts {job.max_restarts}: at least 1 and 0 are needed")
+        raise ConfigError(
+            f"--grace {job.grace_s} --max-restarts {job.max_restarts}: at least 1 and 0 are needed"
+        )
     if "\n" in f"{job.name}{job.workdir}{job.out}{job.run_dir}":
         raise ConfigError("the run's name and folders may not contain line breaks")
 
@@ -85,7 +94,11 @@ def render(job: Job, site: Site) -> str:
         ConfigError: numbers that do not fit together, or a site's `body` that cannot be read.
     """
     check(job)
-    path = Path(site.body) if site.body and job.body == "job.sh" else shipped_dir("launch") / "slurm" / job.body
+    path = (
+        Path(site.body)
+        if site.body and job.body == "job.sh"
+        else shipped_dir("launch") / "slurm" / job.body
+    )
     try:
         body = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -126,7 +139,11 @@ def _part(job: Job, site: Site, nodes: int) -> list[str]:
 
 def _settings(job: Job, site: Site) -> list[str]:
     limits = site.limits
-    python = site.container.python if site.container.kind != "none" else site.environment.python or sys.executable
+    python = (
+        site.container.python
+        if site.container.kind != "none"
+        else site.environment.python or sys.executable
+    )
     return [
         "# ---- the site's lines",
         *site.prolog,
@@ -138,7 +155,8 @@ def _settings(job: Job, site: Site) -> list[str]:
         _assign("PYTHON", python),
         _assign("NODES", str(job.nodes)),
         _assign("MAX_RESTARTS", str(job.max_restarts)),
-        _assign("GRACE", str(max(1, job.grace_s * 2 // 3))) + "  # of the seconds before Slurm takes the nodes",
+        _assign("GRACE", str(max(1, job.grace_s * 2 // 3)))
+        + "  # of the seconds before Slurm takes the nodes",
         _assign("START_TIMEOUT", str(limits.start_timeout_s)),
         _assign("PREFLIGHT_TIMEOUT", str(limits.preflight_timeout_s)),
         _assign("MAX_CLOCK_SKEW", f"{limits.max_clock_skew_s:g}"),
@@ -152,7 +170,8 @@ def _settings(job: Job, site: Site) -> list[str]:
 
 
 def _launchers(job: Job, site: Site) -> list[str]:
-    """The words before a command on every node (SRUN), inside of srun (CONTAINER), and on this node alone (HERE)."""
+    """The words before a command on every node (SRUN), inside of srun (CONTAINER), and on this node
+    alone (HERE)."""
     container = site.container
     folders = [job.workdir] if job.out.is_relative_to(job.workdir) else [job.workdir, job.out]
     mounts = [*(f"{folder}:{folder}" for folder in folders), *container.mounts]
@@ -164,7 +183,12 @@ def _launchers(job: Job, site: Site) -> list[str]:
         srun += [f"--container-workdir={job.workdir}"]
         here = ["srun", *srun, "--overlap", "--nodes=1", "--ntasks=1"]
     elif container.kind == "apptainer":
-        prefix = ["apptainer", "exec", *(["--nv"] if job.gpus_per_node else []), f"--pwd={job.workdir}"]
+        prefix = [
+            "apptainer",
+            "exec",
+            *(["--nv"] if job.gpus_per_node else []),
+            f"--pwd={job.workdir}",
+        ]
         prefix += [*(f"--bind={mount}" for mount in mounts), str(container.image)]
         here = prefix
     return [_array("SRUN", srun), _array("CONTAINER", prefix), _array("HERE", here)]
@@ -184,7 +208,11 @@ def _preflight(job: Job, site: Site) -> list[str]:
 
 def _ray(job: Job, site: Site) -> list[str]:
     options = [f"--gpus={job.gpus_per_node}", f"--start-timeout={site.limits.start_timeout_s}"]
-    return [*options, f"--object-store-gib={site.object_store_gib:g}"] if site.object_store_gib else options
+    return (
+        [*options, f"--object-store-gib={site.object_store_gib:g}"]
+        if site.object_store_gib
+        else options
+    )
 
 
 def _assign(name: str, value: str) -> str:

@@ -1,5 +1,5 @@
-"""Checks of every node of a job before Ray starts: its own resources, the shared folder, its clock, and whether every
-node reaches every other.
+"""Checks of every node of a job before Ray starts: its own resources, the shared folder, its clock,
+and whether every node reaches every other.
 
 One process a node runs `check_node` at the same time; `choose` looks at what all of them said.
 """
@@ -57,8 +57,10 @@ class Record:
     nonce: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    complaints: dict[str, str] = field(default_factory=dict)  # other node -> what is wrong between the two
-    clocks: dict[str, float] = field(default_factory=dict)  # other node -> seconds its clock is ahead, at least
+    # other node -> what is wrong between the two
+    complaints: dict[str, str] = field(default_factory=dict)
+    # other node -> seconds its clock is ahead, at least
+    clocks: dict[str, float] = field(default_factory=dict)
 
 
 def check_node(
@@ -69,7 +71,8 @@ def check_node(
     timeout_s: float,
     clock: Callable[[], float] = time.time,
 ) -> Record:
-    """Check this node, and the way to the others; nothing is raised for what is wrong, the record says it.
+    """Check this node, and the way to the others; nothing is raised for what is wrong, the record
+    says it.
 
     Args:
         node: this node's name in `hosts`.
@@ -81,10 +84,13 @@ def check_node(
     """
     record = Record(node, nonce=secrets.token_hex(8))
     deadline = time.monotonic() + timeout_s
-    while not folder.is_dir() and time.monotonic() < deadline:  # a network filesystem may show it late
+    # a network filesystem may show it late
+    while not folder.is_dir() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     if not folder.is_dir():
-        record.problems.append(f"{folder} is absent there; choose an output_dir that all nodes mount")
+        record.problems.append(
+            f"{folder} is absent there; choose an output_dir that all nodes mount"
+        )
         return record
     record.facts, record.problems = _resources(folder, wanted)
     meeting = folder / "preflight"
@@ -92,34 +98,44 @@ def check_node(
         record.address = node_address(node, wanted.interface)
         server = socket.create_server((record.address, 0), backlog=1024)
     except (OSError, ResourceError) as error:
-        record.problems.append(f"{error}; check the site file's `interface` and the node's addresses")
+        record.problems.append(
+            f"{error}; check the site file's `interface` and the node's addresses"
+        )
         return record
     record.port = server.getsockname()[1]
     answering = threading.Thread(target=_answer, args=(server, record, clock), daemon=True)
     answering.start()
     others = [host for host in hosts if host != node]
     try:
-        records.write(meeting / f"{node}.json", {"address": record.address, "port": record.port, "nonce": record.nonce})
+        records.write(
+            meeting / f"{node}.json",
+            {"address": record.address, "port": record.port, "nonce": record.nonce},
+        )
     except OSError as error:
-        record.problems.append(f"cannot write into {folder} ({error}); choose an output_dir on a shared filesystem")
+        record.problems.append(
+            f"cannot write into {folder} ({error}); choose an output_dir on a shared filesystem"
+        )
         return record
     for other, found in _await((meeting / f"{other}.json" for other in others), deadline):
         if found is None:
             record.complaints[other] = (
-                f"its file in {folder} was not seen within {timeout_s:.0f} s; the node is down, or the folder is not "
-                "on a filesystem that both share: choose an output_dir that all nodes mount"
+                f"its file in {folder} was not seen within {timeout_s:.0f} s; the node is down, or "
+                "the folder is not on a filesystem that both share: choose an output_dir that all "
+                "nodes mount"
             )
         else:
             _visit(record, other, found, clock)
     records.write(meeting / f"{node}.done", {})
     seen = [other for other in others if other in record.clocks]
-    list(_await((meeting / f"{other}.done" for other in seen), deadline))  # they may still be asking
+    # they may still be asking
+    list(_await((meeting / f"{other}.done" for other in seen), deadline))
     server.close()
     return record
 
 
 def node_address(node: str, interface: str | None) -> str:
-    """The IPv4 address by which the other nodes reach this one: the interface's, or the one that Slurm knows.
+    """The IPv4 address by which the other nodes reach this one: the interface's, or the one that
+    Slurm knows.
 
     Raises:
         ResourceError: there is no such interface, it has no address, or the node's name has none.
@@ -131,12 +147,19 @@ def node_address(node: str, interface: str | None) -> str:
             if entry.family == socket.AF_INET:
                 found.append(entry.address)
         if not found:
-            raise ResourceError(f"interface {interface} has no IPv4 address; there are {', '.join(sorted(addresses))}")
+            raise ResourceError(
+                f"interface {interface} has no IPv4 address; there are "
+                f"{', '.join(sorted(addresses))}"
+            )
         return found[0]
     name = node
     if shutil.which("scontrol"):
         asked = subprocess.run(
-            ["scontrol", "show", "node", node, "--oneliner"], capture_output=True, text=True, check=False, timeout=30
+            ["scontrol", "show", "node", node, "--oneliner"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
         )
         words = []
         for word in asked.stdout.split():
@@ -169,15 +192,24 @@ def print_record(record: Record) -> None:
 
 
 def choose(
-    hosts: Sequence[str], found: Mapping[str, Record], nodes: int, max_clock_skew_s: float, errors: str = ""
+    hosts: Sequence[str],
+    found: Mapping[str, Record],
+    nodes: int,
+    max_clock_skew_s: float,
+    errors: str = "",
 ) -> tuple[list[Record], dict[str, str]]:
-    """The nodes to use, in the allocation's order, and what is wrong with each of those that are left out.
+    """The nodes to use, in the allocation's order, and what is wrong with each of those that are
+    left out.
 
     Raises:
-        ResourceError: fewer than `nodes` are good. Names each bad node, what is wrong, and what to do.
+        ResourceError: fewer than `nodes` are good. Names each bad node, what is wrong, and what to
+            do.
     """
     bad = {
-        host: f"it did not answer{_said(host, errors)}; ask for its state with `sinfo -R` and leave it out (--exclude)"
+        host: (
+            f"it did not answer{_said(host, errors)}; ask for its state with `sinfo -R` and leave "
+            "it out (--exclude)"
+        )
         for host in hosts
         if host not in found
     }
@@ -192,7 +224,10 @@ def choose(
         good.remove(worst)
     if len(good) < nodes:
         described = "\n".join(f"  {host}: {why}" for host, why in bad.items())
-        raise ResourceError(f"preflight: {len(good)} of {len(hosts)} nodes are usable, {nodes} are needed\n{described}")
+        raise ResourceError(
+            f"preflight: {len(good)} of {len(hosts)} nodes are usable, {nodes} are "
+            f"needed\n{described}"
+        )
     return [found[host] for host in good[:nodes]], bad
 
 
@@ -208,7 +243,14 @@ def _complaints(
                 pairs.append((host, other, record.complaints[other]))
             elif abs(offset := record.clocks.get(other, 0.0)) > max_clock_skew_s:
                 pairs.append(
-                    (host, other, f"the clock of {other} is {offset:+.1f} s off {host}'s; start chrony or ntpd there")
+                    (
+                        host,
+                        other,
+                        (
+                            f"the clock of {other} is {offset:+.1f} s off {host}'s; start chrony "
+                            "or ntpd there"
+                        ),
+                    )
                 )
     return pairs
 
@@ -245,19 +287,23 @@ def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]
     for path, gib in free.items():
         if gib < wanted.min_free_gib:
             problems.append(
-                f"{path} has {gib:.1f} GiB free, {wanted.min_free_gib:g} are needed; clear it, or lower "
-                "limits.min_free_gib"
+                f"{path} has {gib:.1f} GiB free, {wanted.min_free_gib:g} are needed; clear it, or "
+                "lower limits.min_free_gib"
             )
     if shm < wanted.min_shm_gib:
-        problems.append(f"/dev/shm has {shm:.1f} GiB free, {wanted.min_shm_gib:g} are needed; remove what others left")
+        problems.append(
+            f"/dev/shm has {shm:.1f} GiB free, {wanted.min_shm_gib:g} are needed; remove what "
+            "others left"
+        )
     if files != resource.RLIM_INFINITY and files < wanted.min_open_files:
         problems.append(
-            f"{files} open files are allowed, {wanted.min_open_files} are needed; raise LimitNOFILE of slurmd"
+            f"{files} open files are allowed, {wanted.min_open_files} are needed; raise "
+            "LimitNOFILE of slurmd"
         )
     if len(gpus) < wanted.gpus:
         problems.append(
-            f"{len(gpus)} of {wanted.gpus} GPUs are visible{f' ({trouble})' if trouble else ''}; look at nvidia-smi "
-            "and at the job's --gpus-per-node"
+            f"{len(gpus)} of {wanted.gpus} GPUs are visible{f' ({trouble})' if trouble else ''}; "
+            "look at nvidia-smi and at the job's --gpus-per-node"
         )
     facts = {
         "cpus": len(os.sched_getaffinity(0)),
@@ -284,13 +330,17 @@ def _answer(server: socket.socket, record: Record, clock: Callable[[], float]) -
             connection, _ = server.accept()
         except OSError:
             return
-        with connection, suppress(OSError):  # who asks may have gone, a stranger too: the others are answered
+        # who asks may have gone, a stranger too: the others are answered
+        with connection, suppress(OSError):
             said = {"node": record.node, "nonce": record.nonce, "time": clock()}
             connection.sendall(json.dumps(said).encode())
 
 
-def _visit(record: Record, other: str, found: Mapping[str, Any], clock: Callable[[], float]) -> None:
-    """Connect to another node where its file says, compare what it answers with the file, and note its clock."""
+def _visit(
+    record: Record, other: str, found: Mapping[str, Any], clock: Callable[[], float]
+) -> None:
+    """Connect to another node where its file says, compare what it answers with the file, and note
+    its clock."""
     address = (str(found.get("address", "")), int(found.get("port", 0)))
     try:
         started = clock()
@@ -301,21 +351,27 @@ def _visit(record: Record, other: str, found: Mapping[str, Any], clock: Callable
             raise ValueError(f"it says {said!r:.40}")
     except (OSError, ValueError) as error:
         record.complaints[other] = (
-            f"{record.node} cannot connect to {address[0]}:{address[1]} ({error}); check firewall and `interface`"
+            f"{record.node} cannot connect to {address[0]}:{address[1]} ({error}); check firewall "
+            "and `interface`"
         )
         return
     if said.get("nonce") != found.get("nonce"):
         record.complaints[other] = (
-            f"{record.node} reaches {said.get('node')} at {address[0]}, not {other}; choose another `interface`"
+            f"{record.node} reaches {said.get('node')} at {address[0]}, not {other}; choose "
+            "another `interface`"
         )
         return
-    # the answer was written at some moment in between: what lies within says nothing, on a busy node that is seconds
+    # the answer was written at some moment in between: what lies within says nothing, on a busy
+    # node that is seconds
     offset = float(said["time"]) - (started + ended) / 2
-    record.clocks[other] = round(math.copysign(max(abs(offset) - (ended - started) / 2, 0.0), offset), 3)
+    record.clocks[other] = round(
+        math.copysign(max(abs(offset) - (ended - started) / 2, 0.0), offset), 3
+    )
 
 
 def _await(paths: Iterable[Path], deadline: float) -> Iterable[tuple[str, dict[str, Any] | None]]:
-    """(name, content) of each file as soon as it is there; content None for those that are not by the deadline."""
+    """(name, content) of each file as soon as it is there; content None for those that are not by
+    the deadline."""
     missing = list(paths)
     while missing:
         left = []

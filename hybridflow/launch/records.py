@@ -1,4 +1,5 @@
-"""Small JSON files in a job's folder, by which the parts of a job tell each other where they are and how they ended."""
+"""Small JSON files in a job's folder, by which the parts of a job tell each other where they are
+and how they ended."""
 
 from __future__ import annotations
 

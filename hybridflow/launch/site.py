@@ -28,7 +28,8 @@ class Environment:
     """The Python environment on the nodes, without a container."""
 
     python: str | None = None  # null: the one that runs `hybridflow slurm submit`
-    archive: str | None = None  # a tar file that each node unpacks into `local` before anything else
+    # a tar file that each node unpacks into `local` before anything else
+    archive: str | None = None
     local: str | None = None  # node-local folder for `archive`; name `python` in it
 
 
@@ -56,7 +57,8 @@ class Site:
     exclusive: bool = True
     sbatch: tuple[str, ...] = ()  # further options, as --constraint=h200
     srun: tuple[str, ...] = ()  # further options of each step, as --mpi=none
-    interface: str | None = None  # network interface of Ray; null: the address that Slurm knows the node by
+    # network interface of Ray; null: the address that Slurm knows the node by
+    interface: str | None = None
     object_store_gib: float | None = None  # null: as Ray chooses
     prolog: tuple[str, ...] = ()  # shell lines before anything else: module load, source, export
     container: Container = field(default_factory=Container)
@@ -80,13 +82,21 @@ def read_site(path: Path | None) -> Site:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"site file {path}: cannot be read ({error}); check --site or ${VARIABLE}") from error
+        raise ConfigError(
+            f"site file {path}: cannot be read ({error}); check --site or ${VARIABLE}"
+        ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"site file {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"site file {path} is not YAML: {' '.join(str(error).split())}"
+        ) from error
     site: Site = build_options(Site(), values, "site")
     container = site.container
     if container.kind != "none" and not container.image:
-        raise ConfigError(f"site.container.kind is {container.kind}: site.container.image names no image")
+        raise ConfigError(
+            f"site.container.kind is {container.kind}: site.container.image names no image"
+        )
     if bool(site.environment.archive) != bool(site.environment.local):
-        raise ConfigError("site.environment.archive and site.environment.local go together; set both or none")
+        raise ConfigError(
+            "site.environment.archive and site.environment.local go together; set both or none"
+        )
     return site

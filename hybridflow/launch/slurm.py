@@ -39,7 +39,8 @@ def submit(job: Job, script: str) -> str:
 
 
 def status(job: str, out: Path) -> str:
-    """A line of Slurm's about the job, and one for each start that has ended. ResourceError: Slurm does not answer."""
+    """A line of Slurm's about the job, and one for each start that has ended. ResourceError: Slurm
+    does not answer."""
     lines = _queued(job) or [f"{job} is not in Slurm's queue"]
     attempts = verdict.read_attempts(out / job)
     lines += [f"  start {one.restart}: {one.outcome}, {one.why}" for one in attempts]
@@ -47,14 +48,17 @@ def status(job: str, out: Path) -> str:
 
 
 def follow(job: str, out: Path) -> Iterator[str]:
-    """The job's own output as it is written, to the end of the job: the driver's lines and the verdict of each start.
+    """The job's own output as it is written, to the end of the job: the driver's lines and the
+    verdict of each start.
 
     Raises:
         ResourceError: nothing is known of this job, or Slurm does not answer.
     """
     if not _queued(job):
         log_files(job, out)
-    path, position, queued = out / f"{job}.out", 0, True
+    path = out / f"{job}.out"
+    position = 0
+    queued = True
     for look in itertools.count():
         if look % _LOOKS == 0:
             queued = bool(_queued(job))
@@ -75,7 +79,9 @@ def follow(job: str, out: Path) -> Iterator[str]:
 def _queued(job: str) -> list[str]:
     """Slurm's lines about a job that waits or runs; none once it has ended."""
     try:
-        listed = _ask(["squeue", "--noheader", f"--jobs={job}", "--format=%i %T, %D nodes (%R), %M of %l"])
+        listed = _ask(
+            ["squeue", "--noheader", f"--jobs={job}", "--format=%i %T, %D nodes (%R), %M of %l"]
+        )
     except ResourceError as error:
         if "Invalid job id" not in str(error):
             raise
@@ -92,10 +98,13 @@ def log_files(job: str, out: Path) -> list[tuple[str, Path]]:
     folder = out / job
     if not folder.is_dir():
         raise ResourceError(
-            f"{folder} is absent: give the job's number, and the --output-dir that it was submitted with"
+            f"{folder} is absent: give the job's number, and the --output-dir that it was "
+            "submitted with"
         )
     files = []
-    for start in sorted(folder.glob("restart-*"), key=lambda path: int(path.name.rpartition("-")[2])):
+    for start in sorted(
+        folder.glob("restart-*"), key=lambda path: int(path.name.rpartition("-")[2])
+    ):
         number = start.name.rpartition("-")[2]
         named = [
             start / "preflight.err",
@@ -103,7 +112,11 @@ def log_files(job: str, out: Path) -> list[tuple[str, Path]]:
             *sorted(start.glob("node-*.log")),
             start / "ray.err",
         ]
-        files += [(f"{number} {path.stem}", path) for path in named if path.is_file() and path.stat().st_size]
+        files += [
+            (f"{number} {path.stem}", path)
+            for path in named
+            if path.is_file() and path.stat().st_size
+        ]
     own = out / f"{job}.out"
     return [*files, *([("job", own)] if own.is_file() else [])]
 
@@ -113,7 +126,9 @@ def joined(files: Sequence[tuple[str, Path]]) -> str:
     width = max((len(label) for label, _ in files), default=0)
     lines = []
     for label, path in files:
-        lines += [f"{label:<{width}} | {line}" for line in path.read_text(errors="replace").splitlines()]
+        lines += [
+            f"{label:<{width}} | {line}" for line in path.read_text(errors="replace").splitlines()
+        ]
     return "\n".join(lines)
 
 
@@ -122,19 +137,30 @@ def cancel(jobs: Sequence[str]) -> None:
     _ask(["scancel", *jobs])
 
 
-def _ask(words: Sequence[str], text: str | None = None, environment: dict[str, str] | None = None) -> str:
+def _ask(
+    words: Sequence[str], text: str | None = None, environment: dict[str, str] | None = None
+) -> str:
     try:
         asked = subprocess.run(
-            words, input=text, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+            words,
+            input=text,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT_S,
         )
     except FileNotFoundError as error:
         raise ResourceError(
-            f"{words[0]} is not here: run this on a login node of a Slurm cluster, or load its module"
+            f"{words[0]} is not here: run this on a login node of a Slurm cluster, or load its "
+            "module"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise ResourceError(
             f"{words[0]} did not answer within {_TIMEOUT_S:.0f} s; is slurmctld up (scontrol ping)?"
         ) from error
     if asked.returncode:
-        raise ResourceError(f"{words[0]}: {asked.stderr.strip() or f'ended with status {asked.returncode}'}")
+        raise ResourceError(
+            f"{words[0]}: {asked.stderr.strip() or f'ended with status {asked.returncode}'}"
+        )
     return asked.stdout

@@ -39,7 +39,8 @@ def judge(
     state: str = "RUNNING",
     why: str = "",
 ) -> tuple[Attempt, str, int]:
-    """What happened, the tail of the log that shows it, and the exit status of the job's script: 75 requeues it.
+    """What happened, the tail of the log that shows it, and the exit status of the job's script: 75
+    requeues it.
 
     Args:
         job_dir: the job's folder; attempts before this one are read from it, and this one is added.
@@ -52,26 +53,37 @@ def judge(
         why: what the script knows already.
     """
     folder = job_dir / f"restart-{restart}"
-    checkpoint = str((records.read(run_dir / "checkpoints" / "latest.json") or {}).get("folder", ""))
+    checkpoint = str(
+        (records.read(run_dir / "checkpoints" / "latest.json") or {}).get("folder", "")
+    )
     earlier = read_attempts(job_dir)
-    # srun reports a step whose node Slurm has lost as finished; the state of the job then says otherwise.
-    # UNKNOWN means that Slurm gave no answer, which does not contradict a driver that ended well
+    # srun reports a step whose node Slurm has lost as finished; the state of the job then says
+    # otherwise. UNKNOWN means that Slurm gave no answer, which does not contradict a driver that
+    # ended well
     if driver_status == 0 and state in ("RUNNING", "UNKNOWN"):
         return _note(job_dir, Attempt(restart, "finished", "finished", checkpoint, "done")), "", 0
     stopped = driver_status == STOPPED or (asked and driver_status is None)
-    reason, log_tail = ("Slurm asked it to stop", "") if stopped else _cause(folder, driver_status, why)
+    reason, log_tail = (
+        ("Slurm asked it to stop", "") if stopped else _cause(folder, driver_status, why)
+    )
     failed_before = sum(attempt.outcome == "failed" for attempt in earlier)
     lost = [attempt.checkpoint for attempt in earlier[-(SAME_STEP - 1) :]] + [checkpoint]
-    is_refused, then = driver_status == ConfigError.exit_code, "give up"
+    is_refused = driver_status == ConfigError.exit_code
+    then = "give up"
     code = driver_status if driver_status and driver_status != STOPPED else 1
     if state != "RUNNING":
-        then, reason = "left to Slurm", f"{reason}; Slurm has put the job into state {state}"
+        then = "left to Slurm"
+        reason = f"{reason}; Slurm has put the job into state {state}"
     elif not stopped and (is_refused or failed_before >= max_restarts):
         reason += f" ({max_restarts} restarts used up)" if max_restarts and not is_refused else ""
     elif len(lost) == SAME_STEP and len(set(lost)) == 1:
-        reason += f"; given up: {SAME_STEP} starts in a row ended at {checkpoint or 'no checkpoint'}"
+        reason += (
+            f"; given up: {SAME_STEP} starts in a row ended at {checkpoint or 'no checkpoint'}"
+        )
     else:
-        then, code, reason = "requeue", STOPPED, f"{reason}; requeued, to go on from {checkpoint or 'the beginning'}"
+        then = "requeue"
+        code = STOPPED
+        reason = f"{reason}; requeued, to go on from {checkpoint or 'the beginning'}"
     attempt = Attempt(restart, "stopped" if stopped else "failed", reason, checkpoint, then)
     return _note(job_dir, attempt), log_tail, code
 
@@ -111,17 +123,26 @@ def _cause(folder: Path, driver_status: int | None, why: str) -> tuple[str, str]
     place = text.rfind("\nhybridflow: ") + 1 or (0 if text.startswith("hybridflow: ") else None)
     if place is None:
         shown = "\n".join(text.splitlines()[-20:])
-        return f"the driver ended with status {driver_status} without a message{_last(shown)}", shown
+        return (
+            f"the driver ended with status {driver_status} without a message{_last(shown)}",
+            shown,
+        )
     message, _, log_tail = text[place:].partition(_TAIL)
     first_line = _with_names(message.splitlines()[0].removeprefix("hybridflow: "), names)
     return first_line + _last(log_tail), text[place:]
 
 
 def _killed_agent(errors: Path) -> str:
-    """What srun said of a node whose own process ended, as when somebody or the kernel killed it."""
+    """What srun said of a node whose own process ended, as when somebody or the kernel killed
+    it."""
     for line in records.tail(errors, 50).splitlines():
-        if found := re.match(r"srun: error: (?:(\S+): tasks? \S+ (.+)|(Node failure on \S+|Task launch .+))", line):
-            return found[3] or f"node {found[1].rstrip(':')}: the process that watches Ray ended ({found[2]})"
+        if found := re.match(
+            r"srun: error: (?:(\S+): tasks? \S+ (.+)|(Node failure on \S+|Task launch .+))", line
+        ):
+            return (
+                found[3]
+                or f"node {found[1].rstrip(':')}: the process that watches Ray ended ({found[2]})"
+            )
     return ""
 
 

@@ -18,10 +18,12 @@ from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
 
 
 class MegatronPolicy(Policy):
-    """`Policy` plus mesh position, memory parts, layout, checkpoints and export. Every method is a collective."""
+    """`Policy` plus mesh position, memory parts, layout, checkpoints and export. Every method is a
+    collective."""
 
     def mesh_position(self) -> tuple[int, int, bool]:
-        """Return (data-parallel rank, data-parallel size, whether this rank returns its group's results)."""
+        """Return (data-parallel rank, data-parallel size, whether this rank returns its group's
+        results)."""
         return parallel.data_parallel_position()
 
     def describe(self) -> dict[str, str]:
@@ -29,7 +31,9 @@ class MegatronPolicy(Policy):
         found = {"backend": bootstrap.backend_name(), "megatron_core": bootstrap.MEGATRON_VERSION}
         if self.adapters:
             facts = self.adapters.facts()
-            found["lora"] = f"rank {facts['rank']}, alpha {facts['alpha']:g} on {', '.join(facts['targets'])}"
+            found["lora"] = (
+                f"rank {facts['rank']}, alpha {facts['alpha']:g} on {', '.join(facts['targets'])}"
+            )
         return found
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
@@ -38,7 +42,8 @@ class MegatronPolicy(Policy):
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
         """Gather the coordinates of all ranks. Returns a function that builds the layout."""
-        ranks, dtype = parallel.all_coordinates(), str(self.dtype).removeprefix("torch.")
+        ranks = parallel.all_coordinates()
+        dtype = str(self.dtype).removeprefix("torch.")
         return lambda catalog: megatron_layout(self.family, ranks, dtype, catalog)
 
     def saver(self, timeout_s: float) -> checkpoint.Saver:
@@ -50,7 +55,12 @@ class MegatronPolicy(Policy):
         checkpoint.load(self, folder)
 
     def export(
-        self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None, *, source: Path | None = None
+        self,
+        folder: Path,
+        hf_config: Mapping[str, Any],
+        tokenizer: Path | None,
+        *,
+        source: Path | None = None,
     ) -> list[str]:
         """Write a Hugging Face folder."""
         return hf_export.export(self, folder, hf_config, tokenizer, source=source)

@@ -1,7 +1,7 @@
 """Make Megatron importable on the available device. Must be imported before any `megatron` module.
 
-On CUDA nothing is changed. Without CUDA, `cpu_compat` replaces the CUDA state functions that Megatron-Core calls
-unconditionally.
+On CUDA nothing is changed. Without CUDA, `cpu_compat` replaces the CUDA state functions that
+Megatron-Core calls unconditionally.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import warnings
 from hybridflow.device.platform import Platform
 
 if Platform.detect().kind == "cpu":
-    # megatron/core/jit.py:24: jit_fuser is torch.compile, which needs a C++ toolchain and minutes of warm-up on CPU
+    # megatron/core/jit.py:24: jit_fuser is torch.compile, which needs a C++ toolchain and minutes
+    # of warm-up on CPU
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     if "torch._dynamo" in sys.modules:  # the variable was read on import
         sys.modules["torch._dynamo"].config.disable = True
@@ -21,7 +22,8 @@ if Platform.detect().kind == "cpu":
 
     cpu_compat.install()
 
-# package_info.py:20 (0.19) runs git and adds the commit of the surrounding repository, which is not Megatron's
+# package_info.py:20 (0.19) runs git and adds the commit of the surrounding repository, which is not
+# Megatron's
 os.environ.setdefault("NO_VCS_VERSION", "1")
 # five megatron modules warn that these are missing; `backend_name` reports the substitute once
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
@@ -33,8 +35,11 @@ from megatron.core.transformer.moe import fused_a2a  # noqa: E402
 MEGATRON_VERSION: str = megatron.core.__version__
 # Megatron's own flag: true only if the import succeeded, not merely if the package exists
 HAVE_TRANSFORMER_ENGINE: bool = transformer_engine.HAVE_TE and Platform.detect().kind == "cuda"
-# Apex's kernel for accumulating weight gradients in float32; without it the output layer rejects the setting
-HAVE_GRADIENT_KERNEL: bool = layers._grad_accum_fusion_available and Platform.detect().kind == "cuda"
+# Apex's kernel for accumulating weight gradients in float32; without it the output layer rejects
+# the setting
+HAVE_GRADIENT_KERNEL: bool = (
+    layers._grad_accum_fusion_available and Platform.detect().kind == "cuda"
+)
 HAVE_DEEP_EP: bool = fused_a2a.HAVE_DEEP_EP
 
 

@@ -1,4 +1,5 @@
-"""Save and load model, adapters, reference, optimizer, schedule and random state of a Megatron policy."""
+"""Save and load model, adapters, reference, optimizer, schedule and random state of a Megatron
+policy."""
 
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ class Saver(_Saver):
     """Saves one policy or value model. Its constructor and methods are collectives."""
 
     def __init__(self, policy: Policy, timeout_s: float = 1800.0) -> None:
-        """`timeout_s` is how long a save waits for the slowest rank, and how long the next save waits for this one."""
-        super().__init__(lambda folder, phase, step, exchange: _job(policy, folder, phase, step, exchange), timeout_s)
+        """`timeout_s` is how long a save waits for the slowest rank, and how long the next save
+        waits for this one."""
+        super().__init__(
+            lambda folder, phase, step, exchange: _job(policy, folder, phase, step, exchange),
+            timeout_s,
+        )
 
 
 def save(policy: Policy, folder: Path, *, phase: str = "", step: int = 0) -> None:
@@ -40,12 +45,13 @@ def save(policy: Policy, folder: Path, *, phase: str = "", step: int = 0) -> Non
 def load(policy: Policy, folder: Path) -> None:
     """Restore a checkpoint in place, whatever parallel layout it was saved with. Collective.
 
-    The random state is restored only if the number of ranks is the same. The optimizer's settings are taken from the
-    configuration, not from the checkpoint; the schedule resumes at the saved update.
+    The random state is restored only if the number of ranks is the same. The optimizer's settings
+    are taken from the configuration, not from the checkpoint; the schedule resumes at the saved
+    update.
 
     Raises:
-        CheckpointError: the folder is missing, incomplete, not a checkpoint, or from another model. Nothing has been
-            loaded in that case.
+        CheckpointError: the folder is missing, incomplete, not a checkpoint, or from another model.
+            Nothing has been loaded in that case.
     """
     exchange = shared_exchange()
     manifest = checked_manifest(policy, folder, exchange, _BACKEND)
@@ -53,7 +59,9 @@ def load(policy: Policy, folder: Path) -> None:
     if policy.optimizer is not None:
         prime_adam_state(policy.optimizer.inner)
     state = ShardedState(
-        policy, with_random_state=manifest.layout["world"] == dist.get_world_size() and "rng" in manifest.contains
+        policy,
+        with_random_state=manifest.layout["world"] == dist.get_world_size()
+        and "rng" in manifest.contains,
     )
     restore(folder, state.tensors, exchange)
     state.put_back()
@@ -95,8 +103,9 @@ def _check_adapters(policy: Policy, manifest: Manifest, folder: Path) -> None:
     ours = _facts(policy)
     if theirs != ours:
         raise CheckpointError(
-            f"{folder} was not loaded: actor.lora was {_settings(theirs)}, and is {_settings(ours)}; set it as it was, "
-            "or go on from merged weights (`hybridflow checkpoint export`, then model.path)"
+            f"{folder} was not loaded: actor.lora was {_settings(theirs)}, and is "
+            f"{_settings(ours)}; set it as it was, or go on from merged weights (`hybridflow "
+            "checkpoint export`, then model.path)"
         )
 
 
@@ -110,5 +119,10 @@ def _facts(policy: Policy) -> dict[str, Any]:
 
 def _layout(policy: Policy) -> dict[str, int]:
     at = coordinates()
-    sizes = {"tensor": at.tp_size, "pipeline": at.pp_size, "expert": at.ep_size, "expert_tensor": at.etp_size}
+    sizes = {
+        "tensor": at.tp_size,
+        "pipeline": at.pp_size,
+        "expert": at.ep_size,
+        "expert_tensor": at.etp_size,
+    }
     return {"world": dist.get_world_size(), **sizes, "context": policy.config.context}

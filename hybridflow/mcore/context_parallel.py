@@ -1,8 +1,8 @@
 """Zigzag layout: the rows of a packed micro-batch on each context-parallel rank.
 
-Every segment is cut into 2 c chunks of equal length (c ranks). Rank r has chunks r and 2 c - 1 - r, so that all ranks
-have the same amount of work under a causal mask. Megatron's rotary embedding (rope_utils.py:130) and Transformer Engine
-require this layout.
+Every segment is cut into 2 c chunks of equal length (c ranks). Rank r has chunks r and 2 c - 1 - r,
+so that all ranks have the same amount of work under a causal mask. Megatron's rotary embedding
+(rope_utils.py:130) and Transformer Engine require this layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class ZigZag:
         Every segment's length must be a multiple of 2 x `size` (any length if `size` is 1).
         """
         lengths = np.diff(bounds)
-        starts, total = np.repeat(bounds[:-1], lengths), int(bounds[-1])
+        starts = np.repeat(bounds[:-1], lengths)
+        total = int(bounds[-1])
         step = np.arange(total) - starts
         if size == 1:
             return cls(np.zeros(total, np.int64), np.arange(total))
@@ -50,12 +51,15 @@ class ZigZag:
 
 
 def gather_tokens(values: torch.Tensor, places: torch.Tensor | None, total: int) -> torch.Tensor:
-    """Gather every response token's value [..., total] on all context-parallel ranks from each rank's values [..., n].
+    """Gather every response token's value [..., total] on all context-parallel ranks from each
+    rank's values [..., n].
 
-    `places` [n] are the indices of this rank's tokens; None: all of them (no context parallelism). All ranks then
-    compute the same loss, so the backward pass keeps only each rank's own share.
+    `places` [n] are the indices of this rank's tokens; None: all of them (no context parallelism).
+    All ranks then compute the same loss, so the backward pass keeps only each rank's own share.
     """
     if places is None:
         return values
     group = parallel_state.get_context_parallel_group()
-    return SumOverGroup.apply(values.new_zeros((*values.shape[:-1], total)).index_copy(-1, places, values), group)
+    return SumOverGroup.apply(
+        values.new_zeros((*values.shape[:-1], total)).index_copy(-1, places, values), group
+    )

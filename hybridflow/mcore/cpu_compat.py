@@ -2,9 +2,9 @@
 
 `bootstrap` installs them there before megatron is imported; they are never installed with CUDA.
 
-Megatron queries torch.cuda for its device, streams and random state without checking that CUDA exists, creates tensors
-with `device="cuda"`, and compares type strings. Each replacement below names its caller. Limitations of gloo are
-handled in `gloo_guards`.
+Megatron queries torch.cuda for its device, streams and random state without checking that CUDA
+exists, creates tensors with `device="cuda"`, and compares type strings. Each replacement below
+names its caller. Limitations of gloo are handled in `gloo_guards`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,20 @@ from torch.utils._device import _device_constructors
 _CPU = torch.device("cpu")
 _MEGATRON = f"{os.sep}megatron{os.sep}"
 _FACTORIES = (
-    *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye", "linspace", "as_tensor"),
+    *(
+        "tensor",
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "arange",
+        "rand",
+        "randn",
+        "randint",
+        "eye",
+        "linspace",
+        "as_tensor",
+    ),
     *("zeros_like", "ones_like", "empty_like", "full_like", "empty_strided"),
 )
 _installed = False
@@ -32,7 +45,9 @@ _installed = False
 class _Stream:
     """No-op CUDA stream: on CPU everything runs in order."""
 
-    device, cuda_stream, priority = _CPU, 0, 0
+    device = _CPU
+    cuda_stream = 0
+    priority = 0
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -117,17 +132,25 @@ def _replace_cuda_state() -> None:
     cuda.synchronize = lambda *a, **k: None
     cuda.current_stream = cuda.default_stream = lambda *a, **k: stream
     cuda.stream = lambda s=None: contextlib.nullcontext()
-    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.Stream = _Stream
+    cuda.Event = _Event
     cuda.empty_cache = lambda: None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *a, **k: torch.set_rng_state(
+        state
+    )
     cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None
     cuda.default_generators = _Generators()
-    # tensor_parallel/random.py:113 defers the rng switch through _lazy_call; without CUDA the call would stay queued
-    # forever, and the rng fork would silently do nothing
+    # tensor_parallel/random.py:113 defers the rng switch through _lazy_call; without CUDA the call
+    # would stay queued forever, and the rng fork would silently do nothing
     cuda._lazy_call = lambda callback, **k: callback()
     cuda._lazy_init = lambda: None
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
         setattr(cuda, name, lambda *a, **k: 0)
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *a, **k: 0
 
@@ -149,9 +172,9 @@ def _replace_factories() -> None:
 
         return wrapper
 
-    # `with torch.device("meta")` looks factories up in a set built on first use (torch/utils/_device.py:13). Built
-    # after the replacement, it would contain our wrappers but not the functions they call, and transformers would leave
-    # rotary tables uninitialised.
+    # `with torch.device("meta")` looks factories up in a set built on first use
+    # (torch/utils/_device.py:13). Built after the replacement, it would contain our wrappers but
+    # not the functions they call, and transformers would leave rotary tables uninitialised.
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -178,7 +201,8 @@ def _replace_moves() -> None:
 
 
 def _replace_type_names() -> None:
-    """Return the CUDA name of a tensor's type to callers inside megatron, the true name to all others.
+    """Return the CUDA name of a tensor's type to callers inside megatron, the true name to all
+    others.
 
     Megatron's optimizers compare `param.type()` with 'torch.cuda.FloatTensor' (clip_grads.py:167,
     distrib_optimizer.py:361, 420, 582, optimizer.py:671, 690).

@@ -1,10 +1,11 @@
 """Correct the expert load, from which expert biases are updated.
 
-Megatron's router also counts the padding of packed micro-batches. Megatron-Core 0.16.1 has a padding mask for this
-purpose, but it is not passed to later pipeline stages (gpt_model.py:308) and has the wrong shape where it is used
-(router.py:542: [t] against a routing map [t, experts]). Instead, each router's count is corrected afterwards with the
-routing map that the router returns. The micro-batch's `PackedSeqParams` marks padding rows; `micro_batch_tracker`
-identifies the micro-batch.
+Megatron's router also counts the padding of packed micro-batches. Megatron-Core 0.16.1 has a
+padding mask for this purpose, but it is not passed to later pipeline stages (gpt_model.py:308) and
+has the wrong shape where it is used (router.py:542: [t] against a routing map [t, experts]).
+Instead, each router's count is corrected afterwards with the routing map that the router returns.
+The micro-batch's `PackedSeqParams` marks padding rows; `micro_batch_tracker` identifies the
+micro-batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from hybridflow.mcore.parallel import tensor_share
 
 
 class ExpertLoad:
-    """Corrects the counts of this rank's routers that have an expert bias. Other routers do not count."""
+    """Corrects the counts of this rank's routers that have an expert bias. Other routers do not
+    count."""
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages` are the rank's model chunks before wrapping."""
@@ -45,11 +47,15 @@ class _Corrected:
         self.queue = RecomputationQueue(tracker)
         router.register_forward_hook(self._correct)
 
-    def _correct(self, router: TopKRouter, _: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _correct(
+        self, router: TopKRouter, _: Any, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         real, _recomputed = self.queue.take()
-        if real is None or not torch.is_grad_enabled():  # nothing is counted without gradient (router.py:539)
+        # nothing is counted without gradient (router.py:539)
+        if real is None or not torch.is_grad_enabled():
             return
-        if router.config.sequence_parallel:  # this tensor-parallel rank routes only its share of the tokens
+        # this tensor-parallel rank routes only its share of the tokens
+        if router.config.sequence_parallel:
             real = tensor_share(real)
         # no boolean indexing: the size of its result would force a device sync
         router.local_tokens_per_expert -= (output[1] & ~real.unsqueeze(1)).sum(dim=0)

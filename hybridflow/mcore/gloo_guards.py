@@ -1,8 +1,10 @@
-"""Guards for collectives that gloo (torch 2.13) rejects, or computes differently from NCCL without an error.
+"""Guards for collectives that gloo (torch 2.13) rejects, or computes differently from NCCL without
+an error.
 
-`scatter` with non-contiguous inputs, `all_reduce` on strided tensors and `broadcast` between different memory layouts
-treat the storage as if it were contiguous. `all_gather` with unequal sizes is rejected, although expert tensor
-parallelism with expert parallelism needs it (tensor_parallel/mappings.py:150).
+`scatter` with non-contiguous inputs, `all_reduce` on strided tensors and `broadcast` between
+different memory layouts treat the storage as if it were contiguous. `all_gather` with unequal sizes
+is rejected, although expert tensor parallelism with expert parallelism needs it
+(tensor_parallel/mappings.py:150).
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def install() -> None:
 
 
 def _all_gather(original: Any) -> Any:
-    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(
+        outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         if len({output.shape for output in outputs}) == 1:
             return original(outputs, tensor, group=group, async_op=async_op)
         if async_op:
@@ -43,7 +47,12 @@ def _all_gather(original: Any) -> Any:
 
 
 def _scatter(original: Any) -> Any:
-    def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def scatter(
+        tensor: torch.Tensor,
+        scatter_list: list[torch.Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         _require_contiguous(tensor, "scatter")
         inputs = [item.contiguous() for item in scatter_list] if scatter_list else scatter_list
         return original(tensor, inputs, *args, **kwargs)
@@ -63,6 +72,6 @@ def _contiguous_only(original: Any) -> Any:
 def _require_contiguous(tensor: Any, collective: str) -> None:
     if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
         raise RuntimeError(
-            f"gloo {collective} on a non-contiguous tensor {tuple(tensor.shape)} stride {tensor.stride()} would give "
-            "wrong data"
+            f"gloo {collective} on a non-contiguous tensor {tuple(tensor.shape)} stride "
+            f"{tensor.stride()} would give wrong data"
         )

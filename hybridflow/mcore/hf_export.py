@@ -22,7 +22,12 @@ def export(
     source: Path | None = None,
 ) -> list[str]:
     """Write the policy's weights, with adapters merged, using `export_held`. Collective."""
-    held = Held(policy.family, policy.dtype, megatron_owners(policy.family, all_coordinates()), policy.parameters())
+    held = Held(
+        policy.family,
+        policy.dtype,
+        megatron_owners(policy.family, all_coordinates()),
+        policy.parameters(),
+    )
     try:
         return export_held(held, folder, hf_config, tokenizer, max_shard_bytes, source=source)
     finally:

@@ -1,16 +1,16 @@
 """Low-rank adapters on Megatron's linears: the base is frozen and two small factors are trained.
 
-The linears keep their classes, names and weights; a forward hook adds the adapter's output. Family maps, checkpoints
-and the weight sync plan are therefore unchanged. The sharding of the factors is data (`models.lora`) and determines the
-communication between ranks:
+The linears keep their classes, names and weights; a forward hook adds the adapter's output. Family
+maps, checkpoints and the weight sync plan are therefore unchanged. The sharding of the factors is
+data (`models.lora`) and determines the communication between ranks:
 
     weight split by   A [r, in]     B [out, r]   between A and B in the forward pass
     rows              whole         own rows     copy; under sequence parallelism gather
     columns           own columns   whole        sum; under sequence parallelism scatter
     nothing           whole         whole        nothing
 
-A factor that is replicated but applied only to a rank's share of the sequence has its gradient summed over ranks, like
-a norm. Only [tokens, r] is communicated, never [tokens, hidden].
+A factor that is replicated but applied only to a rank's share of the sequence has its gradient
+summed over ranks, like a norm. Only [tokens, r] is communicated, never [tokens, hidden].
 """
 
 from __future__ import annotations
@@ -45,12 +45,19 @@ class Adapter(torch.nn.Module):
     def __init__(self, linear: Any, described: AdaptedWeight, scale: float, config: Any) -> None:
         """`linear` is the adapted module and `config` its TransformerConfig."""
         super().__init__()
-        weight, self.cut, self.scale = linear.weight, described.cut, scale
+        weight = linear.weight
+        self.cut = described.cut
+        self.scale = scale
         self.sequence_parallel = config.sequence_parallel
-        self.A = torch.nn.Parameter(torch.empty(described.a.shape, dtype=weight.dtype, device=weight.device))
-        self.B = torch.nn.Parameter(torch.empty(described.b.shape, dtype=weight.dtype, device=weight.device))
-        # TE's and our fused linears include the preceding norm, whose output is not stored, so it is recomputed here.
-        # The linear is wrapped in a tuple so that it does not become a child of its own child.
+        self.A = torch.nn.Parameter(
+            torch.empty(described.a.shape, dtype=weight.dtype, device=weight.device)
+        )
+        self.B = torch.nn.Parameter(
+            torch.empty(described.b.shape, dtype=weight.dtype, device=weight.device)
+        )
+        # TE's and our fused linears include the preceding norm, whose output is not stored, so it
+        # is recomputed here. The linear is wrapped in a tuple so that it does not become a child of
+        # its own child.
         self._norm = (linear, float(linear.eps)) if hasattr(linear, "layer_norm_weight") else None
         if self.cut == "rows":
             # otherwise the gradient norm would count the rows of only one rank
@@ -59,11 +66,16 @@ class Adapter(torch.nn.Module):
             set_tensor_model_parallel_attributes(self.A, True, 1, 1)
         if self.sequence_parallel:
             _mark_sequence_parallel(
-                [factor for factor, cut in ((self.A, "columns"), (self.B, "rows")) if self.cut != cut]
+                [
+                    factor
+                    for factor, cut in ((self.A, "columns"), (self.B, "rows"))
+                    if self.cut != cut
+                ]
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the addend to the linear's output. x is the linear's input as received, [s, b, in]."""
+        """Return the addend to the linear's output. x is the linear's input as received, [s, b,
+        in]."""
         if self._norm is not None:
             linear, epsilon = self._norm
             x = F.rms_norm(x, (x.shape[-1],), linear.layer_norm_weight, epsilon)
@@ -74,7 +86,9 @@ class Adapter(torch.nn.Module):
         group = parallel_state.get_tensor_model_parallel_group()
         if self.cut == "rows":
             if self.sequence_parallel:
-                return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
+                return gather_from_sequence_parallel_region(
+                    low, tensor_parallel_output_grad=True, group=group
+                )
             return copy_to_tensor_model_parallel_region(low, group=group)
         if self.cut == "columns":
             if self.sequence_parallel:
@@ -90,19 +104,28 @@ class Adapters:
         ModelError: a stage of this rank has no adapter, so nothing to train.
     """
 
-    def __init__(self, described: AdapterMap, models: Sequence[torch.nn.Module], family: Family) -> None:
+    def __init__(
+        self, described: AdapterMap, models: Sequence[torch.nn.Module], family: Family
+    ) -> None:
         self.map = described
         modules = {
-            prefix + name: module for prefix, model in by_chunk(models) for name, module in model.named_modules()
+            prefix + name: module
+            for prefix, model in by_chunk(models)
+            for name, module in model.named_modules()
         }
-        self._linears = [(modules[one.module], one) for one in described.local(rank_tensors(family, coordinates()))]
+        self._linears = [
+            (modules[one.module], one)
+            for one in described.local(rank_tensors(family, coordinates()))
+        ]
         self._merged: dict[str, torch.Tensor] = {}
         for prefix, model in by_chunk(models):
             model.requires_grad_(False)
             if not any(one.module.startswith(prefix) for _, one in self._linears):
-                stage, targets = coordinates().pp_rank, ", ".join(self.facts()["targets"])
+                stage = coordinates().pp_rank
+                targets = ", ".join(self.facts()["targets"])
                 raise ModelError(
-                    f"actor.lora.targets: no layer of pipeline stage {stage} has one of {targets}; add another target"
+                    f"actor.lora.targets: no layer of pipeline stage {stage} has one of {targets}; "
+                    "add another target"
                 )
             if model.pre_process:
                 model.embedding.register_forward_hook(_start_gradient)
@@ -127,15 +150,22 @@ class Adapters:
     def merged(self) -> dict[str, torch.Tensor]:
         """Return W + scale * B A of every adapted weight, by the weight's name.
 
-        The buffers are reused and valid until the next call or `release`. A rank's region of W needs only its own
-        regions of B and A.
+        The buffers are reused and valid until the next call or `release`. A rank's region of W
+        needs only its own regions of B and A.
         """
         for linear, one in self._linears:
-            weight, name = linear.weight.detach(), one.weight.name
+            weight = linear.weight.detach()
+            name = one.weight.name
             if name not in self._merged:
                 self._merged[name] = torch.empty_like(weight)
             self._merged[name].untyped_storage().resize_(weight.nbytes)
-            merge(weight, linear.lora.A.detach(), linear.lora.B.detach(), self.map.scale, self._merged[name])
+            merge(
+                weight,
+                linear.lora.A.detach(),
+                linear.lora.B.detach(),
+                self.map.scale,
+                self._merged[name],
+            )
         return dict(self._merged)
 
     @property
@@ -155,9 +185,9 @@ class Adapters:
     def _fill(self) -> None:
         for parameter, local in self.parameters().values():
             for piece in local.pieces:
-                parameter[piece.slices()] = self.map.read(piece.source, piece.source_start, piece.shape).to(
-                    parameter.dtype
-                )
+                parameter[piece.slices()] = self.map.read(
+                    piece.source, piece.source_start, piece.shape
+                ).to(parameter.dtype)
 
 
 def _mark_sequence_parallel(whole: Sequence[torch.nn.Parameter]) -> None:
@@ -176,7 +206,7 @@ def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 def _start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """Make the embedding output require a gradient.
 
-    Nothing before the first adapter does, but a recomputed layer passes a gradient on only if its input requires one
-    (random.py:564).
+    Nothing before the first adapter does, but a recomputed layer passes a gradient on only if its
+    input requires one (random.py:564).
     """
     return output.requires_grad_() if torch.is_grad_enabled() else output

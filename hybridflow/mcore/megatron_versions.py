@@ -1,7 +1,7 @@
 """Differences between Megatron-Core 0.16 and 0.19 that affect the supported families.
 
-They apply with and without Transformer Engine. Differences that affect only the modules without Transformer Engine are
-in `torch_modules`: its spec provider and `install`.
+They apply with and without Transformer Engine. Differences that affect only the modules without
+Transformer Engine are in `torch_modules`: its spec provider and `install`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from packaging.version import Version
 
-# First version of Megatron-Core: range of Transformer Engine, upper bound exclusive. 0.16.1 declares its range in its
-# extra `dev`. 0.19.2 declares no version in its extra `te`, and enables features newer than 2.9's by version, up to
-# 2.14; 2.20 is the latest release.
+# First version of Megatron-Core: range of Transformer Engine, upper bound exclusive. 0.16.1
+# declares its range in its extra `dev`. 0.19.2 declares no version in its extra `te`, and enables
+# features newer than 2.9's by version, up to 2.14; 2.20 is the latest release.
 _TRANSFORMER_ENGINE = {"0.19": ("2.9", "2.21"), "0": ("2.9", "2.12")}
 
 
@@ -22,7 +22,9 @@ def transformer_engine_range(megatron: str) -> tuple[str, str]:
 
     The first version is inclusive, the second exclusive.
     """
-    return next(found for first, found in _TRANSFORMER_ENGINE.items() if Version(megatron) >= Version(first))
+    return next(
+        found for first, found in _TRANSFORMER_ENGINE.items() if Version(megatron) >= Version(first)
+    )
 
 
 def install() -> None:
@@ -32,7 +34,8 @@ def install() -> None:
 
 
 def _norms_and_projections(attention: Any, submodules: Any) -> dict[str, Any]:
-    """Undo a change of 0.19: without a query latent it adds a norm to the query projection (mla_qk_norm_config.py:151).
+    """Undo a change of 0.19: without a query latent it adds a norm to the query projection
+    (mla_qk_norm_config.py:151).
 
     No supported family has one; `qk_layernorm` refers only to the latents.
     """

@@ -2,10 +2,11 @@
 
 Megatron does not pass it to routers, and computes some micro-batches twice.
 
-A forward hook of the model stores an attribute of the micro-batch's `PackedSeqParams`. A router called outside of any
-forward pass is recomputing activations for the backward pass. Under 1F1B, forward passes of later micro-batches
-alternate with recomputations of earlier ones, but backward passes run in forward order. A recomputation therefore
-belongs to the oldest micro-batch that this router has run without gradient.
+A forward hook of the model stores an attribute of the micro-batch's `PackedSeqParams`. A router
+called outside of any forward pass is recomputing activations for the backward pass. Under 1F1B,
+forward passes of later micro-batches alternate with recomputations of earlier ones, but backward
+passes run in forward order. A recomputation therefore belongs to the oldest micro-batch that this
+router has run without gradient.
 """
 
 from __future__ import annotations
@@ -49,16 +50,19 @@ class MicroBatchTracker:
 
     def _enter(self, _: torch.nn.Module, __: Any, kwargs: Mapping[str, Any]) -> None:
         self.current = getattr(kwargs.get("packed_seq_params"), self._name, None)
-        self.computing, self.with_gradient = True, torch.is_grad_enabled()
+        self.with_gradient = torch.is_grad_enabled()
+        self.computing = True
 
     def _leave(self, *_: Any) -> None:
-        self.current, self.computing = None, False
+        self.current = None
+        self.computing = False
 
 
 class RecomputationQueue:
     """The micro-batches that one router will recompute.
 
-    Each router has a separate queue, since a pipeline stage recomputes its layers one after another.
+    Each router has a separate queue, since a pipeline stage recomputes its layers one after
+    another.
     """
 
     def __init__(self, tracker: MicroBatchTracker) -> None:
@@ -66,7 +70,8 @@ class RecomputationQueue:
         self._pending: deque[Any] = deque()
 
     def take(self) -> tuple[Any, bool]:
-        """Return (the tracked attribute of the micro-batch or None, whether this is a recomputation).
+        """Return (the tracked attribute of the micro-batch or None, whether this is a
+        recomputation).
 
         Must be called once per router call.
         """

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.mappings import (
@@ -44,18 +48,30 @@ OTHER_ACTIVATIONS = {"activation_func", "activation_func_clamp_value", "glu_line
 def recompute_settings(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
     """Translate `actor.recompute` and `actor.recompute_modules` to Megatron's settings."""
     if recompute == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if recompute != "none" else {}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return (
+        {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+        if recompute != "none"
+        else {}
+    )
 
 
 def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
     """Return the settings for exchanging activations between pipeline stages.
 
-    With an interleaved schedule over two stages, a rank's previous and next neighbour are the same rank. Batched
-    operations have no tags (p2p_communication.py:27-46), so "to the previous" would match "from the previous" and the
-    gradients would be silently wrong.
+    With an interleaved schedule over two stages, a rank's previous and next neighbour are the same
+    rank. Batched operations have no tags (p2p_communication.py:27-46), so "to the previous" would
+    match "from the previous" and the gradients would be silently wrong.
     """
-    return {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline_size(parallel) > 1 else {}
+    return (
+        {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        if virtual_pipeline_size(parallel) > 1
+        else {}
+    )
 
 
 def stage_contents(family: Family, parallel: ParallelConfig) -> list[list[str]] | None:
@@ -79,7 +95,8 @@ def transformer_config(
     recompute_modules: Sequence[str] = CORE_ATTENTION,
 ) -> TransformerConfig:
     """Build Megatron's config from family, parallel layout and device (`device_settings`)."""
-    is_cuda, params_dtype = Platform.detect().kind == "cuda", DTYPES[dtype]
+    is_cuda = Platform.detect().kind == "cuda"
+    params_dtype = DTYPES[dtype]
     settings: dict[str, Any] = {
         "activation_func": F.silu,
         "hidden_dropout": 0.0,
@@ -100,14 +117,17 @@ def transformer_config(
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(parallel),
         "sequence_parallel": parallel.sequence,
-        # the values are overwritten from the HF side, but without initialisation Megatron does not mark its parameters
-        # as tensor-parallel (tensor_parallel/layers.py), and the gradient norm then misses the other ranks' shares
+        # the values are overwritten from the HF side, but without initialisation Megatron does not
+        # mark its parameters as tensor-parallel (tensor_parallel/layers.py), and the gradient norm
+        # then misses the other ranks' shares
         "perform_initialization": True,
         "gradient_accumulation_fusion": bootstrap.HAVE_GRADIENT_KERNEL,
         "bias_dropout_fusion": False,  # no dropout, and no bias to fuse with it
         "masked_softmax_fusion": False,  # only for attention with a mask; packed samples have none
         "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": "flex" if parallel.moe_dispatcher == "deepep" else parallel.moe_dispatcher,
+        "moe_token_dispatcher_type": "flex"
+        if parallel.moe_dispatcher == "deepep"
+        else parallel.moe_dispatcher,
         "moe_flex_dispatcher_backend": "deepep",
         # losses return (sum, count); gradients are divided once by the global count
         "calculate_per_token_loss": True,
@@ -128,17 +148,22 @@ def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> 
     docs/platforms.md lists them.
     """
     config = family.megatron_config()
-    is_latent, is_mixture = (bool(config.get(name)) for name in ("multi_latent_attention", "num_moe_experts"))
+    is_latent, is_mixture = (
+        bool(config.get(name)) for name in ("multi_latent_attention", "num_moe_experts")
+    )
     is_swiglu = bool(config.get("gated_linear_unit")) and not config.keys() & OTHER_ACTIVATIONS
-    # TE's kernel for packed samples, and `torch_functions.rotate` in its place, ignore the factor of cosines and sines
-    # (rope_utils.py:295), and for latent attention the kernel supports only YaRN (transformer_config.py:2068)
+    # TE's kernel for packed samples, and `torch_functions.rotate` in its place, ignore the factor
+    # of cosines and sines (rope_utils.py:295), and for latent attention the kernel supports only
+    # YaRN (transformer_config.py:2068)
     fuses_rope = not is_latent and family.rotary.attention_factor == 1.0
     return {
         "use_cpu_initialization": not is_cuda,
         "persist_layer_norm": is_cuda,
         "deallocate_pipeline_outputs": is_cuda,  # a sent activation is only needed by its graph
-        "bias_activation_fusion": transformer_engine,  # SwiGLU, and its product with the router weights
-        "use_te_activation_func": is_swiglu and not transformer_engine,  # activation of the layer spec: our `swiglu`
+        # SwiGLU, and its product with the router weights
+        "bias_activation_fusion": transformer_engine,
+        # activation of the layer spec: our `swiglu`
+        "use_te_activation_func": is_swiglu and not transformer_engine,
         "apply_rope_fusion": fuses_rope,
         "moe_permute_fusion": transformer_engine and is_mixture,
     }
@@ -162,8 +187,9 @@ def build_model(
         _check_transformer_engine(dtype)
     if parallel.moe_dispatcher == "deepep" and not bootstrap.HAVE_DEEP_EP:
         raise ModelError(
-            f"actor.parallel.moe_dispatcher=deepep: the package deep_ep cannot be imported on node "
-            f"{socket.gethostname()}; run 'make setup LANE=gpu' there, or set moe_dispatcher=alltoall"
+            "actor.parallel.moe_dispatcher=deepep: the package deep_ep cannot be imported on node "
+            f"{socket.gethostname()}; run 'make setup LANE=gpu' there, or set "
+            "moe_dispatcher=alltoall"
         )
     check_recompute(family, recompute, recompute_modules)
     config = transformer_config(family, parallel, dtype, recompute, recompute_modules)
@@ -171,19 +197,23 @@ def build_model(
 
 
 def _check_transformer_engine(dtype: str) -> None:
-    """Raise ModelError if the installed version is not supported by Megatron, or cannot compute in this dtype."""
-    version, (least, beyond) = get_te_version(), megatron_versions.transformer_engine_range(bootstrap.MEGATRON_VERSION)
+    """Raise ModelError if the installed version is not supported by Megatron, or cannot compute in
+    this dtype."""
+    version = get_te_version()
+    least, beyond = megatron_versions.transformer_engine_range(bootstrap.MEGATRON_VERSION)
     if not Version(least) <= version < Version(beyond):
         raise ModelError(
-            f"node {socket.gethostname()} has Transformer Engine {version}; Megatron-Core {bootstrap.MEGATRON_VERSION} "
-            f"takes {least} to below {beyond}: build the version of requirements/transformer-engine.txt by "
-            f"'make setup LANE=gpu' there, or take Transformer Engine out of this environment"
+            f"node {socket.gethostname()} has Transformer Engine {version}; Megatron-Core "
+            f"{bootstrap.MEGATRON_VERSION} takes {least} to below {beyond}: build the version of "
+            "requirements/transformer-engine.txt by 'make setup LANE=gpu' there, or take "
+            "Transformer Engine out of this environment"
         )
     if dtype == "float32":
-        # transformer_engine/pytorch/attention/dot_product_attention/utils.py:428 (2.9): no backend supports packed fp32
+        # transformer_engine/pytorch/attention/dot_product_attention/utils.py:428 (2.9): no backend
+        # supports packed fp32
         raise ModelError(
-            "model.dtype=float32: Transformer Engine has no attention for packed samples in fp32; set "
-            "model.dtype=bfloat16, or take Transformer Engine out of this environment"
+            "model.dtype=float32: Transformer Engine has no attention for packed samples in fp32; "
+            "set model.dtype=bfloat16, or take Transformer Engine out of this environment"
         )
 
 
@@ -208,8 +238,8 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
     if isinstance(family, ScalarHead):
         replace_output_layer(model, family.hidden, family.bias)
     elif at.is_last_stage:
-        # `vocab_parallel` applies the output layer chunk by chunk; the module is still called so that hooks on its
-        # weight run
+        # `vocab_parallel` applies the output layer chunk by chunk; the module is still called so
+        # that hooks on its weight run
         model.output_layer.forward = functools.partial(_hidden_states, model.output_layer)
     return model
 
@@ -236,13 +266,16 @@ def _hidden_states(
 
 
 def output_weight(model: GPTModel) -> torch.Tensor:
-    """Return this rank's rows [v, h] of a last stage's output layer, whether or not it is tied to the embedding."""
+    """Return this rank's rows [v, h] of a last stage's output layer, whether or not it is tied to
+    the embedding."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
 
 
-def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> list[DistributedDataParallel]:
+def wrap_for_training(
+    models: Sequence[GPTModel], parallel: ParallelConfig
+) -> list[DistributedDataParallel]:
     """Wrap each virtual stage with gradient buffers and data-parallel reduction."""
     mark_experts(models)
     config = DistributedDataParallelConfig(
@@ -254,20 +287,24 @@ def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> l
     )
     wrapped = []
     for chunk, model in enumerate(models):
-        wrapped.append(DistributedDataParallel(model.config, config, model, disable_bucketing=chunk > 0))
+        wrapped.append(
+            DistributedDataParallel(model.config, config, model, disable_bucketing=chunk > 0)
+        )
     settings = models[0].config  # shared by all virtual stages
     settings.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap_grad_reduce:  # no reduction before the last micro-batch
-        settings.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+        settings.no_sync_func = (
+            [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+        )
     return wrapped
 
 
 def mark_experts(models: Sequence[torch.nn.Module]) -> None:
     """Mark experts, so that their gradients are reduced over the experts' data-parallel group.
 
-    tensor_parallel/layers.py:829, 1149 mark them only if EP > 1. With ETP != TP and EP = 1 they would be reduced over
-    the dense group and be silently wrong. The mark also makes the optimizer's parts, and therefore its checkpoints, the
-    same for every EP.
+    tensor_parallel/layers.py:829, 1149 mark them only if EP > 1. With ETP != TP and EP = 1 they
+    would be reduced over the dense group and be silently wrong. The mark also makes the optimizer's
+    parts, and therefore its checkpoints, the same for every EP.
     """
     for model in models:
         for name, parameter in model.named_parameters():
@@ -285,7 +322,8 @@ def by_chunk(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
 
 
 def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the parameters by Megatron name, and the expert biases (buffers that training may update)."""
+    """Return the parameters by Megatron name, and the expert biases (buffers that training may
+    update)."""
     held: dict[str, torch.Tensor] = {}
     for prefix, model in by_chunk(models):
         biases = []
@@ -296,28 +334,37 @@ def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return held
 
 
-def local_parameters(models: Sequence[torch.nn.Module], family: Family) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
+def local_parameters(
+    models: Sequence[torch.nn.Module], family: Family
+) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
     """Return every parameter of this rank with the family's description.
 
-    Includes every buffer stored in checkpoints (expert biases). Adapters are described separately (`mcore.lora`).
+    Includes every buffer stored in checkpoints (expert biases). Adapters are described separately
+    (`mcore.lora`).
 
     Raises:
         ModelError: a name or shape differs between the model and the family's map.
     """
     described = {local.name: local for local in rank_tensors(family, coordinates())}
-    buffers = {f"{prefix}{name}" for prefix, model in by_chunk(models) for name, _ in model.named_buffers()}
+    buffers = {
+        f"{prefix}{name}" for prefix, model in by_chunk(models) for name, _ in model.named_buffers()
+    }
     held = {name: tensor for name, tensor in held_weights(models).items() if not is_adapter(name)}
-    actual = {name: tensor for name, tensor in held.items() if name not in buffers or name in described}
+    actual = {
+        name: tensor for name, tensor in held.items() if name not in buffers or name in described
+    }
     if described.keys() != actual.keys():
-        extra, missing = sorted(actual.keys() - described.keys()), sorted(described.keys() - actual.keys())
+        extra = sorted(actual.keys() - described.keys())
+        missing = sorted(described.keys() - actual.keys())
         raise ModelError(
-            f"the family's map and the Megatron model disagree: not in the map {extra[:4]}, not in the model "
-            f"{missing[:4]}"
+            f"the family's map and the Megatron model disagree: not in the map {extra[:4]}, not in "
+            f"the model {missing[:4]}"
         )
     for name, local in described.items():
         if tuple(actual[name].shape) != local.shape:
             raise ModelError(
-                f"{name} has shape {tuple(actual[name].shape)} in the model, {local.shape} in the family's map"
+                f"{name} has shape {tuple(actual[name].shape)} in the model, {local.shape} in the "
+                "family's map"
             )
     return {name: (actual[name], local) for name, local in described.items()}
 
@@ -328,4 +375,6 @@ def load_weights(models: Sequence[torch.nn.Module], family: Family, source: Weig
     for parameter, local in local_parameters(models, family).values():
         parameter.zero_()
         for piece in local.pieces:
-            parameter[piece.slices()] = source.read(piece.source, piece.source_start, piece.shape).to(parameter.dtype)
+            parameter[piece.slices()] = source.read(
+                piece.source, piece.source_start, piece.shape
+            ).to(parameter.dtype)

@@ -45,7 +45,8 @@ def _flat(policy: Policy, name: str) -> list[torch.Tensor]:
 
 
 def _main_parameters(policy: Policy) -> list[torch.Tensor]:
-    """Return the parameters that the inner optimizers update: fp32 copies or, in fp32, views that count as weights."""
+    """Return the parameters that the inner optimizers update: fp32 copies or, in fp32, views that
+    count as weights."""
     inner = inner_optimizers(policy.optimizer.inner) if policy.optimizer else []
     parameters: list[torch.Tensor] = []
     for one in inner:
@@ -55,7 +56,8 @@ def _main_parameters(policy: Policy) -> list[torch.Tensor]:
 
 
 def _gradients(policy: Policy) -> list[torch.Tensor]:
-    """Return the gradients of parameters and main parameters that are not views of the flat buffers."""
+    """Return the gradients of parameters and main parameters that are not views of the flat
+    buffers."""
     owners = (*_held(policy), *_main_parameters(policy))
     return [owner.grad for owner in owners if owner.grad is not None]
 

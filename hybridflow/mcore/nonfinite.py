@@ -39,7 +39,10 @@ class Watch(nonfinite.Watch):
             handle.remove()
 
     def report(self, chunks: Sequence[Any]) -> str:
-        """Return `report_of` for the reduced gradients in the buffers of `chunks`. Collective over the world."""
+        """Return `report_of` for the reduced gradients in the buffers of `chunks`. Collective over
+        the world."""
         return self.report_of(
-            buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            buffer.grad_data
+            for chunk in chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         )

@@ -1,4 +1,5 @@
-"""Megatron's optimizer, with fixes for torch's AdamW, its fallback without Transformer Engine and Apex."""
+"""Megatron's optimizer, with fixes for torch's AdamW, its fallback without Transformer Engine and
+Apex."""
 
 from __future__ import annotations
 
@@ -17,17 +18,22 @@ from hybridflow.mcore import bootstrap  # before megatron
 STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
-def _check_precision_aware(config: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype) -> None:
+def _check_precision_aware(
+    config: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype
+) -> None:
     if not config.precision_aware:
         return
     key = "optim.precision_aware=true"
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
         raise ModelError(
-            f"{key} needs FusedAdam of Transformer Engine, which is not in use here ({bootstrap.backend_name()}); "
-            "set it to false, or build the gpu lane where nvcc is found (make setup LANE=gpu)"
+            f"{key} needs FusedAdam of Transformer Engine, which is not in use here "
+            f"({bootstrap.backend_name()}); set it to false, or build the gpu lane where nvcc is "
+            "found (make setup LANE=gpu)"
         )
     if dtype is not torch.bfloat16:
-        raise ModelError(f"{key} needs model.dtype=bfloat16: weights in float32 are their own main weights")
+        raise ModelError(
+            f"{key} needs model.dtype=bfloat16: weights in float32 are their own main weights"
+        )
     if not parallel.distributed_optimizer:
         raise ModelError(f"{key} needs parallel.distributed_optimizer=true")
 
@@ -36,10 +42,15 @@ class Optimizer:
     """The optimizer and its learning-rate schedule, stepped together."""
 
     def __init__(
-        self, chunks: Sequence[Any], config: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype
+        self,
+        chunks: Sequence[Any],
+        config: OptimConfig,
+        parallel: ParallelConfig,
+        dtype: torch.dtype,
     ) -> None:
         """`chunks` must be wrapped for training (`model.wrap_for_training`)."""
-        self.chunks, self.config = chunks, config
+        self.chunks = chunks
+        self.config = config
         _check_precision_aware(config, parallel, dtype)
         self.inner = get_megatron_optimizer(
             OptimizerConfig(
@@ -56,7 +67,8 @@ class Optimizer:
                 bf16=dtype is torch.bfloat16,
                 params_dtype=dtype,
                 use_precision_aware_optimizer=config.precision_aware,
-                store_param_remainders=False,  # checkpoints store whole main weights, which every layout can read
+                # checkpoints store whole main weights, which every layout can read
+                store_param_remainders=False,
                 **{key: getattr(torch, getattr(config, key)) for key in STATE_DTYPES},
             ),
             list(chunks),
@@ -90,7 +102,8 @@ class Optimizer:
 
         Returns (applied, gradient norm before clipping, learning rate used).
 
-        Gradients must be finite: Megatron checks for NaN only if it scales the loss, while `nonfinite` always checks.
+        Gradients must be finite: Megatron checks for NaN only if it scales the loss, while
+        `nonfinite` always checks.
         """
         # the first update of a warm-up has rate lr / warmup, not 0
         self.scheduler.step(increment=1)
@@ -101,7 +114,9 @@ class Optimizer:
 
     def learning_rate(self) -> float:
         """Return the learning rate of the first parameter group."""
-        return float(self.inner.param_groups[0]["lr"]) if self.inner.param_groups else self.config.lr
+        return (
+            float(self.inner.param_groups[0]["lr"]) if self.inner.param_groups else self.config.lr
+        )
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
@@ -119,7 +134,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 def prime_adam_state(optimizer: Any) -> None:
     """Allocate Adam's state before the first step.
 
-    A fresh optimizer can then be saved and loaded into, and the assertion on 'step' in distrib_optimizer.py:641 holds.
+    A fresh optimizer can then be saved and loaded into, and the assertion on 'step' in
+    distrib_optimizer.py:641 holds.
     """
     for inner in inner_optimizers(optimizer):
         counts_in_state = _counts_in_state(inner.optimizer)
@@ -129,12 +145,16 @@ def prime_adam_state(optimizer: Any) -> None:
             for parameter in group["params"]:
                 if inner.optimizer.state.get(parameter):
                     continue
-                if is_precision_aware(inner):  # main weights and moments in their own dtypes, with their scales
+                # main weights and moments in their own dtypes, with their scales
+                if is_precision_aware(inner):
                     inner.optimizer.initialize_state(parameter, False)
                 else:
                     zeros = torch.zeros_like(parameter)
                     step = {"step": torch.tensor(0.0)} if counts_in_state else {}
-                    inner.optimizer.state[parameter] = step | {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+                    inner.optimizer.state[parameter] = step | {
+                        "exp_avg": zeros,
+                        "exp_avg_sq": zeros.clone(),
+                    }
 
 
 def is_precision_aware(inner: Any) -> bool:
@@ -149,7 +169,9 @@ def adam_step(optimizer: Any) -> int:
     """Return the number of updates so far."""
     for inner in inner_optimizers(optimizer):
         counts_in_state = _counts_in_state(inner.optimizer)
-        holders = inner.optimizer.state.values() if counts_in_state else inner.optimizer.param_groups
+        holders = (
+            inner.optimizer.state.values() if counts_in_state else inner.optimizer.param_groups
+        )
         if counts := [holder["step"] for holder in holders if "step" in holder]:
             return int(counts[0])
     return 0
@@ -158,8 +180,9 @@ def adam_step(optimizer: Any) -> int:
 def set_adam_step(optimizer: Any, step: int) -> None:
     """Continue counting from `step`.
 
-    Every parameter gets a separate tensor. distrib_optimizer.py:785 shares one tensor between all states, and torch's
-    AdamW then increments it once per parameter. The result is silently wrong (5e-4 after a resume).
+    Every parameter gets a separate tensor. distrib_optimizer.py:785 shares one tensor between all
+    states, and torch's AdamW then increments it once per parameter. The result is silently wrong
+    (5e-4 after a resume).
     """
     for inner in inner_optimizers(optimizer):
         if _counts_in_state(inner.optimizer):
@@ -173,6 +196,7 @@ def set_adam_step(optimizer: Any, step: int) -> None:
 def _counts_in_state(adam: Any) -> bool:
     """Return whether this Adam counts steps in each parameter's state, as torch's does.
 
-    Transformer Engine's and Apex's count in the group, and would treat a `step` in the state as another moment.
+    Transformer Engine's and Apex's count in the group, and would treat a `step` in the state as
+    another moment.
     """
     return isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))

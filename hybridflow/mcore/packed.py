@@ -35,8 +35,8 @@ class Cut:
 
     Attributes:
         segment_multiple: each sequence is padded to a multiple of this (2 x context ranks).
-        multiple: the length of a micro-batch is a multiple of this (sequence parallelism splits a rank's share over the
-            tensor ranks).
+        multiple: the length of a micro-batch is a multiple of this (sequence parallelism splits a
+            rank's share over the tensor ranks).
         rank, size: rank and size of the context-parallel group.
     """
 
@@ -50,26 +50,29 @@ class Cut:
         return -(-lengths // self.segment_multiple) * self.segment_multiple
 
     def total(self, lengths: np.ndarray, bins: Sequence[np.ndarray]) -> int:
-        """Return the length of the longest micro-batch, rounded up. All micro-batches are padded to it."""
+        """Return the length of the longest micro-batch, rounded up. All micro-batches are padded to
+        it."""
         longest = max((int(self.padded(lengths[rows]).sum()) for rows in bins), default=0)
         return max(self.multiple, -(-longest // self.multiple) * self.multiple)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed forward pass. t packed tokens, n response tokens that enter the loss, s samples; t' tokens and n'
-    predictions on this context rank.
+    """One packed forward pass. t packed tokens, n response tokens that enter the loss, s samples;
+    t' tokens and n' predictions on this context rank.
 
     Attributes:
         samples: rows of the batch, in packed order.
-        length: t, the same for all micro-batches, so that pipeline stages know the shape to receive.
+        length: t, the same for all micro-batches, so that pipeline stages know the shape to
+            receive.
         tokens, positions: [1, t'].
-        packed: bounds of the whole segments (over all context ranks) for Megatron; the padding tail is a separate
-            segment. `packed.bounds` is a copy on the CPU; `packed.real` [t'] is False at padding tokens of this rank
-            (`expert_load`).
+        packed: bounds of the whole segments (over all context ranks) for Megatron; the padding tail
+            is a separate segment. `packed.bounds` is a copy on the CPU; `packed.real` [t'] is False
+            at padding tokens of this rank (`expert_load`).
         predict_rows: [n'] this rank's rows whose output predicts a response token.
         targets: [n'] those tokens.
-        places: [n'] their indices among the n response tokens; None without context parallelism (all, in order).
+        places: [n'] their indices among the n response tokens; None without context parallelism
+            (all, in order).
         lengths: [s] number of the n tokens in each sample.
         num_targets: n, known on the host; summing `lengths` would force a device sync.
         columns: per-response-token columns [n, ...] (old_log_probs, advantages, ...).
@@ -102,9 +105,10 @@ def build_micro_batches(
 
     Args:
         batch: the rows, with prompt_ids and response_ids.
-        bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes part in collectives).
-        columns: jagged per-response-token columns to include. If they include `response_mask`, tokens that the policy
-            did not sample serve only as context.
+        bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes
+            part in collectives).
+        columns: jagged per-response-token columns to include. If they include `response_mask`,
+            tokens that the policy did not sample serve only as context.
         cut: sharding over ranks.
         total: length of every micro-batch; None: use `cut.total`.
         last_token: whether the model also reads each sample's last token (`lengths_read`).
@@ -118,7 +122,12 @@ def build_micro_batches(
 
 
 def _pack(
-    batch: DataProto, rows: np.ndarray, read: np.ndarray, columns: Sequence[str], cut: Cut, total: int
+    batch: DataProto,
+    rows: np.ndarray,
+    read: np.ndarray,
+    columns: Sequence[str],
+    cut: Cut,
+    total: int,
 ) -> MicroBatch:
     prompts = batch.jagged("prompt_ids").take(rows)
     responses = batch.jagged("response_ids").take(rows)
@@ -156,18 +165,27 @@ def _pack(
         places=there(places) if cut.size > 1 else None,
         lengths=there(np.array(counts)),
         num_targets=int(np.sum(counts)),
-        columns={name: there(values_of(batch, name, rows, keep)) for name in columns if name != RESPONSE_MASK},
+        columns={
+            name: there(values_of(batch, name, rows, keep))
+            for name in columns
+            if name != RESPONSE_MASK
+        },
         support=None if supports is None else Support.of(supports.take(places), targets, upload),
     )
 
 
 def _segments(bounds: np.ndarray, real: np.ndarray) -> PackedSeqParams:
     upload = Platform.detect().upload
-    cu_seqlens, longest = upload(torch.from_numpy(bounds.astype(np.int32))), int(np.diff(bounds).max())
-    # max_seqlen must be the longest *segment*: rope_utils.py:203 derives positions from it, and would not restart them
-    # at each segment
+    cu_seqlens = upload(torch.from_numpy(bounds.astype(np.int32)))
+    longest = int(np.diff(bounds).max())
+    # max_seqlen must be the longest *segment*: rope_utils.py:203 derives positions from it, and
+    # would not restart them at each segment
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
     packed.bounds, packed.real = torch.from_numpy(bounds), upload(torch.from_numpy(real))
     return packed

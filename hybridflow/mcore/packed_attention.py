@@ -1,9 +1,9 @@
 """Core attention over packed sequences with torch's SDPA, for machines without Transformer Engine.
 
-Megatron's DotProductAttention does not support packed sequences (dot_product_attention.py:59, 154). Segments are
-grouped by length class (powers of two), and each class runs as one padded causal batch. Padded keys come after every
-real query, so the causal mask alone hides them. Under context parallelism every rank gathers all keys and values and
-masks by position.
+Megatron's DotProductAttention does not support packed sequences (dot_product_attention.py:59, 154).
+Segments are grouped by length class (powers of two), and each class runs as one padded causal
+batch. Padded keys come after every real query, so the causal mask alone hides them. Under context
+parallelism every rank gathers all keys and values and masks by position.
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ from hybridflow.mcore.context_parallel import ZigZag
 class SegmentClasses:
     """Segments grouped by length class.
 
-    For each class, `gather` [n, longest] has row numbers (clamped to the segment) and `real` [n, longest] is True where
-    not padding. `places` [t] is the index of each packed row in the concatenation of the classes' padded rows.
+    For each class, `gather` [n, longest] has row numbers (clamped to the segment) and `real` [n,
+    longest] is True where not padding. `places` [t] is the index of each packed row in the
+    concatenation of the classes' padded rows.
     """
 
     def __init__(self, bounds: torch.Tensor) -> None:
-        """`bounds` is [s + 1] int64 on the CPU, since the sizes of the classes must be known on the host."""
-        starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
-        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+        """`bounds` is [s + 1] int64 on the CPU, since the sizes of the classes must be known on the
+        host."""
+        starts = bounds[:-1]
+        lengths = bounds[1:] - bounds[:-1]
+        starts = starts[lengths > 0]
+        lengths = lengths[lengths > 0]
         classes = torch.ceil(torch.log2(lengths.double())).long()
         self.groups: list[tuple[torch.Tensor, torch.Tensor]] = []
         for value in classes.unique().tolist():
             chosen = classes == value
-            start, length = starts[chosen, None], lengths[chosen, None]
+            start = starts[chosen, None]
+            length = lengths[chosen, None]
             step = torch.arange(int(length.max()))[None, :]
             self.groups.append((start + torch.minimum(step, length - 1), step < length))
         nothing = bounds.new_zeros(0)
@@ -47,16 +52,20 @@ class SegmentClasses:
 
     def upload(self, platform: Platform) -> SegmentClasses:
         """Move all indices to the device without blocking the host. Returns self."""
-        self.groups = [(platform.upload(gather), platform.upload(real)) for gather, real in self.groups]
-        self.rows, self.real, self.places = map(platform.upload, (self.rows, self.real, self.places))
+        self.groups = [
+            (platform.upload(gather), platform.upload(real)) for gather, real in self.groups
+        ]
+        self.rows, self.real, self.places = map(
+            platform.upload, (self.rows, self.real, self.places)
+        )
         return self
 
 
 class _Padded(torch.autograd.Function):
     """Expand packed rows to the padded rows of all classes.
 
-    No gradient reaches the padding: nothing attends to it, and its outputs are dropped. The gradient of a packed row is
-    therefore that of its one place, without a sum.
+    No gradient reaches the padding: nothing attends to it, and its outputs are dropped. The
+    gradient of a packed row is therefore that of its one place, without a sum.
     """
 
     @staticmethod
@@ -90,13 +99,14 @@ class _Packed(torch.autograd.Function):
 
 
 class ContextClasses:
-    """Length classes for one context-parallel rank: its queries against all keys, which arrive concatenated in rank
-    order.
+    """Length classes for one context-parallel rank: its queries against all keys, which arrive
+    concatenated in rank order.
 
-    `groups`: `queries` [n, longest query] local rows, `keys` [n, longest key] rows of the concatenated ranks, `mask`
-    [n, 1, longest query, longest key] True where a query may attend. Padded keys need no extra mask: they repeat the
-    segment's last key with a position after every query. `places` [t']: index of each local row in the concatenation of
-    the classes' padded queries.
+    `groups`: `queries` [n, longest query] local rows, `keys` [n, longest key] rows of the
+    concatenated ranks, `mask` [n, 1, longest query, longest key] True where a query may attend.
+    Padded keys need no extra mask: they repeat the segment's last key with a position after every
+    query. `places` [t']: index of each local row in the concatenation of the classes' padded
+    queries.
     """
 
     def __init__(self, bounds: torch.Tensor, rank: int, size: int) -> None:
@@ -104,14 +114,18 @@ class ContextClasses:
         whole = SegmentClasses(bounds)
         layout = ZigZag.of(bounds.numpy(), size)
         share = int(bounds[-1]) // size
-        owner, local = torch.from_numpy(layout.owner), torch.from_numpy(layout.local)
+        owner = torch.from_numpy(layout.owner)
+        local = torch.from_numpy(layout.local)
         self.groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.places, behind = torch.empty(share, dtype=torch.int64), 0
+        self.places = torch.empty(share, dtype=torch.int64)
+        behind = 0
         for gather, real in whole.groups:
             mine = real & (owner[gather] == rank)
-            # this rank's rows of a segment come first, in order of position; the remaining ones repeat the last
+            # this rank's rows of a segment come first, in order of position; the remaining ones
+            # repeat the last
             step = torch.argsort(~mine, dim=1, stable=True)[:, : int(mine.sum(1).max())]
-            queries, is_query = local[gather.gather(1, step)], mine.gather(1, step).reshape(-1)
+            queries = local[gather.gather(1, step)]
+            is_query = mine.gather(1, step).reshape(-1)
             keys = owner[gather] * share + local[gather]
             mask = torch.arange(gather.shape[1])[None, None, :] <= step[:, :, None]
             self.groups.append((queries, keys, mask[:, None]))
@@ -131,9 +145,12 @@ class PackedAttention(MegatronModule):
     A drop-in replacement for DotProductAttention.
     """
 
-    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__(config=config)
-        self.layer_number, self.scale = layer_number, softmax_scale
+        self.layer_number = layer_number
+        self.scale = softmax_scale
 
     def forward(
         self,
@@ -147,11 +164,11 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """Compute causal attention.
 
-        thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, heads*v], as returned by Transformer Engine.
-        sbhd: [s, b, ...] -> [s, b, heads*v].
+        thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, heads*v], as returned by
+        Transformer Engine. sbhd: [s, b, ...] -> [s, b, heads*v].
 
-        v may differ from d (latent attention). Megatron 0.19 first pads the values to d and slices the result, for
-        which it expects three dimensions with sbhd (multi_latent_attention.py:106).
+        v may differ from d (latent attention). Megatron 0.19 first pads the values to d and slices
+        the result, for which it expects three dimensions with sbhd (multi_latent_attention.py:106).
         """
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             if self.config.context_parallel_size > 1:
@@ -160,12 +177,17 @@ class PackedAttention(MegatronModule):
         out = self._causal(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
-    def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any) -> torch.Tensor:
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any
+    ) -> torch.Tensor:
         classes = getattr(params, "segment_classes", None)
         if classes is None:
-            classes = params.segment_classes = SegmentClasses(params.bounds).upload(Platform.detect())
+            classes = params.segment_classes = SegmentClasses(params.bounds).upload(
+                Platform.detect()
+            )
         padded = [_Padded.apply(t, classes) for t in (query, key, value)]
-        outs, start = [], 0
+        outs = []
+        start = 0
         for gather, _ in classes.groups:
             end = start + gather.numel()
             parts = (t[start:end].view(*gather.shape, *t.shape[1:]).transpose(1, 2) for t in padded)
@@ -184,16 +206,27 @@ class PackedAttention(MegatronModule):
         group = parallel_state.get_context_parallel_group()
         classes = getattr(params, "context_classes", None)
         if classes is None:
-            classes = ContextClasses(params.bounds, group.rank(), group.size()).upload(Platform.detect())
+            classes = ContextClasses(params.bounds, group.rank(), group.size()).upload(
+                Platform.detect()
+            )
             params.context_classes = classes
         key, value = (
-            gather_from_sequence_parallel_region(part.contiguous(), tensor_parallel_output_grad=True, group=group)
+            gather_from_sequence_parallel_region(
+                part.contiguous(), tensor_parallel_output_grad=True, group=group
+            )
             for part in (key, value)
         )
-        gqa, outs = key.shape[1] != query.shape[1], []
+        gqa = key.shape[1] != query.shape[1]
+        outs = []
         for queries, keys, mask in classes.groups:
-            parts = (query[queries].transpose(1, 2), key[keys].transpose(1, 2), value[keys].transpose(1, 2))
-            out = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=self.scale, enable_gqa=gqa)
+            parts = (
+                query[queries].transpose(1, 2),
+                key[keys].transpose(1, 2),
+                value[keys].transpose(1, 2),
+            )
+            out = F.scaled_dot_product_attention(
+                *parts, attn_mask=mask, scale=self.scale, enable_gqa=gqa
+            )
             outs.append(out.transpose(1, 2).flatten(0, 1))
         packed = torch.cat(outs).index_select(0, classes.places)
         return packed.reshape(packed.shape[0], -1)
@@ -201,4 +234,6 @@ class PackedAttention(MegatronModule):
     def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query, key [b, (kv) heads, s, d], value [b, kv heads, s, v] -> [b, heads, s, v]."""
         gqa = key.shape[1] != query.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=gqa)
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.scale, enable_gqa=gqa
+        )

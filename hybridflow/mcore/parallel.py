@@ -19,7 +19,8 @@ _layout = ParallelConfig()  # source of the layers per stage, which Megatron's g
 
 
 def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:
-    """Join the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and create Megatron's groups.
+    """Join the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and create
+    Megatron's groups.
 
     `timeout_s` bounds every collective: if a rank dies, the others fail instead of waiting forever.
     """
@@ -54,7 +55,8 @@ def device() -> torch.device:
 def coordinates() -> Coordinates:
     """Return this rank's coordinates.
 
-    With virtual stages they are those of its first chunk (`Coordinates.virtual_stages` returns all).
+    With virtual stages they are those of its first chunk (`Coordinates.virtual_stages` returns
+    all).
     """
     return Coordinates(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -86,7 +88,8 @@ def context_rank() -> int:
 
 
 def data_parallel_position() -> tuple[int, int, bool]:
-    """Return (data-parallel rank, data-parallel size, whether this rank returns its group's results).
+    """Return (data-parallel rank, data-parallel size, whether this rank returns its group's
+    results).
 
     The last is true on the last stage with tensor and context rank 0.
     """

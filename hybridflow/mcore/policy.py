@@ -57,7 +57,8 @@ Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)
 
 
 class Policy(HoldsReference):
-    """Model and optimizer of one rank. Every method is a collective: all ranks call them in the same order."""
+    """Model and optimizer of one rank. Every method is a collective: all ranks call them in the
+    same order."""
 
     def __init__(
         self,
@@ -75,20 +76,24 @@ class Policy(HoldsReference):
         lora: AdapterMap | None = None,
         trains: bool = True,
     ) -> None:
-        """Build the stage and load it from `source`. Process groups must exist already (`parallel.initialize`).
+        """Build the stage and load it from `source`. Process groups must exist already
+        (`parallel.initialize`).
 
         Args:
             family, parallel_config, dtype: architecture, sharding and precision of the model.
             source: the weights to load.
-            expert_bias_update_rate: step by which an update moves the expert biases of a sigmoid router towards even
-                load; 0 disables it.
+            expert_bias_update_rate: step by which an update moves the expert biases of a sigmoid
+                router towards even load; 0 disables it.
             router_losses: coefficients of the load-balancing loss and the z-loss.
             recompute, recompute_modules, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
             lora: adapters to train instead of the weights.
             trains: if False, there are no gradient buffers and no optimizer can be set.
         """
-        self.family, self.config, self.dtype = family, parallel_config, DTYPES[dtype]
-        self.logits_chunk_tokens, self.on_nonfinite = logits_chunk_tokens, on_nonfinite
+        self.family = family
+        self.config = parallel_config
+        self.dtype = DTYPES[dtype]
+        self.logits_chunk_tokens = logits_chunk_tokens
+        self.on_nonfinite = on_nonfinite
         self.stages = build_model(family, parallel_config, dtype, recompute, recompute_modules)
         load_weights(self.stages, family, source)
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
@@ -97,7 +102,9 @@ class Policy(HoldsReference):
         self.expert_load = ExpertLoad(self.stages)
         self.router_losses = RouterLosses(self.stages, *router_losses)
         self.trains = trains
-        self.chunks: Sequence[Any] = wrap_for_training(self.stages, parallel_config) if trains else self.stages
+        self.chunks: Sequence[Any] = (
+            wrap_for_training(self.stages, parallel_config) if trains else self.stages
+        )
         self.optimizer: Optimizer | None = None
 
     # ---- passes
@@ -105,32 +112,41 @@ class Policy(HoldsReference):
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
     ) -> tuple[Jagged, Jagged] | None:
-        """Compute (log-probs, entropies) of every response token in batch order; None on ranks outside the last stage.
+        """Compute (log-probs, entropies) of every response token in batch order; None on ranks
+        outside the last stage.
 
         Without `with_entropy` the second item is the log-probs again.
         """
         micro_batches = self._micro_batches(batch, max_tokens, ())
         with self._evaluating():
-            values, entropies = forward(self.chunks, micro_batches, self._scoring(temperature, with_entropy))
+            values, entropies = forward(
+                self.chunks, micro_batches, self._scoring(temperature, with_entropy)
+            )
         if not parallel.is_last_stage():
             return None
         log_probs = unpack(values, micro_batches, len(batch))
-        return log_probs, unpack(entropies, micro_batches, len(batch)) if with_entropy else log_probs
+        return log_probs, unpack(
+            entropies, micro_batches, len(batch)
+        ) if with_entropy else log_probs
 
     def top_log_probs(
         self, batch: DataProto, *, k: int, max_tokens: int, temperature: float
     ) -> tuple[Jagged, Jagged] | None:
         """Compute the k most likely tokens at every response token, for distillation.
 
-        Returns jagged [t, k] fp32 log-probs over the whole vocabulary in descending order, and [t, k] int64 token ids;
-        None on ranks outside the last stage.
+        Returns jagged [t, k] fp32 log-probs over the whole vocabulary in descending order, and [t,
+        k] int64 token ids; None on ranks outside the last stage.
         """
         micro_batches = self._micro_batches(batch, max_tokens, ())
         with self._evaluating():
-            values, tokens = forward_top(self.chunks, micro_batches, self._scoring(temperature, False), k)
+            values, tokens = forward_top(
+                self.chunks, micro_batches, self._scoring(temperature, False), k
+            )
         if not parallel.is_last_stage():
             return None
-        return unpack(values, micro_batches, len(batch)), unpack(tokens, micro_batches, len(batch), np.int64)
+        return unpack(values, micro_batches, len(batch)), unpack(
+            tokens, micro_batches, len(batch), np.int64
+        )
 
     def train_mini_batch(
         self,
@@ -145,21 +161,27 @@ class Policy(HoldsReference):
         """Run one optimizer update on `batch`, this data-parallel rank's share of the mini-batch.
 
         Returns:
-            Metrics as (sum, count) pairs (empty outside the last stage), and {grad_norm, lr, applied}.
+            Metrics as (sum, count) pairs (empty outside the last stage), and {grad_norm, lr,
+            applied}.
 
         Raises:
-            NonFiniteError: a loss or gradient is NaN or infinite and the policy is configured to stop. Raised on all
-                ranks; no weight was changed.
+            NonFiniteError: a loss or gradient is NaN or infinite and the policy is configured to
+                stop. Raised on all ranks; no weight was changed.
         """
         micro_batches = self._micro_batches(batch, max_tokens, columns)
         scoring = self._scoring(temperature, with_entropy)
-        self.router_losses.begin(micro_batches, sum((counted(loss, micro) for micro in micro_batches), torch.zeros(())))
+        self.router_losses.begin(
+            micro_batches, sum((counted(loss, micro) for micro in micro_batches), torch.zeros(()))
+        )
         metrics, facts = self._update(
-            len(micro_batches), lambda watch: backward(self.chunks, micro_batches, loss, scoring, watch)
+            len(micro_batches),
+            lambda watch: backward(self.chunks, micro_batches, loss, scoring, watch),
         )
         return metrics | self.router_losses.end(), facts
 
-    def _update(self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]) -> tuple[Sums, dict[str, float]]:
+    def _update(
+        self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]
+    ) -> tuple[Sums, dict[str, float]]:
         """Run one optimizer update on the gradients that `accumulate` leaves in the buffers.
 
         Returns and raises the same as `train_mini_batch`.
@@ -168,7 +190,8 @@ class Policy(HoldsReference):
             raise RuntimeError("an update before set_optimizer")
         self.optimizer.zero_grad()
         self.expert_load.begin()
-        watch, biases = Watch(num_micro_batches), self._expert_biases()
+        watch = Watch(num_micro_batches)
+        biases = self._expert_biases()
         metrics = metrics_to_floats(accumulate(watch))
         if problem := watch.report(self.chunks):
             for live, before in biases:
@@ -180,7 +203,8 @@ class Policy(HoldsReference):
     def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (live tensor, copy) of the expert biases.
 
-        The end of a backward pass changes them before the optimizer runs (finalize_model_grads.py:476).
+        The end of a backward pass changes them before the optimizer runs
+        (finalize_model_grads.py:476).
         """
         biases: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, tensor in held_weights(self.stages).items():
@@ -216,21 +240,27 @@ class Policy(HoldsReference):
     ) -> list[MicroBatch]:
         """Pack the batch into micro-batches.
 
-        Each run of `together` consecutive rows stays in one micro-batch, in order. `last_token` is the same as in
-        `lengths_read`.
+        Each run of `together` consecutive rows stays in one micro-batch, in order. `last_token` is
+        the same as in `lengths_read`.
         """
         check_token_ids(batch, self.family.vocab_size)
-        cut, lengths = self._cut(), lengths_read(sequence_lengths(batch), last_token)
-        # the interleaved schedule runs micro-batches in groups of the number of stages (schedules.py:1007)
+        cut = self._cut()
+        lengths = lengths_read(sequence_lengths(batch), last_token)
+        # the interleaved schedule runs micro-batches in groups of the number of stages
+        # (schedules.py:1007)
         group = self.config.pipeline if virtual_pipeline_size(self.config) > 1 else 1
         costs = cut.padded(lengths).reshape(-1, together).sum(1)
-        bins = pack_alike(costs, max_tokens, lambda bins: -(-all_ranks_max(max(bins, 1)) // group) * group)
+        bins = pack_alike(
+            costs, max_tokens, lambda bins: -(-all_ranks_max(max(bins, 1)) // group) * group
+        )
         bins = [(rows[:, None] * together + np.arange(together)).reshape(-1) for rows in bins]
         total = cut.total(lengths, bins)
         # the dispatcher gathers the same number of tokens from every rank (token_dispatcher.py:264)
         if self.config.moe_dispatcher == "allgather":
             total = all_ranks_max(total)
-        return self.replay.attach(batch, build_micro_batches(batch, bins, columns, cut, total, last_token))
+        return self.replay.attach(
+            batch, build_micro_batches(batch, bins, columns, cut, total, last_token)
+        )
 
     def _cut(self) -> Cut:
         config = self.config
@@ -243,8 +273,8 @@ class Policy(HoldsReference):
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the local parameters by Megatron name, checked against the family's map.
 
-        Names are prefixed with `chunk0.`... with virtual stages. Adapters are merged into copies of their weights,
-        valid until the next call or `release_copies`.
+        Names are prefixed with `chunk0.`... with virtual stages. Adapters are merged into copies of
+        their weights, valid until the next call or `release_copies`.
         """
         self.settle()
         held = {}
@@ -274,7 +304,8 @@ class Policy(HoldsReference):
 
     @functools.cached_property
     def trainable_parameters(self) -> int:
-        """Number of trainable parameters in the whole model. Cached, since every step reports it."""
+        """Number of trainable parameters in the whole model. Cached, since every step reports
+        it."""
         return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
     def settle(self) -> None:

@@ -1,4 +1,5 @@
-"""Rotary embeddings with a family's own frequencies, for types that Megatron's settings cannot express."""
+"""Rotary embeddings with a family's own frequencies, for types that Megatron's settings cannot
+express."""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ from hybridflow.models.rotary import Rotary
 class ScaledRotaryEmbedding(RotaryEmbedding):
     """Megatron's rotary embedding with given frequencies.
 
-    Latent attention takes the factor of cosines and sines from this module's result (multi_latent_attention.py:564),
-    grouped-query attention from the config (attention.py:1102, `set_attention_factor`).
+    Latent attention takes the factor of cosines and sines from this module's result
+    (multi_latent_attention.py:564), grouped-query attention from the config (attention.py:1102,
+    `set_attention_factor`).
     """
 
     def __init__(self, rotary: Rotary, config: TransformerConfig) -> None:
         is_on_cpu = bool(config.use_cpu_initialization)
-        super().__init__(rotary.dim, 1.0, rotary_base=rotary.theta, use_cpu_initialization=is_on_cpu)
+        super().__init__(
+            rotary.dim, 1.0, rotary_base=rotary.theta, use_cpu_initialization=is_on_cpu
+        )
         platform = Platform("cpu") if is_on_cpu else Platform.detect()
         self.inv_freq = rotary.frequencies().to(platform.current_device())
         self.factor = rotary.attention_factor if config.multi_latent_attention else None
@@ -39,12 +43,13 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
 
 
 def install() -> None:
-    """Replace Megatron's unfused rotation of packed sequences with one that does not wait for their lengths.
+    """Replace Megatron's unfused rotation of packed sequences with one that does not wait for their
+    lengths.
 
     Idempotent.
 
-    Latent attention, and any rotary type with a factor of cosines and sines, uses it with and without Transformer
-    Engine.
+    Latent attention, and any rotary type with a factor of cosines and sines, uses it with and
+    without Transformer Engine.
     """
     rope_utils._apply_rotary_pos_emb_thd = rotate_unfused
 
@@ -52,8 +57,8 @@ def install() -> None:
 def set_attention_factor(config: TransformerConfig, rotary: Rotary) -> None:
     """Configure grouped-query attention to multiply cosines and sines by the factor.
 
-    Megatron computes 0.1 * mscale * ln(scaling factor) + 1 from these attributes; with a scaling factor of e this
-    equals the attention factor.
+    Megatron computes 0.1 * mscale * ln(scaling factor) + 1 from these attributes; with a scaling
+    factor of e this equals the attention factor.
     """
     if rotary.attention_factor != 1.0:
         vars(config).update(

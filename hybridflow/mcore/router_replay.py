@@ -1,23 +1,24 @@
-"""Router replay: during training, a mixture of experts uses the experts selected by an earlier pass over the same
-tokens.
+"""Router replay: during training, a mixture of experts uses the experts selected by an earlier pass
+over the same tokens.
 
-A router that computes with slightly different numerics (another kernel, bfloat16) selects other experts for some
-tokens, and the log-probability of such a token jumps. Replay takes the *selection* from the earlier pass, either the
-engine's (R3) or the trainer's own old-log-prob pass (R2). The probabilities of the selected experts still come from the
-live logits, with their gradient.
+A router that computes with slightly different numerics (another kernel, bfloat16) selects other
+experts for some tokens, and the log-probability of such a token jumps. Replay takes the *selection*
+from the earlier pass, either the engine's (R3) or the trainer's own old-log-prob pass (R2). The
+probabilities of the selected experts still come from the live logits, with their gradient.
 
-Integration with Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py:219) is an object whose
-`get_replay_topk` returns the selection (moe/moe_utils.py:705). Megatron's own class holds one set of routes at a time
-and expects its caller to switch to a second list for recomputations. Under 1F1B, however, forward passes of later
-micro-batches alternate with recomputations of earlier ones. Our class finds the routes through the micro-batch instead:
-its `PackedSeqParams` carries them, and `micro_batch_tracker` identifies the micro-batch being computed or recomputed.
+Integration with Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py:219) is an object
+whose `get_replay_topk` returns the selection (moe/moe_utils.py:705). Megatron's own class holds one
+set of routes at a time and expects its caller to switch to a second list for recomputations. Under
+1F1B, however, forward passes of later micro-batches alternate with recomputations of earlier ones.
+Our class finds the routes through the micro-batch instead: its `PackedSeqParams` carries them, and
+`micro_batch_tracker` identifies the micro-batch being computed or recomputed.
 
-The replayed selection determines expert outputs, token dispatch, and the counts behind the expert bias
-(`local_tokens_per_expert`). The auxiliary balancing losses use the live selection (moe_utils.py:788), since they train
-the router itself.
+The replayed selection determines expert outputs, token dispatch, and the counts behind the expert
+bias (`local_tokens_per_expert`). The auxiliary balancing losses use the live selection
+(moe_utils.py:788), since they train the router itself.
 
-Replay is verified, not assumed: a hook on each router's *output* compares the routing map with the routes sent, token
-by token.
+Replay is verified, not assumed: a hook on each router's *output* compares the routing map with the
+routes sent, token by token.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class MicroRoutes:
 
     Attributes:
         action: replay, record or compare.
-        given: [t, layers, k] expert ids for this rank's share of the packed tokens, `FREE` where the router decides;
-            None when recording.
+        given: [t, layers, k] expert ids for this rank's share of the packed tokens, `FREE` where
+            the router decides; None when recording.
         recorded: [t, k] by layer (counted from 0), filled in by the pass.
     """
 
@@ -64,7 +65,8 @@ class MicroRoutes:
 
 
 class RouterReplay:
-    """Replays, records or compares the routes of all routers of this rank. Inactive outside of `during`."""
+    """Replays, records or compares the routes of all routers of this rank. Inactive outside of
+    `during`."""
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages` are the rank's model chunks before wrapping.
@@ -78,7 +80,8 @@ class RouterReplay:
         self._routers = [_RouterHook(self, router) for router in routers]
         self._action: Action | None = None
         self._micro_batches: Sequence[MicroBatch] = ()
-        self._tally: Counter[str] = Counter()  # counts of one pass; sums stay on the device until they are read once
+        # counts of one pass; sums stay on the device until they are read once
+        self._tally: Counter[str] = Counter()
         self._taken = dict.fromkeys(_COUNTS, 0)
 
     # ---- one pass
@@ -89,7 +92,8 @@ class RouterReplay:
 
         Raises:
             ModelError: the model has no experts, or its router does not support replay.
-            RouterReplayError: on exit, if a router did not use the routes sent to it, or was not called at all.
+            RouterReplayError: on exit, if a router did not use the routes sent to it, or was not
+                called at all.
         """
         self._check_model()
         self._action = action
@@ -119,22 +123,31 @@ class RouterReplay:
             given = None if routes is None else self._given(routes, micro, read)
             micro.packed.routes = MicroRoutes(self._action, given)
             if given is not None:
-                self._tally["sent"] += sum(int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers)
-        self._micro_batches, self._lengths = micro_batches, lengths
+                self._tally["sent"] += sum(
+                    int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers
+                )
+        self._micro_batches = micro_batches
+        self._lengths = lengths
         return micro_batches
 
     def recorded(self) -> Jagged:
-        """Return the routes of the last recording pass: jagged int16 [prompt + response tokens, layers, k].
+        """Return the routes of the last recording pass: jagged int16 [prompt + response tokens,
+        layers, k].
 
         Collective over the model's ranks.
 
-        Layers without experts are `FREE`, and so is the last token of a sample, which no pass reads.
+        Layers without experts are `FREE`, and so is the last token of a sample, which no pass
+        reads.
         """
-        layers, topk = self.config.num_layers, self.config.moe_router_topk
-        rows, read = [unknown_routes(length, layers, topk) for length in self._lengths], lengths_read(self._lengths)
+        layers = self.config.num_layers
+        topk = self.config.moe_router_topk
+        rows = [unknown_routes(length, layers, topk) for length in self._lengths]
+        read = lengths_read(self._lengths)
         for micro in self._micro_batches:
             whole = self._gathered(micro)
-            for sample, start in zip(micro.samples.tolist(), _segment_bounds(micro).tolist(), strict=False):
+            for sample, start in zip(
+                micro.samples.tolist(), _segment_bounds(micro).tolist(), strict=False
+            ):
                 rows[sample][: read[sample]] = whole[start : start + read[sample]]
         return Jagged.from_rows(rows, np.int16)
 
@@ -146,10 +159,11 @@ class RouterReplay:
     def take_counts(self) -> Mapping[str, int]:
         """Return token-layer counts since the last call.
 
-        sent: routes sent to this rank's routers; used: routed by them; mismatched: always 0, since otherwise an error
-        was raised. Tokens whose live selection was different are counted as differing in passes without gradient, and
-        as drifted in training passes, where earlier updates have changed the weights. `routers` is the number of this
-        rank's routers. Ranks that repeat another rank's tokens return zeros.
+        sent: routes sent to this rank's routers; used: routed by them; mismatched: always 0, since
+        otherwise an error was raised. Tokens whose live selection was different are counted as
+        differing in passes without gradient, and as drifted in training passes, where earlier
+        updates have changed the weights. `routers` is the number of this rank's routers. Ranks that
+        repeat another rank's tokens return zeros.
         """
         once = self.config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
         taken = {name: count * once for name, count in self._taken.items()}
@@ -165,47 +179,58 @@ class RouterReplay:
 
     def _check_model(self) -> None:
         if not self.config.num_moe_experts:
-            raise ModelError("actor.router_replay needs a mixture of experts; this model is dense: set it to none")
+            raise ModelError(
+                "actor.router_replay needs a mixture of experts; this model is dense: set it to "
+                "none"
+            )
         if self.config.moe_router_fusion:
             raise ModelError(
-                "router replay and Megatron's fused router (moe_router_fusion) exclude each other: the fused one asks "
-                "nobody"
+                "router replay and Megatron's fused router (moe_router_fusion) exclude each other: "
+                "the fused one asks nobody"
             )
 
     def _checked(self, batch: DataProto) -> Jagged:
         if ROUTES not in batch:
-            raise RouterReplayError(f"the batch has no column {ROUTES!r}: nothing recorded the routes to replay")
-        routes, lengths = batch.jagged(ROUTES), sequence_lengths(batch)
+            raise RouterReplayError(
+                f"the batch has no column {ROUTES!r}: nothing recorded the routes to replay"
+            )
+        routes = batch.jagged(ROUTES)
+        lengths = sequence_lengths(batch)
         wanted = (self.config.num_layers, self.config.moe_router_topk)
         if routes.values.shape[1:] != wanted:
             found = list(routes.values.shape[1:])
             raise RouterReplayError(
-                f"{ROUTES} has shape {found} a token; the model has {wanted[0]} layers and {wanted[1]} experts a token"
+                f"{ROUTES} has shape {found} a token; the model has {wanted[0]} layers and "
+                f"{wanted[1]} experts a token"
             )
         if not np.array_equal(routes.lengths, lengths):
             row = int(np.argmax(routes.lengths != lengths))
             raise RouterReplayError(
-                f"{ROUTES} of row {row} has {routes.lengths[row]} tokens; prompt and response have {lengths[row]}"
+                f"{ROUTES} of row {row} has {routes.lengths[row]} tokens; prompt and response have "
+                f"{lengths[row]}"
             )
         if routes.values.size and not (
             routes.values.min() >= FREE and routes.values.max() < self.config.num_moe_experts
         ):
             raise RouterReplayError(
-                f"{ROUTES} names expert {routes.values.max()} (smallest {routes.values.min()}); the model has "
-                f"{self.config.num_moe_experts}"
+                f"{ROUTES} names expert {routes.values.max()} (smallest {routes.values.min()}); "
+                f"the model has {self.config.num_moe_experts}"
             )
         return routes
 
     def _check(self) -> None:
         found = {name: int(self._tally[name]) for name in _COUNTS}
-        sent, used, mismatched = found["sent"], found["used"], found["mismatched"]
+        sent = found["sent"]
+        used = found["used"]
+        mismatched = found["mismatched"]
         waiting = sum(router.queue.pending() for router in self._routers)
         if mismatched or used != sent or waiting:
             raise RouterReplayError(
-                f"router replay is not live on global rank {dist.get_rank()}: of {sent} token-layers with given "
-                f"experts {used} were routed, {mismatched} of them to other experts; {waiting} recomputations did not "
-                "happen. This pass computed another function than the one that was sampled from. Set "
-                "actor.router_replay=none to train without replay."
+                f"router replay is not live on global rank {dist.get_rank()}: of {sent} "
+                f"token-layers with given experts {used} were routed, {mismatched} of them to "
+                f"other experts; {waiting} recomputations did not happen. This pass computed "
+                "another function than the one that was sampled from. Set actor.router_replay=none "
+                "to train without replay."
             )
         self._taken = {name: count + found[name] for name, count in self._taken.items()}
 
@@ -216,9 +241,9 @@ class RouterReplay:
 
         They are those of its context rank, split evenly under sequence parallelism.
         """
-        rows = ZigZag.of(_segment_bounds(micro), parallel_state.get_context_parallel_world_size()).rows_of(
-            parallel_state.get_context_parallel_rank()
-        )
+        rows = ZigZag.of(
+            _segment_bounds(micro), parallel_state.get_context_parallel_world_size()
+        ).rows_of(parallel_state.get_context_parallel_rank())
         return tensor_share(rows) if self.config.sequence_parallel else rows
 
     def _given(self, routes: Jagged, micro: MicroBatch, read: np.ndarray) -> torch.Tensor:
@@ -238,7 +263,11 @@ class RouterReplay:
 
         They are summed: each (token, layer) is on one rank and zero on the others.
         """
-        shape = (int(_segment_bounds(micro)[-1]), self.config.num_layers, self.config.moe_router_topk)
+        shape = (
+            int(_segment_bounds(micro)[-1]),
+            self.config.num_layers,
+            self.config.moe_router_topk,
+        )
         # NCCL does not support int16
         whole = torch.zeros(shape, dtype=torch.int32, device=micro.tokens.device)
         mine = torch.from_numpy(self._rows(micro)).to(whole.device)
@@ -256,7 +285,9 @@ class _RouterHook:
     """Replaces Megatron's RouterReplay on one router."""
 
     def __init__(self, replay: RouterReplay, router: TopKRouter) -> None:
-        self.replay, self.topk, self.layer = replay, router.topk, router.layer_number - 1
+        self.replay = replay
+        self.topk = router.topk
+        self.layer = router.layer_number - 1
         self.queue = RecomputationQueue(replay.tracker)
         self._active: MicroRoutes | None = None
         self._recomputed = False
@@ -280,10 +311,12 @@ class _RouterHook:
         routes = self._active
         if routes is None or routes.action != "replay":
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        _, live = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
+        _, live = default_compute_topk(
+            scores.detach(), topk, num_groups=num_groups, group_topk=group_topk
+        )
         given = self._given(routes)
-        # Megatron requires topk distinct experts per token: routes with duplicates are ignored here, and `_observe`
-        # reports them
+        # Megatron requires topk distinct experts per token: routes with duplicates are ignored
+        # here, and `_observe` reports them
         ordered = given.sort(1).values
         repeats = (ordered[:, 1:] == ordered[:, :-1]).any(1, keepdim=True)
         chosen = torch.where(repeats | (given == FREE), live, given)
@@ -298,9 +331,14 @@ class _RouterHook:
         self._active, self._recomputed = self.queue.take()
 
     @torch.no_grad()
-    def _observe(self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _observe(
+        self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         """Compare the routing map [t, experts] that the router used with the given routes."""
-        routes, live, self._active, self._live = self._active, self._live, None, None
+        routes = self._active
+        live = self._live
+        self._active = None
+        self._live = None
         if routes is None:
             return
         routing_map = output[1]
@@ -315,16 +353,21 @@ class _RouterHook:
             self.replay.count(used=wanted, differing=wanted & ~same)
         elif not self._recomputed:
             other = (
-                (live.sort(1).values != given.sort(1).values).any(1) if live is not None else torch.ones_like(wanted)
+                (live.sort(1).values != given.sort(1).values).any(1)
+                if live is not None
+                else torch.ones_like(wanted)
             )
             self.replay.count(used=wanted, mismatched=wanted & ~same)
-            self.replay.count(**{"drifted" if self.replay.tracker.with_gradient else "differing": wanted & other})
+            self.replay.count(
+                **{"drifted" if self.replay.tracker.with_gradient else "differing": wanted & other}
+            )
         else:  # a recomputation was counted before, but it must not differ either
             self.replay.count(mismatched=wanted & ~same)
 
 
 def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
-    """Return the experts [t, k] of each row of a routing map [t, experts] with k marks per row, in ascending order.
+    """Return the experts [t, k] of each row of a routing map [t, experts] with k marks per row, in
+    ascending order.
 
     Unlike `nonzero`, this does not force a device sync.
     """

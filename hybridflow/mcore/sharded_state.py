@@ -1,10 +1,12 @@
-"""This rank's part of a checkpoint, as rectangles of global tensors over live memory, without copies or communication.
+"""This rank's part of a checkpoint, as rectangles of global tensors over live memory, without
+copies or communication.
 
-Model and reference are sharded as Megatron describes them. The distributed optimizer holds a flat range of each
-parameter. Such a range is a few rectangles of the parameter, each contiguous in the flat shard, so every rank writes
-and reads exactly the elements it owns. (Megatron's `fully_reshardable` format first gathers the whole optimizer state
-on every data-parallel rank, distrib_optimizer.py:1430; its predecessor needs `flattened_range`, which mapping.py:134
-rejects. The keys and the global tensors are the same.)
+Model and reference are sharded as Megatron describes them. The distributed optimizer holds a flat
+range of each parameter. Such a range is a few rectangles of the parameter, each contiguous in the
+flat shard, so every rank writes and reads exactly the elements it owns. (Megatron's
+`fully_reshardable` format first gathers the whole optimizer state on every data-parallel rank,
+distrib_optimizer.py:1430; its predecessor needs `flattened_range`, which mapping.py:134 rejects.
+The keys and the global tensors are the same.)
 """
 
 from __future__ import annotations
@@ -41,12 +43,14 @@ _OPTIMIZER = "optimizer.state."
 class ShardedState:
     """The rectangles of one policy.
 
-    `tensors` are over its live memory and include replicas; `hf` yields the locations of the model's HF tensors.
+    `tensors` are over its live memory and include replicas; `hf` yields the locations of the
+    model's HF tensors.
     """
 
     def __init__(self, policy: Policy, *, with_random_state: bool = True) -> None:
         policy.settle()
-        self.policy, self.contains = policy, ["model"]
+        self.policy = policy
+        self.contains = ["model"]
         self._copies: list[tuple[Any, torch.Tensor, Mapping[str, torch.Tensor]]] = []
         self._shards = _model_shards(policy)
         if policy.adapters:
@@ -65,7 +69,9 @@ class ShardedState:
             self.random_state = torch.get_rng_state()
             place = (0, dist.get_rank(), dist.get_world_size())
             self.tensors.append(
-                ShardedTensor.from_rank_offsets("rng_state", self.random_state, place, prepend_axis_num=1)
+                ShardedTensor.from_rank_offsets(
+                    "rng_state", self.random_state, place, prepend_axis_num=1
+                )
             )
 
     def _optimizer_shards(self, inner: Any) -> list[ShardedTensor]:
@@ -77,7 +83,14 @@ class ShardedState:
             for shard in of_parameter[parameter.data_ptr()]:
                 start = _flat_start(shard, parameter)
                 for name, flat in tensors.items():
-                    found += _cut(name, flat, (low, high), shard, start, isinstance(inner, DistributedOptimizer))
+                    found += _cut(
+                        name,
+                        flat,
+                        (low, high),
+                        shard,
+                        start,
+                        isinstance(inner, DistributedOptimizer),
+                    )
         return found
 
     def put_back(self) -> None:
@@ -98,27 +111,36 @@ class ShardedState:
     def hf(self) -> Iterator[HfSlice]:
         """Yield where the HF regions of this rank's model weights are stored in the checkpoint.
 
-        Replicas are left to their main rank. Adapters are listed under PEFT's names, including those that share an A.
+        Replicas are left to their main rank. Adapters are listed under PEFT's names, including
+        those that share an A.
         """
         if self.policy.adapters:
             yield from _adapter_slices(self.policy.adapters, self._shards)
-        for name, (parameter, local) in local_parameters(self.policy.stages, self.policy.family).items():
+        for name, (parameter, local) in local_parameters(
+            self.policy.stages, self.policy.family
+        ).items():
             for shard in self._shards[name]:
                 if not is_main_replica(shard.replica_id):
                     continue
                 row, rows = _rows_of(shard, parameter)
                 lead = shard.prepend_axis_num
                 for piece in local.pieces:
-                    low, high = max(piece.local_start[0], row), min(piece.local_start[0] + piece.shape[0], row + rows)
+                    low = max(piece.local_start[0], row)
+                    high = min(piece.local_start[0] + piece.shape[0], row + rows)
                     if low < high:
                         local_start = (low - row, *piece.local_start[1:])
                         starts = []
-                        for base, start in zip(shard.global_offset[lead:], local_start, strict=True):
+                        for base, start in zip(
+                            shard.global_offset[lead:], local_start, strict=True
+                        ):
                             starts.append(base + start)
                         inside = tuple(starts)
                         yield HfSlice(
                             piece.source,
-                            (piece.source_start[0] + low - piece.local_start[0], *piece.source_start[1:]),
+                            (
+                                piece.source_start[0] + low - piece.local_start[0],
+                                *piece.source_start[1:],
+                            ),
                             (high - low, *piece.shape[1:]),
                             shard.key,
                             (*shard.global_offset[:lead], *inside),
@@ -129,9 +151,11 @@ class ShardedState:
 
 
 def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
-    """Return the rectangles of each local parameter, by name (two for fused gate and up projections).
+    """Return the rectangles of each local parameter, by name (two for fused gate and up
+    projections).
 
-    Transformer Engine's `_extra_state` objects are skipped: they hold FP8 scales, and FP8 is not used in training.
+    Transformer Engine's `_extra_state` objects are skipped: they hold FP8 scales, and FP8 is not
+    used in training.
     """
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     shards: dict[str, list[ShardedTensor]] = {}
@@ -140,21 +164,28 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
             found = [part for part in nested_values([built]) if isinstance(part, ShardedTensor)]
             if found and not is_adapter(name):
-                shards[prefix + name] = [replace(shard, data=shard.data.detach()) for shard in found]
+                shards[prefix + name] = [
+                    replace(shard, data=shard.data.detach()) for shard in found
+                ]
     missing = sorted(local_parameters(policy.stages, policy.family).keys() - shards.keys())
     if missing:
-        raise CheckpointError(f"Megatron describes no shards of {missing[:4]}; a checkpoint would lack them")
+        raise CheckpointError(
+            f"Megatron describes no shards of {missing[:4]}; a checkpoint would lack them"
+        )
     return shards
 
 
 def _adapter_shards(adapters: Adapters) -> dict[str, list[ShardedTensor]]:
-    """Return the rectangles of each local adapter parameter, by name (one for each HF linear whose rows of B it holds).
+    """Return the rectangles of each local adapter parameter, by name (one for each HF linear whose
+    rows of B it holds).
 
     Their global tensors have PEFT's names.
 
-    Megatron has no description of these parameters and would treat each as replicated over the tensor-parallel ranks.
+    Megatron has no description of these parameters and would treat each as replicated over the
+    tensor-parallel ranks.
     """
-    at, shapes = coordinates(), adapters.map.tensors()
+    at = coordinates()
+    shapes = adapters.map.tensors()
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     shards: dict[str, list[ShardedTensor]] = {}
     for name, (parameter, local) in adapters.parameters().items():
@@ -175,7 +206,9 @@ def _adapter_shards(adapters: Adapters) -> dict[str, list[ShardedTensor]]:
     return shards
 
 
-def _adapter_slices(adapters: Adapters, shards: Mapping[str, list[ShardedTensor]]) -> Iterator[HfSlice]:
+def _adapter_slices(
+    adapters: Adapters, shards: Mapping[str, list[ShardedTensor]]
+) -> Iterator[HfSlice]:
     sharing: dict[str, list[str]] = {}
     for alias, kept in adapters.map.aliases().items():
         sharing.setdefault(kept, []).append(alias)
@@ -183,12 +216,17 @@ def _adapter_slices(adapters: Adapters, shards: Mapping[str, list[ShardedTensor]
         for shard in shards[name]:
             if is_main_replica(shard.replica_id):
                 for hf in (shard.key, *sharing.get(shard.key, ())):
-                    yield HfSlice(hf, shard.global_offset, shard.local_shape, shard.key, shard.global_offset)
+                    yield HfSlice(
+                        hf, shard.global_offset, shard.local_shape, shard.key, shard.global_offset
+                    )
 
 
-def _reference_shards(policy: Policy, shards: Mapping[str, list[ShardedTensor]]) -> list[ShardedTensor]:
+def _reference_shards(
+    policy: Policy, shards: Mapping[str, list[ShardedTensor]]
+) -> list[ShardedTensor]:
     """Return the same rectangles over the reference's tensors, under separate keys."""
-    parameters, found = policy.weights(), []
+    parameters = policy.weights()
+    found = []
     for name, held in policy.reference_state().items():
         for shard in shards[name]:
             start = _flat_start(shard, parameters[name])
@@ -213,9 +251,15 @@ def _rows_of(shard: ShardedTensor, parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def _cut(
-    name: str, flat: torch.Tensor, held: tuple[int, int], shard: ShardedTensor, start: int, owned_once: bool
+    name: str,
+    flat: torch.Tensor,
+    held: tuple[int, int],
+    shard: ShardedTensor,
+    start: int,
+    owned_once: bool,
 ) -> Iterator[ShardedTensor]:
-    """Yield the rectangles of `shard`'s global tensor that are covered by this rank's elements of the parameter.
+    """Yield the rectangles of `shard`'s global tensor that are covered by this rank's elements of
+    the parameter.
 
     Args:
         name: kind of optimizer state.
@@ -225,11 +269,13 @@ def _cut(
         start: offset of the shard in the parameter.
         owned_once: whether each element is on a single data-parallel rank.
     """
-    lead, end = shard.prepend_axis_num, start + shard.data.numel()
-    low, high = max(held[0], start), min(held[1], end)
+    lead = shard.prepend_axis_num
+    end = start + shard.data.numel()
+    low = max(held[0], start)
+    high = min(held[1], end)
     position = low - held[0]
-    # the distributed optimizer has each element on one data-parallel rank, so replicas among the weights are not
-    # replicas here
+    # the distributed optimizer has each element on one data-parallel rank, so replicas among the
+    # weights are not replicas here
     replica = (*shard.replica_id[:-1], 0) if owned_once else shard.replica_id
     for offset, size in boxes(shard.local_shape, low - start, high - start):
         starts = []
@@ -252,7 +298,8 @@ def _cut(
 
 
 def _states(inner: Any) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torch.Tensor]]]:
-    """Yield (parameter, first element held here, end, {exp_avg, exp_avg_sq and, below fp32, param: flat tensor})."""
+    """Yield (parameter, first element held here, end, {exp_avg, exp_avg_sq and, below fp32, param:
+    flat tensor})."""
     if isinstance(inner, DistributedOptimizer):
         for parameter in inner.model_param_gbuf_map:
             held = inner._get_model_param_range_map(parameter)["param"]
@@ -263,12 +310,21 @@ def _states(inner: Any) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torc
     for group in inner.optimizer.param_groups:
         for main in group["params"]:
             parameter = main_of.get(main, main)
-            yield parameter, 0, parameter.numel(), _flat(parameter, {"param": main, **inner.optimizer.state[main]})
+            yield (
+                parameter,
+                0,
+                parameter.numel(),
+                _flat(parameter, {"param": main, **inner.optimizer.state[main]}),
+            )
 
 
 def _main_parameters(inner: Any) -> dict[torch.Tensor, torch.Tensor]:
     """Return {fp32 copy: 16-bit parameter} if the optimizer keeps such copies."""
-    pairs = zip(getattr(inner, "fp32_from_float16_groups", ()), getattr(inner, "float16_groups", ()), strict=True)
+    pairs = zip(
+        getattr(inner, "fp32_from_float16_groups", ()),
+        getattr(inner, "float16_groups", ()),
+        strict=True,
+    )
     models_of: dict[torch.Tensor, torch.Tensor] = {}
     for mains, models in pairs:
         models_of.update(zip(mains, models, strict=True))
@@ -277,5 +333,9 @@ def _main_parameters(inner: Any) -> dict[torch.Tensor, torch.Tensor]:
 
 def _flat(parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     # an fp32 model's main parameters are the model's own memory, which is already in the checkpoint
-    names = ("exp_avg", "exp_avg_sq") if parameter.dtype is torch.float32 else ("param", "exp_avg", "exp_avg_sq")
+    names = (
+        ("exp_avg", "exp_avg_sq")
+        if parameter.dtype is torch.float32
+        else ("param", "exp_avg", "exp_avg_sq")
+    )
     return {name: tensors[name].detach().view(-1) for name in names}

@@ -1,4 +1,5 @@
-"""Forward passes and training steps over packed micro-batches, under any of Megatron's pipeline schedules."""
+"""Forward passes and training steps over packed micro-batches, under any of Megatron's pipeline
+schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.algorithms.losses import OF_TEACHER, TEACHER_IDS
-from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, log_probs_of_tokens, top_log_probs
+from hybridflow.algorithms.vocab_parallel import (
+    Scoring,
+    log_probs_and_entropy,
+    log_probs_of_tokens,
+    top_log_probs,
+)
 from hybridflow.mcore.context_parallel import gather_tokens
 from hybridflow.mcore.model import output_weight
 from hybridflow.mcore.nonfinite import Watch
@@ -25,7 +31,9 @@ from hybridflow.mcore.parallel import context_rank, device, is_last_stage
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 # (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)
-LossFunction = Callable[[torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]]
+LossFunction = Callable[
+    [torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]
+]
 # (micro-batch, the model's output [1, t, ...]) -> the same
 OutputLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Metrics]]
 
@@ -40,7 +48,9 @@ def forward(
 
     def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         log_probs, entropy, _ = response_log_probs(chunks, hidden, micro, scoring)
-        return log_probs.cpu().numpy(), entropy.cpu().numpy() if entropy is not None else np.zeros(0, np.float32)
+        return log_probs.cpu().numpy(), entropy.cpu().numpy() if entropy is not None else np.zeros(
+            0, np.float32
+        )
 
     results = forward_outputs(chunks, micro_batches, collect)
     return [item[0] for item in results], [item[1] for item in results]
@@ -49,7 +59,8 @@ def forward(
 def forward_top(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring, k: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Compute the [n, k] log-probs and token ids of the k most likely tokens at every response token.
+    """Compute the [n, k] log-probs and token ids of the k most likely tokens at every response
+    token.
 
     Empty lists outside the last stage.
     """
@@ -57,7 +68,9 @@ def forward_top(
     def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows, weight, group = _predicting(chunks, hidden, micro)
         found = top_log_probs(rows, weight, k, scoring, group)
-        values, tokens = (gather_tokens(part.t(), micro.places, micro.num_targets).t() for part in found)
+        values, tokens = (
+            gather_tokens(part.t(), micro.places, micro.num_targets).t() for part in found
+        )
         return values.cpu().numpy(), tokens.cpu().numpy()
 
     results = forward_outputs(chunks, micro_batches, collect)
@@ -76,7 +89,8 @@ def backward(
     Leaves the gradients in the model's buffers, reduced and divided by the global count.
 
     Returns:
-        Metric sums and counts over this data-parallel rank's micro-batches; empty outside the last stage.
+        Metric sums and counts over this data-parallel rank's micro-batches; empty outside the last
+        stage.
     """
 
     def loss(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
@@ -87,7 +101,9 @@ def backward(
 
 
 def forward_outputs(
-    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], collect: Callable[[MicroBatch, torch.Tensor], Any]
+    chunks: Sequence[Any],
+    micro_batches: Sequence[MicroBatch],
+    collect: Callable[[MicroBatch, torch.Tensor], Any],
 ) -> list[Any]:
     """Apply `collect` to the model's output [1, t', ...] of each micro-batch, without gradient.
 
@@ -98,11 +114,16 @@ def forward_outputs(
 
 
 def backward_outputs(
-    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], loss_function: OutputLoss, watch: Watch
+    chunks: Sequence[Any],
+    micro_batches: Sequence[MicroBatch],
+    loss_function: OutputLoss,
+    watch: Watch,
 ) -> Metrics:
     """Same as `backward`, for a loss of the model's whole output."""
 
-    def loss(number: int, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    def loss(
+        number: int, micro: MicroBatch, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         total, count, metrics = loss_function(micro, output)
         watch.loss(number, total.detach())
         # clone, since the schedule scales the loss in place
@@ -126,11 +147,14 @@ def response_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None, MicroBatch]:
     """Compute the [n] log-probs and entropies of all response tokens of the micro-batch.
 
-    They are on every tensor and context rank of the last stage. Also returns the micro-batch; if it has teacher tokens,
-    the policy's log-probs of them are added. `hidden` [1, t', h] is the output of the last chunk.
+    They are on every tensor and context rank of the last stage. Also returns the micro-batch; if it
+    has teacher tokens, the policy's log-probs of them are added. `hidden` [1, t', h] is the output
+    of the last chunk.
     """
     rows, weight, group = _predicting(chunks, hidden, micro)
-    log_probs, entropy = log_probs_and_entropy(rows, weight, micro.targets, scoring, group, micro.support)
+    log_probs, entropy = log_probs_and_entropy(
+        rows, weight, micro.targets, scoring, group, micro.support
+    )
     if (tokens := micro.columns.get(TEACHER_IDS)) is not None:
         tokens = tokens if micro.places is None else tokens[micro.places]
         found = log_probs_of_tokens(rows, weight, tokens, micro.targets, log_probs, scoring, group)
@@ -145,11 +169,12 @@ def response_log_probs(
 def _predicting(
     chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Return the [n', h] states that predict this rank's response tokens, the [v, h] output weight, and the
-    tensor-parallel group."""
+    """Return the [n', h] states that predict this rank's response tokens, the [v, h] output weight,
+    and the tensor-parallel group."""
     rows = hidden[0].index_select(0, micro.predict_rows)
     last = chunks[-1]
-    model = last.module if isinstance(last, DistributedDataParallel) else last  # unwrapped if not trained
+    # unwrapped if not trained
+    model = last.module if isinstance(last, DistributedDataParallel) else last
     return rows, output_weight(model), parallel_state.get_tensor_model_parallel_group()
 
 
@@ -161,9 +186,11 @@ def run(
 ) -> list[Any]:
     """Run Megatron's schedule.
 
-    Returns the results of `on_output(number, micro-batch, output)` in order; empty outside the last stage.
+    Returns the results of `on_output(number, micro-batch, output)` in order; empty outside the last
+    stage.
 
-    With `watch`, each forward pass is followed by a backward pass, and `on_output` returns (loss, count, anything).
+    With `watch`, each forward pass is followed by a backward pass, and `on_output` returns (loss,
+    count, anything).
     """
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -190,7 +217,8 @@ def run(
 def all_ranks_max(value: int) -> int:
     """Return the maximum over the world.
 
-    All ranks must run the same number of micro-batches, since the experts' collectives span data-parallel ranks.
+    All ranks must run the same number of micro-batches, since the experts' collectives span
+    data-parallel ranks.
     """
     tensor = torch.tensor([value], dtype=torch.int64, device=device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -207,5 +235,10 @@ def counted(loss_function: LossFunction, micro: MicroBatch) -> torch.Tensor:
 
 
 def metrics_to_floats(metrics: Metrics) -> dict[str, tuple[float, float]]:
-    """Convert each metric to a plain (sum, count). The driver merges these over data-parallel ranks."""
-    return {name: (float(total), float(count)) for name, (total, count) in metrics.items()} if is_last_stage() else {}
+    """Convert each metric to a plain (sum, count). The driver merges these over data-parallel
+    ranks."""
+    return (
+        {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
+        if is_last_stage()
+        else {}
+    )

@@ -1,7 +1,8 @@
 """Rotary embedding, SwiGLU and RMS norm for machines without Transformer Engine.
 
-They compute the same as Megatron's and torch's operators, with fewer passes over memory and without a loop over the
-sequences of a micro-batch. The first two are bitwise equal, the norm up to rounding.
+They compute the same as Megatron's and torch's operators, with fewer passes over memory and without
+a loop over the sequences of a micro-batch. The first two are bitwise equal, the norm up to
+rounding.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ def rotate(
     cp_rank: int = 0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Rotate t [t, heads, d] of packed sequences by the angles of each token's position in its sequence.
+    """Rotate t [t, heads, d] of packed sequences by the angles of each token's position in its
+    sequence.
 
     Replaces Transformer Engine's `fused_apply_rotary_pos_emb_thd` in Megatron.
 
     Args:
         t: queries or keys of this rank's tokens.
         cu_seqlens: [s + 1] bounds of the whole sequences, over all context-parallel ranks.
-        freqs: [longest, 1, 1, r] angles of the positions; components from r <= d on are not rotated.
+        freqs: [longest, 1, 1, r] angles of the positions; components from r <= d on are not
+            rotated.
         cp_size, cp_rank: size and rank of the context-parallel group.
-        interleaved: whether adjacent components are rotated in pairs; passed by Megatron 0.19. No supported family uses
-            it.
+        interleaved: whether adjacent components are rotated in pairs; passed by Megatron 0.19. No
+            supported family uses it.
 
     Raises:
         ValueError: `interleaved` is set.
@@ -49,12 +52,17 @@ def rotate(
 
 
 def rotate_unfused(
-    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *settings: Any, cp_group: Any, **named: Any
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    *settings: Any,
+    cp_group: Any,
+    **named: Any,
 ) -> torch.Tensor:
     """Rotate t [t, heads, d] of packed sequences with Megatron's own formula.
 
-    Replaces Megatron's `_apply_rotary_pos_emb_thd`, which loops over the sequences and waits for their lengths in every
-    layer.
+    Replaces Megatron's `_apply_rotary_pos_emb_thd`, which loops over the sequences and waits for
+    their lengths in every layer.
 
     Args:
         t, cu_seqlens, freqs: as for `rotate`.
@@ -64,7 +72,9 @@ def rotate_unfused(
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     angles = freqs[_positions(cu_seqlens, len(t), cp_group.size(), cp_group.rank())]
-    rotated: torch.Tensor = _apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *settings, **named).squeeze(1)
+    rotated: torch.Tensor = _apply_rotary_pos_emb_bshd(
+        t.unsqueeze(1), angles, *settings, **named
+    ).squeeze(1)
     return rotated
 
 
@@ -73,7 +83,8 @@ def _positions(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int
 
     The rank holds two of the 2 cp_size equal pieces of a sequence.
 
-    The number of tokens is an argument because reading it from the bounds would force a device sync.
+    The number of tokens is an argument because reading it from the bounds would force a device
+    sync.
     """
     here = cu_seqlens.to(torch.int64) // cp_size
     lengths = here.diff()
@@ -82,7 +93,9 @@ def _positions(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int
     if cp_size == 1:
         return step
     piece = (lengths // 2).repeat_interleave(lengths, output_size=tokens)
-    return torch.where(step < piece, step + cp_rank * piece, step + (2 * cp_size - 2 - cp_rank) * piece)
+    return torch.where(
+        step < piece, step + cp_rank * piece, step + (2 * cp_size - 2 - cp_rank) * piece
+    )
 
 
 class _Rotation(torch.autograd.Function):
@@ -90,8 +103,10 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """t [t, heads, d], cos and sin [t, 1, r]."""
         ctx.save_for_backward(cos, sin)
-        out, half = _scaled(t, cos), cos.shape[-1] // 2
-        first, second = t[..., :half], t[..., half : 2 * half]
+        out = _scaled(t, cos)
+        half = cos.shape[-1] // 2
+        first = t[..., :half]
+        second = t[..., half : 2 * half]
         out[..., :half].sub_(second * sin[..., :half])
         out[..., half : 2 * half].add_(first * sin[..., half:])
         return out
@@ -100,8 +115,10 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Apply the transposed rotation."""
         cos, sin = ctx.saved_tensors
-        out, half = _scaled(grad, cos), cos.shape[-1] // 2
-        first, second = grad[..., :half], grad[..., half : 2 * half]
+        out = _scaled(grad, cos)
+        half = cos.shape[-1] // 2
+        first = grad[..., :half]
+        second = grad[..., half : 2 * half]
         out[..., :half].add_(second * sin[..., half:])
         out[..., half : 2 * half].sub_(first * sin[..., :half])
         return out, None, None
@@ -134,7 +151,8 @@ class SwiGlu(nn.Module):
         return swiglu(x)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return an empty state: `MLP` of Megatron 0.16 calls this on all its submodules (mlp.py:260)."""
+        """Return an empty state: `MLP` of Megatron 0.16 calls this on all its submodules
+        (mlp.py:260)."""
         return {}
 
 
@@ -180,7 +198,8 @@ def permute(
 ) -> Any:
     """Sort tokens [t, h] by expert, like Megatron's `moe_utils.permute`, without a device sync.
 
-    This needs their number from the caller (`num_out_tokens` is a number). All other calls go to `original`.
+    This needs their number from the caller (`num_out_tokens` is a number). All other calls go to
+    `original`.
     """
     if fused or drop_and_pad or not isinstance(num_out_tokens, int):
         return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
@@ -191,15 +210,19 @@ def permute(
 
 
 class GroupedProduct(torch.autograd.Function):
-    """Grouped matrix product in one kernel: each consecutive run of rows is multiplied by a separate weight.
+    """Grouped matrix product in one kernel: each consecutive run of rows is multiplied by a
+    separate weight.
 
-    The kernel requires the weights in one tensor. They are stacked again in the backward pass, so that no copy of a
-    layer's experts is kept in between.
+    The kernel requires the weights in one tensor. They are stacked again in the backward pass, so
+    that no copy of a layer's experts is kept in between.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        """x [t, in], ends [g] int32 exclusive end row of each run, g weights [out, in] -> [t, out]."""
+    def forward(
+        ctx: Any, x: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        """x [t, in], ends [g] int32 exclusive end row of each run, g weights [out, in] -> [t,
+        out]."""
         ctx.save_for_backward(x, ends, *weights)
         return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
 
@@ -208,7 +231,9 @@ class GroupedProduct(torch.autograd.Function):
         """Compute only the gradients that are needed: frozen experts have none."""
         x, ends, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        of_x = F.grouped_mm(grad, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        of_x = (
+            F.grouped_mm(grad, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        )
         of_weights: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
         if any(ctx.needs_input_grad[2:]):
             of_weights = F.grouped_mm(grad.t(), x, offs=ends).unbind(0)
@@ -236,12 +261,14 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Compute the gradients of input and weight.
 
-        The sum over rows for the weight and the sum within a row for the scale are both matrix-vector products of the
-        elementwise product of gradient and input.
+        The sum over rows for the weight and the sum within a row for the scale are both
+        matrix-vector products of the elementwise product of gradient and input.
         """
         x, weight, scale = ctx.saved_tensors
-        products, scales = (grad * x).view(-1, x.shape[-1]), scale.view(-1)
+        products = (grad * x).view(-1, x.shape[-1])
+        scales = scale.view(-1)
         of_weight = torch.mv(products.t(), scales)
         along = torch.mv(products, weight).mul_(scales**3).div_(-x.shape[-1]).view(scale.shape)
-        found = torch.mul(grad, weight, out=products.view(x.shape))  # reuses the buffer of `products`
+        # reuses the buffer of `products`
+        found = torch.mul(grad, weight, out=products.view(x.shape))
         return found.mul_(scale).addcmul_(x, along), of_weight, None

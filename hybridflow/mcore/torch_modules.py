@@ -1,8 +1,8 @@
 """Torch modules with Transformer Engine's parameter names, for machines without Transformer Engine.
 
 Megatron's stock TE layer spec is built from these modules instead of TE's classes. Parameter names
-(`linear_qkv.layer_norm_weight`, `mlp.experts.linear_fc1.weight3`) and checkpoints are therefore the same with and
-without TE, and one HF map serves both.
+(`linear_qkv.layer_norm_weight`, `mlp.experts.linear_fc1.weight3`) and checkpoints are therefore the
+same with and without TE, and one HF map serves both.
 """
 
 from __future__ import annotations
@@ -31,14 +31,21 @@ from torch import nn
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.device.platform import Platform
 from hybridflow.mcore.packed_attention import PackedAttention
-from hybridflow.mcore.torch_functions import GroupedProduct, SwiGlu, permute, rms_norm, rotate, takes_grouped_product
+from hybridflow.mcore.torch_functions import (
+    GroupedProduct,
+    SwiGlu,
+    permute,
+    rms_norm,
+    rotate,
+    takes_grouped_product,
+)
 
 
 class RMSNorm(nn.Module):
     """RMS norm whose weight is marked with `sequence_parallel`.
 
-    Megatron's WrappedTorchNorm does not support sequence parallelism (torch_norm.py:32), but tensor-parallel MoE
-    training requires it.
+    Megatron's WrappedTorchNorm does not support sequence parallelism (torch_norm.py:32), but
+    tensor-parallel MoE training requires it.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -53,7 +60,8 @@ class RMSNorm(nn.Module):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMS norm and a column-parallel linear in one module, with TELayerNormColumnParallelLinear's parameter names."""
+    """RMS norm and a column-parallel linear in one module, with TELayerNormColumnParallelLinear's
+    parameter names."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -72,12 +80,20 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 class DuplicatedLinear(nn.Module):
     """A linear replicated on every tensor-parallel rank (TELinear with parallel_mode "duplicated").
 
-    Used for latent attention's down projections. Under sequence parallelism each rank applies it to its share of the
-    sequence, so its gradient must be summed over the tensor-parallel ranks. The `sequence_parallel` mark requests that.
+    Used for latent attention's down projections. Under sequence parallelism each rank applies it to
+    its share of the sequence, so its gradient must be summed over the tensor-parallel ranks. The
+    `sequence_parallel` mark requests that.
     """
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool = False, **_: Any
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        bias: bool = False,
+        **_: Any,
     ) -> None:
         super().__init__()
         if bias:
@@ -98,8 +114,8 @@ class DuplicatedLinear(nn.Module):
 class GroupedLinear(nn.Module):
     """One weight per local expert, applied to consecutive runs of rows.
 
-    Parameters have TEGroupedLinear's names (weight0, weight1, ...). This is the experts' first linear, split by output
-    rows.
+    Parameters have TEGroupedLinear's names (weight0, weight1, ...). This is the experts' first
+    linear, split by output rows.
     """
 
     split_dim = 0  # dimension of the weight split by expert tensor parallelism
@@ -119,7 +135,9 @@ class GroupedLinear(nn.Module):
         super().__init__()
         if bias:
             raise ValueError("experts with bias need Transformer Engine")
-        self.num_gemms, self.groups, self.tp_group = num_gemms, pg_collection, pg_collection.expt_tp
+        self.num_gemms = num_gemms
+        self.groups = pg_collection
+        self.tp_group = pg_collection.expt_tp
         shape = [output_size, input_size]
         shape[self.split_dim] //= get_pg_size(self.tp_group)
         for index in range(num_gemms):
@@ -132,24 +150,34 @@ class GroupedLinear(nn.Module):
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
         """Apply expert i to the i-th run of rows of x [rows, in].
 
-        `m_splits` has the row count of each expert, as a list or `ExpertCounts`. Returns ([rows, out], None for the
-        bias).
+        `m_splits` has the row count of each expert, as a list or `ExpertCounts`. Returns ([rows,
+        out], None for the bias).
         """
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         on_device = isinstance(m_splits, ExpertCounts)
         if takes_grouped_product(x, weights[0]):
-            counts = m_splits.counts if on_device else Platform.detect().upload(torch.tensor(list(m_splits)))
+            counts = (
+                m_splits.counts
+                if on_device
+                else Platform.detect().upload(torch.tensor(list(m_splits)))
+            )
             return GroupedProduct.apply(x, counts.cumsum(0, dtype=torch.int32), *weights), None
         runs = torch.split(x, m_splits.counts.tolist() if on_device else list(m_splits))
-        return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
+        return torch.cat(
+            [F.linear(run, weight) for run, weight in zip(runs, weights, strict=True)]
+        ), None
 
     def backward_dw(self) -> None:
         """Megatron's hook for delayed weight gradients; a no-op here."""
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """Return the checkpoint layout, with the same keys as TE's grouped linear."""
-        experts, first = get_pg_size(self.groups.ep) * self.num_gemms, get_pg_rank(self.groups.ep) * self.num_gemms
-        state, sharded = self.state_dict(prefix="", keep_vars=True), {}
+        experts = get_pg_size(self.groups.ep) * self.num_gemms
+        first = get_pg_rank(self.groups.ep) * self.num_gemms
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded = {}
         for i in range(self.num_gemms):
             tensors = make_sharded_tensors_for_checkpoint(
                 {f"{i}.weight": state[f"weight{i}"]},
@@ -195,7 +223,9 @@ class TorchSpecProvider(BackendSpecProvider):
         """Return the linear split by output rows that includes the preceding norm."""
         return NormColumnParallelLinear
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> type:
         """Return RMSNorm, the only norm of the supported families."""
         return RMSNorm
 
@@ -203,12 +233,19 @@ class TorchSpecProvider(BackendSpecProvider):
         """Return attention over packed sequences with context parallelism."""
         return PackedAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> Any:
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
+    ) -> Any:
         """Return TEGroupedMLP with our linears; the class itself does not depend on TE."""
-        if not hasattr(experts, "GroupedMLPSubmodules"):  # 0.16: (class, submodules); the caller adds the activation
-            return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear)
+        # 0.16: (class, submodules); the caller adds the activation
+        if not hasattr(experts, "GroupedMLPSubmodules"):
+            return experts.TEGroupedMLP, MLPSubmodules(
+                linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear
+            )
         parts = experts.GroupedMLPSubmodules(
-            linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear, activation_func=self.activation_func()
+            linear_fc1=GroupedLinear,
+            linear_fc2=RowGroupedLinear,
+            activation_func=self.activation_func(),
         )
         return functools.partial(experts.TEGroupedMLP, submodules=parts)  # 0.19: a factory
 
@@ -218,7 +255,8 @@ class TorchSpecProvider(BackendSpecProvider):
 
 
 def install() -> None:
-    """Make Megatron's TE layer spec use `TorchSpecProvider`, and fix code paths that fail without TE. Idempotent.
+    """Make Megatron's TE layer spec use `TorchSpecProvider`, and fix code paths that fail without
+    TE. Idempotent.
 
     Line numbers refer to Megatron-Core 0.16.1 unless another version is given.
     """
@@ -231,28 +269,38 @@ def install() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     layer_specs.TESpecProvider = moe_specs.TESpecProvider = TorchSpecProvider
-    transformer_engine_spec_provider.TESpecProvider = TorchSpecProvider  # 0.19: backends.py:209, for latent attention
+    # 0.19: backends.py:209, for latent attention
+    transformer_engine_spec_provider.TESpecProvider = TorchSpecProvider
     layer_specs.TENorm = RMSNorm
     rope_utils.fused_apply_rotary_pos_emb_thd = rotate
-    transformer_block.LayerNormImpl = RMSNorm  # transformer_block.py:66 falls back to WrappedTorchNorm
-    # multi_latent_attention.py:382 and 424 check for TELinear down projections; the name is None there without TE
+    # transformer_block.py:66 falls back to WrappedTorchNorm
+    transformer_block.LayerNormImpl = RMSNorm
+    # multi_latent_attention.py:382 and 424 check for TELinear down projections; the name is None
+    # there without TE
     multi_latent_attention.TELinear = DuplicatedLinear
-    # without TE, random.py:636 treats every module discarded by selective recomputation as fp8 and queries TE for its
-    # state
+    # without TE, random.py:636 treats every module discarded by selective recomputation as fp8 and
+    # queries TE for its state
     if not random.HAVE_TE:
         random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = random.fp8_autocast = _without_fp8
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # moe_utils.py:34 imports it in a try; 1192 and 1225 then raise NameError
+        # moe_utils.py:34 imports it in a try; 1192 and 1225 then raise NameError
+        moe_utils.te_general_gemm = None
     # 0.19 has its own version that does not sync either
     if "align_size" not in inspect.signature(moe_utils.permute).parameters:
         token_dispatcher.permute = functools.partial(permute, moe_utils.permute)
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     if not getattr(dispatcher._maybe_dtoh_and_synchronize, "from_hybridflow", False):
-        dispatcher._maybe_dtoh_and_synchronize = _where_they_are(dispatcher._maybe_dtoh_and_synchronize)
-        token_dispatcher.sort_chunks_by_idxs = functools.partial(_sorted_chunks, moe_utils.sort_chunks_by_idxs)
+        dispatcher._maybe_dtoh_and_synchronize = _where_they_are(
+            dispatcher._maybe_dtoh_and_synchronize
+        )
+        token_dispatcher.sort_chunks_by_idxs = functools.partial(
+            _sorted_chunks, moe_utils.sort_chunks_by_idxs
+        )
     if not getattr(token_dispatcher.maybe_move_tensor_to_cpu, "from_hybridflow", False):
-        token_dispatcher.maybe_move_tensor_to_cpu = _to_host(token_dispatcher.maybe_move_tensor_to_cpu)
+        token_dispatcher.maybe_move_tensor_to_cpu = _to_host(
+            token_dispatcher.maybe_move_tensor_to_cpu
+        )
 
 
 class ExpertCounts:
@@ -272,29 +320,43 @@ class ExpertCounts:
 def _where_they_are(original: Any) -> Any:
     """Keep expert counts on the device without expert parallelism.
 
-    No other rank has to be told its row counts, so the host need not wait for them (token_dispatcher.py:803).
+    No other rank has to be told its row counts, so the host need not wait for them
+    (token_dispatcher.py:803).
     """
 
-    def _maybe_dtoh_and_synchronize(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    def _maybe_dtoh_and_synchronize(
+        dispatcher: Any, point: str, tokens_per_expert: Any = None
+    ) -> Any:
         if dispatcher.ep_size > 1 or dispatcher.tp_size > 1 or tokens_per_expert is None:
             return original(dispatcher, point, tokens_per_expert)
-        return tokens_per_expert if isinstance(tokens_per_expert, ExpertCounts) else ExpertCounts(tokens_per_expert)
+        return (
+            tokens_per_expert
+            if isinstance(tokens_per_expert, ExpertCounts)
+            else ExpertCounts(tokens_per_expert)
+        )
 
     _maybe_dtoh_and_synchronize.from_hybridflow = True  # type: ignore[attr-defined]
     return _maybe_dtoh_and_synchronize
 
 
 def _sorted_chunks(
-    original: Any, rows: torch.Tensor, split_sizes: Any, order: torch.Tensor, probs: Any = None, fused: bool = False
+    original: Any,
+    rows: torch.Tensor,
+    split_sizes: Any,
+    order: torch.Tensor,
+    probs: Any = None,
+    fused: bool = False,
 ) -> Any:
-    """Megatron's `sort_chunks_by_idxs`, without a copy if the chunks are already in order, as with a single rank."""
+    """Megatron's `sort_chunks_by_idxs`, without a copy if the chunks are already in order, as with
+    a single rank."""
     if torch.equal(order, torch.arange(len(order))):
         return rows, probs
     return original(rows, split_sizes, order, probs, fused)
 
 
 def _without_fp8(**_: Any) -> contextlib.AbstractContextManager[None]:
-    """Null context in place of TE's contexts around a forward pass and its recomputation, since nothing is in fp8."""
+    """Null context in place of TE's contexts around a forward pass and its recomputation, since
+    nothing is in fp8."""
     return contextlib.nullcontext()
 
 
@@ -304,7 +366,9 @@ def _to_host(original: Any) -> Any:
     gloo's all_to_all_single expects a list, and moe_utils.py:1092 only converts CUDA tensors.
     """
 
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def maybe_move_tensor_to_cpu(
+        tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
         moved = original(tensor, as_numpy, record_stream)
         if as_numpy and isinstance(moved, torch.Tensor) and not moved.is_cuda:
             return moved.numpy()

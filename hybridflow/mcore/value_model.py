@@ -19,7 +19,8 @@ from hybridflow.mcore.packed import MicroBatch
 from hybridflow.mcore.step import Metrics, backward_outputs, forward_outputs
 from hybridflow.models.scalar_head import ScalarHead
 
-# (values at response tokens [n] or scores [s], micro-batch) -> (loss sum, count, metric sums with counts)
+# (values at response tokens [n] or scores [s], micro-batch) -> (loss sum, count, metric sums with
+# counts)
 ScalarLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]]
 # selects from the model's output [1, t', 1] of a micro-batch
 Pick = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
@@ -48,13 +49,15 @@ class ValueModel(MegatronPolicy):
     family: ScalarHead
 
     def values(self, batch: DataProto, *, max_tokens: int) -> Jagged | None:
-        """Compute a value for every response token in batch order; None on ranks outside the last stage."""
+        """Compute a value for every response token in batch order; None on ranks outside the last
+        stage."""
         micro_batches = self._micro_batches(batch, max_tokens, ())
         found = self._outputs(micro_batches, response_values)
         return unpack(found, micro_batches, len(batch)) if parallel.is_last_stage() else None
 
     def scores(self, batch: DataProto, *, max_tokens: int) -> np.ndarray | None:
-        """Compute the score [B] at the last token of each sample; None on ranks outside the last stage."""
+        """Compute the score [B] at the last token of each sample; None on ranks outside the last
+        stage."""
         micro_batches = self._micro_batches(batch, max_tokens, (), last_token=True)
         found = self._outputs(micro_batches, sequence_scores)
         if not parallel.is_last_stage():
@@ -93,11 +96,14 @@ class ValueModel(MegatronPolicy):
     def _train(
         self, micro_batches: Sequence[MicroBatch], loss: ScalarLoss, pick: Pick
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        def of_output(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        def of_output(
+            micro: MicroBatch, output: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
             return loss(pick(micro, output), micro)
 
         return self._update(
-            len(micro_batches), lambda watch: backward_outputs(self.chunks, micro_batches, of_output, watch)
+            len(micro_batches),
+            lambda watch: backward_outputs(self.chunks, micro_batches, of_output, watch),
         )
 
 

@@ -1,9 +1,11 @@
-"""Building blocks of decoder layers: their tensors in a checkpoint and their sharding over Megatron ranks.
+"""Building blocks of decoder layers: their tensors in a checkpoint and their sharding over Megatron
+ranks.
 
-Every block has three methods. `tensors(source)` returns the HF tensors below the layer's prefix with their shapes,
-`local(source, target, at)` the parameters of a rank, and `divisions(at)` the divisibility requirements. Megatron names
-are those of the Transformer Engine layer specification (`models/gpt/gpt_layer_specs.py` of Megatron-Core 0.16): the
-norm before a dense linear is a parameter of that linear.
+Every block has three methods. `tensors(source)` returns the HF tensors below the layer's prefix
+with their shapes, `local(source, target, at)` the parameters of a rank, and `divisions(at)` the
+divisibility requirements. Megatron names are those of the Transformer Engine layer specification
+(`models/gpt/gpt_layer_specs.py` of Megatron-Core 0.16): the norm before a dense linear is a
+parameter of that linear.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from typing import Protocol
 from hybridflow.models.layout import Coordinates, LocalTensor, split, stacked, stacked_rows, whole
 
 Shapes = dict[str, tuple[int, ...]]
-# (HF field, its value, configuration key of the size, size): the value must be a multiple of the size
+# (HF field, its value, configuration key of the size, size): the value must be a multiple of the
+# size
 Division = tuple[str, int, str, int]
 
-TENSOR, EXPERT = "actor.parallel.tensor", "actor.parallel.expert"
+TENSOR = "actor.parallel.tensor"
+EXPERT = "actor.parallel.expert"
 
 
 class Block(Protocol):
@@ -27,7 +31,8 @@ class Block(Protocol):
         """Return HF names and shapes below the layer's prefix `source` ("model.layers.3.")."""
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return the tensors of the rank at `at`. `target` is Megatron's prefix ("decoder.layers.0.")."""
+        """Return the tensors of the rank at `at`. `target` is Megatron's prefix
+        ("decoder.layers.0.")."""
 
     def divisions(self, at: Coordinates) -> list[Division]:
         """Return the divisibility requirements of this sharding."""
@@ -40,9 +45,9 @@ class Block(Protocol):
 class GroupedAttention:
     """Grouped-query attention, including the preceding `input_layernorm`.
 
-    `linear_qkv` interleaves by KV group: [query heads of the group, key, value] for each group, and ranks take equal
-    shares of these rows. With fewer groups than ranks the split goes through a group, as in Megatron
-    (`get_query_key_value_tensors`).
+    `linear_qkv` interleaves by KV group: [query heads of the group, key, value] for each group, and
+    ranks take equal shares of these rows. With fewer groups than ranks the split goes through a
+    group, as in Megatron (`get_query_key_value_tensors`).
     """
 
     hidden: int
@@ -53,8 +58,11 @@ class GroupedAttention:
     qk_norm: bool = False
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norm and the four projections, plus biases and head norms if the family has them."""
-        q, kv, attention = self.heads * self.head_dim, self.groups * self.head_dim, f"{source}self_attn."
+        """Return the norm and the four projections, plus biases and head norms if the family has
+        them."""
+        q = self.heads * self.head_dim
+        kv = self.groups * self.head_dim
+        attention = f"{source}self_attn."
         shapes: Shapes = {f"{source}input_layernorm.weight": (self.hidden,)}
         for name, rows in (("q", q), ("k", kv), ("v", kv)):
             shapes[f"{attention}{name}_proj.weight"] = (rows, self.hidden)
@@ -62,27 +70,57 @@ class GroupedAttention:
                 shapes[f"{attention}{name}_proj.bias"] = (rows,)
         shapes[f"{attention}o_proj.weight"] = (self.hidden, q)
         if self.qk_norm:
-            shapes[f"{attention}q_norm.weight"] = shapes[f"{attention}k_norm.weight"] = (self.head_dim,)
+            shapes[f"{attention}q_norm.weight"] = shapes[f"{attention}k_norm.weight"] = (
+                self.head_dim,
+            )
         return shapes
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """Return the fused QKV projection, split by rows, and the output projection, split by columns."""
-        hf, mine, out = f"{source}self_attn.", f"{target}self_attention.", self.heads * self.head_dim
+        """Return the fused QKV projection, split by rows, and the output projection, split by
+        columns."""
+        hf = f"{source}self_attn."
+        mine = f"{target}self_attention."
+        out = self.heads * self.head_dim
         tensors = [
-            whole(f"{mine}linear_qkv.layer_norm_weight", f"{source}input_layernorm.weight", (self.hidden,)),
+            whole(
+                f"{mine}linear_qkv.layer_norm_weight",
+                f"{source}input_layernorm.weight",
+                (self.hidden,),
+            ),
             stacked_rows(
-                f"{mine}linear_qkv.weight", self._interleaved(hf, "weight"), (self.hidden,), at.tp_rank, at.tp_size
+                f"{mine}linear_qkv.weight",
+                self._interleaved(hf, "weight"),
+                (self.hidden,),
+                at.tp_rank,
+                at.tp_size,
             ),
         ]
         if self.qkv_bias:
             tensors.append(
-                stacked_rows(f"{mine}linear_qkv.bias", self._interleaved(hf, "bias"), (), at.tp_rank, at.tp_size)
+                stacked_rows(
+                    f"{mine}linear_qkv.bias",
+                    self._interleaved(hf, "bias"),
+                    (),
+                    at.tp_rank,
+                    at.tp_size,
+                )
             )
         if self.qk_norm:
-            tensors.append(whole(f"{mine}q_layernorm.weight", f"{hf}q_norm.weight", (self.head_dim,)))
-            tensors.append(whole(f"{mine}k_layernorm.weight", f"{hf}k_norm.weight", (self.head_dim,)))
+            tensors.append(
+                whole(f"{mine}q_layernorm.weight", f"{hf}q_norm.weight", (self.head_dim,))
+            )
+            tensors.append(
+                whole(f"{mine}k_layernorm.weight", f"{hf}k_norm.weight", (self.head_dim,))
+            )
         tensors.append(
-            split(f"{mine}linear_proj.weight", f"{hf}o_proj.weight", (self.hidden, out), 1, at.tp_rank, at.tp_size)
+            split(
+                f"{mine}linear_proj.weight",
+                f"{hf}o_proj.weight",
+                (self.hidden, out),
+                1,
+                at.tp_rank,
+                at.tp_size,
+            )
         )
         return tensors
 
@@ -101,7 +139,8 @@ class GroupedAttention:
         return divisions
 
     def _interleaved(self, hf: str, kind: str) -> list[tuple[str, int, int]]:
-        q_rows, parts = self.heads // self.groups * self.head_dim, []
+        q_rows = self.heads // self.groups * self.head_dim
+        parts = []
         for group in range(self.groups):
             parts.append((f"{hf}q_proj.{kind}", group * q_rows, q_rows))
             parts.append((f"{hf}k_proj.{kind}", group * self.head_dim, self.head_dim))
@@ -130,12 +169,16 @@ def gated_tensors(source: str, hidden: int, ffn: int, names: MlpNames) -> Shapes
 def gated_local(
     fc1: str, fc2: str, source: str, hidden: int, ffn: int, names: MlpNames, rank: int, size: int
 ) -> list[LocalTensor]:
-    """Return a rank's `fc1` (its rows of gate stacked on its rows of up) and `fc2` (its columns of down)."""
+    """Return a rank's `fc1` (its rows of gate stacked on its rows of up) and `fc2` (its columns of
+    down)."""
     rows = ffn // size
     parts = []
     for name in (names.gate, names.up):
         parts.append((f"{source}{name}.weight", rank * rows, rows))
-    return [stacked(fc1, parts, (hidden,)), split(fc2, f"{source}{names.down}.weight", (hidden, ffn), 1, rank, size)]
+    return [
+        stacked(fc1, parts, (hidden,)),
+        split(fc2, f"{source}{names.down}.weight", (hidden, ffn), 1, rank, size),
+    ]
 
 
 @dataclass(frozen=True)
@@ -154,9 +197,18 @@ class DenseMlp:
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
         """Return gate stacked on up, split by rows, and down, split by columns."""
-        fc1, fc2, hf = f"{target}mlp.linear_fc1.", f"{target}mlp.linear_fc2.weight", f"{source}{self.prefix}"
-        norm = whole(f"{fc1}layer_norm_weight", f"{source}post_attention_layernorm.weight", (self.hidden,))
-        return [norm, *gated_local(f"{fc1}weight", fc2, hf, self.hidden, self.ffn, self.names, at.tp_rank, at.tp_size)]
+        fc1 = f"{target}mlp.linear_fc1."
+        fc2 = f"{target}mlp.linear_fc2.weight"
+        hf = f"{source}{self.prefix}"
+        norm = whole(
+            f"{fc1}layer_norm_weight", f"{source}post_attention_layernorm.weight", (self.hidden,)
+        )
+        return [
+            norm,
+            *gated_local(
+                f"{fc1}weight", fc2, hf, self.hidden, self.ffn, self.names, at.tp_rank, at.tp_size
+            ),
+        ]
 
     def divisions(self, at: Coordinates) -> list[Division]:
         """Require an intermediate size divisible by the tensor parallel size."""
@@ -167,12 +219,14 @@ class DenseMlp:
 class Experts:
     """A mixture of experts: router, routed experts and optional shared experts.
 
-    Includes the preceding `post_attention_layernorm`. Routed experts are sharded by expert parallelism and expert
-    tensor parallelism, shared experts by regular tensor parallelism (`moe/shared_experts.py`). `expert_bias` is the
-    score correction of loss-free balancing, a fp32 buffer in Megatron. `grouped` selects Megatron's names: grouped GEMM
-    (`experts.linear_fc1.weight3`) or one module per expert (`experts.local_experts.3`). `shared` is the checkpoint's
-    name of the shared experts; with `shared_gate` their output is scaled by the sigmoid of a projection of the hidden
-    state. `keys` are the family's config keys for `ffn` and `num_experts`, used in messages.
+    Includes the preceding `post_attention_layernorm`. Routed experts are sharded by expert
+    parallelism and expert tensor parallelism, shared experts by regular tensor parallelism
+    (`moe/shared_experts.py`). `expert_bias` is the score correction of loss-free balancing, a fp32
+    buffer in Megatron. `grouped` selects Megatron's names: grouped GEMM
+    (`experts.linear_fc1.weight3`) or one module per expert (`experts.local_experts.3`). `shared` is
+    the checkpoint's name of the shared experts; with `shared_gate` their output is scaled by the
+    sigmoid of a projection of the hidden state. `keys` are the family's config keys for `ffn` and
+    `num_experts`, used in messages.
     """
 
     hidden: int
@@ -206,23 +260,35 @@ class Experts:
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
         """Return the whole router and this rank's share of the experts."""
-        hf, mlp = f"{source}{self.prefix}", f"{target}mlp."
+        hf = f"{source}{self.prefix}"
+        mlp = f"{target}mlp."
         tensors = [
-            whole(f"{target}pre_mlp_layernorm.weight", f"{source}post_attention_layernorm.weight", (self.hidden,)),
+            whole(
+                f"{target}pre_mlp_layernorm.weight",
+                f"{source}post_attention_layernorm.weight",
+                (self.hidden,),
+            ),
             whole(f"{mlp}router.weight", f"{hf}gate.weight", (self.num_experts, self.hidden)),
         ]
         if self.expert_bias:
-            bias = whole(f"{mlp}router.expert_bias", f"{hf}gate.e_score_correction_bias", (self.num_experts,))
+            bias = whole(
+                f"{mlp}router.expert_bias", f"{hf}gate.e_score_correction_bias", (self.num_experts,)
+            )
             tensors.append(replace(bias, dtype="float32", is_buffer=True))
         share = self.num_experts // at.ep_size
         for local in range(share):
             fc1, fc2 = self._expert_names(mlp, local)
             expert = f"{hf}experts.{at.ep_rank * share + local}."
-            tensors += gated_local(fc1, fc2, expert, self.hidden, self.ffn, self.names, at.etp_rank, at.etp_size)
+            tensors += gated_local(
+                fc1, fc2, expert, self.hidden, self.ffn, self.names, at.etp_rank, at.etp_size
+            )
         if self.shared_ffn:
-            fc1, fc2 = f"{mlp}shared_experts.linear_fc1.weight", f"{mlp}shared_experts.linear_fc2.weight"
+            fc1 = f"{mlp}shared_experts.linear_fc1.weight"
+            fc2 = f"{mlp}shared_experts.linear_fc2.weight"
             shared = f"{hf}{self.shared}."
-            tensors += gated_local(fc1, fc2, shared, self.hidden, self.shared_ffn, self.names, at.tp_rank, at.tp_size)
+            tensors += gated_local(
+                fc1, fc2, shared, self.hidden, self.shared_ffn, self.names, at.tp_rank, at.tp_size
+            )
         if self.shared_gate:
             gate = f"{hf}{self.shared}_gate.weight"
             tensors.append(whole(f"{mlp}shared_experts.gate_weight", gate, (1, self.hidden)))
@@ -239,12 +305,17 @@ class Experts:
             (experts, self.num_experts, EXPERT, at.ep_size),
         ]
         if self.shared_ffn:
-            divisions.append(("the shared experts' intermediate size", self.shared_ffn, TENSOR, at.tp_size))
+            divisions.append(
+                ("the shared experts' intermediate size", self.shared_ffn, TENSOR, at.tp_size)
+            )
         return divisions
 
     def _expert_names(self, mlp: str, local: int) -> tuple[str, str]:
         if self.grouped:
-            return f"{mlp}experts.linear_fc1.weight{local}", f"{mlp}experts.linear_fc2.weight{local}"
+            return (
+                f"{mlp}experts.linear_fc1.weight{local}",
+                f"{mlp}experts.linear_fc2.weight{local}",
+            )
         return (
             f"{mlp}experts.local_experts.{local}.linear_fc1.weight",
             f"{mlp}experts.local_experts.{local}.linear_fc2.weight",

@@ -1,4 +1,5 @@
-"""The transformers implementation of a family, used by the FSDP backend and the `hf` engine instead of Megatron's."""
+"""The transformers implementation of a family, used by the FSDP backend and the `hf` engine instead
+of Megatron's."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
 
     model_type = str(family.hf["model_type"])
     if model_type not in CONFIG_MAPPING:
-        raise ModelError(f"transformers has no model_type {model_type!r}; use another actor.backend or rollout.engine")
+        raise ModelError(
+            f"transformers has no model_type {model_type!r}; use another actor.backend or "
+            "rollout.engine"
+        )
     config = CONFIG_MAPPING[model_type].from_dict(dict(family.hf))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)

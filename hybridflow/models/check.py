@@ -1,4 +1,5 @@
-"""Check before start-up that the models of a run can be sharded as configured, using the families' own rules."""
+"""Check before start-up that the models of a run can be sharded as configured, using the families'
+own rules."""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ def check(config: RunConfig, job: str = "train") -> None:
     """Check all models of `hybridflow train`, `sft` or `train-reward`.
 
     Raises:
-        ConfigError: a model cannot be sharded as configured, or its weights folder is incomplete; one line per problem.
+        ConfigError: a model cannot be sharded as configured, or its weights folder is incomplete;
+            one line per problem.
     """
     use_family(config.model.family)
-    if found := list(dict.fromkeys(problems(config, job))) or list(dict.fromkeys(_folder_problems(config, job))):
+    if found := list(dict.fromkeys(problems(config, job))) or list(
+        dict.fromkeys(_folder_problems(config, job))
+    ):
         raise ConfigError("\n".join(found))
 
 
@@ -32,7 +36,8 @@ def _folder_problems(config: RunConfig, job: str) -> Iterator[str]:
         if model.path is None:
             continue
         try:
-            has_head = role not in ("critic", "reward_model")  # a scalar head may be newly initialised
+            # a scalar head may be newly initialised
+            has_head = role not in ("critic", "reward_model")
             family = family_of({"vocab_size": 1, **derived.hf_config(model)}) if has_head else None
             check_weights(Path(model.path), family.tensors() if family else ())
         except ModelError as error:
@@ -77,7 +82,8 @@ def _models(config: RunConfig, job: str) -> Iterator[tuple[str, ModelConfig]]:
     wanted = {
         "critic": job == "train" and derived.has_critic(config),
         "reference": job == "train" and derived.needs_reference(config),
-        "reward_model": job == "train-reward" or (job == "train" and derived.has_reward_model(config)),
+        "reward_model": job == "train-reward"
+        or (job == "train" and derived.has_reward_model(config)),
         "teacher": job == "train" and derived.has_teacher(config),
     }
     if config.actor.backend == "megatron":

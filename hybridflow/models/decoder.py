@@ -20,13 +20,13 @@ PIPELINE = "actor.parallel.pipeline"
 class Decoder:
     """Base class of the families.
 
-    Subclasses declare their fields and override the blocks of layers that are not grouped-query attention with a gated
-    MLP.
+    Subclasses declare their fields and override the blocks of layers that are not grouped-query
+    attention with a gated MLP.
 
     Args:
         hf: the contents of config.json.
-        mtp: whether the multi-token-prediction heads declared in the config are in the checkpoint. Published
-            checkpoints contain them, but transformers drops them on save.
+        mtp: whether the multi-token-prediction heads declared in the config are in the checkpoint.
+            Published checkpoints contain them, but transformers drops them on save.
 
     Raises:
         ModelError: config.json lacks a field, or has a value that the family does not support.
@@ -36,8 +36,10 @@ class Decoder:
         positions, theta, partial: transformers' defaults of max_position_embeddings, rope_theta and
         partial_rotary_factor; None: the family always rotates whole heads.
         latent_norm_eps: eps of the norms of latent attention, if it differs from rms_norm_eps.
-        qkv_bias, qk_norm: whether queries, keys and values have biases, and whether query and key heads have norms.
-        router: keyword arguments of Megatron's TransformerConfig for the experts; empty if there are none.
+        qkv_bias, qk_norm: whether queries, keys and values have biases, and whether query and key
+            heads have norms.
+        router: keyword arguments of Megatron's TransformerConfig for the experts; empty if there
+            are none.
     """
 
     fields: Fields
@@ -63,15 +65,18 @@ class Decoder:
         self.num_mtp = int(hf.get("num_nextn_predict_layers") or 0) if mtp else 0
         if mtp and self.tied:
             raise ModelError(
-                "tie_word_embeddings together with multi-token-prediction heads has no parameter map; set one of them "
-                "off"
+                "tie_word_embeddings together with multi-token-prediction heads has no parameter "
+                "map; set one of them off"
             )
         if self.heads % self.groups:
             raise ModelError(
-                f"num_attention_heads={self.heads} is no multiple of num_key_value_heads={self.groups} (transformers' "
-                f"default for {hf['model_type']} where config.json has none); set num_key_value_heads"
+                f"num_attention_heads={self.heads} is no multiple of "
+                f"num_key_value_heads={self.groups} (transformers' default for {hf['model_type']} "
+                "where config.json has none); set num_key_value_heads"
             )
-        self.rotary = Rotary.of(hf, self.rotary_width, theta=self.theta, positions=self.positions, partial=self.partial)
+        self.rotary = Rotary.of(
+            hf, self.rotary_width, theta=self.theta, positions=self.positions, partial=self.partial
+        )
 
     # ---- overridden by families
 
@@ -82,7 +87,9 @@ class Decoder:
 
     def attention(self, layer: int) -> Block:
         """Return the attention block of a layer, including the norm before it."""
-        return GroupedAttention(self.hidden, self.heads, self.groups, self.head_dim, self.qkv_bias, self.qk_norm)
+        return GroupedAttention(
+            self.hidden, self.heads, self.groups, self.head_dim, self.qkv_bias, self.qk_norm
+        )
 
     def mlp(self, layer: int) -> Block:
         """Return the MLP or experts block of a layer, including the norm before it."""
@@ -133,7 +140,10 @@ class Decoder:
         for head in range(self.num_mtp):
             prefix = f"model.layers.{self.num_layers + head}."
             shapes |= self._layer_tensors(self.num_layers + head)
-            shapes |= {f"{prefix}{name}.weight": (self.hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            shapes |= {
+                f"{prefix}{name}.weight": (self.hidden,)
+                for name in ("enorm", "hnorm", "shared_head.norm")
+            }
             shapes[f"{prefix}eh_proj.weight"] = (self.hidden, 2 * self.hidden)
         return shapes
 
@@ -198,75 +208,118 @@ class Decoder:
         rules += self._listed_stages(at) if at.layers_per_stage else self._pipeline_rules(at)
         for field, value, key, size in rules:
             if size < 1 or value % size:
-                raise ModelError(f"{field} is {value}, which {key} {size} does not divide; choose a divisor of {value}")
+                raise ModelError(
+                    f"{field} is {value}, which {key} {size} does not divide; choose a divisor of "
+                    f"{value}"
+                )
 
     def _pipeline_rules(self, at: Coordinates) -> list[Division]:
-        first, last = at.first_stage_layers, at.last_stage_layers
+        first = at.first_stage_layers
+        last = at.last_stage_layers
         middle = at.pp_size - (first > 0) - (last > 0)
         rules: list[Division] = []
         if first or last:
-            field = f"num_hidden_layers without the {first} of the first and the {last} of the last stage"
-            if at.pp_size == 1 or first + last > self.num_layers or (middle and first + last == self.num_layers):
+            field = (
+                f"num_hidden_layers without the {first} of the first and the {last} of the last "
+                "stage"
+            )
+            if (
+                at.pp_size == 1
+                or first + last > self.num_layers
+                or (middle and first + last == self.num_layers)
+            ):
                 raise ModelError(
-                    f"actor.parallel: first_stage_layers {first} and last_stage_layers {last} leave no layer for "
-                    "another stage; set them to 0"
+                    f"actor.parallel: first_stage_layers {first} and last_stage_layers {last} "
+                    "leave no layer for another stage; set them to 0"
                 )
             if not middle and first + last != self.num_layers:
                 raise ModelError(
-                    f"num_hidden_layers is {self.num_layers}, and {PIPELINE} {at.pp_size} has no stage besides the "
-                    f"first with first_stage_layers {first} and the last with last_stage_layers {last}; set one to 0"
+                    f"num_hidden_layers is {self.num_layers}, and {PIPELINE} {at.pp_size} has no "
+                    f"stage besides the first with first_stage_layers {first} and the last with "
+                    f"last_stage_layers {last}; set one to 0"
                 )
             if middle:
-                rules.append((field, self.num_layers - first - last, f"{PIPELINE} (its other stages)", middle))
+                rules.append(
+                    (
+                        field,
+                        self.num_layers - first - last,
+                        f"{PIPELINE} (its other stages)",
+                        middle,
+                    )
+                )
         else:
             rules.append(("num_hidden_layers", self.num_layers, PIPELINE, at.pp_size))
         return rules + [
-            (f"layers of pipeline stage {stage}", count, "actor.parallel.virtual_pipeline", at.vpp_size)
+            (
+                f"layers of pipeline stage {stage}",
+                count,
+                "actor.parallel.virtual_pipeline",
+                at.vpp_size,
+            )
             for stage, count in enumerate(at.stage_layers(self.num_layers))
         ]
 
     def _listed_stages(self, at: Coordinates) -> list[Division]:
-        """Check that the listed layers per stage fit this model. A valid list needs no divisibility rules."""
-        listed, stages = at.layers_per_stage, at.pp_size * at.vpp_size
+        """Check that the listed layers per stage fit this model. A valid list needs no divisibility
+        rules."""
+        listed = at.layers_per_stage
+        stages = at.pp_size * at.vpp_size
         key = f"actor.parallel.layers_per_stage {list(listed)}"
         if at.first_stage_layers or at.last_stage_layers:
             raise ModelError(
-                f"{key} already says the layers of every stage; set first_stage_layers {at.first_stage_layers} and "
-                f"last_stage_layers {at.last_stage_layers} to 0"
+                f"{key} already says the layers of every stage; set first_stage_layers "
+                f"{at.first_stage_layers} and last_stage_layers {at.last_stage_layers} to 0"
             )
         if len(listed) != stages:
             raise ModelError(
-                f"{key} has {len(listed)} numbers, and {PIPELINE} {at.pp_size} x virtual_pipeline {at.vpp_size} has "
-                f"{stages} stages; give one number for each"
+                f"{key} has {len(listed)} numbers, and {PIPELINE} {at.pp_size} x virtual_pipeline "
+                f"{at.vpp_size} has {stages} stages; give one number for each"
             )
         if sum(listed) != self.num_layers:
             raise ModelError(
-                f"{key} adds up to {sum(listed)} layers, and num_hidden_layers is {self.num_layers}; make them equal"
+                f"{key} adds up to {sum(listed)} layers, and num_hidden_layers is "
+                f"{self.num_layers}; make them equal"
             )
         if empty := [stage for stage, count in enumerate(listed[1:-1], 1) if not count]:
             raise ModelError(
-                f"{key} leaves stage {empty[0]} without a layer; only the first stage, with the embedding, and the "
-                "last, with the output layer, may have none"
+                f"{key} leaves stage {empty[0]} without a layer; only the first stage, with the "
+                "embedding, and the last, with the output layer, may have none"
             )
         if self.num_mtp and not listed[-1]:
             raise ModelError(
-                f"{key} leaves the last stage without a layer, and its multi-token-prediction heads need one"
+                f"{key} leaves the last stage without a layer, and its multi-token-prediction "
+                "heads need one"
             )
         return []
 
     def _layer(self, source: str, target: str, layer: int, at: Coordinates) -> list[LocalTensor]:
-        return [*self.attention(layer).local(source, target, at), *self.mlp(layer).local(source, target, at)]
+        return [
+            *self.attention(layer).local(source, target, at),
+            *self.mlp(layer).local(source, target, at),
+        ]
 
     def _mtp_head(self, head: int, at: Coordinates) -> list[LocalTensor]:
         layer = self.num_layers + head
-        source, target = f"model.layers.{layer}.", f"mtp.layers.{head}."
+        source = f"model.layers.{layer}."
+        target = f"mtp.layers.{head}."
         projection = (self.hidden, 2 * self.hidden)
         return [
             whole(f"{target}enorm.weight", f"{source}enorm.weight", (self.hidden,)),
             whole(f"{target}hnorm.weight", f"{source}hnorm.weight", (self.hidden,)),
-            split(f"{target}eh_proj.weight", f"{source}eh_proj.weight", projection, 0, at.tp_rank, at.tp_size),
+            split(
+                f"{target}eh_proj.weight",
+                f"{source}eh_proj.weight",
+                projection,
+                0,
+                at.tp_rank,
+                at.tp_size,
+            ),
             *self._layer(source, f"{target}transformer_layer.", layer, at),
-            whole(f"{target}final_layernorm.weight", f"{source}shared_head.norm.weight", (self.hidden,)),
+            whole(
+                f"{target}final_layernorm.weight",
+                f"{source}shared_head.norm.weight",
+                (self.hidden,),
+            ),
         ]
 
     def _vocab(self, name: str, source: str, at: Coordinates) -> LocalTensor:

@@ -29,10 +29,12 @@ class Family(Protocol):
         """Eps of the norms of latent attention, if it differs from the other norms."""
 
     def megatron_config(self) -> dict[str, Any]:
-        """Return the keyword arguments of Megatron's TransformerConfig that follow from the HF config."""
+        """Return the keyword arguments of Megatron's TransformerConfig that follow from the HF
+        config."""
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of Megatron's GPTModel: rotary base, tied embeddings, vocabulary."""
+        """Return the keyword arguments of Megatron's GPTModel: rotary base, tied embeddings,
+        vocabulary."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return every tensor of the HF checkpoint with its shape, in checkpoint order."""
@@ -53,18 +55,20 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
     """Return the family for a HF config (the contents of config.json).
 
     Args:
-        mtp: whether the multi-token-prediction heads declared in the config belong to the model. If False, they are
-            neither imported nor exported, as in transformers.
+        mtp: whether the multi-token-prediction heads declared in the config belong to the model. If
+            False, they are neither imported nor exported, as in transformers.
 
     Raises:
-        ModelError: `model_type` is missing or unsupported, or the config lacks a field or has an unsupported value.
+        ModelError: `model_type` is missing or unsupported, or the config lacks a field or has an
+            unsupported value.
     """
     model_type = str(hf_config.get("model_type"))
     if model_type not in FAMILIES.names():
         raise ModelError(
-            f"model_type {model_type!r} has no parameter map; supported: {', '.join(FAMILIES.names())}. Set it in "
-            f"model.hf_config or config.json, or give your own map: model.family=path/to/file.py:{model_type} "
-            "(for `hybridflow checkpoint`: --family)"
+            f"model_type {model_type!r} has no parameter map; supported: "
+            f"{', '.join(FAMILIES.names())}. Set it in model.hf_config or config.json, or give "
+            f"your own map: model.family=path/to/file.py:{model_type} (for `hybridflow "
+            "checkpoint`: --family)"
         )
     return FAMILIES.get(model_type)(hf_config, mtp)
 
@@ -73,7 +77,8 @@ def use_family(name: str | None) -> None:
     """Register the family from a user's file, so that `family_of` finds it in this process.
 
     Args:
-        name: `model.family`, "path/to/file.py:MODEL_TYPE"; the file calls `FAMILIES.register(MODEL_TYPE, ...)`.
+        name: `model.family`, "path/to/file.py:MODEL_TYPE"; the file calls
+            `FAMILIES.register(MODEL_TYPE, ...)`.
 
     Raises:
         ConfigError: the file cannot be imported or registers no such family.
@@ -93,7 +98,8 @@ def num_parameters(family: Family) -> int:
 
 
 def kept_dtypes(family: Family) -> dict[str, torch.dtype]:
-    """Return {HF tensor: dtype} of tensors whose dtype does not follow the model's (expert biases)."""
+    """Return {HF tensor: dtype} of tensors whose dtype does not follow the model's (expert
+    biases)."""
     import torch
 
     local = family.local_tensors(Coordinates())

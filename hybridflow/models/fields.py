@@ -1,8 +1,10 @@
-"""How each field of a Hugging Face config is handled: used, supported only with certain values, or without effect.
+"""How each field of a Hugging Face config is handled: used, supported only with certain values, or
+without effect.
 
-A family declares one `Fields`; `Fields.read` is the only place where values of a config are read and validated.
-`tests/dist/test_config_fields.py` fails if a family does not declare some field of the config class in transformers. It
-also changes every field and compares log-probs with those of transformers.
+A family declares one `Fields`; `Fields.read` is the only place where values of a config are read
+and validated. `tests/dist/test_config_fields.py` fails if a family does not declare some field of
+the config class in transformers. It also changes every field and compares log-probs with those of
+transformers.
 """
 
 from __future__ import annotations
@@ -25,26 +27,38 @@ SIZES: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "rms_norm_eps": 1e-6,
 }
-# fields of `PreTrainedConfig` and all families without effect on log-probs; `models.rotary` reads the rope_* fields
+# fields of `PreTrainedConfig` and all families without effect on log-probs; `models.rotary` reads
+# the rope_* fields
 _WITHOUT_INFLUENCE = frozenset(
     {
-        *("architectures", "dtype", "torch_dtype", "transformers_version", "initializer_range", "use_cache"),
+        *(
+            "architectures",
+            "dtype",
+            "torch_dtype",
+            "transformers_version",
+            "initializer_range",
+            "use_cache",
+        ),
         *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"),
         *("chunk_size_feed_forward", "is_encoder_decoder", "output_hidden_states", "return_dict"),
     }
 )
 _ROTARY = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings"})
-_FIXED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "attention_dropout": (0.0,)}
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_dropout": (0.0,),
+}
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A family's declaration. Field names, and the values of absent fields, are those of transformers' config class.
+    """A family's declaration. Field names, and the values of absent fields, are those of
+    transformers' config class.
 
     Attributes:
         used: fields that the family follows, each with transformers' default, or REQUIRED.
-        fixed: fields with their supported values, including transformers' default; in a list-valued field every element
-            must be a supported value.
+        fixed: fields with their supported values, including transformers' default; in a list-valued
+            field every element must be a supported value.
         unused: fields that do not change log-probs.
         nullable: used fields for which null has a different meaning than absence.
         aliases: alternative names of used fields in config.json.
@@ -65,12 +79,17 @@ class Fields:
         """Return {used field: value} for the contents of a config.json.
 
         Raises:
-            ModelError: a required field is missing, or a field has an unsupported value; names the field.
+            ModelError: a required field is missing, or a field has an unsupported value; names the
+                field.
         """
         model = f"the config of model_type {hf.get('model_type')}"
         for name, supported in {**_FIXED, **self.fixed}.items():
             value = hf.get(name)
-            if any(one not in supported for one in (value if isinstance(value, list) else [value]) if one is not None):
+            if any(
+                one not in supported
+                for one in (value if isinstance(value, list) else [value])
+                if one is not None
+            ):
                 wanted = f"set it to {supported[0]!r}" if supported else "leave it out"
                 raise ModelError(f"{model} has {name}={value!r}, which is not supported; {wanted}")
         given = {**{main: hf[other] for other, main in self.aliases.items() if other in hf}, **hf}

@@ -1,9 +1,11 @@
-"""Block-wise fp8, the format in which DeepSeek-V3 was published: which tensors are quantised, and their scales.
+"""Block-wise fp8, the format in which DeepSeek-V3 was published: which tensors are quantised, and
+their scales.
 
-`X.weight` is float8_e4m3fn `[o, i]` and `X.weight_scale_inv` float32 `[ceil(o / rows), ceil(i / columns)]`. A weight is
-its fp8 value times the scale of its block. The linears of attention, MLP and experts are quantised; embeddings, norms,
-biases, routers, MTP's `eh_proj` and the output head are not (transformers: `quantizers/quantizer_finegrained_fp8.py`;
-SGLang: `layers/quantization/fp8.py`).
+`X.weight` is float8_e4m3fn `[o, i]` and `X.weight_scale_inv` float32 `[ceil(o / rows), ceil(i /
+columns)]`. A weight is its fp8 value times the scale of its block. The linears of attention, MLP
+and experts are quantised; embeddings, norms, biases, routers, MTP's `eh_proj` and the output head
+are not (transformers: `quantizers/quantizer_finegrained_fp8.py`; SGLang:
+`layers/quantization/fp8.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +23,17 @@ FP8 = "float8_e4m3fn"
 SCALE_SUFFIX = "_scale_inv"
 _QUANTISED_PARTS = (".self_attn.", ".mlp.", ".block_sparse_moe.")
 _ROUTER = ".gate.weight"
-_BLOCK_WISE: Mapping[str, str] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+_BLOCK_WISE: Mapping[str, str] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+}
 
 
 @dataclass(frozen=True)
 class BlockQuantisation:
-    """Block size (rows, columns), and the modules that are not quantised, named as in HF's `modules_to_not_convert`."""
+    """Block size (rows, columns), and the modules that are not quantised, named as in HF's
+    `modules_to_not_convert`."""
 
     block: tuple[int, int] = (128, 128)
     skipped: tuple[str, ...] = ()
@@ -34,20 +41,25 @@ class BlockQuantisation:
     def __post_init__(self) -> None:
         if len(self.block) != 2 or min(self.block) < 1:
             raise ModelError(
-                f"quantization_config.weight_block_size is {list(self.block)}; give two positive numbers, rows and "
-                "columns"
+                f"quantization_config.weight_block_size is {list(self.block)}; give two positive "
+                "numbers, rows and columns"
             )
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> BlockQuantisation:
-        """Return the weight format of the engines, read from config.json. Defaults to blocks of 128 x 128.
+        """Return the weight format of the engines, read from config.json. Defaults to blocks of 128
+        x 128.
 
         Raises:
-            ModelError: another quantisation, static activation scales, or scales that are rounded to powers of two.
+            ModelError: another quantisation, static activation scales, or scales that are rounded
+                to powers of two.
         """
         said: Mapping[str, Any] = hf_config.get("quantization_config") or {}
         _refuse_others(said, {**_BLOCK_WISE, "scale_fmt": "float"}, "weights are not brought into")
-        return cls(tuple(said.get("weight_block_size") or (128, 128)), tuple(said.get("modules_to_not_convert") or ()))
+        return cls(
+            tuple(said.get("weight_block_size") or (128, 128)),
+            tuple(said.get("modules_to_not_convert") or ()),
+        )
 
     @classmethod
     def of_checkpoint(cls, hf_config: Mapping[str, Any]) -> BlockQuantisation | None:
@@ -62,12 +74,14 @@ class BlockQuantisation:
         _refuse_others({"quant_method": "none", **said}, _BLOCK_WISE, "weights cannot be read from")
         if not said.get("weight_block_size"):
             raise ModelError(
-                "quantization_config has no weight_block_size: only fp8 weights with a scale for each block can be "
-                "read; give a folder in bfloat16 or in block-wise fp8"
+                "quantization_config has no weight_block_size: only fp8 weights with a scale for "
+                "each block can be read; give a folder in bfloat16 or in block-wise fp8"
             )
         return cls(tuple(said["weight_block_size"]))
 
-    def dequantise(self, values: torch.Tensor, scales: torch.Tensor, start: Sequence[int]) -> torch.Tensor:
+    def dequantise(
+        self, values: torch.Tensor, scales: torch.Tensor, start: Sequence[int]
+    ) -> torch.Tensor:
         """Dequantise a region of a weight to fp32 [o, i].
 
         Args:
@@ -82,10 +96,14 @@ class BlockQuantisation:
             scales = scales.index_select(dim, at)
         return values.float() * scales
 
-    def blocks_of(self, start: Sequence[int], shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def blocks_of(
+        self, start: Sequence[int], shape: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (start, shape) of the scales that belong to a region of a weight."""
         first = tuple(low // size for low, size in zip(start, self.block, strict=True))
-        ends = (-(-(low + n) // size) for low, n, size in zip(start, shape, self.block, strict=True))
+        ends = (
+            -(-(low + n) // size) for low, n, size in zip(start, shape, self.block, strict=True)
+        )
         return first, tuple(end - low for end, low in zip(ends, first, strict=True))
 
     def covers(self, name: str, shape: Sequence[int]) -> bool:
@@ -99,17 +117,21 @@ class BlockQuantisation:
             return False
         module = name.removesuffix(".weight")
         return not any(
-            module == other or module.startswith(f"{other}.") or module.endswith(f".{other}") for other in self.skipped
+            module == other or module.startswith(f"{other}.") or module.endswith(f".{other}")
+            for other in self.skipped
         )
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of a weight `[..., rows, columns]`."""
         return (*shape[:-2], -(-shape[-2] // self.block[0]), -(-shape[-1] // self.block[1]))
 
-    def checkpoint(self, tensors: Mapping[str, Sequence[int]]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    def checkpoint(
+        self, tensors: Mapping[str, Sequence[int]]
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Return ({HF name: shape}, {HF name: dtype}) of a quantised checkpoint.
 
-        Shapes list each scale directly after its tensor. Dtypes are given for quantised tensors and scales.
+        Shapes list each scale directly after its tensor. Dtypes are given for quantised tensors and
+        scales.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}
@@ -121,7 +143,8 @@ class BlockQuantisation:
         return shapes, dtypes
 
     def config(self) -> dict[str, Any]:
-        """Return the `quantization_config` for config.json with which an engine allocates such buffers."""
+        """Return the `quantization_config` for config.json with which an engine allocates such
+        buffers."""
         skipped = {"modules_to_not_convert": list(self.skipped)} if self.skipped else {}
         return {**_BLOCK_WISE, "weight_block_size": list(self.block), **skipped}
 
@@ -130,5 +153,6 @@ def _refuse_others(said: Mapping[str, Any], accepted: Mapping[str, str], what: s
     for key, value in accepted.items():
         if said.get(key) not in (None, value):
             raise ModelError(
-                f"quantization_config.{key} is {said[key]!r}, which {what}; block-wise fp8 has {value!r} there"
+                f"quantization_config.{key} is {said[key]!r}, which {what}; block-wise fp8 has "
+                f"{value!r} there"
             )

@@ -1,9 +1,9 @@
 """Sharding of Hugging Face tensors over Megatron ranks, as data.
 
-A rank's local tensor is described by rectangular `Piece`s: (HF tensor, HF region) <-> (local tensor, local region),
-both regions of the same shape. Elements of a local tensor that no piece covers are padding (vocabulary rows added for
-tensor parallelism) and are zero. Import, export and weight sync all use these pieces; there is no second description of
-the sharding.
+A rank's local tensor is described by rectangular `Piece`s: (HF tensor, HF region) <-> (local
+tensor, local region), both regions of the same shape. Elements of a local tensor that no piece
+covers are padding (vocabulary rows added for tensor parallelism) and are zero. Import, export and
+weight sync all use these pieces; there is no second description of the sharding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Piece:
-    """One rectangle: `source[source_start : +shape]` of the HF tensor is `local[local_start : +shape]` on the rank."""
+    """One rectangle: `source[source_start : +shape]` of the HF tensor is `local[local_start :
+    +shape]` on the rank."""
 
     source: str
     source_start: tuple[int, ...]
@@ -45,9 +46,9 @@ class Piece:
 class LocalTensor:
     """A rank's parameter: its Megatron name, local shape and the pieces that fill it.
 
-    `dtype` is set if the tensor has a fixed precision that does not depend on the model's dtype ("float32" for expert
-    biases). `is_buffer` marks a registered buffer of the module rather than a parameter. The last `padding_rows` rows
-    have no source.
+    `dtype` is set if the tensor has a fixed precision that does not depend on the model's dtype
+    ("float32" for expert biases). `is_buffer` marks a registered buffer of the module rather than a
+    parameter. The last `padding_rows` rows have no source.
     """
 
     name: str
@@ -62,10 +63,11 @@ class LocalTensor:
 class Coordinates:
     """Position of a rank, or of one of its virtual stages (`vpp_rank`), in the Megatron layout.
 
-    `etp` is the tensor parallelism of experts. `first_stage_layers` and `last_stage_layers` are Megatron's
-    `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 gives the stage an even share. `layers_per_stage` lists
-    the layers of every (virtual) stage in model order, `pp_size * vpp_size` numbers; empty: not listed. All values are
-    integers, so that a `row` of them can be sent as one tensor.
+    `etp` is the tensor parallelism of experts. `first_stage_layers` and `last_stage_layers` are
+    Megatron's `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 gives the stage an even
+    share. `layers_per_stage` lists the layers of every (virtual) stage in model order, `pp_size *
+    vpp_size` numbers; empty: not listed. All values are integers, so that a `row` of them can be
+    sent as one tensor.
     """
 
     tp_rank: int = 0
@@ -102,8 +104,8 @@ class Coordinates:
     def chunk_layers(self, num_layers: int) -> list[int]:
         """Return the number of layers of each virtual stage in model order.
 
-        The order is the first virtual stage of every pipeline stage, then the second of every one, and so on. All code
-        that needs a rank's layers goes through this method.
+        The order is the first virtual stage of every pipeline stage, then the second of every one,
+        and so on. All code that needs a rank's layers goes through this method.
         """
         if self.layers_per_stage:
             return list(self.layers_per_stage)
@@ -112,8 +114,11 @@ class Coordinates:
     def stage_layers(self, num_layers: int) -> list[int]:
         """Return the number of layers of each pipeline stage, summed over its virtual stages."""
         if self.layers_per_stage:
-            return [sum(self.layers_per_stage[stage :: self.pp_size]) for stage in range(self.pp_size)]
-        first, last = self.first_stage_layers, self.last_stage_layers
+            return [
+                sum(self.layers_per_stage[stage :: self.pp_size]) for stage in range(self.pp_size)
+            ]
+        first = self.first_stage_layers
+        last = self.last_stage_layers
         middle = self.pp_size - (first > 0) - (last > 0)
         counts = [(num_layers - first - last) // middle if middle > 0 else 0] * self.pp_size
         counts[0], counts[-1] = first or counts[0], last or counts[-1]
@@ -124,7 +129,8 @@ class Coordinates:
 
         They are consistent with `get_transformer_layer_offset` of Megatron-Core 0.16.
         """
-        counts, chunk = self.chunk_layers(num_layers), self.vpp_rank * self.pp_size + self.pp_rank
+        counts = self.chunk_layers(num_layers)
+        chunk = self.vpp_rank * self.pp_size + self.pp_rank
         start = sum(counts[:chunk])
         return range(start, start + counts[chunk])
 
@@ -149,19 +155,24 @@ def whole(name: str, source: str, shape: Sequence[int]) -> LocalTensor:
     return LocalTensor(name, tuple(shape), (Piece(source, zeros, zeros, tuple(shape)),))
 
 
-def split(name: str, source: str, shape: Sequence[int], dim: int, rank: int, size: int) -> LocalTensor:
+def split(
+    name: str, source: str, shape: Sequence[int], dim: int, rank: int, size: int
+) -> LocalTensor:
     """Return an even split of one HF tensor along `dim`."""
     local = list(shape)
     local[dim] //= size
     start = [0] * len(shape)
     start[dim] = rank * local[dim]
-    return LocalTensor(name, tuple(local), (Piece(source, tuple(start), (0,) * len(shape), tuple(local)),))
+    return LocalTensor(
+        name, tuple(local), (Piece(source, tuple(start), (0,) * len(shape), tuple(local)),)
+    )
 
 
 def vocabulary(
     name: str, source: str, vocab: int, hidden: int, rank: int, size: int, padded: int | None = None
 ) -> LocalTensor:
-    """Split `[vocab, hidden]` over ranks, with the vocabulary padded to `padded` rows (None: to a multiple of `size`).
+    """Split `[vocab, hidden]` over ranks, with the vocabulary padded to `padded` rows (None: to a
+    multiple of `size`).
 
     Padding rows have no source.
     """
@@ -182,7 +193,9 @@ def stacked(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int
 
     `parts` are (HF name, first row, number of rows); `tail` are the other dimensions.
     """
-    pieces, row, zeros = [], 0, (0,) * len(tail)
+    pieces = []
+    row = 0
+    zeros = (0,) * len(tail)
     for source, first, rows in parts:
         pieces.append(Piece(source, (first, *zeros), (row, *zeros), (rows, *tail)))
         row += rows
@@ -192,20 +205,27 @@ def stacked(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int
 def stacked_rows(
     name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int], rank: int, size: int
 ) -> LocalTensor:
-    """Return this rank's even share of the rows of `stacked(name, parts, tail)`. The split may go through a part."""
+    """Return this rank's even share of the rows of `stacked(name, parts, tail)`. The split may go
+    through a part."""
     total = sum(rows for _, _, rows in parts)
-    low, high = total // size * rank, total // size * (rank + 1)
-    mine, row = [], 0
+    low = total // size * rank
+    high = total // size * (rank + 1)
+    mine = []
+    row = 0
     for source, first, rows in parts:
-        start, end = max(row, low), min(row + rows, high)
+        start = max(row, low)
+        end = min(row + rows, high)
         if start < end:
             mine.append((source, first + start - row, end - start))
         row += rows
     return stacked(name, mine, tail)
 
 
-def boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Decompose the elements [low, high) of a row-major array into (start, size) rectangles, in order.
+def boxes(
+    shape: tuple[int, ...], low: int, high: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Decompose the elements [low, high) of a row-major array into (start, size) rectangles, in
+    order.
 
     Each is contiguous in the flat array.
     """
@@ -215,7 +235,8 @@ def boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[i
         yield ((low,), (high - low,)) if shape else ((), ())
         return
     inner = prod(shape[1:])
-    first, last = -(-low // inner), high // inner
+    first = -(-low // inner)
+    last = high // inner
     if first > last:  # all within one row
         yield from _within(shape, last, low, high)
         return
@@ -225,7 +246,9 @@ def boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[i
     yield from _within(shape, last, last * inner, high)
 
 
-def _within(shape: tuple[int, ...], row: int, low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _within(
+    shape: tuple[int, ...], row: int, low: int, high: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     base = row * prod(shape[1:])
     for start, size in boxes(shape[1:], low - base, high - base):
         yield (row, *start), (1, *size)

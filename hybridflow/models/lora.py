@@ -1,13 +1,14 @@
 """Low-rank adapters as data: the adapted linears, and the sharding of their two factors.
 
-An adapted linear computes with W + scale * B A, scale = alpha / rank, A [rank, in], B [out, rank] (arXiv 2106.09685).
-The factors of a Megatron linear are sharded like the linear: B's rows like the weight's rows, A's columns like its
-columns. Both therefore follow from the family's map of the weight, without separate index arithmetic: each of a rank's
-rows of a fused projection (queries, keys and values interleaved by group, gate stacked on up) maps to the Hugging Face
-tensor that it belongs to.
+An adapted linear computes with W + scale * B A, scale = alpha / rank, A [rank, in], B [out, rank]
+(arXiv 2106.09685). The factors of a Megatron linear are sharded like the linear: B's rows like the
+weight's rows, A's columns like its columns. Both therefore follow from the family's map of the
+weight, without separate index arithmetic: each of a rank's rows of a fused projection (queries,
+keys and values interleaved by group, gate stacked on up) maps to the Hugging Face tensor that it
+belongs to.
 
-Names are PEFT's: `model.layers.0.self_attn.q_proj.lora_A.weight`. HF linears that Megatron fuses share one A. It is
-stored under the name of the first linear; the names of the others are `aliases`.
+Names are PEFT's: `model.layers.0.self_attn.q_proj.lora_A.weight`. HF linears that Megatron fuses
+share one A. It is stored under the name of the first linear; the names of the others are `aliases`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class AdapterMap:
     """
 
     def __init__(self, family: Family, config: LoraConfig, seed: int) -> None:
-        self.config, self.scale = config, config.alpha / config.rank
+        self.config = config
+        self.scale = config.alpha / config.rank
         linears = []
         for local in family.local_tensors(Coordinates()):
             if _can_be_adapted(local):
@@ -67,14 +69,22 @@ class AdapterMap:
         has = dict.fromkeys(map(_target, linears))
         if missing := [target for target in config.targets if target not in has]:
             raise ModelError(
-                f"actor.lora.targets: the model has no {', '.join(missing)} to adapt (routed experts have no "
-                f"adapters); choose from {', '.join(has)}"
+                f"actor.lora.targets: the model has no {', '.join(missing)} to adapt (routed "
+                f"experts have no adapters); choose from {', '.join(has)}"
             )
         # HF tensor -> the unsharded Megatron weight that contains it
-        self._uncut = {piece.source: local for local in linears if self._is_wanted(local) for piece in local.pieces}
+        self._uncut = {
+            piece.source: local
+            for local in linears
+            if self._is_wanted(local)
+            for piece in local.pieces
+        }
         self._rows = {name: shape[0] for name, shape in family.tensors().items()}
-        # variance 1 / (3 in), like PEFT's kaiming_uniform(a=sqrt(5)); the layers' inputs have unit variance per element
-        self._noise = RandomWeights({name: shape for name, shape in self.tensors().items() if is_a(name)}, seed, 1.0)
+        # variance 1 / (3 in), like PEFT's kaiming_uniform(a=sqrt(5)); the layers' inputs have unit
+        # variance per element
+        self._noise = RandomWeights(
+            {name: shape for name, shape in self.tensors().items() if is_a(name)}, seed, 1.0
+        )
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return every factor with its shape, without `aliases`."""
@@ -123,11 +133,15 @@ class AdapterMap:
         return names_of(self._uncut[source].pieces[0].source)[0]
 
     def _adapted(self, weight: LocalTensor) -> AdaptedWeight:
-        rank, (rows, columns) = self.config.rank, weight.shape
+        rank = self.config.rank
+        rows, columns = weight.shape
         uncut = self._uncut[weight.pieces[0].source]
-        a, b = {}, []
+        a = {}
+        b = []
         for piece in weight.pieces:
-            (row, column), (local_row, local_column), (high, wide) = piece.source_start, piece.local_start, piece.shape
+            row, column = piece.source_start
+            local_row, local_column = piece.local_start
+            high, wide = piece.shape
             one = Piece(self._a_of(piece.source), (0, column), (0, local_column), (rank, wide))
             a[one.local_start] = one
             b.append(Piece(names_of(piece.source)[1], (row, 0), (local_row, 0), (high, rank)))
@@ -136,7 +150,11 @@ class AdapterMap:
             weight,
             LocalTensor(f"{module}.lora.A", (rank, columns), tuple(a.values())),
             LocalTensor(f"{module}.lora.B", (rows, rank), tuple(b)),
-            "rows" if rows < uncut.shape[0] else "columns" if columns < uncut.shape[1] else "nothing",
+            "rows"
+            if rows < uncut.shape[0]
+            else "columns"
+            if columns < uncut.shape[1]
+            else "nothing",
         )
 
 
@@ -167,29 +185,37 @@ def is_adapter(parameter: str) -> bool:
 
 
 def merge(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor | None = None
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute weight [o, i] + scale * b [o, r] @ a [r, i] in fp32, rounded once.
 
-    The result is written to `out` or a new tensor of the weight's dtype. Works in strips to limit the fp32 temporary.
-    Merging the same region under another sharding may differ in the last bit of fp32.
+    The result is written to `out` or a new tensor of the weight's dtype. Works in strips to limit
+    the fp32 temporary. Merging the same region under another sharding may differ in the last bit of
+    fp32.
     """
     out = torch.empty_like(weight) if out is None else out
-    wide, rows = a.float(), max(1, _STRIP // max(1, weight.shape[1]))
+    wide = a.float()
+    rows = max(1, _STRIP // max(1, weight.shape[1]))
     for low in range(0, len(weight), rows):
         strip = slice(low, low + rows)
         out[strip] = torch.addmm(weight[strip].float(), b[strip].float(), wide, alpha=scale)
     return out
 
 
-def peft_config(facts: Mapping[str, Any], modules: Iterable[str], tensors: Iterable[str]) -> dict[str, Any]:
+def peft_config(
+    facts: Mapping[str, Any], modules: Iterable[str], tensors: Iterable[str]
+) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
     Args:
         facts: `AdapterMap.facts`.
         modules: HF names of the adapted linears.
-        tensors: all tensors of the model. If a tensor that is not adapted has the same last name as an adapted one, the
-            adapted module is listed by its full name.
+        tensors: all tensors of the model. If a tensor that is not adapted has the same last name as
+            an adapted one, the adapted module is listed by its full name.
     """
     adapted = set(modules)
     others = set()
@@ -214,7 +240,9 @@ def peft_config(facts: Mapping[str, Any], modules: Iterable[str], tensors: Itera
 
 def _can_be_adapted(local: LocalTensor) -> bool:
     return (
-        local.name.endswith(".weight") and ".experts." not in local.name and _last(_module(local)).startswith("linear_")
+        local.name.endswith(".weight")
+        and ".experts." not in local.name
+        and _last(_module(local)).startswith("linear_")
     )
 
 

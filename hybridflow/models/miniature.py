@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_VOCABULARY, _HEAD, _EXPERTS = 160, 16, 8
+_VOCABULARY = 160
+_HEAD = 16
+_EXPERTS = 8
 _WIDTHS: Mapping[str, int] = {
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
@@ -28,7 +30,8 @@ _DROPPED = ("auto_map", "quantization_config", "num_nextn_predict_layers", "num_
 def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with widths, layers, heads, experts and vocabulary reduced.
 
-    Everything else is unchanged: rotary settings, norms, biases, the router, and which layers are dense.
+    Everything else is unchanged: rotary settings, norms, biases, the router, and which layers are
+    dense.
 
     Args:
         hf: the contents of a config.json.
@@ -56,15 +59,20 @@ def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _heads(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the number of query heads per key head, up to eight. Latent attention has one key per head."""
+    """Keep the number of query heads per key head, up to eight. Latent attention has one key per
+    head."""
     heads = int(hf.get("num_attention_heads") or 1)
     groups = int(hf.get("num_key_value_heads") or heads)
     few = 4 if groups == heads else min(2, groups)
     many = few if groups == heads else few * min(8, heads // groups)
     # without a head_dim in config.json, it is hidden_size / num_attention_heads
-    hidden = 64 if hf.get("head_dim") is not None or hf.get("kv_lora_rank") is not None else many * _HEAD
+    hidden = (
+        64 if hf.get("head_dim") is not None or hf.get("kv_lora_rank") is not None else many * _HEAD
+    )
     found = {"num_attention_heads": many, "hidden_size": hidden}
-    return found | ({"num_key_value_heads": few} if hf.get("num_key_value_heads") is not None else {})
+    return found | (
+        {"num_key_value_heads": few} if hf.get("num_key_value_heads") is not None else {}
+    )
 
 
 def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:

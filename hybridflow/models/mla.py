@@ -1,8 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2/V3): queries, keys and values pass through low-rank latents.
+"""Multi-head latent attention (DeepSeek-V2/V3): queries, keys and values pass through low-rank
+latents.
 
-The down projections of the latents are replicated on every tensor-parallel rank (`parallel_mode="duplicated"` in
-Megatron); the up projections are split by heads. A head's rows are [no-position part, rotary part] in `q_b_proj` and
-[key, value] in `kv_b_proj`. Megatron keeps that order and the interleaved rotary halves, so no rows are permuted
+The down projections of the latents are replicated on every tensor-parallel rank
+(`parallel_mode="duplicated"` in Megatron); the up projections are split by heads. A head's rows are
+[no-position part, rotary part] in `q_b_proj` and [key, value] in `kv_b_proj`. Megatron keeps that
+order and the interleaved rotary halves, so no rows are permuted
 (`transformer/multi_latent_attention.py`).
 """
 
@@ -30,8 +32,10 @@ class LatentAttention:
     v_dim: int
 
     def tensors(self, source: str) -> Shapes:
-        """Return the norm, the latents' down and up projections with their norms, and the output projection."""
-        hf, q = f"{source}self_attn.", self.heads * (self.nope_dim + self.rope_dim)
+        """Return the norm, the latents' down and up projections with their norms, and the output
+        projection."""
+        hf = f"{source}self_attn."
+        q = self.heads * (self.nope_dim + self.rope_dim)
         shapes: Shapes = {f"{source}input_layernorm.weight": (self.hidden,)}
         if self.q_rank is None:
             shapes[f"{hf}q_proj.weight"] = (q, self.hidden)
@@ -47,7 +51,9 @@ class LatentAttention:
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
         """Return whole down projections and up projections split by heads."""
-        hf, mine, shapes = f"{source}self_attn.", f"{target}self_attention.", self.tensors(source)
+        hf = f"{source}self_attn."
+        mine = f"{target}self_attention."
+        shapes = self.tensors(source)
 
         def full(name: str, tensor: str) -> LocalTensor:
             return whole(name, tensor, shapes[tensor])
@@ -60,7 +66,9 @@ class LatentAttention:
             tensors.append(cut(f"{mine}linear_q_proj.weight", f"{hf}q_proj.weight", 0))
         else:
             tensors.append(full(f"{mine}linear_q_down_proj.weight", f"{hf}q_a_proj.weight"))
-            tensors.append(full(f"{mine}linear_q_up_proj.layer_norm_weight", f"{hf}q_a_layernorm.weight"))
+            tensors.append(
+                full(f"{mine}linear_q_up_proj.layer_norm_weight", f"{hf}q_a_layernorm.weight")
+            )
             tensors.append(cut(f"{mine}linear_q_up_proj.weight", f"{hf}q_b_proj.weight", 0))
         return [
             *tensors,

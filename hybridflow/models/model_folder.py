@@ -12,7 +12,8 @@ from pathlib import Path
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import ModelError
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _POINTER = b"version https://git-lfs"
 _MOST_HEADER_BYTES = 100 << 20  # limit of the safetensors library
 
@@ -25,26 +26,30 @@ def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
         tensors: names of required tensors.
 
     Raises:
-        ModelError: a file is missing, truncated or a git-lfs pointer, or a tensor is missing. The message has the
-            command that completes the folder.
+        ModelError: a file is missing, truncated or a git-lfs pointer, or a tensor is missing. The
+            message has the command that completes the folder.
     """
     held, files = _listed(folder)
     if missing := [name for name in files if not (folder / name).is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"{folder / missing[0]}{more}: {INDEX} lists it, and it is not there; {_again(folder)}")
+        raise ModelError(
+            f"{folder / missing[0]}{more}: {INDEX} lists it, and it is not there; {_again(folder)}"
+        )
     for name in files:
         present = _names_in(folder / name)
         if absent := held.get(name, set()) - present:
             raise ModelError(
-                f"{folder / name} has no tensor {min(absent)}, which {INDEX} says is in it; {_again(folder)}"
+                f"{folder / name} has no tensor {min(absent)}, which {INDEX} says is in it; "
+                f"{_again(folder)}"
             )
         held[name] = present if name == SINGLE else held[name]
     known = set().union(*held.values())
     if absent := set(tensors) - known:
         where = folder / (INDEX if (folder / INDEX).exists() else SINGLE)
         raise ModelError(
-            f"{where} lacks {len(absent)} of the {len(set(tensors))} tensors that config.json implies, for example "
-            f"{min(absent)}; if config.json is of the same model, {_again(folder)}"
+            f"{where} lacks {len(absent)} of the {len(set(tensors))} tensors that config.json "
+            f"implies, for example {min(absent)}; if config.json is of the same model, "
+            f"{_again(folder)}"
         )
 
 
@@ -53,14 +58,18 @@ def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
     index = folder / INDEX
     if index.is_file():
         if _is_pointer(index):
-            raise ModelError(f"{index} is a git-lfs pointer in place of the file; {_again(folder, pointer=True)}")
+            raise ModelError(
+                f"{index} is a git-lfs pointer in place of the file; {_again(folder, pointer=True)}"
+            )
         try:
             weight_map = read_outside_json(index)["weight_map"]
             held: dict[str, set[str]] = {}
             for name, file in weight_map.items():
                 held.setdefault(Path(file).name, set()).add(name)
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            raise ModelError(f"{index} is no index of weights ({error}); {_again(folder)}") from error
+            raise ModelError(
+                f"{index} is no index of weights ({error}); {_again(folder)}"
+            ) from error
         return held, sorted(held)
     if (folder / SINGLE).is_file():
         return {}, [SINGLE]
@@ -71,15 +80,20 @@ def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
             weights.append(path.name)
     other = sorted(weights)
     if shards:
-        raise ModelError(f"{index} is missing beside {len(shards)} files of weights; {_again(folder)}")
+        raise ModelError(
+            f"{index} is missing beside {len(shards)} files of weights; {_again(folder)}"
+        )
     found = f"; {other[0]} is in another form, and only safetensors are read" if other else ""
     raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}{found}; {_again(folder)}")
 
 
 def _names_in(file: Path) -> set[str]:
-    """Return the tensor names of a safetensors file after checking that the file is not truncated."""
+    """Return the tensor names of a safetensors file after checking that the file is not
+    truncated."""
     if _is_pointer(file):
-        raise ModelError(f"{file} is a git-lfs pointer in place of weights; {_again(file.parent, pointer=True)}")
+        raise ModelError(
+            f"{file} is a git-lfs pointer in place of weights; {_again(file.parent, pointer=True)}"
+        )
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -92,8 +106,8 @@ def _names_in(file: Path) -> set[str]:
         raise ModelError(f"{file} is no whole safetensors file; {_again(file.parent)}") from error
     if size != 8 + length + end:
         raise ModelError(
-            f"{file} is no whole safetensors file: it has {size} bytes, and its header says {8 + length + end}; "
-            f"{_again(file.parent)}"
+            f"{file} is no whole safetensors file: it has {size} bytes, and its header says "
+            f"{8 + length + end}; {_again(file.parent)}"
         )
     return names
 

@@ -21,16 +21,21 @@ def published(name: str) -> dict[str, Any]:
     """
     if name not in published_names():
         raise ModelError(
-            f"no sizes of a model {name!r} are known here; there are {', '.join(published_names())}, or give a "
-            f"config.json"
+            f"no sizes of a model {name!r} are known here; there are "
+            f"{', '.join(published_names())}, or give a config.json"
         )
     return _sizes(_group(name))
 
 
 @functools.cache
 def published_names() -> tuple[str, ...]:
-    """Return the models with known sizes: the groups with a vocabulary size. The tiny models leave it open."""
-    return tuple(sorted(file.stem for file in _group("*").parent.glob("*.yaml") if "vocab_size" in _sizes(file)))
+    """Return the models with known sizes: the groups with a vocabulary size. The tiny models leave
+    it open."""
+    return tuple(
+        sorted(
+            file.stem for file in _group("*").parent.glob("*.yaml") if "vocab_size" in _sizes(file)
+        )
+    )
 
 
 def _group(name: str) -> Path:

@@ -1,7 +1,8 @@
-"""Rotary position embeddings as configured in config.json: frequencies, and YaRN's attention factors.
+"""Rotary position embeddings as configured in config.json: frequencies, and YaRN's attention
+factors.
 
-The formulas follow transformers' `modeling_rope_utils.py`: linear position interpolation (arXiv 2306.15595), YaRN
-(arXiv 2309.00071), and Llama 3.1's interpolation.
+The formulas follow transformers' `modeling_rope_utils.py`: linear position interpolation (arXiv
+2306.15595), YaRN (arXiv 2309.00071), and Llama 3.1's interpolation.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ class Rotary:
 
     @classmethod
     def of(
-        cls, hf: Mapping[str, Any], head_dim: int, *, theta: float, positions: int, partial: float | None = None
+        cls,
+        hf: Mapping[str, Any],
+        head_dim: int,
+        *,
+        theta: float,
+        positions: int,
+        partial: float | None = None,
     ) -> Rotary:
         """Read the settings from a config.json.
 
@@ -57,27 +64,40 @@ class Rotary:
             hf: the contents of config.json.
             head_dim: number of elements of a head.
             theta, positions: the family's defaults of rope_theta and max_position_embeddings.
-            partial: the family's default share of each head that is rotated; None: the family always rotates whole
-                heads.
+            partial: the family's default share of each head that is rotated; None: the family
+                always rotates whole heads.
 
         Raises:
-            ModelError: unsupported rope_type, a missing setting, or partial rotation in a family without it.
+            ModelError: unsupported rope_type, a missing setting, or partial rotation in a family
+                without it.
         """
         settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
         kind = str(settings.get("rope_type") or settings.get("type") or "default")
         model = f"the config of model_type {hf.get('model_type')}"
         if kind not in _NEEDS or any(isinstance(value, Mapping) for value in settings.values()):
-            what = f"rope_type {kind!r}" if kind not in _NEEDS else "rotary settings of its own for each kind of layer"
-            raise ModelError(f"{model} has {what}, which is not supported; there are {', '.join(_NEEDS)}")
+            what = (
+                f"rope_type {kind!r}"
+                if kind not in _NEEDS
+                else "rotary settings of its own for each kind of layer"
+            )
+            raise ModelError(
+                f"{model} has {what}, which is not supported; there are {', '.join(_NEEDS)}"
+            )
         missing = [name for name in _NEEDS[kind] if settings.get(name) is None]
         if missing:
             raise ModelError(f"{model} has rope_type {kind!r} without {', '.join(missing)}")
-        share = _first(settings.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), partial, 1.0)
+        share = _first(
+            settings.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), partial, 1.0
+        )
         if partial is None and share != 1.0:
-            raise ModelError(f"{model} has partial_rotary_factor={share}, which is not supported; leave it out")
+            raise ModelError(
+                f"{model} has partial_rotary_factor={share}, which is not supported; leave it out"
+            )
         longest = _first(hf.get("max_position_embeddings"), positions)
         original = _first(
-            hf.get("original_max_position_embeddings"), settings.get("original_max_position_embeddings"), longest
+            hf.get("original_max_position_embeddings"),
+            settings.get("original_max_position_embeddings"),
+            longest,
         )
         base = _first(settings.get("rope_theta"), hf.get("rope_theta"), theta)
         return cls(int(head_dim * share), float(base), kind, float(share), int(original), settings)
@@ -99,29 +119,42 @@ class Rotary:
         """Factor applied to the cosines and sines."""
         if self.kind != "yarn":
             return 1.0
-        settings, factor = self.settings, self.settings["factor"]
+        settings = self.settings
+        factor = self.settings["factor"]
         if settings.get("attention_factor") is not None:
             return float(settings["attention_factor"])
-        over, under = settings.get("mscale"), settings.get("mscale_all_dim")
+        over = settings.get("mscale")
+        under = settings.get("mscale_all_dim")
         return (
-            _concentration(factor, over) / _concentration(factor, under) if over and under else _concentration(factor)
+            _concentration(factor, over) / _concentration(factor, under)
+            if over and under
+            else _concentration(factor)
         )
 
     def _yarn(self, wavelengths: torch.Tensor) -> torch.Tensor:
-        """Keep fast rotations and interpolate slow ones, with a linear ramp over the dimensions in between."""
+        """Keep fast rotations and interpolate slow ones, with a linear ramp over the dimensions in
+        between."""
         import torch
 
-        low, high = (self._dimension_of(self.settings.get(name) or rotations) for name, rotations in _BETAS)
+        low, high = (
+            self._dimension_of(self.settings.get(name) or rotations) for name, rotations in _BETAS
+        )
         if self.settings.get("truncate", True):
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.dim - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, self.dim - 1)
         steps = torch.arange(self.dim // 2, dtype=torch.float32) - low
         keep = 1 - torch.clamp(steps / (high - low if high != low else 0.001), 0, 1)
         return 1.0 / (self.settings["factor"] * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
 
     def _dimension_of(self, rotations: float) -> float:
         """Return the dimension that completes this many rotations within the original length."""
-        return self.dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+        return (
+            self.dim
+            * math.log(self.original / (rotations * 2 * math.pi))
+            / (2 * math.log(self.theta))
+        )
 
     def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
         import torch

@@ -1,8 +1,9 @@
-"""A family's decoder with a linear [hidden -> 1] as its output layer: the parameter map of critics and reward models.
+"""A family's decoder with a linear [hidden -> 1] as its output layer: the parameter map of critics
+and reward models.
 
-In Hugging Face format these are transformers' `*ForTokenClassification` (a value for every token: critics) and
-`*ForSequenceClassification` (a score at the last token: reward models) with one label. The head is `score.weight` in
-both.
+In Hugging Face format these are transformers' `*ForTokenClassification` (a value for every token:
+critics) and `*ForSequenceClassification` (a score at the last token: reward models) with one label.
+The head is `score.weight` in both.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from hybridflow.models.family import Family
 from hybridflow.models.layout import Coordinates, LocalTensor, whole
 from hybridflow.models.weights import RandomWeights, WeightSource
 
-TOKENS, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
-WEIGHT, BIAS = "score.weight", "score.bias"
+TOKENS = "ForTokenClassification"
+SEQUENCE = "ForSequenceClassification"
+WEIGHT = "score.weight"
+BIAS = "score.bias"
 _OUTPUT = "lm_head.weight"
 
 
@@ -27,14 +30,17 @@ class ScalarHead:
     Args:
         backbone: the causal language model's family.
         task: TOKENS or SEQUENCE; affects only the names in config.json.
-        bias: whether the head has a bias (transformers' token classifiers have one unless `token_classification_bias`
-            is false).
+        bias: whether the head has a bias (transformers' token classifiers have one unless
+            `token_classification_bias` is false).
     """
 
     def __init__(self, backbone: Family, task: str, bias: bool = False) -> None:
-        self.backbone, self.bias = backbone, bias
-        self.num_layers, self.vocab_size = backbone.num_layers, backbone.vocab_size
-        self.rotary, self.latent_norm_eps = backbone.rotary, backbone.latent_norm_eps
+        self.backbone = backbone
+        self.bias = bias
+        self.num_layers = backbone.num_layers
+        self.vocab_size = backbone.vocab_size
+        self.rotary = backbone.rotary
+        self.latent_norm_eps = backbone.latent_norm_eps
         self.hidden = int(backbone.hf["hidden_size"])
         self.architecture = backbone.architecture.removesuffix("ForCausalLM") + task
         self.hf: Mapping[str, Any] = {
@@ -90,13 +96,15 @@ class ScalarHead:
 class FreshHead:
     """A checkpoint's backbone weights with a newly initialised head.
 
-    The head is N(0, 1 / (hidden + 1)), so that values start near 0. It depends only on the seed, not on the layout or
-    the checkpoint.
+    The head is N(0, 1 / (hidden + 1)), so that values start near 0. It depends only on the seed,
+    not on the layout or the checkpoint.
     """
 
     def __init__(self, backbone: WeightSource, family: ScalarHead, seed: int) -> None:
         self.backbone = backbone
-        self.head = RandomWeights({WEIGHT: (1, family.hidden), BIAS: (1,)}, seed, 1.0 / (family.hidden + 1))
+        self.head = RandomWeights(
+            {WEIGHT: (1, family.hidden), BIAS: (1,)}, seed, 1.0 / (family.hidden + 1)
+        )
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Read a region from the head if `name` belongs to it, else from the backbone."""

@@ -14,7 +14,8 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.fields import REQUIRED
 
 LAYER_SIZES: Mapping[str, Any] = dict.fromkeys(
-    ("intermediate_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"), REQUIRED
+    ("intermediate_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
+    REQUIRED,
 )
 # Megatron's sigmoid router always renormalises the selected scores
 ROUTER_FIXED: Mapping[str, tuple[Any, ...]] = {"norm_topk_prob": (True,)}
@@ -23,7 +24,8 @@ EXPERT_ALIASES: Mapping[str, str] = {"num_local_experts": "n_routed_experts"}
 
 
 class SigmoidDecoder(Decoder):
-    """Base class of these families: a gated MLP in the first `first_k_dense_replace` layers, then experts."""
+    """Base class of these families: a gated MLP in the first `first_k_dense_replace` layers, then
+    experts."""
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
@@ -41,39 +43,56 @@ class SigmoidDecoder(Decoder):
         keys = ("moe_intermediate_size", "n_routed_experts")
         ffn, experts = (int(self.values[key]) for key in keys)
         shared_ffn = int(self.values["n_shared_experts"]) * ffn
-        return Experts(self.hidden, ffn, experts, shared_ffn=shared_ffn, expert_bias=True, keys=keys)
+        return Experts(
+            self.hidden, ffn, experts, shared_ffn=shared_ffn, expert_bias=True, keys=keys
+        )
 
 
 def sigmoid_router_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the router's keyword arguments of TransformerConfig.
 
     Raises:
-        ModelError: the experts cannot be divided into groups that allow this top-k, or Megatron would score a group by
-            a number of experts other than its best two, as published models and engines do.
+        ModelError: the experts cannot be divided into groups that allow this top-k, or Megatron
+            would score a group by a number of experts other than its best two, as published models
+            and engines do.
     """
-    dense, ffn = int(values["first_k_dense_replace"]), int(values["moe_intermediate_size"])
-    groups, chosen, topk = (int(values[name]) for name in ("n_group", "topk_group", "num_experts_per_tok"))
+    dense = int(values["first_k_dense_replace"])
+    ffn = int(values["moe_intermediate_size"])
+    groups, chosen, topk = (
+        int(values[name]) for name in ("n_group", "topk_group", "num_experts_per_tok")
+    )
     experts = int(values["n_routed_experts"])
-    if experts % groups or experts < 2 * groups or chosen > groups or topk > experts // groups * chosen:
+    if (
+        experts % groups
+        or experts < 2 * groups
+        or chosen > groups
+        or topk > experts // groups * chosen
+    ):
         raise ModelError(
-            f"num_experts_per_tok={topk} of n_routed_experts={experts} cannot be chosen from topk_group={chosen} of "
-            f"n_group={groups} groups; groups are equal, of at least two experts, and hold as many as are chosen"
+            f"num_experts_per_tok={topk} of n_routed_experts={experts} cannot be chosen from "
+            f"topk_group={chosen} of n_group={groups} groups; groups are equal, of at least two "
+            "experts, and hold as many as are chosen"
         )
     if topk == 1:  # moe_utils.py:721 renormalises only if topk > 1
-        raise ModelError("num_experts_per_tok=1 is not supported: Megatron's sigmoid router does not renormalise one")
-    # Megatron scores a group by its best topk // topk_group experts (moe_utils.py:554), transformers and SGLang by its
-    # best two
+        raise ModelError(
+            "num_experts_per_tok=1 is not supported: Megatron's sigmoid router does not "
+            "renormalise one"
+        )
+    # Megatron scores a group by its best topk // topk_group experts (moe_utils.py:554),
+    # transformers and SGLang by its best two
     if groups > 1 and topk // chosen != 2:
         raise ModelError(
-            f"num_experts_per_tok={topk} with topk_group={chosen} of n_group={groups} is not supported: Megatron "
-            "scores a group of experts by its best num_experts_per_tok // topk_group, Hugging Face by its best two; "
-            "choose num_experts_per_tok = 2 * topk_group"
+            f"num_experts_per_tok={topk} with topk_group={chosen} of n_group={groups} is not "
+            "supported: Megatron scores a group of experts by its best num_experts_per_tok // "
+            "topk_group, Hugging Face by its best two; choose num_experts_per_tok = 2 * topk_group"
         )
     config: dict[str, Any] = {
         "num_moe_experts": experts,
         "moe_router_topk": topk,
         "moe_ffn_hidden_size": ffn,
-        "moe_layer_freq": [int(layer >= dense) for layer in range(int(values["num_hidden_layers"]))],
+        "moe_layer_freq": [
+            int(layer >= dense) for layer in range(int(values["num_hidden_layers"]))
+        ],
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_router_score_function": "sigmoid",

@@ -1,4 +1,5 @@
-"""Megatron's settings for the router of Mixtral and Qwen3-MoE: softmax scores, no groups, no biases."""
+"""Megatron's settings for the router of Mixtral and Qwen3-MoE: softmax scores, no groups, no
+biases."""
 
 from __future__ import annotations
 
@@ -7,18 +8,24 @@ from typing import Any
 from hybridflow.errors import ModelError
 
 
-def softmax_router_config(num_experts: int, topk: int, ffn: int, *, renormalised: bool) -> dict[str, Any]:
+def softmax_router_config(
+    num_experts: int, topk: int, ffn: int, *, renormalised: bool
+) -> dict[str, Any]:
     """Return the router's keyword arguments of TransformerConfig.
 
-    With `renormalised` the probabilities of the selected experts are normalised to sum to 1. This equals a softmax over
-    the selected logits alone.
+    With `renormalised` the probabilities of the selected experts are normalised to sum to 1. This
+    equals a softmax over the selected logits alone.
 
     Raises:
-        ModelError: top-k exceeds the number of experts, or is 1 with renormalisation, a combination that Megatron's
-            router rejects.
+        ModelError: top-k exceeds the number of experts, or is 1 with renormalisation, a combination
+            that Megatron's router rejects.
     """
     if topk > num_experts or (renormalised and topk == 1):
-        wanted = f"at most {num_experts}" if topk > num_experts else "at least 2 where probabilities are renormalised"
+        wanted = (
+            f"at most {num_experts}"
+            if topk > num_experts
+            else "at least 2 where probabilities are renormalised"
+        )
         raise ModelError(f"num_experts_per_tok={topk} is not supported; it must be {wanted}")
     return {
         "num_moe_experts": num_experts,

@@ -18,14 +18,29 @@ from hybridflow.models.model_folder import INDEX, SINGLE
 
 # files copied along with weights: tokenizers, templates, generation settings, remote code, licences
 _COMPANIONS = (
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*vocab*.json", "*vocab*.txt", "merges.txt"),
-    *("*.model", "*.model.v[0-9]*", "*.tiktoken", "tekken.json", "*.jinja", "additional_chat_templates/*.jinja"),
+    *(
+        "tokenizer*.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "*vocab*.json",
+        "*vocab*.txt",
+        "merges.txt",
+    ),
+    *(
+        "*.model",
+        "*.model.v[0-9]*",
+        "*.tiktoken",
+        "tekken.json",
+        "*.jinja",
+        "additional_chat_templates/*.jinja",
+    ),
     *("generation_config.json", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy a published folder's regular files that are neither weights nor config.json, unchanged."""
+    """Copy a published folder's regular files that are neither weights nor config.json,
+    unchanged."""
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
             if file.is_file():
@@ -44,13 +59,15 @@ class WeightSource(Protocol):
 class RandomWeights:
     """A seeded initialisation that does not depend on the parallel layout.
 
-    Every tensor has a separate generator seeded by (seed, HF name), so sharding never changes the values. (Megatron's
-    own CPU initialisation gives every expert-parallel rank the same experts.) Norms are one, biases zero, matrices N(0,
-    std).
+    Every tensor has a separate generator seeded by (seed, HF name), so sharding never changes the
+    values. (Megatron's own CPU initialisation gives every expert-parallel rank the same experts.)
+    Norms are one, biases zero, matrices N(0, std).
     """
 
     def __init__(self, tensors: Mapping[str, tuple[int, ...]], seed: int, std: float) -> None:
-        self.tensors, self.seed, self.std = dict(tensors), seed, std
+        self.tensors = dict(tensors)
+        self.seed = seed
+        self.std = std
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Generate a region of the tensor in fp32."""
@@ -64,12 +81,14 @@ class RandomWeights:
 
 
 class SafetensorsFolder:
-    """A Hugging Face folder: `model.safetensors`, or shards listed in `model.safetensors.index.json`.
+    """A Hugging Face folder: `model.safetensors`, or shards listed in
+    `model.safetensors.index.json`.
 
     Block-wise fp8 weights are dequantised with their scales on read.
 
     Raises:
-        ModelError: the folder has no weights, or its config.json specifies an unsupported quantisation.
+        ModelError: the folder has no weights, or its config.json specifies an unsupported
+            quantisation.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -92,8 +111,8 @@ class SafetensorsFolder:
                 raise ModelError(f"{file} is no whole safetensors file: {error}") from error
         else:
             raise ModelError(
-                f"{self.folder} holds no model.safetensors and no model.safetensors.index.json; model.path must be a "
-                "Hugging Face folder with weights"
+                f"{self.folder} holds no model.safetensors and no model.safetensors.index.json; "
+                "model.path must be a Hugging Face folder with weights"
             )
 
     def names(self) -> set[str]:
@@ -112,8 +131,9 @@ class SafetensorsFolder:
         scales = f"{name}{SCALE_SUFFIX}"
         if self.quantisation is None or scales not in self.files:
             raise ModelError(
-                f"{self.folder}: {name} is {str(values.dtype).removeprefix('torch.')} without a scale for each block "
-                f"({scales} and quantization_config in config.json), so its values are not known"
+                f"{self.folder}: {name} is {str(values.dtype).removeprefix('torch.')} without a "
+                f"scale for each block ({scales} and quantization_config in config.json), so its "
+                "values are not known"
             )
         factors = self._region(scales, *self.quantisation.blocks_of(start, shape))
         return self.quantisation.dequantise(values, factors, start)
@@ -134,7 +154,9 @@ class SafetensorsFolder:
         from safetensors import SafetensorError, safe_open
 
         if name not in self.files:
-            raise ModelError(f"{self.folder} has no tensor {name}; is its config.json of another model?")
+            raise ModelError(
+                f"{self.folder} has no tensor {name}; is its config.json of another model?"
+            )
         file = self.folder / self.files[name]
         try:
             if file not in self._open:
@@ -146,10 +168,12 @@ class SafetensorsFolder:
     def _region(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         with self._view(name) as view:
             full = view.get_shape()
-            if len(full) != len(shape) or any(s + n > f for s, n, f in zip(start, shape, full, strict=True)):
+            if len(full) != len(shape) or any(
+                s + n > f for s, n, f in zip(start, shape, full, strict=True)
+            ):
                 raise ModelError(
-                    f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that "
-                    "config.json implies"
+                    f"{self.folder}: {name} has shape {full}, too small for the region "
+                    f"{start}+{shape} that config.json implies"
                 )
             return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
 
@@ -167,7 +191,10 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ModelError(f"{index} has no weight_map")
     for name, file in found.items():
         if not isinstance(file, str) or Path(file).name != file or file == "..":
-            raise ModelError(f"{index}: tensor {name} is said to lie in {file!r}, which is no file of this folder")
+            raise ModelError(
+                f"{index}: tensor {name} is said to lie in {file!r}, which is no file of this "
+                "folder"
+            )
     return found
 
 

@@ -1,1 +1,2 @@
-"""What a run shows and leaves behind: terminal progress, metrics, timeline, rollout dumps, environment, HTML report."""
+"""What a run shows and leaves behind: terminal progress, metrics, timeline, rollout dumps,
+environment, HTML report."""

@@ -1,5 +1,5 @@
-"""The report's charts as inline SVG: lines over steps and stacked bars over steps. Colours are CSS variables `--c0` …
-`--c7`, `--other`."""
+"""The report's charts as inline SVG: lines over steps and stacked bars over steps. Colours are CSS
+variables `--c0` … `--c7`, `--other`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from markupsafe import Markup
 
 from hybridflow.observe import scale
 
-WIDTH, HEIGHT = 440, 240
-LEFT, RIGHT, TOP, BOTTOM = 54, 14, 20, 38
+WIDTH = 440
+HEIGHT = 240
+LEFT = 54
+RIGHT = 14
+TOP = 20
+BOTTOM = 38
 MAX_POINTS = 1500  # points of one line; longer series are drawn as means of neighbours
 MAX_BARS = 80
 _MARKERS_UP_TO = 40  # points that still get a dot each
@@ -25,7 +29,8 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity over steps. A None is a gap. `color` is a slot of the palette, None the grey of "other"."""
+    """One quantity over steps. A None is a gap. `color` is a slot of the palette, None the grey of
+    "other"."""
 
     label: str
     points: Sequence[Point]
@@ -36,9 +41,9 @@ class Series:
 class Chart:
     """What to draw.
 
-    `trend` draws the single series faintly with its moving average on top; `include` are values that the y axis must
-    reach; `lines` are horizontal reference lines (value, text), `marks` vertical ones (step, text); `notes` are
-    labelled points (x, y, text).
+    `trend` draws the single series faintly with its moving average on top; `include` are values
+    that the y axis must reach; `lines` are horizontal reference lines (value, text), `marks`
+    vertical ones (step, text); `notes` are labelled points (x, y, text).
     """
 
     title: str
@@ -58,8 +63,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart ready for the page: the SVG, its legend entries (label, CSS colour, faint), and what a reader must know
-    about thinning."""
+    """A chart ready for the page: the SVG, its legend entries (label, CSS colour, faint), and what
+    a reader must know about thinning."""
 
     title: str
     about: str
@@ -84,10 +89,17 @@ def draw(chart: Chart) -> Drawn | None:
     body, legend = _stack(chart, thinned) if chart.kind == "stack" else _lines(chart, thinned)
     each = "bar" if chart.kind == "stack" else "point"
     label = f"{chart.title}: {', '.join(series.label for series in usable)}"
-    svg = Markup('<svg viewBox="0 0 {w} {h}" role="img" aria-label="{label}" data-hover="{hover}">{body}</svg>').format(
-        w=WIDTH, h=HEIGHT, label=label, hover=_hover(chart, thinned), body=body
+    svg = Markup(
+        '<svg viewBox="0 0 {w} {h}" role="img" aria-label="{label}" '
+        'data-hover="{hover}">{body}</svg>'
+    ).format(w=WIDTH, h=HEIGHT, label=label, hover=_hover(chart, thinned), body=body)
+    return Drawn(
+        chart.title,
+        chart.about,
+        svg,
+        legend,
+        f"Each {each} is the mean of {size} steps." if size > 1 else "",
     )
-    return Drawn(chart.title, chart.about, svg, legend, f"Each {each} is the mean of {size} steps." if size > 1 else "")
 
 
 def line_of(kind: str, x1: float, x2: float, y1: float, y2: float) -> Markup:
@@ -109,7 +121,9 @@ def bar_of(x: float, y: float, width: float, height: float, color: str) -> Marku
 
 def dot_of(kind: str, x: float, y: float, radius: float, color: str) -> Markup:
     """A filled circle of the CSS class `kind`."""
-    return Markup('<circle class="{}" cx="{}" cy="{}" r="{}" fill="{}"/>').format(kind, x, y, radius, color)
+    return Markup('<circle class="{}" cx="{}" cy="{}" r="{}" fill="{}"/>').format(
+        kind, x, y, radius, color
+    )
 
 
 def thin(points: Sequence[Point], size: int) -> list[Point]:
@@ -124,8 +138,8 @@ def thin(points: Sequence[Point], size: int) -> list[Point]:
 
 
 def moving_average(points: Sequence[Point]) -> list[Point]:
-    """Mean of the neighbours on both sides, about an eighth of the series in all; narrower at the ends, where it would
-    lag."""
+    """Mean of the neighbours on both sides, about an eighth of the series in all; narrower at the
+    ends, where it would lag."""
     reach = max(2, len(points) // 16)
     found: list[Point] = []
     for index, (x, _) in enumerate(points):
@@ -144,8 +158,8 @@ def _steps_of(series: Sequence[Series]) -> list[float]:
 
 
 def _aligned(series: list[Series]) -> list[Series]:
-    """All with the same steps: a phase that a step did not have took no time. Else bars of sparse phases would stand
-    beside the others."""
+    """All with the same steps: a phase that a step did not have took no time. Else bars of sparse
+    phases would stand beside the others."""
     steps = _steps_of(series)
     aligned: list[Series] = []
     for one in series:
@@ -155,7 +169,8 @@ def _aligned(series: list[Series]) -> list[Series]:
 
 
 def _usable(series: Series, log: bool) -> Series:
-    """Without what cannot be drawn: non-finite values, and on a logarithmic axis zero and below. They become gaps."""
+    """Without what cannot be drawn: non-finite values, and on a logarithmic axis zero and below.
+    They become gaps."""
     points = []
     for x, y in series.points:
         points.append((x, y if y is not None and math.isfinite(y) and (not log or y > 0) else None))
@@ -178,7 +193,9 @@ def _lines(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
         parts.append(_path(one.points, x, y, _color(one.color), "raw" if trend else "line"))
         legend.append((one.label, _color(one.color), trend))
     if trend:
-        parts.append(_path(moving_average(series[0].points), x, y, _color(series[0].color), "trend"))
+        parts.append(
+            _path(moving_average(series[0].points), x, y, _color(series[0].color), "trend")
+        )
         legend.append(("moving average", _color(series[0].color), False))
     for at, value, text in chart.notes:
         parts.append(_note(x(at), y(value), text, y(chart.notes[-1][1]) < y(value)))
@@ -204,7 +221,9 @@ def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
     low = min(columns)
     high = max(columns)
     gap = (high - low) / max(1, len(columns) - 1) or 1.0
-    ticks = tuple(tick for tick in scale.steps(columns, LEFT, WIDTH - RIGHT).ticks if low <= tick <= high)
+    ticks = tuple(
+        tick for tick in scale.steps(columns, LEFT, WIDTH - RIGHT).ticks if low <= tick <= high
+    )
     x = scale.Scale(low - gap / 2, high + gap / 2, LEFT, WIDTH - RIGHT, ticks)
     width = min(48.0, max(1.0, (WIDTH - LEFT - RIGHT) / len(columns) * 0.82))
     parts = [_axes(chart, x, y)]
@@ -216,7 +235,9 @@ def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
             floor += value
             if height >= 0.1:
                 left = round(x(at) - width / 2, 1)
-                parts.append(bar_of(left, top, round(width, 1), round(height, 1), _color(one.color)))
+                parts.append(
+                    bar_of(left, top, round(width, 1), round(height, 1), _color(one.color))
+                )
     return Markup("").join(parts), [(one.label, _color(one.color), False) for one in series]
 
 
@@ -234,7 +255,9 @@ def _path(points: Iterable[Point], x: scale.Scale, y: scale.Scale, color: str, k
     for segment in filter(None, segments):
         if len(segment) > 1:
             text = " ".join(f"{px:g},{py:g}" for px, py in segment)
-            parts.append(Markup('<polyline class="{}" points="{}" stroke="{}"/>').format(kind, text, color))
+            parts.append(
+                Markup('<polyline class="{}" points="{}" stroke="{}"/>').format(kind, text, color)
+            )
         if len(segment) == 1 or (kind == "line" and count <= _MARKERS_UP_TO):
             parts += [dot_of("dot", px, py, 2.2, color) for px, py in segment]
     return Markup("").join(parts)
@@ -251,7 +274,9 @@ def _axes(chart: Chart, x: scale.Scale, y: scale.Scale) -> Markup:
     parts += [text_of("tick", x(tick), floor + 15, f"{tick:,.0f}", "middle") for tick in x.ticks]
     parts.append(text_of("label", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "step", "middle"))
     if chart.unit:
-        parts.append(text_of("label", LEFT - 6, 11, chart.unit + (", log scale" if chart.log else "")))
+        parts.append(
+            text_of("label", LEFT - 6, 11, chart.unit + (", log scale" if chart.log else ""))
+        )
     return Markup("").join(parts)
 
 
@@ -261,18 +286,23 @@ def _reference(at: float, text: str) -> Markup:
 
 
 def _mark(at: float, text: str) -> Markup:
-    return line_of("reference", at, at, TOP, HEIGHT - BOTTOM) + text_of("label", at + 3, TOP + 8, text)
+    return line_of("reference", at, at, TOP, HEIGHT - BOTTOM) + text_of(
+        "label", at + 3, TOP + 8, text
+    )
 
 
 def _note(px: float, py: float, text: str, rises: bool) -> Markup:
-    """A labelled dot on the curve. The label is under its start when the curve rises from there, above it elsewhere."""
+    """A labelled dot on the curve. The label is under its start when the curve rises from there,
+    above it elsewhere."""
     left = px < LEFT + 60
     right = px > WIDTH - RIGHT - 60
     anchor = {(True, False): "start", (False, True): "end"}.get((left, right), "middle")
     at = py - 9 if py > TOP + 14 else py + 18
     if left and rises:
         at = min(py + 16, HEIGHT - BOTTOM - 5)
-    return dot_of("note", px, py, 4.5, _color(0)) + text_of("value", px + (9 if left else 0), at, text, anchor)
+    return dot_of("note", px, py, 4.5, _color(0)) + text_of(
+        "value", px + (9 if left else 0), at, text, anchor
+    )
 
 
 def _color(slot: int | None) -> str:
@@ -280,7 +310,8 @@ def _color(slot: int | None) -> str:
 
 
 def _hover(chart: Chart, series: list[Series]) -> str:
-    """What the page's script shows under the pointer: pixel of each x, and each series' value there."""
+    """What the page's script shows under the pointer: pixel of each x, and each series' value
+    there."""
     xs = _steps_of(series)
     gap = (xs[-1] - xs[0]) / max(1, len(xs) - 1) or 1.0
     x = scale.steps(xs, LEFT, WIDTH - RIGHT)

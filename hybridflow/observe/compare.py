@@ -18,7 +18,17 @@ from hybridflow.observe.rollouts import TOKEN_COLUMNS, dump_path
 _COLUMNS = ("score", *TOKEN_COLUMNS)
 # of the time, the machine and the engines, not of what the step computed
 _OTHER_METRICS = (
-    *("wall_time", "step", "phase", "timing_s/", "perf/", "sync/", "controller/", "trainer/", "rollout/restarts"),
+    *(
+        "wall_time",
+        "step",
+        "phase",
+        "timing_s/",
+        "perf/",
+        "sync/",
+        "controller/",
+        "trainer/",
+        "rollout/restarts",
+    ),
     *("rollout/staleness", "rollout/groups_left", "rollout/steps_ahead", "sampling/"),
 )
 
@@ -28,7 +38,8 @@ class Difference:
     """A column or metric that both have.
 
     Attributes:
-        values, differing: how many numbers it has, and how many of them are not the same bit for bit.
+        values, differing: how many numbers it has, and how many of them are not the same bit for
+            bit.
         largest: largest absolute difference; NaN where one of the two is NaN alone.
         first_row: the first row that differs; None where none does, and for a metric.
         shown: the two values of a metric, or of a column's first number that differs.
@@ -46,30 +57,37 @@ def compare_step(first: Path, second: Path, step: int) -> list[Difference]:
     """Columns of the dumps of a step, then its metrics, of two run folders.
 
     Raises:
-        DataError: a dump or the step's metrics are missing or cannot be read, or the dumps hold other tokens.
+        DataError: a dump or the step's metrics are missing or cannot be read, or the dumps hold
+            other tokens.
     """
     one, two = (read_parquet(dump_path(folder / "rollouts", step)) for folder in (first, second))
     for name in ("prompt_ids", "response_ids"):
         if name not in one or name not in two or _lengths(one, name) != _lengths(two, name):
             raise DataError(
-                f"step {step}: the dumps of {first} and {second} hold other {name}; they cannot be compared"
+                f"step {step}: the dumps of {first} and {second} hold other {name}; they cannot be "
+                "compared"
             )
     found = [_column(name, one, two) for name in _COLUMNS if name in one and name in two]
     return found + list(_metrics(_record(first, step), _record(second, step)))
 
 
 def describe(differences: list[Difference]) -> str:
-    """A table with a line for each column and each metric that differs, and how many metrics are the same."""
+    """A table with a line for each column and each metric that differs, and how many metrics are
+    the same."""
     columns = [one for one in differences if one.name in _COLUMNS]
     metrics = [one for one in differences if one.name not in _COLUMNS]
     rows = [("column", "values", "differing", "largest difference", "first row that differs")]
     for one in columns:
         first = "-" if one.first_row is None else f"row {one.first_row}: {one.shown}"
-        rows.append((one.name, f"{one.values:,}", f"{one.differing:,}", f"{one.largest:.3g}", first))
+        rows.append(
+            (one.name, f"{one.values:,}", f"{one.differing:,}", f"{one.largest:.3g}", first)
+        )
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        lines.append(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     unlike = [one for one in metrics if one.differing]
     same = f"{len(metrics) - len(unlike)} of {len(metrics)} metrics are the same"
     lines.append(same + ("; not these:" if unlike else ""))
@@ -81,14 +99,17 @@ def _lengths(batch: DataProto, name: str) -> list[int]:
 
 
 def _column(name: str, one: DataProto, two: DataProto) -> Difference:
-    first, second = one[name], two[name]
+    first = one[name]
+    second = two[name]
     if isinstance(first, Jagged) and isinstance(second, Jagged):
         if not np.array_equal(first.offsets, second.offsets):
             raise DataError(f"{name} has other lengths in the two dumps")
         rows = np.repeat(np.arange(len(first.offsets) - 1), np.diff(first.offsets))
-        a, b = first.values, second.values
+        a = first.values
+        b = second.values
     else:
-        a, b = np.asarray(first), np.asarray(second)
+        a = np.asarray(first)
+        b = np.asarray(second)
         rows = np.arange(len(a))
     unlike = ~((a == b) | (np.isnan(a) & np.isnan(b)))
     if not unlike.any():
@@ -96,7 +117,12 @@ def _column(name: str, one: DataProto, two: DataProto) -> Difference:
     distance = np.abs(a.astype(np.float64) - b.astype(np.float64))[unlike]
     at = int(np.flatnonzero(unlike)[0])
     return Difference(
-        name, len(a), int(unlike.sum()), float(distance.max()), int(rows[at]), f"{a[at]:.7g} -> {b[at]:.7g}"
+        name,
+        len(a),
+        int(unlike.sum()),
+        float(distance.max()),
+        int(rows[at]),
+        f"{a[at]:.7g} -> {b[at]:.7g}",
     )
 
 
@@ -113,6 +139,11 @@ def _record(folder: Path, step: int) -> Mapping[str, Any]:
 def _metrics(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[Difference]:
     for name in one:
         if name in two and not name.startswith(_OTHER_METRICS):
-            a, b = (float("nan") if record[name] is None else float(record[name]) for record in (one, two))
+            a, b = (
+                float("nan") if record[name] is None else float(record[name])
+                for record in (one, two)
+            )
             same = a == b or (math.isnan(a) and math.isnan(b))
-            yield Difference(name, 1, 0 if same else 1, 0.0 if same else abs(a - b), None, f"{a:.7g} -> {b:.7g}")
+            yield Difference(
+                name, 1, 0 if same else 1, 0.0 if same else abs(a - b), None, f"{a:.7g} -> {b:.7g}"
+            )

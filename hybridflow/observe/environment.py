@@ -1,5 +1,5 @@
-"""What a run ran on: versions, machine size, commit. Host, user and folder names are left out, so that a run folder can
-be shared."""
+"""What a run ran on: versions, machine size, commit. Host, user and folder names are left out, so
+that a run folder can be shared."""
 
 from __future__ import annotations
 
@@ -38,14 +38,16 @@ _GIB = 2**30
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, platform, cores, memory, accelerators and git commit as plain JSON values; unknown values are null or
-    left out."""
+    """Versions, platform, cores, memory, accelerators and git commit as plain JSON values; unknown
+    values are null or left out."""
     return {
         "hybridflow": hybridflow.__version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(),
-        "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores_usable": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / _GIB, 1),
         "accelerators": query_gpus()[0],
         "packages": package_versions(),
@@ -80,8 +82,9 @@ def package_versions() -> dict[str, str]:
 
 
 def query_gpus() -> tuple[list[str], str]:
-    """`name, memory, driver` of each GPU that nvidia-smi shows (torch would take seconds to import), and why it shows
-    none: the driver's own words where it fails; empty where there is no nvidia-smi, or nothing is wrong."""
+    """`name, memory, driver` of each GPU that nvidia-smi shows (torch would take seconds to
+    import), and why it shows none: the driver's own words where it fails; empty where there is no
+    nvidia-smi, or nothing is wrong."""
     if shutil.which("nvidia-smi") is None:
         return [], ""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -96,7 +99,8 @@ def query_gpus() -> tuple[list[str], str]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit of the checkout that tracks `folder`; None for an installed package, even inside another checkout."""
+    """Commit of the checkout that tracks `folder`; None for an installed package, even inside
+    another checkout."""
     if _run(["git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py"]) is None:
         return None
     commit = _run(["git", "-C", str(folder), "rev-parse", "HEAD"])

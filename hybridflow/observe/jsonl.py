@@ -1,5 +1,5 @@
-"""JSON-lines files that survive a kill: lines are appended whole, damaged lines are skipped and counted, and a resumed
-run cuts the file back."""
+"""JSON-lines files that survive a kill: lines are appended whole, damaged lines are skipped and
+counted, and a resumed run cuts the file back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _log = logging.getLogger(__name__)
 
 
 def finite(value: Any) -> Any:
-    """Plain data with None in the place of each number that is not finite: JSON has no form for it."""
+    """Plain data with None in the place of each number that is not finite: JSON has no form for
+    it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -29,8 +30,8 @@ def finite(value: Any) -> Any:
 
 
 class JsonlWriter:
-    """Appends one JSON object per line and flushes each. A torn last line of a killed process is removed when the file
-    is opened."""
+    """Appends one JSON object per line and flushes each. A torn last line of a killed process is
+    removed when the file is opened."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -44,7 +45,9 @@ class JsonlWriter:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 repair(self.path)
-                self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+                self._file = self.path.open(
+                    "a", encoding="utf-8", errors="backslashreplace", buffering=1
+                )
             self._file.write(line)
             self._file.flush()
 
@@ -60,7 +63,8 @@ class JsonlWriter:
             self._close()
 
     def _close(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             file.close()
 
@@ -92,7 +96,8 @@ def read_jsonl(
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers as people write them: `3, 7-9`; after a few ranges, how many numbers are left."""
+    """Ascending numbers as people write them: `3, 7-9`; after a few ranges, how many numbers are
+    left."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -107,14 +112,19 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def _lines(file: BinaryIO, most_bytes: float) -> Iterator[bytes | None]:
-    """The lines of the first `most_bytes` of a file; None stands for one that is longer than any record."""
+    """The lines of the first `most_bytes` of a file; None stands for one that is longer than any
+    record."""
     read = 0
     while read < most_bytes and (line := file.readline(_MOST_LINE_BYTES)):
         read += len(line)
         if len(line) < _MOST_LINE_BYTES or line.endswith(b"\n"):
             yield line
             continue
-        while read < most_bytes and (rest := file.readline(_MOST_LINE_BYTES)) and not rest.endswith(b"\n"):
+        while (
+            read < most_bytes
+            and (rest := file.readline(_MOST_LINE_BYTES))
+            and not rest.endswith(b"\n")
+        ):
             read += len(rest)
         yield None
 
@@ -130,7 +140,8 @@ def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
             for record in filter(wanted, read_jsonl(path, skipped)):
                 file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # or a crash of the machine may leave an empty file under the good name
+            # or a crash of the machine may leave an empty file under the good name
+            os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -141,14 +152,14 @@ def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 def removed_lines(skipped: list[int]) -> str:
     """Why these lines of a file are not among its records."""
     return (
-        f"line {number_ranges(skipped)} is no whole record and is left out: the run was killed while it wrote, or the "
-        "file was damaged"
+        f"line {number_ranges(skipped)} is no whole record and is left out: the run was killed "
+        "while it wrote, or the file was damaged"
     )
 
 
 def repair(path: Path) -> None:
-    """Make the file end with a whole line, so that the next record starts a line of its own; a warning names a line
-    that was cut off."""
+    """Make the file end with a whole line, so that the next record starts a line of its own; a
+    warning names a line that was cut off."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:

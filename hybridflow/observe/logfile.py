@@ -1,5 +1,5 @@
-"""Python logging into the run folder: all records of HybridFlow and the warnings of libraries. The terminal shows
-warnings only."""
+"""Python logging into the run folder: all records of HybridFlow and the warnings of libraries. The
+terminal shows warnings only."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _OURS = "hybridflow_handler"
 def setup_logging(run_dir: str | Path, level: int | str = logging.INFO) -> Path:
     """Send logging to `RUN_DIR/hybridflow.log` (appended) and warnings to stderr; returns the file.
 
-    `level` holds for HybridFlow's own loggers; other libraries log warnings and above. A second call replaces the first
-    one's handlers.
+    `level` holds for HybridFlow's own loggers; other libraries log warnings and above. A second
+    call replaces the first one's handlers.
     """
     path = Path(run_dir) / "hybridflow.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,10 @@ def setup_logging(run_dir: str | Path, level: int | str = logging.INFO) -> Path:
     file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     terminal = _CurrentStderr()
     terminal.setLevel(logging.WARNING)
-    for handler, shape in ((file, formatter), (terminal, _Printable("%(levelname)s %(name)s: %(message)s"))):
+    for handler, shape in (
+        (file, formatter),
+        (terminal, _Printable("%(levelname)s %(name)s: %(message)s")),
+    ):
         handler.setFormatter(shape)
         handler.set_name(_OURS)
         logging.getLogger().addHandler(handler)
@@ -57,17 +60,22 @@ class _Printable(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """Says once that it cannot be written, as on a full disk, where logging would print a traceback for each record."""
+    """Says once that it cannot be written, as on a full disk, where logging would print a traceback
+    for each record."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Called by `emit` while it handles the exception."""
         if self.level <= logging.CRITICAL:
             self.setLevel(logging.CRITICAL + 1)
-            print(f"hybridflow: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
+            print(
+                f"hybridflow: {self.baseFilename} cannot be written: {sys.exc_info()[1]}",
+                file=sys.stderr,
+            )
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Writes to whatever `sys.stderr` is now: a live progress bar replaces it while it is on screen."""
+    """Writes to whatever `sys.stderr` is now: a live progress bar replaces it while it is on
+    screen."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)

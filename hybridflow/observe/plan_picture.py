@@ -1,4 +1,5 @@
-"""Pictures of a plan as inline SVG: what the busiest device holds in each phase, and the phases of a step in time."""
+"""Pictures of a plan as inline SVG: what the busiest device holds in each phase, and the phases of
+a step in time."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from markupsafe import Markup
 from hybridflow.observe import scale
 from hybridflow.observe.charts import Drawn, bar_of, line_of, text_of
 
-WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 560, 104, 62, 22, 26, 16
+WIDTH = 560
+LEFT = 104
+RIGHT = 62
+TOP = 22
+ROW = 26
+BAR = 16
 _CHARACTER = 7.5  # width of one in the figure behind a bar
 _GB = 1e9
 _COLORS = 8  # parts that get a colour of their own; the rest is grey
@@ -19,12 +25,15 @@ _COLORS = 8  # parts that get a colour of their own; the rest is grey
 Phase = Mapping[str, Any]
 
 
-def pictures(phases: Sequence[Phase], device_bytes: float, measured: Mapping[str, float]) -> list[Drawn]:
+def pictures(
+    phases: Sequence[Phase], device_bytes: float, measured: Mapping[str, float]
+) -> list[Drawn]:
     """Memory bars and the schedule of a step.
 
     Args:
-        phases: those of `Plan.figures()`: name, begin, seconds, and the bytes of each part on the busiest device; a run
-            that measured them adds measured_begin. Without begins they come one after another.
+        phases: those of `Plan.figures()`: name, begin, seconds, and the bytes of each part on the
+            busiest device; a run that measured them adds measured_begin. Without begins they come
+            one after another.
         device_bytes: of a device.
         measured: seconds of the phases that a run measured.
     """
@@ -61,7 +70,9 @@ def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
     legend = [(part, colors[part], False) for part in parts[:_COLORS]]
     if len(parts) > _COLORS:
         legend.append((", ".join(parts[_COLORS:]), "var(--other)", False))
-    return _drawn("Planned memory", f"{name} on the busiest device, by phase", body, len(phases), legend)
+    return _drawn(
+        "Planned memory", f"{name} on the busiest device, by phase", body, len(phases), legend
+    )
 
 
 def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
@@ -90,7 +101,9 @@ def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
     return _drawn("Schedule of a step", about, body, len(phases), legend)
 
 
-def _spans(phases: Sequence[Phase], begin: str, seconds: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+def _spans(
+    phases: Sequence[Phase], begin: str, seconds: Mapping[str, float]
+) -> dict[str, tuple[float, float]]:
     """(begin, end) of the phases with these seconds, by name."""
     found: dict[str, tuple[float, float]] = {}
     end = 0.0
@@ -108,7 +121,8 @@ def _seconds(value: float) -> str:
 
 
 def _axis(values: Sequence[float], characters: int = 0) -> scale.Scale:
-    """An axis from 0 to the largest value, with room for so many characters behind the longest bar."""
+    """An axis from 0 to the largest value, with room for so many characters behind the longest
+    bar."""
     right = max(RIGHT, 5 + _CHARACTER * characters)
     return scale.linear([max([*values, 1e-9])], LEFT, WIDTH - right, (0.0,))
 
@@ -118,7 +132,9 @@ def _frame(names: Sequence[str], x: scale.Scale) -> Markup:
     bottom = TOP + ROW * len(names)
     parts = [line_of("grid", x(tick), x(tick), TOP, bottom) for tick in x.ticks]
     parts += [text_of("tick", x(tick), bottom + 15, x.text(tick), "middle") for tick in x.ticks]
-    parts += [text_of("label", LEFT - 8, _middle(row), name, "end") for row, name in enumerate(names)]
+    parts += [
+        text_of("label", LEFT - 8, _middle(row), name, "end") for row, name in enumerate(names)
+    ]
     return Markup("").join(parts)
 
 
@@ -127,9 +143,13 @@ def _middle(row: int) -> float:
     return TOP + ROW * row + ROW / 2 + 4
 
 
-def _bar(x: scale.Scale, row: int, start: float, end: float, color: str, part: int = 0, parts: int = 1) -> Markup:
-    """A bar in a row, or one of several above each other; never thinner than a line, so that no phase is lost."""
-    height, width = BAR / parts, max(round(x(end) - x(start), 1), 1)
+def _bar(
+    x: scale.Scale, row: int, start: float, end: float, color: str, part: int = 0, parts: int = 1
+) -> Markup:
+    """A bar in a row, or one of several above each other; never thinner than a line, so that no
+    phase is lost."""
+    height = BAR / parts
+    width = max(round(x(end) - x(start), 1), 1)
     return bar_of(x(start), TOP + ROW * row + (ROW - BAR) / 2 + part * height, width, height, color)
 
 
@@ -138,7 +158,9 @@ def _value(at: float, row: int, text: str) -> Markup:
     return text_of("value", at + 5, _middle(row), text)
 
 
-def _drawn(title: str, about: str, body: list[Markup], rows: int, legend: list[tuple[str, str, bool]]) -> Drawn:
+def _drawn(
+    title: str, about: str, body: list[Markup], rows: int, legend: list[tuple[str, str, bool]]
+) -> Drawn:
     svg = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
         WIDTH, TOP + ROW * rows + 22, title, Markup("").join(body)
     )

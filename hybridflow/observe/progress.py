@@ -3,7 +3,8 @@
     with Progress(total=60, title="GRPO") as progress:
         with progress.stage("start engines"):
             ...
-        progress.update(1, {"reward": 0.31, "accuracy": 0.29}, {"gen": 4.1, "update_actor": 2.2, "step": 7.0})
+        progress.update(1, {"reward": 0.31, "accuracy": 0.29}, {"gen": 4.1, "update_actor": 2.2,
+        "step": 7.0})
 
 A plain line:
 
@@ -32,14 +33,15 @@ _REFRESH_PER_S = 4
 
 
 class Progress:
-    """One bar with the stages around it. The bar appears with the first `update`; until then there are only stages and
-    messages.
+    """One bar with the stages around it. The bar appears with the first `update`; until then there
+    are only stages and messages.
 
     Args:
         total: number of steps; 0 for a part of the job that has only stages.
         title: what is counted, for example "GRPO".
         initial: the step that a resumed run continues from.
-        throttle_s: least seconds between two plain lines, except the first and the last; for the short steps of SFT.
+        throttle_s: least seconds between two plain lines, except the first and the last; for the
+            short steps of SFT.
         enabled: False shows nothing.
         stream: where to write; None is stdout.
     """
@@ -66,9 +68,14 @@ class Progress:
         # A run that ends without leaving the `with` must still restore the cursor.
         atexit.register(self.close)
 
-    def update(self, step: int, fields: Mapping[str, float | str], phases: Mapping[str, float] | None = None) -> None:
-        """Show that `step` is done, with its numbers and the seconds of its phases (`timing_s/` in front is
-        dropped)."""
+    def update(
+        self,
+        step: int,
+        fields: Mapping[str, float | str],
+        phases: Mapping[str, float] | None = None,
+    ) -> None:
+        """Show that `step` is done, with its numbers and the seconds of its phases (`timing_s/` in
+        front is dropped)."""
         self._state.advance(step, fields, phases or {})
         self._display.updated()
 
@@ -78,7 +85,8 @@ class Progress:
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """A part of the job without steps: a spinner with elapsed seconds, and a line that stays when it ends."""
+        """A part of the job without steps: a spinner with elapsed seconds, and a line that stays
+        when it ends."""
         start = time.monotonic()
         self._state.stages.append((title, start))
         self._display.stage_began(title)
@@ -108,7 +116,9 @@ class State:
     """What is shown: steps done, the last step's numbers, running stages, and the time left."""
 
     def __init__(self, total: int, title: str, initial: int = 0) -> None:
-        self.total, self.title, self.step = total, title, initial
+        self.total = total
+        self.title = title
+        self.step = initial
         self.fields: dict[str, float | str] = {}
         self.phases: dict[str, float] = {}
         self.stages: list[tuple[str, float]] = []
@@ -116,7 +126,9 @@ class State:
         self._marks: deque[tuple[float, int]] = deque(maxlen=_ETA_WINDOW + 1)
         self._step_seconds: float | None = None
 
-    def advance(self, step: int, fields: Mapping[str, float | str], phases: Mapping[str, float]) -> None:
+    def advance(
+        self, step: int, fields: Mapping[str, float | str], phases: Mapping[str, float]
+    ) -> None:
         """Take the numbers of a finished step."""
         self.phases = {name.removeprefix("timing_s/"): seconds for name, seconds in phases.items()}
         self._step_seconds = self.phases.pop("step", None) or (sum(self.phases.values()) or None)
@@ -124,13 +136,17 @@ class State:
             # so that the first step already predicts the rest
             self._marks.append((time.monotonic() - self._step_seconds, step - 1))
         self._marks.append((time.monotonic(), step))
-        self.started, self.step, self.fields = True, step, dict(fields)
+        self.started = True
+        self.step = step
+        self.fields = dict(fields)
 
     def eta_s(self) -> float | None:
-        """Seconds left, from the mean duration of the last steps; None when nothing is known yet."""
+        """Seconds left, from the mean duration of the last steps; None when nothing is known
+        yet."""
         if len(self._marks) < 2 or self._marks[-1][1] <= self._marks[0][1]:
             return None
-        (first, low), (last, high) = self._marks[0], self._marks[-1]
+        first, low = self._marks[0]
+        last, high = self._marks[-1]
         return max(0.0, (last - first) / (high - low) * (self.total - self.step))
 
     def fields_text(self) -> str:
@@ -152,7 +168,8 @@ class State:
 
 
 def number(value: float | str) -> str:
-    """A number short enough to be read at a glance: three decimals, or an exponent where those would say nothing."""
+    """A number short enough to be read at a glance: three decimals, or an exponent where those
+    would say nothing."""
     if isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -165,7 +182,11 @@ def duration(seconds: float) -> str:
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes = round(seconds) // 60
-    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min {round(seconds) % 60:02d} s"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )
 
 
 class _Display:
@@ -191,15 +212,24 @@ class _Plain(_Display):
     """One line for each event."""
 
     def __init__(self, out: TextIO, state: State, throttle_s: float) -> None:
-        self._out, self._state, self._throttle_s = out, state, throttle_s
+        self._out = out
+        self._state = state
+        self._throttle_s = throttle_s
         self._printed: float | None = None
 
     def updated(self) -> None:
-        state, now = self._state, time.monotonic()
-        if self._printed is not None and now - self._printed < self._throttle_s and state.step < state.total:
+        state = self._state
+        now = time.monotonic()
+        if (
+            self._printed is not None
+            and now - self._printed < self._throttle_s
+            and state.step < state.total
+        ):
             return
         self._printed = now
-        head = "  ".join(filter(None, (f"{state.title} {state.step}/{state.total}", state.fields_text())))
+        head = "  ".join(
+            filter(None, (f"{state.title} {state.step}/{state.total}", state.fields_text()))
+        )
         self.line(" | ".join(filter(None, (head, state.phases_text(), state.eta_text()))))
 
     def line(self, text: str) -> None:
@@ -226,7 +256,9 @@ class _Live(_Display):
         self._unicode = "utf" in (self._console.encoding or "").lower()
         # one spinner for all renders, as it counts its frames from its own start
         self._spinner = Spinner("dots" if self._unicode else "line")
-        self._new_live = lambda: Live(self, console=self._console, refresh_per_second=_REFRESH_PER_S, transient=False)
+        self._new_live = lambda: Live(
+            self, console=self._console, refresh_per_second=_REFRESH_PER_S, transient=False
+        )
         self._live: Any = None
         self._closed = False
 
@@ -260,7 +292,8 @@ class _Live(_Display):
 
     def _hide(self) -> None:
         if self._live is not None:
-            live, self._live = self._live, None
+            live = self._live
+            self._live = None
             live.stop()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -271,14 +304,22 @@ class _Live(_Display):
         state = self._state
         for title, start in list(state.stages):
             row = Table.grid(padding=(0, 1))
-            row.add_row(self._spinner, Text(title), Text(f"{time.monotonic() - start:.0f} s", style="dim"))
+            row.add_row(
+                self._spinner, Text(title), Text(f"{time.monotonic() - start:.0f} s", style="dim")
+            )
             yield row
         if not state.started:
             return
         bar = Table.grid(padding=(0, 1))
         width = max(10, min(40, options.max_width - len(state.title) - 40))
         count = Text(f"{state.step}/{state.total}")
-        drawn = ProgressBar(max(1, state.total), state.step, width=width, complete_style="cyan", finished_style="green")
+        drawn = ProgressBar(
+            max(1, state.total),
+            state.step,
+            width=width,
+            complete_style="cyan",
+            finished_style="green",
+        )
         bar.add_row(Text(state.title, style="bold"), drawn, count, state.eta_text())
         yield bar
         if text := state.fields_text():

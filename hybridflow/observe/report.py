@@ -1,8 +1,9 @@
-"""`report.html`: one self-contained page about a run, made from its folder. It loads no external resource, and all text
-of the run is escaped.
+"""`report.html`: one self-contained page about a run, made from its folder. It loads no external
+resource, and all text of the run is escaped.
 
-From summary.json the page takes `status`, `score_before`, `score_after`, `steps` and `wall_time_s` when they are
-there, and works them out from the metrics otherwise; the rest of the summary is shown as it is.
+From summary.json the page takes `status`, `score_before`, `score_after`, `steps` and `wall_time_s`
+when they are there, and works them out from the metrics otherwise; the rest of the summary is shown
+as it is.
 """
 
 from __future__ import annotations
@@ -22,13 +23,21 @@ from hybridflow.errors import naming
 from hybridflow.observe.charts import Drawn, draw
 from hybridflow.observe.plan_picture import pictures
 from hybridflow.observe.progress import duration
-from hybridflow.observe.report_charts import EXPECTED_METRICS, chart_groups, held_out_title, is_accuracy, step_phases
+from hybridflow.observe.report_charts import (
+    EXPECTED_METRICS,
+    chart_groups,
+    held_out_title,
+    is_accuracy,
+    step_phases,
+)
 from hybridflow.observe.run_folder import RunFolder, Sample, load_run
 
 REPORT_NAME = "report.html"
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _TEXT_LIMIT = 1500  # characters of a prompt, response or value that are shown
-_DEPTH, _ROWS = 8, 2_000  # of the tables of summary and environment
+# of the tables of summary and environment
+_DEPTH = 8
+_ROWS = 2_000
 _MOST_SECONDS = 1e10
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
@@ -36,7 +45,8 @@ Fact = tuple[str, str, str]  # label, value, small print
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into a run folder and return its path. The page says what is missing in the folder."""
+    """Write `report.html` into a run folder and return its path. The page says what is missing in
+    the folder."""
     run = load_run(Path(run_dir))
     path = Path(run_dir) / REPORT_NAME
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -74,7 +84,11 @@ def render(run: RunFolder) -> str:
             for sample in run.samples
         ],
         has_tokens=any(row["tokens"] for sample in run.samples for row in sample.rows),
-        summary=list(islice((row for row in _flat(run.summary) if not row[0].startswith("planned.plan.")), _ROWS)),
+        summary=list(
+            islice(
+                (row for row in _flat(run.summary) if not row[0].startswith("planned.plan.")), _ROWS
+            )
+        ),
         config_text=run.config_text,
         environment=list(islice(_flat(run.environment), _ROWS)),
     )
@@ -87,7 +101,9 @@ def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], tex
         plan: `phases` and `device_bytes` of `Plan.figures()`. text: the plan as a table.
     """
     groups = [("Plan", pictures(plan["phases"], plan["device_bytes"], {}))]
-    page = _page(name=name, status=verdict, groups=groups, config_title="Plan as text", config_text=text)
+    page = _page(
+        name=name, status=verdict, groups=groups, config_title="Plan as text", config_text=text
+    )
     with naming(path):
         path.write_text(page, encoding="utf-8")
 
@@ -121,7 +137,9 @@ def _page(**parts: Any) -> str:
 
 def facts(run: RunFolder) -> list[Fact]:
     """The tiles at the head of the page."""
-    found = [_accuracy(run, number, prefix) for number, prefix in enumerate(run.val_sets() or ["val"])]
+    found = [
+        _accuracy(run, number, prefix) for number, prefix in enumerate(run.val_sets() or ["val"])
+    ]
     found += [tile(run) for tile in (_reward, _steps, _time, _throughput, _layout, _model, _routes)]
     return [fact for fact in found if fact]
 
@@ -133,7 +151,8 @@ def missing(run: RunFolder) -> list[str]:
         if phase == "sft" and run.setting("sft.steps") in (0, None):
             continue
         if phase != "sft" and run.names("reward"):
-            continue  # a reward model was trained: such a run has no steps of the loop and validates nothing
+            # a reward model was trained: such a run has no steps of the loop and validates nothing
+            continue
         logged = run.names(phase)
         absent = [name for name in names if name not in logged]
         if run.metrics and absent == list(names):
@@ -150,11 +169,14 @@ def shown(text: Any) -> str:
     if text is None:
         return ""
     plain = text if isinstance(text, str) else _plain(text)
-    return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", _cut(plain))
+    return _CONTROL.sub(
+        lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", _cut(plain)
+    )
 
 
 def _visible(value: Any) -> Any:
-    """The value without characters that would steer what shows the page; markup of ours stays markup."""
+    """The value without characters that would steer what shows the page; markup of ours stays
+    markup."""
     return type(value)(printable(value)) if isinstance(value, str) else value
 
 
@@ -174,7 +196,8 @@ def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
 
 
 def _plan_pictures(planned: Any) -> list[Drawn]:
-    """The pictures of `planned` in summary.json; none where a run had no plan or the file holds something else."""
+    """The pictures of `planned` in summary.json; none where a run had no plan or the file holds
+    something else."""
     try:
         measured = {}
         for name, pair in planned["seconds"].items():
@@ -200,7 +223,8 @@ def _accuracy(run: RunFolder, number: int, prefix: str) -> Fact | None:
     summary = {} if number else run.summary
     before = summary.get("score_before", points[0][1] if points else None)
     after = summary.get("score_after", points[-1][1] if len(points) > 1 else None)
-    title, text = held_out_title(run, prefix), _percent if is_accuracy(run, prefix) else _plain
+    title = held_out_title(run, prefix)
+    text = _percent if is_accuracy(run, prefix) else _plain
     if before is None and after is None:
         return None
     if before is None or after is None:
@@ -213,16 +237,28 @@ def _reward(run: RunFolder) -> Fact | None:
     if not values:
         return None
     size = max(1, min(10, len(values) // 4))
-    first, last = sum(values[:size]) / size, sum(values[-size:]) / size
-    return "Mean reward", f"{first:.3f} → {last:.3f}", f"first → last {size} steps" if size > 1 else "first → last step"
+    first = sum(values[:size]) / size
+    last = sum(values[-size:]) / size
+    return (
+        "Mean reward",
+        f"{first:.3f} → {last:.3f}",
+        f"first → last {size} steps" if size > 1 else "first → last step",
+    )
 
 
 def _steps(run: RunFolder) -> Fact:
     done = run.summary.get("steps")
     if not isinstance(done, int | str):
-        done = max((record["step"] for record in run.metrics if record.get("phase") == "train"), default=0)
-    total, sft = run.setting("trainer.total_steps"), len(run.points("sft", "sft/loss"))
-    return "Training steps", _cut(f"{done} of {total}" if total else str(done)), f"after {sft} SFT steps" if sft else ""
+        done = max(
+            (record["step"] for record in run.metrics if record.get("phase") == "train"), default=0
+        )
+    total = run.setting("trainer.total_steps")
+    sft = len(run.points("sft", "sft/loss"))
+    return (
+        "Training steps",
+        _cut(f"{done} of {total}" if total else str(done)),
+        f"after {sft} SFT steps" if sft else "",
+    )
 
 
 def _time(run: RunFolder) -> Fact | None:
@@ -241,7 +277,11 @@ def _time(run: RunFolder) -> Fact | None:
 
 def _throughput(run: RunFolder) -> Fact | None:
     values = run.values("train", "perf/throughput")
-    return ("Throughput", f"{sum(values) / len(values):,.0f} tokens/s", "mean over steps") if values else None
+    return (
+        ("Throughput", f"{sum(values) / len(values):,.0f} tokens/s", "mean over steps")
+        if values
+        else None
+    )
 
 
 def _routes(run: RunFolder) -> Fact | None:
@@ -258,13 +298,23 @@ def _routes(run: RunFolder) -> Fact | None:
 def _layout(run: RunFolder) -> Fact | None:
     if not isinstance(actor := run.config.get("actor"), Mapping) or "parallel" not in actor:
         return None
-    sizes = {name: run.size(f"actor.parallel.{name}") for name in ("tensor", "pipeline", "context", "expert")}
+    sizes = {
+        name: run.size(f"actor.parallel.{name}")
+        for name in ("tensor", "pipeline", "context", "expert")
+    }
     world = run.size("cluster.nodes") * run.size("cluster.procs_per_node")
     data = world // (sizes["tensor"] * sizes["pipeline"] * sizes["context"]) or 1
     short = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
-    text = " ".join([*(f"{short[name]}{size}" for name, size in sizes.items() if size > 1), f"DP{data}"])
-    engines, cut = run.size("rollout.num_engines"), run.size("rollout.tensor")
-    return "Layout", text, f"{world} trainer ranks; {engines} engine{'s' if engines != 1 else ''} of TP{cut}"
+    text = " ".join(
+        [*(f"{short[name]}{size}" for name, size in sizes.items() if size > 1), f"DP{data}"]
+    )
+    engines = run.size("rollout.num_engines")
+    cut = run.size("rollout.tensor")
+    return (
+        "Layout",
+        text,
+        f"{world} trainer ranks; {engines} engine{'s' if engines != 1 else ''} of TP{cut}",
+    )
 
 
 def _model(run: RunFolder) -> Fact | None:
@@ -276,7 +326,11 @@ def _model(run: RunFolder) -> Fact | None:
         for key, word in small.items():
             if size := run.setting(f"model.hf_config.{key}"):
                 sizes.append(f"{size} {word}")
-        return "Model", str(kind), ", ".join([*sizes, str(run.setting("model.dtype") or "")]).strip(", ")
+        return (
+            "Model",
+            str(kind),
+            ", ".join([*sizes, str(run.setting("model.dtype") or "")]).strip(", "),
+        )
     return None
 
 
@@ -308,7 +362,10 @@ def _sample_title(sample: Sample) -> str:
     if kind == "rollouts":
         title = "Rollouts"
     mean = f", mean score {sample.mean_score:.3f}" if sample.mean_score is not None else ""
-    return f"{title} of step {sample.step} ({min(len(sample.rows), sample.count)} of {sample.count} rows{mean})"
+    return (
+        f"{title} of step {sample.step} ({min(len(sample.rows), sample.count)} of {sample.count} "
+        f"rows{mean})"
+    )
 
 
 def _percent(value: Any) -> str:

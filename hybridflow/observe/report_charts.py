@@ -25,9 +25,17 @@ EXPECTED_METRICS: dict[str, tuple[str, ...]] = {
         "timing_s/step",
     ),
 }
-# The colour of a phase does not depend on which others were logged. Phases left out here take the free colours, then
-# "other".
-_PHASES = ("gen", "update_actor", "old_log_prob", "update_weights", "ref", "save_checkpoint", "testing")
+# The colour of a phase does not depend on which others were logged. Phases left out here take the
+# free colours, then "other".
+_PHASES = (
+    "gen",
+    "update_actor",
+    "old_log_prob",
+    "update_weights",
+    "ref",
+    "save_checkpoint",
+    "testing",
+)
 _PHASE_COLORS = {name: color for color, name in enumerate(_PHASES)}
 _MAX_STACKED = 7
 _MOST_CHARTS = 64  # of what a reward returns
@@ -35,7 +43,9 @@ _MOST_CHARTS = 64  # of what a reward returns
 
 def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
     """The charts of the page in reading order; those without data are dropped when drawn."""
-    one, several, zero = partial(_one, run), partial(_several, run), (0.0,)
+    one = partial(_one, run)
+    several = partial(_several, run)
+    zero = (0.0,)
     kl = [("to the rollout policy", "actor/ppo_kl", 0), ("to the reference", "actor/ref_kl", 1)]
     return [
         (
@@ -44,18 +54,36 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
                 *(_accuracy(run, prefix) for prefix in run.val_sets() or ["val"]),
                 one("Reward, mean of the batch", "critic/score/mean", "score", trend=True),
                 *_reward_extras(run),
-                one("Warm start (SFT) loss", "sft/loss", "nats a token", phase="sft", include=zero, trend=True),
+                one(
+                    "Warm start (SFT) loss",
+                    "sft/loss",
+                    "nats a token",
+                    phase="sft",
+                    include=zero,
+                    trend=True,
+                ),
             ],
         ),
         (
             "Policy",
             [
-                several("KL divergence", kl, "nats a token", "actor/ppo_kl, actor/ref_kl", include=zero),
+                several(
+                    "KL divergence", kl, "nats a token", "actor/ppo_kl, actor/ref_kl", include=zero
+                ),
                 one("Entropy of the policy", "actor/entropy", "nats a token", include=zero),
                 _gradient(run),
-                one("Clipped tokens in the policy loss", "actor/pg_clipfrac", "tokens", percent=True, include=zero),
+                one(
+                    "Clipped tokens in the policy loss",
+                    "actor/pg_clipfrac",
+                    "tokens",
+                    percent=True,
+                    include=zero,
+                ),
                 several(
-                    "Advantages", _of("critic/advantages", "max", "mean", "min"), "advantage", "critic/advantages/*"
+                    "Advantages",
+                    _of("critic/advantages", "max", "mean", "min"),
+                    "advantage",
+                    "critic/advantages/*",
                 ),
                 one("Learning rate", "actor/lr", "", include=zero),
             ],
@@ -63,7 +91,12 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
         (
             "Critic",
             [
-                one("Variance of returns that values explain", "critic/vf_explained_var", "share", include=(0.0, 1.0)),
+                one(
+                    "Variance of returns that values explain",
+                    "critic/vf_explained_var",
+                    "share",
+                    include=(0.0, 1.0),
+                ),
                 one("Value loss", "critic/vf_loss", "half a squared error", include=zero),
             ],
         ),
@@ -96,20 +129,33 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
                 _step_time(run),
                 one("Throughput", "perf/throughput", "tokens a second", include=zero),
                 one("Tokens trained on", "perf/total_num_tokens", "tokens a step", include=zero),
-                one("Peak memory of a trainer rank", "perf/max_memory_allocated_gb", "GB", include=zero),
+                one(
+                    "Peak memory of a trainer rank",
+                    "perf/max_memory_allocated_gb",
+                    "GB",
+                    include=zero,
+                ),
             ],
         ),
     ]
 
 
 def _reward_model(run: RunFolder) -> list[Chart]:
-    one, pairs = partial(_one, run), partial(_one, run, phase="reward")
-    share, agreement = "reward_model/share", "reward_model/agreement"
+    one = partial(_one, run)
+    pairs = partial(_one, run, phase="reward")
+    share = "reward_model/share"
+    agreement = "reward_model/agreement"
     return [
         pairs("Loss on pairs", "reward/loss", "nats", include=(0.0,)),
         pairs("Pairs told apart", "reward/accuracy", "share", include=(0.0, 1.0)),
         one("Score of the reward model", "reward_model/score/mean", "score"),
-        one("What the reward model makes of the scores' variance", share, "share", percent=True, include=(0.0, 1.0)),
+        one(
+            "What the reward model makes of the scores' variance",
+            share,
+            "share",
+            percent=True,
+            include=(0.0, 1.0),
+        ),
         one(
             "Answers to one prompt that reward model and verifier order alike",
             agreement,
@@ -121,14 +167,17 @@ def _reward_model(run: RunFolder) -> list[Chart]:
 
 
 def step_phases(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, float]]:
-    """Seconds by step of each phase, with `other` for the rest of the step; and the whole seconds by step."""
+    """Seconds by step of each phase, with `other` for the rest of the step; and the whole seconds
+    by step."""
     prefix = "timing_s/"
     found: dict[str, list[Point]] = {}
     for name in sorted(run.names("train")):
         phase = name.removeprefix(prefix)
         if name.startswith(prefix) and phase != "step" and "/" not in phase:
             found[phase] = run.points("train", name)
-    logged = {step: value for step, value in run.points("train", prefix + "step") if value is not None}
+    logged = {
+        step: value for step, value in run.points("train", prefix + "step") if value is not None
+    }
     if not found and not logged:
         found, logged = _from_timeline(run)
     sums = dict(_sum(found.values()))
@@ -158,7 +207,8 @@ def _from_timeline(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, 
 
 
 def _accuracy(run: RunFolder, prefix: str) -> Chart:
-    points, percent = run.points("val", f"{prefix}/score"), is_accuracy(run, prefix)
+    points = run.points("val", f"{prefix}/score")
+    percent = is_accuracy(run, prefix)
     known = []
     for step, value in points:
         if value is not None:
@@ -168,15 +218,20 @@ def _accuracy(run: RunFolder, prefix: str) -> Chart:
         notes.append((*known[0][:2], f"{'before ' if len(known) > 1 else ''}{known[0][2]}"))
     if len(known) > 1:
         notes.append((*known[-1][:2], f"after {known[-1][2]}"))
-    unit, name = "answers right" if percent else "mean score", f"{prefix}/score"
+    unit = "answers right" if percent else "mean score"
+    name = f"{prefix}/score"
     title = held_out_title(run, prefix)
-    return Chart(title, [Series(name, points, 0)], unit, name, percent=percent, include=(0.0,), notes=notes)
+    return Chart(
+        title, [Series(name, points, 0)], unit, name, percent=percent, include=(0.0,), notes=notes
+    )
 
 
 def held_out_title(run: RunFolder, prefix: str) -> str:
     """What the scores of the validation set are whose metrics begin with `prefix`, and its name."""
     name = prefix.removeprefix("val").removeprefix("-")
-    return ("Held-out accuracy" if is_accuracy(run, prefix) else "Held-out score") + (f" of {name}" if name else "")
+    return ("Held-out accuracy" if is_accuracy(run, prefix) else "Held-out score") + (
+        f" of {name}" if name else ""
+    )
 
 
 def is_accuracy(run: RunFolder, prefix: str) -> bool:
@@ -210,8 +265,16 @@ def _difference(run: RunFolder) -> Chart:
     bound = run.setting("rollout.logprob_diff_bound")
     if run.setting("model.dtype") == "bfloat16":
         bounds = (bound, run.setting("rollout.logprob_diff_bound_bfloat16"))
-        bound = None if bound is None else max((one for one in bounds if isinstance(one, int | float)), default=None)
-    lines = [(float(bound), f"bound on the mean {bound:g}")] if isinstance(bound, int | float) and bound > 0 else []
+        bound = (
+            None
+            if bound is None
+            else max((one for one in bounds if isinstance(one, int | float)), default=None)
+        )
+    lines = (
+        [(float(bound), f"bound on the mean {bound:g}")]
+        if isinstance(bound, int | float) and bound > 0
+        else []
+    )
     about = "rollout/logprob_diff/*: |engine - trainer| on the same tokens"
     return _several(run, "Log-probability difference", names, "nats", about, log=True, lines=lines)
 
@@ -221,8 +284,12 @@ def _mismatch(run: RunFolder) -> Chart:
         ("of all tokens, by importance weights", "rollout/mismatch/ess", 0),
         ("as the updates weight them", "rollout_correction/ess", 1),
     ]
-    about = "rollout/mismatch/ess, rollout_correction/ess: mean(w)^2 / mean(w^2), w = trainer / engine"
-    return _several(run, "Effective sample size", names, "share of tokens", about, percent=True, include=(0.0,))
+    about = (
+        "rollout/mismatch/ess, rollout_correction/ess: mean(w)^2 / mean(w^2), w = trainer / engine"
+    )
+    return _several(
+        run, "Effective sample size", names, "share of tokens", about, percent=True, include=(0.0,)
+    )
 
 
 def _routes(run: RunFolder) -> Chart:
@@ -243,7 +310,8 @@ def _step_time(run: RunFolder) -> Chart:
     kept = sorted(named, key=lambda name: _PHASE_COLORS.get(name, len(_PHASE_COLORS)))
     smallest = set(named[_MAX_STACKED:])
     free = sorted(set(range(8)) - set(map(_PHASE_COLORS.get, kept)))
-    series, rest = [], [phases["other"]] if "other" in phases else []
+    series = []
+    rest = [phases["other"]] if "other" in phases else []
     for name in kept:
         color = _PHASE_COLORS.get(name, free.pop(0) if name not in _PHASE_COLORS and free else None)
         if name in smallest or color is None:
@@ -254,7 +322,9 @@ def _step_time(run: RunFolder) -> Chart:
         series.append(Series("other", _sum(rest), None))
     whole = sum(value or 0.0 for _, value in run.points("train", "timing_s/step"))
     overlap = 0 < 1.02 * whole < sum(sums.values())
-    about = "timing_s/*" + ("; phases on different devices overlap, and add up to more than a step" if overlap else "")
+    about = "timing_s/*" + (
+        "; phases on different devices overlap, and add up to more than a step" if overlap else ""
+    )
     return Chart("Step time by phase", series, "seconds", about, kind="stack")
 
 
@@ -266,14 +336,23 @@ def _sum(columns: Iterable[Sequence[Point]]) -> list[tuple[float, float]]:
     return sorted(sums.items())
 
 
-def _one(run: RunFolder, title: str, name: str, unit: str, phase: str = "train", **settings: Any) -> Chart:
+def _one(
+    run: RunFolder, title: str, name: str, unit: str, phase: str = "train", **settings: Any
+) -> Chart:
     """A chart of one metric. Without points it is dropped when drawn."""
     color = 1 if phase == "sft" else 0
-    return Chart(title, [Series(name, run.points(phase, name), color)], unit, name, phase=phase, **settings)
+    return Chart(
+        title, [Series(name, run.points(phase, name), color)], unit, name, phase=phase, **settings
+    )
 
 
 def _several(
-    run: RunFolder, title: str, names: Sequence[tuple[str, str, int]], unit: str, about: str, **settings: Any
+    run: RunFolder,
+    title: str,
+    names: Sequence[tuple[str, str, int]],
+    unit: str,
+    about: str,
+    **settings: Any,
 ) -> Chart:
     """A chart of several metrics of training: their labels, names and colours."""
     series = []

@@ -1,9 +1,9 @@
-"""Dumps of rollouts and validation answers as parquet: one file a step, `rollouts/step_000001.parquet`,
-`validation/step_000000.parquet`.
+"""Dumps of rollouts and validation answers as parquet: one file a step,
+`rollouts/step_000001.parquet`, `validation/step_000000.parquet`.
 
-The columns of `ROLLOUT_COLUMNS` have a fixed type; each may be left out. Those of `TOKEN_COLUMNS` hold a number for
-each token of the prompt or the response, as the step had them. Other columns are written as text, which is JSON where a
-value is not text.
+The columns of `ROLLOUT_COLUMNS` have a fixed type; each may be left out. Those of `TOKEN_COLUMNS`
+hold a number for each token of the prompt or the response, as the step had them. Other columns are
+written as text, which is JSON where a value is not text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
     "response_length": (np.int32, "tokens of the response"),
     "response_mask": (
         Jagged,
-        "[1: sampled by the policy, 0: put in by a tool or an environment; tokens in a row] through the response",
+        (
+            "[1: sampled by the policy, 0: put in by a tool or an environment; tokens in a row] "
+            "through the response"
+        ),
     ),
     "finish_reason": (str, "stop | length | abort"),
     "weight_version": (str, "version of the weights that made the last token"),
@@ -42,8 +45,14 @@ ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
         Jagged,
         "[version of the weights, tokens that they made in a row] through the response",
     ),
-    "logprob_diff_mean": (np.float32, "mean over sampled tokens of |rollout - trainer| log-probability"),
-    "logprob_diff_max": (np.float32, "largest |rollout - trainer| log-probability of a sampled token"),
+    "logprob_diff_mean": (
+        np.float32,
+        "mean over sampled tokens of |rollout - trainer| log-probability",
+    ),
+    "logprob_diff_max": (
+        np.float32,
+        "largest |rollout - trainer| log-probability of a sampled token",
+    ),
     "reward_extra": (str, "JSON of what the reward returned beside the score"),
     "reward_failure": (str, "why the reward gave no score"),
     "messages": (str, "JSON of the answers and observations of a conversation"),
@@ -57,7 +66,9 @@ TOKEN_COLUMNS: dict[str, str] = {
     "prompt_ids": "tokens of the prompt",
     "response_ids": "tokens of the response",
     "rollout_log_probs": "log-probability of each response token in the engine that sampled it",
-    "support_sizes": "how many tokens the sampler chose each response token from; 0: the whole vocabulary",
+    "support_sizes": (
+        "how many tokens the sampler chose each response token from; 0: the whole vocabulary"
+    ),
     "support_ids": "these tokens, one response token after another",
     "old_log_probs": "the same in the trainer, before the step's updates",
     "ref_log_probs": "the same under the reference's weights",
@@ -79,8 +90,8 @@ def dump_rollouts(
     rows: Mapping[str, Sequence[Any]] | Iterable[Mapping[str, Sequence[Any]]],
     made_with: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write columns of equal length to a parquet file, or pieces of them one after another. The file appears whole or
-    not at all.
+    """Write columns of equal length to a parquet file, or pieces of them one after another. The
+    file appears whole or not at all.
 
     Args:
         made_with: what the meta of the file says about model and tokenizer.
@@ -88,19 +99,26 @@ def dump_rollouts(
     pieces = [rows] if isinstance(rows, Mapping) else rows
     meta = {MADE_WITH: dict(made_with or {})}
     write_parquet(
-        path, (DataProto({name: _column(name, row) for name, row in piece.items()}, meta) for piece in pieces)
+        path,
+        (
+            DataProto({name: _column(name, row) for name, row in piece.items()}, meta)
+            for piece in pieces
+        ),
     )
     return Path(path)
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a dump as dictionaries, without the columns of tokens; DataError when the file cannot be read."""
+    """The rows of a dump as dictionaries, without the columns of tokens; DataError when the file
+    cannot be read."""
     batch = read_parquet(path)
     columns = {}
     for name in batch.columns:
         if name not in TOKEN_COLUMNS:
             held = batch[name]
-            columns[name] = [row.tolist() for row in held] if isinstance(held, Jagged) else held.tolist()
+            columns[name] = (
+                [row.tolist() for row in held] if isinstance(held, Jagged) else held.tolist()
+            )
     rows: list[dict[str, Any]] = []
     for values in zip(*columns.values(), strict=True):
         rows.append(dict(zip(columns, values, strict=True)))
@@ -109,7 +127,9 @@ def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
 
 def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
     """(step, file) of every dump in a folder, by step; a missing folder has none."""
-    found = ((_STEP_FILE.fullmatch(path.name), path) for path in Path(folder).glob("step_*.parquet"))
+    found = (
+        (_STEP_FILE.fullmatch(path.name), path) for path in Path(folder).glob("step_*.parquet")
+    )
     dumps = []
     for match, path in found:
         if match:
@@ -132,7 +152,9 @@ def _column(name: str, values: Any) -> Column:
     try:
         if kind is Jagged:
             return Jagged.from_rows([np.reshape(value, (-1, 2)) for value in values], np.int64)
-        return np.array(list(map(_text, values)), object) if kind is str else np.asarray(values, kind)
+        return (
+            np.array(list(map(_text, values)), object) if kind is str else np.asarray(values, kind)
+        )
     except (TypeError, ValueError) as error:
         raise SchemaError(f"rollout column {name!r}: expected {kind.__name__}: {error}") from error
 
@@ -140,7 +162,9 @@ def _column(name: str, values: Any) -> Column:
 def _text(value: Any) -> str | None:
     if value is None:
         return None
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+    text = (
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+    )
     # a lone surrogate from a decoder is no valid parquet text
     return text.encode("utf-8", errors="replace").decode("utf-8")
 

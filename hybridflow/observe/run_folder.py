@@ -1,7 +1,8 @@
-"""Reading a run folder for the report. What is missing or damaged is noted and left out, as after a kill.
+"""Reading a run folder for the report. What is missing or damaged is noted and left out, as after a
+kill.
 
-The folder may be somebody else's: no file outside it is read, what is read is bounded, and values that are not of the
-form that a run writes are left out.
+The folder may be somebody else's: no file outside it is read, what is read is bounded, and values
+that are not of the form that a run writes are left out.
 """
 
 from __future__ import annotations
@@ -32,15 +33,28 @@ from hybridflow.observe.trackers.base import PHASES
 CHANGES = "changes.jsonl"  # what differed at each start that went on from a checkpoint
 _ROWS_PER_DUMP = 4  # two of the best and two of the worst
 # a step has about 150 metrics in 7 KB
-_MOST_RECORD_BYTES, _MOST_RECORDS, _MOST_VALUES, _MOST_NAMES = 128 << 20, 250_000, 4_000_000, 2_000
+_MOST_RECORD_BYTES = 128 << 20
+_MOST_RECORDS = 250_000
+_MOST_VALUES = 4_000_000
+_MOST_NAMES = 2_000
 _MOST_JSON_BYTES = 8 << 20
-_MOST_FOLDERS, _MOST_ROWS, _MOST_GROUP_BYTES = 32, 500_000, 256 << 20
+_MOST_FOLDERS = 32
+_MOST_ROWS = 500_000
+_MOST_GROUP_BYTES = 256 << 20
 _RANKED_BY = ("uid", "score")
 _NUMBERS = ("score", "response_length", "logprob_diff_mean", "advantage", "turns", "tool_calls")
-_TEXTS = ("prompt_text", "response_text", "ground_truth", "finish_reason", "reward_extra", "agent_failure")
+_TEXTS = (
+    "prompt_text",
+    "response_text",
+    "ground_truth",
+    "finish_reason",
+    "reward_extra",
+    "agent_failure",
+)
 _SHOWN = (*_NUMBERS, *_TEXTS)
 _OUTSIDE = "a link out of the run folder, which is not followed"
-_MOST_STEP, _MOST_NUMBER = 1 << 53, 1e300
+_MOST_STEP = 1 << 53
+_MOST_NUMBER = 1e300
 
 
 @dataclass(frozen=True)
@@ -73,12 +87,17 @@ class RunFolder:
         """(step, value) of a metric, by step; the last record of a step counts."""
         found = {}
         for record in self.metrics:
-            if record["phase"] == phase and name in record and (record[name] is None or _is_number(record[name])):
+            if (
+                record["phase"] == phase
+                and name in record
+                and (record[name] is None or _is_number(record[name]))
+            ):
                 found[record["step"]] = record[name]
         return sorted(found.items())
 
     def val_sets(self) -> list[str]:
-        """What the metrics of each validation set begin with, "val" or "val-NAME", in the configuration's order."""
+        """What the metrics of each validation set begin with, "val" or "val-NAME", in the
+        configuration's order."""
         found: dict[str, None] = {}
         for record in self.metrics:
             if record["phase"] == "val":
@@ -100,7 +119,8 @@ class RunFolder:
         return [value for _, value in self.points(phase, name) if value is not None]
 
     def setting(self, dotted: str) -> Any:
-        """A single value of config.yaml by its dotted key; None where there is none, or a number that is no size."""
+        """A single value of config.yaml by its dotted key; None where there is none, or a number
+        that is no size."""
         node: Any = self.config
         for part in dotted.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
@@ -118,7 +138,9 @@ def load_run(path: Path) -> RunFolder:
     """Read everything there is."""
     run = RunFolder(path)
     run.config_text, run.config = _config(path / "config.yaml", run.missing)
-    run.summary = _json(path / "summary.json", "the run was killed, or is still running", run.missing)
+    run.summary = _json(
+        path / "summary.json", "the run was killed, or is still running", run.missing
+    )
     run.environment = _json(path / "environment.json", "", run.missing)
     run.metrics = list(_metrics(_records(path / "metrics.jsonl", run.missing), run.missing))
     for record in _records(path / "timeline.jsonl", run.missing):
@@ -127,11 +149,18 @@ def load_run(path: Path) -> RunFolder:
     for record in _records(path / CHANGES, run.missing):
         if _is_step(record.get("step")) and isinstance(record.get("changes"), list):
             run.changes.append(record)
-    for name, found, so in (("metrics.jsonl", run.metrics, ", so no charts"), ("timeline.jsonl", run.timeline, "")):
+    for name, found, so in (
+        ("metrics.jsonl", run.metrics, ", so no charts"),
+        ("timeline.jsonl", run.timeline, ""),
+    ):
         if not found:
-            run.missing.append(f"{name}: {'holds no record' if (path / name).exists() else 'not there'}{so}")
+            run.missing.append(
+                f"{name}: {'holds no record' if (path / name).exists() else 'not there'}{so}"
+            )
     run.missing += _lost_steps(run)
-    decode = open_decoder(path / "model") if is_inside(path / "model" / "tokenizer.json", path) else None
+    decode = (
+        open_decoder(path / "model") if is_inside(path / "model" / "tokenizer.json", path) else None
+    )
     validations = sorted(folder.name for folder in path.glob("validation-*"))
     for kind in ("rollouts", "validation", *validations[:_MOST_FOLDERS]):
         run.samples += _samples(path / kind, kind, decode, run.missing)
@@ -147,7 +176,10 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
     try:
         for number, record in enumerate(read_jsonl(path, skipped, _MOST_RECORD_BYTES)):
             if number == _MOST_RECORDS:
-                missing.append(f"{path.name}: holds more than {_MOST_RECORDS:,} records; later ones are left out")
+                missing.append(
+                    f"{path.name}: holds more than {_MOST_RECORDS:,} records; later ones are left "
+                    "out"
+                )
                 break
             yield record
     except (DataError, OSError) as error:
@@ -156,7 +188,10 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
     if skipped:
         missing.append(f"{path.name}: {removed_lines(skipped)}")
     if path.exists() and (size := path.stat().st_size) > _MOST_RECORD_BYTES:
-        missing.append(f"{path.name}: has {size >> 20} MiB, of which the first {_MOST_RECORD_BYTES >> 20} are shown")
+        missing.append(
+            f"{path.name}: has {size >> 20} MiB, of which the first {_MOST_RECORD_BYTES >> 20} are "
+            "shown"
+        )
 
 
 def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[dict[str, Any]]:
@@ -170,7 +205,9 @@ def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[
             continue
         values += len(record)
         if values > _MOST_VALUES:
-            missing.append(f"metrics.jsonl: holds more than {_MOST_VALUES:,} values; later steps are left out")
+            missing.append(
+                f"metrics.jsonl: holds more than {_MOST_VALUES:,} values; later steps are left out"
+            )
             break
         if len(names) < _MOST_NAMES:
             names |= dict.fromkeys(map(sys.intern, record))
@@ -178,15 +215,20 @@ def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[
     if strange:
         missing.append(f"metrics.jsonl: {strange} records have no step or phase and are left out")
     if len(names) >= _MOST_NAMES:
-        missing.append(f"metrics.jsonl: names more than {_MOST_NAMES:,} metrics; others are left out")
+        missing.append(
+            f"metrics.jsonl: names more than {_MOST_NAMES:,} metrics; others are left out"
+        )
 
 
 def _of_numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with None for numbers that no chart can show, and without values of other kinds but text."""
+    """The record with None for numbers that no chart can show, and without values of other kinds
+    but text."""
     kept: dict[str, Any] = {}
     for name, value in record.items():
         if value is None or isinstance(value, str) or _is_number(value):
-            kept[sys.intern(name)] = value if isinstance(value, str) or name == "step" else _chartable(value)
+            kept[sys.intern(name)] = (
+                value if isinstance(value, str) or name == "step" else _chartable(value)
+            )
     return kept
 
 
@@ -211,12 +253,21 @@ def _is_step(value: object) -> bool:
 
 
 def _lost_steps(run: RunFolder) -> Iterator[str]:
-    """A sentence for each kind of record that lacks steps between others. A run that began with the dumps of another
-    may begin with any step."""
+    """A sentence for each kind of record that lacks steps between others. A run that began with the
+    dumps of another may begin with any step."""
     first = None if run.setting("trainer.rollouts_from") else 1
     for phase in ("train", "sft", "reward"):
-        yield from _gaps("metrics.jsonl", phase, (one["step"] for one in run.metrics if one["phase"] == phase), first)
-    whole = (one["step"] for one in run.timeline if one["name"] == WHOLE_STEP and one.get("step") is not None)
+        yield from _gaps(
+            "metrics.jsonl",
+            phase,
+            (one["step"] for one in run.metrics if one["phase"] == phase),
+            first,
+        )
+    whole = (
+        one["step"]
+        for one in run.timeline
+        if one["name"] == WHOLE_STEP and one.get("step") is not None
+    )
     yield from _gaps("timeline.jsonl", "train", whole, first)
 
 
@@ -232,7 +283,8 @@ def _gaps(name: str, phase: str, steps: Iterable[int], first: int | None) -> Ite
 
 
 def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[dict[str, Any]]:
-    """The best and the worst rows by score, half each, best first; of different prompts where scores are equal."""
+    """The best and the worst rows by score, half each, best first; of different prompts where
+    scores are equal."""
     ranked = sorted(rows, key=_score, reverse=True)
     if len(ranked) <= count:
         return ranked
@@ -243,9 +295,11 @@ def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[d
 
 
 def _varied(ranked: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The first `count` rows; among those that score like the first, one of each prompt comes before a second one."""
+    """The first `count` rows; among those that score like the first, one of each prompt comes
+    before a second one."""
     seen: set[Any] = set()
-    first, later = [], []
+    first = []
+    later = []
     for row in ranked:
         if _score(row) == _score(ranked[0]) and row.get("uid") not in seen:
             seen.add(row.get("uid"))
@@ -261,7 +315,9 @@ def _samples(folder: Path, kind: str, decode: Decode | None, missing: list[str])
     if not dumps:
         missing.append(f"{kind}/: no dump")
         return []
-    wanted = sorted({0, len(dumps) // 2, len(dumps) - 1} if kind == "rollouts" else {0, len(dumps) - 1})
+    wanted = sorted(
+        {0, len(dumps) // 2, len(dumps) - 1} if kind == "rollouts" else {0, len(dumps) - 1}
+    )
     found = []
     for index in wanted:
         step, path = dumps[index]
@@ -282,7 +338,9 @@ def _sample(path: Path, kind: str, step: int, decode: Decode | None) -> Sample:
     at = 0
     for batch in iter_parquet(path, (), _RANKED_BY, most_bytes=_MOST_GROUP_BYTES):
         for name in batch.columns:
-            for row, value in zip(rows[at : at + len(batch)], batch.dense(name).tolist(), strict=True):
+            for row, value in zip(
+                rows[at : at + len(batch)], batch.dense(name).tolist(), strict=True
+            ):
                 row[name] = value
         at += len(batch)
     scores = [row["score"] for row in rows if _is_number(row.get("score"))]
@@ -298,7 +356,13 @@ def _sample(path: Path, kind: str, step: int, decode: Decode | None) -> Sample:
         if isinstance(column, np.ndarray):
             for row, value in zip(shown, column.tolist(), strict=True):
                 row[name] = value
-    return Sample(kind, step, len(rows), mean, [_shown_fields(row) | {"tokens": row["tokens"]} for row in shown])
+    return Sample(
+        kind,
+        step,
+        len(rows),
+        mean,
+        [_shown_fields(row) | {"tokens": row["tokens"]} for row in shown],
+    )
 
 
 def _score(row: Mapping[str, Any]) -> float:
@@ -341,7 +405,9 @@ def _json(path: Path, meaning: str, missing: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         missing.append(f"{path.name}: not there" + (f" ({meaning})" if meaning else ""))
     except (OSError, ValueError) as error:
-        wrong = "not valid JSON" if str(error).startswith("not JSON") else f"cannot be read ({error})"
+        wrong = (
+            "not valid JSON" if str(error).startswith("not JSON") else f"cannot be read ({error})"
+        )
         missing.append(f"{path.name}: {wrong}")
     return {}
 

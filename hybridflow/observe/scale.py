@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps [low, high] to pixels [start, end], linearly or by logarithm, with the ticks that belong to it."""
+    """Maps [low, high] to pixels [start, end], linearly or by logarithm, with the ticks that belong
+    to it."""
 
     low: float
     high: float
@@ -21,7 +22,9 @@ class Scale:
     def __call__(self, value: float) -> float:
         """The pixel of a value."""
         low, high, at = (
-            (math.log10(v) for v in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+            (math.log10(v) for v in (self.low, self.high, value))
+            if self.log
+            else (self.low, self.high, value)
         )
         return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
 
@@ -38,16 +41,20 @@ class Scale:
         return f"{tick:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
 
 
-def linear(values: Iterable[float], start: float, end: float, include: Iterable[float] = ()) -> Scale:
+def linear(
+    values: Iterable[float], start: float, end: float, include: Iterable[float] = ()
+) -> Scale:
     """A scale whose ends are round numbers around `values` and `include`."""
     found = [*values, *include]
-    low, high = min(found), max(found)
+    low = min(found)
+    high = max(found)
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         pad = abs(low) * 0.1 or 1.0
         # A constant that is never negative keeps zero as its floor.
         low, high = (0.0, high + pad) if low >= 0 else (low - pad, high + pad)
     step = nice_step(high - low, 4)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     ticks = tuple(index * step for index in range(first, last + 1))
     return Scale(ticks[0], ticks[-1], start, end, ticks)
 
@@ -55,7 +62,8 @@ def linear(values: Iterable[float], start: float, end: float, include: Iterable[
 def steps(values: Iterable[float], start: float, end: float) -> Scale:
     """A scale of step numbers: it ends where the data ends, and its ticks are whole numbers."""
     found = list(values)
-    low, high = min(found), max(found)
+    low = min(found)
+    high = max(found)
     if low == high:
         return Scale(low - 1, high + 1, start, end, (low,))
     step = max(1.0, nice_step(high - low, 6))
@@ -67,7 +75,8 @@ def steps(values: Iterable[float], start: float, end: float) -> Scale:
 def logarithmic(values: Iterable[float], start: float, end: float) -> Scale:
     """A logarithmic scale over positive values; ends and ticks are powers of ten."""
     found = list(values)
-    first, last = math.floor(math.log10(min(found)) + 1e-9), math.ceil(math.log10(max(found)) - 1e-9)
+    first = math.floor(math.log10(min(found)) + 1e-9)
+    last = math.ceil(math.log10(max(found)) - 1e-9)
     last = max(last, first + 1)
     stride = math.ceil((last - first) / 6)
     ticks = tuple(10.0**power for power in range(first, last + 1, stride))

@@ -1,10 +1,11 @@
 """What the controller did when: `timeline.jsonl`, and the `timing_s/*` metrics made from it.
 
-One line per finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ..., "depth": 1}`; start
-and end are Unix seconds, `seconds` comes from a monotonic clock. A phase inside another is named `outer/inner`, except
-inside the phase `step`, which is the whole step. The record of a phase that raised has `"error"`, the exception's name.
-Phases of roles with devices of their own overlap, and the update of such a critic may last into the next step: its
-record has the step that it belongs to.
+One line per finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ...,
+"depth": 1}`; start and end are Unix seconds, `seconds` comes from a monotonic clock. A phase inside
+another is named `outer/inner`, except inside the phase `step`, which is the whole step. The record
+of a phase that raised has `"error"`, the exception's name. Phases of roles with devices of their
+own overlap, and the update of such a critic may last into the next step: its record has the step
+that it belongs to.
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ class Span:
         record: takes what is written of it.
     """
 
-    def __init__(self, name: str, step: int | None, depth: int, record: Callable[[dict[str, Any]], None]) -> None:
-        self.name, self.step = name, step
-        self._depth, self._record_of = depth, record
-        self._start, self._ticks = time.time(), time.perf_counter()
+    def __init__(
+        self, name: str, step: int | None, depth: int, record: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.name = name
+        self.step = step
+        self._depth = depth
+        self._record_of = record
+        self._start = time.time()
+        self._ticks = time.perf_counter()
 
     def end(self, error: str = "") -> None:
         """Record that the phase has ended; `error` names the exception that ended it."""
@@ -58,11 +64,14 @@ class Timeline:
         self._sums: dict[int, dict[str, float]] = {}
         self._lock = threading.Lock()
         # (name, step) of the phases that are open, the outermost first
-        self._open: ContextVar[tuple[tuple[str, int | None], ...]] = ContextVar("phases", default=())
+        self._open: ContextVar[tuple[tuple[str, int | None], ...]] = ContextVar(
+            "phases", default=()
+        )
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Record what runs inside the `with`. Without `step`, the step of the enclosing phase is taken."""
+        """Record what runs inside the `with`. Without `step`, the step of the enclosing phase is
+        taken."""
         span = self.begin(name, step)
         before = self._open.set((*self._open.get(), (span.name, span.step)))
         error = ""
@@ -76,15 +85,16 @@ class Timeline:
             span.end(error=error)
 
     def begin(self, name: str, step: int | None = None) -> Span:
-        """A phase that the caller ends, beside others that begin and end meanwhile. Without `step`, the step of the
-        enclosing phase is taken."""
+        """A phase that the caller ends, beside others that begin and end meanwhile. Without `step`,
+        the step of the enclosing phase is taken."""
         around = self._open.get()
         outer, outer_step = around[-1] if around else (WHOLE_STEP, None)
         full = name if outer == WHOLE_STEP else f"{outer}/{name}"
         return Span(full, outer_step if step is None else step, len(around), self._record)
 
     def step_seconds(self, step: int) -> dict[str, float]:
-        """Seconds of each finished phase of a step, by name; a phase entered several times is summed."""
+        """Seconds of each finished phase of a step, by name; a phase entered several times is
+        summed."""
         with self._lock:
             return dict(self._sums.get(step, {}))
 
@@ -93,7 +103,8 @@ class Timeline:
         return {f"timing_s/{name}": seconds for name, seconds in self.step_seconds(step).items()}
 
     def truncate_after(self, step: int) -> None:
-        """Forget phases of later steps: called on resume, so that repeated steps are recorded once."""
+        """Forget phases of later steps: called on resume, so that repeated steps are recorded
+        once."""
         self._writer.keep(lambda record: record.get("step") is None or record["step"] <= step)
         with self._lock:
             self._sums = {at: sums for at, sums in self._sums.items() if at <= step}
@@ -115,7 +126,8 @@ class Timeline:
 def read_timeline(
     path: str | Path, skipped: list[int] | None = None, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
-    """The records of a timeline file, by the end of their phases. Arguments and errors as of `read_jsonl`."""
+    """The records of a timeline file, by the end of their phases. Arguments and errors as of
+    `read_jsonl`."""
     records: list[dict[str, Any]] = []
     for record in read_jsonl(path, skipped, most_bytes):
         if isinstance(record.get("name"), str) and isinstance(record.get("seconds"), int | float):

@@ -1,5 +1,5 @@
-"""The tokens of a dumped response as the report shows them: how far engine and trainer differ at each, which weights
-sampled it, and what the policy did not sample."""
+"""The tokens of a dumped response as the report shows them: how far engine and trainer differ at
+each, which weights sampled it, and what the policy did not sample."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a response. `kind` is its CSS class: `obs` for one that was put in, else `same`, or how much more or
-    less likely the trainer finds it: `more1` to `more5`, `less1` to `less5`."""
+    """A token of a response. `kind` is its CSS class: `obs` for one that was put in, else `same`,
+    or how much more or less likely the trainer finds it: `more1` to `more5`, `less1` to `less5`."""
 
     text: str
     kind: str
@@ -41,18 +41,22 @@ class Stretch:
 
 
 def open_decoder(folder: Path) -> Decode | None:
-    """Decodes token ids with the tokenizer of a run's `model/`; None where there is none that can be read."""
+    """Decodes token ids with the tokenizer of a run's `model/`; None where there is none that can
+    be read."""
     path = folder / "tokenizer.json"
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
         return None
     try:
         import tokenizers
     except ImportError:
-        logging.getLogger(__name__).warning("tokenizers is not installed: the texts of single tokens are left out")
+        logging.getLogger(__name__).warning(
+            "tokenizers is not installed: the texts of single tokens are left out"
+        )
         return None
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as error:  # a bare Exception for a damaged file, and a panic is not even one
+    except BaseException as error:
+        # a bare Exception for a damaged file, and a panic is not even one
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         return None
@@ -71,8 +75,8 @@ def open_decoder(folder: Path) -> Decode | None:
 def read_stretches(
     path: Path, rows: Sequence[int], decode: Decode | None, most_bytes: int = 1 << 30
 ) -> list[list[Stretch]]:
-    """The tokens of each of these rows of a dump, from the first on; empty where the dump has none, or has more than
-    `most_bytes` of them in a row group."""
+    """The tokens of each of these rows of a dump, from the first on; empty where the dump has none,
+    or has more than `most_bytes` of them in a row group."""
     empty: list[list[Stretch]] = [[] for _ in rows]
     if decode is None:
         return empty
@@ -81,13 +85,17 @@ def read_stretches(
         if any(name not in picked for name in _NEEDED):
             return empty
         return [_stretches(picked, row, decode) for row in range(len(rows))]
-    except (DataError, IndexError, ValueError, TypeError, AttributeError, OverflowError):  # written by something else
+    except (DataError, IndexError, ValueError, TypeError, AttributeError, OverflowError):
+        # written by something else
         return empty
 
 
 def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
-    """The text that each token adds to those before it; of a character in several tokens, the last one has it."""
-    texts, start, shown = list[str](), 0, ""
+    """The text that each token adds to those before it; of a character in several tokens, the last
+    one has it."""
+    texts = list[str]()
+    start = 0
+    shown = ""
     for end in range(1, len(ids) + 1):
         text = decode(ids[start:end])
         if text.endswith("\ufffd") and end < len(ids) and end - start < 4 + 32:
@@ -95,7 +103,8 @@ def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
             continue
         texts.append(text[len(shown) :])
         shown = text
-        if end - start > 32:  # what came long ago changes nothing, and would be decoded again for each token
+        # what came long ago changes nothing, and would be decoded again for each token
+        if end - start > 32:
             start = end - 1
             shown = decode(ids[start:end])
     return texts
@@ -110,20 +119,28 @@ def _stretches(batch: DataProto, row: int, decode: Decode) -> list[Stretch]:
     engine = _row(batch, "rollout_log_probs", row)
     trainer = _row(batch, "old_log_probs", row) if "old_log_probs" in batch else None
     found: list[Stretch] = []
-    answers, last = 0, (-1, -1)
+    answers = 0
+    last = (-1, -1)
     for at, text in enumerate(texts_of(ids, decode)):
-        sampled, version = bool(mask[at]), int(versions[at])
+        sampled = bool(mask[at])
+        version = int(versions[at])
         if (int(sampled), version if sampled else -1) != last:
             answers += sampled and last[0] != 1
             last = (int(sampled), version if sampled else -1)
-            found.append(Stretch(f"answer {answers}, weights {version}" if sampled else "put in, not trained on", []))
+            found.append(
+                Stretch(
+                    f"answer {answers}, weights {version}" if sampled else "put in, not trained on",
+                    [],
+                )
+            )
         found[-1].tokens.append(_token(text or "\u00b7", sampled, float(engine[at]), trainer, at))
     left = len(_row(batch, "response_ids", row)) - len(ids)
     return [*found, Stretch(f"{left:,} more tokens", [])] if left else found
 
 
 def _of_runs(runs: np.ndarray, tokens: int) -> np.ndarray:
-    """A value for each token, from [value, tokens in a row]. ValueError: it is one for more or fewer tokens."""
+    """A value for each token, from [value, tokens in a row]. ValueError: it is one for more or
+    fewer tokens."""
     values, counts = runs.reshape(-1, 2).T
     if (counts < 0).any() or (counts > tokens).any() or counts.sum() != tokens:
         raise ValueError("the runs do not add up to the tokens")
@@ -141,7 +158,15 @@ def _token(text: str, sampled: bool, engine: float, trainer: np.ndarray | None, 
     if trainer is None:
         return Token(text, "same", f"log p {engine:.4f} in the engine")
     difference = float(trainer[at]) - engine
-    level = sum(abs(difference) >= bound for bound in LEVELS) if np.isfinite(difference) else len(LEVELS)
+    level = (
+        sum(abs(difference) >= bound for bound in LEVELS)
+        if np.isfinite(difference)
+        else len(LEVELS)
+    )
     sign = "more" if difference > 0 else "less"
     kind = f"{sign}{level}" if level else "same"
-    return Token(text, kind, f"log p {engine:.4f} in the engine, {trainer[at]:.4f} in the trainer: {difference:+.1e}")
+    return Token(
+        text,
+        kind,
+        f"log p {engine:.4f} in the engine, {trainer[at]:.4f} in the trainer: {difference:+.1e}",
+    )

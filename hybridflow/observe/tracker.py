@@ -22,7 +22,9 @@ class Tracker:
         ConfigError: there is no such tracker.
     """
 
-    def __init__(self, run_dir: str | Path, loggers: Sequence[str] = ("console", "jsonl", "tensorboard")) -> None:
+    def __init__(
+        self, run_dir: str | Path, loggers: Sequence[str] = ("console", "jsonl", "tensorboard")
+    ) -> None:
         self._sinks = [TRACKERS.get(name)(Path(run_dir)) for name in dict.fromkeys(loggers)]
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
@@ -36,7 +38,8 @@ class Tracker:
             sink.log(int(step), phase, wall_time, values)
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Forget the phase's records after `step`: called on resume, so that steps made again are recorded once."""
+        """Forget the phase's records after `step`: called on resume, so that steps made again are
+        recorded once."""
         _check_phase(phase)
         for sink in self._sinks:
             sink.truncate_after(phase, step)

@@ -1,4 +1,5 @@
-"""Assignment of processes to nodes and devices, as a pure function of the cluster and the configured pools.
+"""Assignment of processes to nodes and devices, as a pure function of the cluster and the
+configured pools.
 
 Runs, plans and tests use the same function.
 """
@@ -8,4 +9,15 @@ from hybridflow.placement.pools import Group, Pool, pools_of
 from hybridflow.placement.preview import preview, smallest
 from hybridflow.placement.shape import ClusterShape, Node
 
-__all__ = ["ClusterShape", "Group", "Node", "Placement", "Pool", "Process", "place", "pools_of", "preview", "smallest"]
+__all__ = [
+    "ClusterShape",
+    "Group",
+    "Node",
+    "Placement",
+    "Pool",
+    "Process",
+    "place",
+    "pools_of",
+    "preview",
+    "smallest",
+]

@@ -12,8 +12,8 @@ from hybridflow.errors import ResourceError
 from hybridflow.placement.pools import Group, Packing, Pool
 from hybridflow.placement.shape import ClusterShape, Node
 
-# Below the ephemeral range, so that no outgoing connection can take a port before it is bound. This includes the ports
-# that SGLang derives by adding 233.
+# Below the ephemeral range, so that no outgoing connection can take a port before it is bound. This
+# includes the ports that SGLang derives by adding 233.
 PORTS = range(20000, 32500)
 _ORDER: dict[Packing, int] = {"whole_nodes": 0, "pack": 1, "spread": 2}
 _SHOWN_NODES = 16
@@ -27,11 +27,14 @@ class Process:
     Args:
         role: as in `Group`.
         rank: index of the member within its role: the rank, or the engine index.
-        part: index among the member's nodes (an engine's node rank); 0 except for engines over several nodes.
+        part: index among the member's nodes (an engine's node rank); 0 except for engines over
+            several nodes.
         node: index of the node in `ClusterShape.nodes`.
-        devices: the node's devices that the process uses, as positions among the node's free devices.
-        visible: the devices that the process sees, in its numbering. A model rank sees those of all ranks of its role
-            on the node, where its own device has index `local_rank`; an engine sees only its own.
+        devices: the node's devices that the process uses, as positions among the node's free
+            devices.
+        visible: the devices that the process sees, in its numbering. A model rank sees those of all
+            ranks of its role on the node, where its own device has index `local_rank`; an engine
+            sees only its own.
         local_rank: index among the role's processes on the node.
         ports: range of listening ports that is reserved for this process on its node.
     """
@@ -73,7 +76,10 @@ class Placement:
             here[process.node].setdefault(process.role, []).append(process)
         for number, node in enumerate(self.cluster.nodes):
             for role, found in here[number].items():
-                lines.append(f"  {node.address}  {role:<{wide}}  {_members(found)}{_on(found, self.cluster.kind)}")
+                lines.append(
+                    f"  {node.address}  {role:<{wide}}  "
+                    f"{_members(found)}{_on(found, self.cluster.kind)}"
+                )
             if not here[number]:
                 lines.append(f"  {node.address}  not used")
         return "\n".join(lines)
@@ -82,11 +88,12 @@ class Placement:
 def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
     """Place every process of `pools` on a node and its devices. Deterministic.
 
-    Pools of fixed shape are placed first, then pools that need whole nodes, then packed pools, then spread pools.
+    Pools of fixed shape are placed first, then pools that need whole nodes, then packed pools, then
+    spread pools.
 
     Raises:
-        ResourceError: a pool does not fit in addition to the earlier ones. Names what it needs and what is left on each
-            node.
+        ResourceError: a pool does not fit in addition to the earlier ones. Names what it needs and
+            what is left on each node.
     """
     free = [list(range(node.devices)) for node in cluster.nodes]
     found: list[tuple[Group, int, int, Room]] = []
@@ -126,11 +133,13 @@ def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> 
     return [(node, tuple(devices)) for node, devices in used.items()]
 
 
-def _members_in(rooms: Sequence[Room], group: Group, packing: Packing, is_local: bool) -> list[list[Room]] | None:
+def _members_in(
+    rooms: Sequence[Room], group: Group, packing: Packing, is_local: bool
+) -> list[list[Room]] | None:
     """Return the devices of each member's parts, members in node order, or None if they do not fit.
 
-    A member over several nodes is placed on one bundle of nodes. Nodes with the most devices are bundled first, to
-    leave few devices unused.
+    A member over several nodes is placed on one bundle of nodes. Nodes with the most devices are
+    bundled first, to leave few devices unused.
     """
     size = group.devices
     parts = 1 if is_local else group.nodes
@@ -149,12 +158,15 @@ def _members_in(rooms: Sequence[Room], group: Group, packing: Packing, is_local:
     for bundle, count in sorted(zip(bundles, counts, strict=True)):
         for number in range(count):
             cuts = [(number * stacked + layer) * size for layer in range(stacked)]
-            members.append([(node, devices[cut : cut + size]) for node, devices in bundle for cut in cuts])
+            members.append(
+                [(node, devices[cut : cut + size]) for node, devices in bundle for cut in cuts]
+            )
     return members
 
 
 def _few(capacity: Sequence[int], count: int) -> list[int]:
-    """Distribute `count` over few bins: fill the largest first, and put the rest into the smallest sufficient bin."""
+    """Distribute `count` over few bins: fill the largest first, and put the rest into the smallest
+    sufficient bin."""
     counts = [0] * len(capacity)
     largest_first = sorted(range(len(capacity)), key=lambda number: (-capacity[number], number))
     for at, number in enumerate(largest_first):
@@ -208,8 +220,11 @@ def _total(node: Node) -> int:
 # ---- formatting
 
 
-def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms: Sequence[Room]) -> str:
-    """Format what a group needs (the pool if `group` is None) and what is left for it on each node."""
+def _does_not_fit(
+    cluster: ClusterShape, pool: Pool, group: Group | None, rooms: Sequence[Room]
+) -> str:
+    """Format what a group needs (the pool if `group` is None) and what is left for it on each
+    node."""
     name = pool.name if group is None else group.role
     need = _shape_of(pool, cluster) if group is None else _members_of(group, pool, cluster)
     whole = ", on nodes that no other pool uses" if pool.packing == "whole_nodes" else ""
@@ -220,8 +235,9 @@ def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms:
     if len(cluster.nodes) > _SHOWN_NODES:
         there.append(f"{len(cluster.nodes) - _SHOWN_NODES} more nodes")
     return (
-        f"{name} needs {need}{whole}, which the cluster does not have. Left for it ({cluster.unit}): "
-        f"{', '.join(there) or 'no node'}; give it more nodes, or make {name} smaller"
+        f"{name} needs {need}{whole}, which the cluster does not have. Left for it "
+        f"({cluster.unit}): {', '.join(there) or 'no node'}; give it more nodes, or make {name} "
+        "smaller"
     )
 
 
@@ -236,7 +252,11 @@ def _shape_of(pool: Pool, cluster: ClusterShape) -> str:
 def _members_of(group: Group, pool: Pool, cluster: ClusterShape) -> str:
     members = ("engine" if group.role == "rollout" else "rank") + "s" * (group.count > 1)
     nodes = f" on each of {group.nodes} nodes" if group.nodes > 1 else " on one node"
-    each = f", each of {group.devices} {cluster.unit}{nodes}" if group.devices * group.nodes > 1 else ""
+    each = (
+        f", each of {group.devices} {cluster.unit}{nodes}"
+        if group.devices * group.nodes > 1
+        else ""
+    )
     shared = f", on the devices of {pool.name}" if group.role != pool.name else ""
     return f"{group.count} {members}{each}{shared}"
 

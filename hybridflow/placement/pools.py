@@ -32,11 +32,12 @@ class Pool:
 
     Args:
         name: configuration section that defines the pool.
-        groups: the groups that run in the pool. Members of one group never share a device; members of different groups
-            do.
-        packing: distribution over nodes. pack: on few nodes; spread: evenly over all nodes; whole_nodes: on few nodes
-            that no other pool uses.
-        shape: number of nodes and devices per node; None: as many devices as the largest group needs.
+        groups: the groups that run in the pool. Members of one group never share a device; members
+            of different groups do.
+        packing: distribution over nodes. pack: on few nodes; spread: evenly over all nodes;
+            whole_nodes: on few nodes that no other pool uses.
+        shape: number of nodes and devices per node; None: as many devices as the largest group
+            needs.
     """
 
     name: str

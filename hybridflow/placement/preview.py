@@ -14,8 +14,8 @@ from hybridflow.placement.shape import ClusterShape, Node
 def preview(config: RunConfig, job: str = "train") -> Placement | None:
     """Place the job on the smallest cluster that holds it.
 
-    The cluster has nodes of `cluster.devices_per_node` GPUs, or is this machine if that key is not set. Returns None if
-    the placement depends on the cluster to be joined.
+    The cluster has nodes of `cluster.devices_per_node` GPUs, or is this machine if that key is not
+    set. Returns None if the placement depends on the cluster to be joined.
 
     Raises:
         ResourceError: no number of such nodes is sufficient.

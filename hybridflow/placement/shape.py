@@ -13,7 +13,8 @@ class Node:
 
     Args:
         address: address at which its peers reach it; unique.
-        devices: number of free GPUs, or on a CPU cluster the number of processes that the node accepts.
+        devices: number of free GPUs, or on a CPU cluster the number of processes that the node
+            accepts.
         taken: number of further devices, which are used by other jobs.
     """
 
@@ -26,7 +27,8 @@ class Node:
 class ClusterShape:
     """The nodes of a cluster in rank order, and their kind of device.
 
-    `is_local`: the cluster is only this machine, on loopback. All parts of an engine over several nodes then run here.
+    `is_local`: the cluster is only this machine, on loopback. All parts of an engine over several
+    nodes then run here.
     """
 
     nodes: tuple[Node, ...]
@@ -35,7 +37,8 @@ class ClusterShape:
 
     @classmethod
     def uniform(cls, nodes: int, devices: int) -> ClusterShape:
-        """Return a cluster of equal GPU nodes for plans, with addresses `node-0`, `node-1` and so on."""
+        """Return a cluster of equal GPU nodes for plans, with addresses `node-0`, `node-1` and so
+        on."""
         return cls(tuple(Node(f"node-{number}", devices) for number in range(nodes)))
 
     @property
@@ -44,9 +47,12 @@ class ClusterShape:
         return "GPUs" if self.kind == "cuda" else "processes"
 
     def describe(self) -> str:
-        """Format nodes and devices in one line: `4 nodes x 8 GPUs`, or the count of each node if they differ."""
+        """Format nodes and devices in one line: `4 nodes x 8 GPUs`, or the count of each node if
+        they differ."""
         counts = {node.devices for node in self.nodes}
         if len(counts) == 1:
-            return f"{len(self.nodes)} node{'s' * (len(self.nodes) != 1)} x {counts.pop()} {self.unit}"
+            return (
+                f"{len(self.nodes)} node{'s' * (len(self.nodes) != 1)} x {counts.pop()} {self.unit}"
+            )
         each = ", ".join(f"{node.address}: {node.devices}" for node in self.nodes)
         return f"{len(self.nodes)} nodes ({self.unit}: {each})" if each else "no node"

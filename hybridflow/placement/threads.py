@@ -13,13 +13,15 @@ _RANKS = ("actor", "critic", "reference", "reward_model", "teacher")
 def threads_by_role(config: RunConfig, cores: int, most: int | None = None) -> dict[str, int]:
     """Return the threads of a rank of each role, and of each rank of an engine (`rollout`).
 
-    Roles run alternately: engines wait while ranks compute, ranks wait while engines compute, and the ranks of one role
-    wait for those of another. The processes of one role therefore share all cores, and no core runs two threads at
-    once. The number of threads determines the order of summation, and thus the last bits of a run's results.
+    Roles run alternately: engines wait while ranks compute, ranks wait while engines compute, and
+    the ranks of one role wait for those of another. The processes of one role therefore share all
+    cores, and no core runs two threads at once. The number of threads determines the order of
+    summation, and thus the last bits of a run's results.
 
     Args:
         config: configuration of a run on one machine.
-        cores: cores of that machine; 1 if GPUs or other machines compute, whose processes have one thread each.
+        cores: cores of that machine; 1 if GPUs or other machines compute, whose processes have one
+            thread each.
         most: maximum per process set by the user (`user_limit`); None: no limit.
     """
     processes = {role: derived.role_world_size(config, role) for role in _RANKS}
@@ -39,4 +41,7 @@ def describe(config: RunConfig, cores: int, job: str) -> str:
     roles = [*derived.roles_in_use(config, job), *(["rollout"] if job == "train" else [])]
     found = ", ".join(f"{role} {threads[role]}" for role in roles)
     limit = f"; at most OMP_NUM_THREADS={user_limit()}" if user_limit() else ""
-    return f"Threads of a process: {found}; {cores} cores, which a role's processes share while others wait{limit}"
+    return (
+        f"Threads of a process: {found}; {cores} cores, which a role's processes share while "
+        f"others wait{limit}"
+    )

@@ -1,2 +1,2 @@
-"""The dry run: memory, time and placement of a job, from its configuration alone. Imports no torch and starts
-nothing."""
+"""The dry run: memory, time and placement of a job, from its configuration alone. Imports no torch
+and starts nothing."""

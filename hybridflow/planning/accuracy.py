@@ -18,7 +18,9 @@ from hybridflow.planning.training import Training
 from hybridflow.reshard.engine_layouts import EngineShape
 
 # what issue and documents ask for: largest error of each kind of quantity
-STATIC, MEMORY, TIME = "weights and optimizer", "memory", "time"
+STATIC = "weights and optimizer"
+MEMORY = "memory"
+TIME = "time"
 BOUNDS = {STATIC: 0.15, MEMORY: 0.25, TIME: 0.30}
 
 
@@ -59,7 +61,8 @@ def rows() -> list[Row]:
 
 
 def _training_rows(point: Point) -> Iterator[Row]:
-    training, gb = point.training(), 1e9
+    training = point.training()
+    gb = 1e9
     pipeline = training.cut.pipeline
     stages = range(pipeline) if point.stage is None else [point.stage % pipeline]
     tokens = point.sequence * point.micro
@@ -67,12 +70,22 @@ def _training_rows(point: Point) -> Iterator[Row]:
     stage = stages[0]
     most = max(training.static(s) + training.activations(s, tokens, count) for s in stages)
     # the anatomy counts every layer once, as if no micro-batch were in flight beside another
-    kept = sum(n * training.layer_activations(layer, tokens) for layers in training.layers for layer, n in layers)
+    kept = sum(
+        n * training.layer_activations(layer, tokens)
+        for layers in training.layers
+        for layer, n in layers
+    )
     weights = training.weights(stage) + training.gradients(stage)
     wanted: tuple[tuple[str, str, str, float | None, float], ...] = (
         ("weights and gradients", STATIC, "GB", point.weights_gradients_gb, weights / gb),
         ("optimizer", STATIC, "GB", point.optimizer_gb, training.optimizer(stage) / gb),
-        ("weights, gradients, optimizer", STATIC, "GB", point.static_gb, training.static(stage) / gb),
+        (
+            "weights, gradients, optimizer",
+            STATIC,
+            "GB",
+            point.static_gb,
+            training.static(stage) / gb,
+        ),
         ("activations of all layers", MEMORY, "GB", point.activations_gb, kept / gb),
         ("peak allocated", MEMORY, "GB", point.total_gb, most / gb),
         ("step", TIME, "s", point.step_s, training.update_seconds(tokens, count, point.sequence)),
@@ -91,12 +104,18 @@ def _rl_rows(point: RlPoint) -> Iterator[Row]:
 
 def rl_plan(point: RlPoint) -> Plan:
     """The plan of a published reinforcement-learning step."""
-    decoder, device = decoder_of(published(point.model)), DEVICES[point.device]
+    decoder = decoder_of(published(point.model))
+    device = DEVICES[point.device]
     training = Training(decoder, point.cut, device, practice=point.practice)
     offload = OffloadConfig(weights=True, gradients=True, optimizer=True)
     actor = RolePlan("actor", training, point.micro_tokens, point.updates, 1, offload, False)
     reference = RolePlan("reference", training, point.micro_tokens, 0, 0, offload, True)
-    engine = Engine(decoder, EngineShape(tensor=point.engine_tensor), device, memory_fraction=point.memory_fraction)
+    engine = Engine(
+        decoder,
+        EngineShape(tensor=point.engine_tensor),
+        device,
+        memory_fraction=point.memory_fraction,
+    )
     devices = point.cut.ranks
     job = Job(
         roles=(actor, reference) if point.with_reference else (actor,),

@@ -19,7 +19,8 @@ Change = Mapping[str, Any]
 
 
 def refused(config: RunConfig) -> list[str]:
-    """Why a run of this configuration would be refused before it starts, whatever files are there."""
+    """Why a run of this configuration would be refused before it starts, whatever files are
+    there."""
     return check.problems(config, files=False) or list(dict.fromkeys(model_problems(config)))
 
 
@@ -27,14 +28,21 @@ def with_values(config: Any, change: Change) -> Any:
     """A copy of a configuration with other values, by dotted key."""
     for key, value in change.items():
         first, _, rest = key.partition(".")
-        config = replace(config, **{first: with_values(getattr(config, first), {rest: value}) if rest else value})
+        config = replace(
+            config, **{first: with_values(getattr(config, first), {rest: value}) if rest else value}
+        )
     return config
 
 
-def nearest_change(config: RunConfig, machines: Machines, assumed: Assumed, hf: Any = None) -> Change | None:
-    """The first of single changes, then of pairs, that is legal and fits; None where none of them helps."""
+def nearest_change(
+    config: RunConfig, machines: Machines, assumed: Assumed, hf: Any = None
+) -> Change | None:
+    """The first of single changes, then of pairs, that is legal and fits; None where none of them
+    helps."""
     single = list(_changes(config))
-    pairs = ({**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys())
+    pairs = (
+        {**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys()
+    )
     for change in (*single, *pairs):
         if _fits(with_values(config, change), machines, assumed, hf):
             return change
@@ -53,8 +61,10 @@ def _fits(config: RunConfig, machines: Machines, assumed: Assumed, hf: Any) -> b
 
 
 def _changes(config: RunConfig) -> Iterator[Change]:
-    """Cheap ones first: they cost seconds of a step, the later ones another layout or more devices."""
-    actor, rollout = config.actor, config.rollout
+    """Cheap ones first: they cost seconds of a step, the later ones another layout or more
+    devices."""
+    actor = config.actor
+    rollout = config.rollout
     sections = ["actor", *(["critic"] if derived.has_critic(config) else [])]
     for section in sections:
         offload = getattr(config, section).offload
@@ -71,7 +81,11 @@ def _changes(config: RunConfig) -> Iterator[Change]:
             yield {"rollout.mem_fraction_static": fraction}
     for recompute in ("selective", "full"):
         if actor.recompute == "none" or (actor.recompute == "selective" and recompute == "full"):
-            plain = {"actor.recompute_modules": ("core_attn",)} if actor.recompute == "selective" else {}
+            plain = (
+                {"actor.recompute_modules": ("core_attn",)}
+                if actor.recompute == "selective"
+                else {}
+            )
             yield {"actor.recompute": recompute, **plain}
     least = derived.padded_length(derived.max_sequence_length(config), actor.parallel)
     if actor.max_tokens_per_micro_batch > least:
@@ -82,15 +96,21 @@ def _changes(config: RunConfig) -> Iterator[Change]:
 
 
 def _layouts(config: RunConfig) -> Iterator[Change]:
-    parallel, rollout = config.actor.parallel, config.rollout
+    parallel = config.actor.parallel
+    rollout = config.rollout
     for size in (2, 4, 8):
         yield {"actor.parallel.tensor": parallel.tensor * size, "actor.parallel.sequence": True}
         yield {"actor.parallel.expert": parallel.expert * size}
         yield {"actor.parallel.pipeline": parallel.pipeline * size}
         if rollout.num_engines % size == 0:
-            yield {"rollout.tensor": rollout.tensor * size, "rollout.num_engines": rollout.num_engines // size}
+            yield {
+                "rollout.tensor": rollout.tensor * size,
+                "rollout.num_engines": rollout.num_engines // size,
+            }
     ranks = rollout.tensor * rollout.pipeline
-    if derived.pool_of(config, "rollout") == "actor" and (engines := derived.world_size(config) // ranks):
+    if derived.pool_of(config, "rollout") == "actor" and (
+        engines := derived.world_size(config) // ranks
+    ):
         yield {"rollout.num_engines": engines}
     for factor in (2, 4, 8):
         yield {

@@ -1,9 +1,10 @@
-"""HybridFlow's auto-mapping (arXiv 2409.19256, section 6): which models share devices, how many devices each pool gets,
-and in which layout each model runs, so that a step is shortest.
+"""HybridFlow's auto-mapping (arXiv 2409.19256, section 6): which models share devices, how many
+devices each pool gets, and in which layout each model runs, so that a step is shortest.
 
-Every set partition of the models into pools is tried, with every allocation of devices to the pools and every choice of
-layouts that fits into their memory together. The search is exact: options that are no better in anything than another
-are left out, and so are branches that are slower than the best step so far.
+Every set partition of the models into pools is tried, with every allocation of devices to the pools
+and every choice of layouts that fits into their memory together. The search is exact: options that
+are no better in anything than another are left out, and so are branches that are slower than the
+best step so far.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Option:
     """A way to run a model on so many devices.
 
     Attributes:
-        held: bytes of a device that stay taken all the time. working: bytes more while the model computes.
+        held: bytes of a device that stay taken all the time. working: bytes more while the model
+            computes.
         seconds: of each stage of a step, as in `schedule`; 0 where the model has nothing to do.
         layout: what the caller knows it by.
     """
@@ -71,21 +73,26 @@ def partitions(models: Sequence[str]) -> Iterator[list[list[str]]]:
     if not models:
         yield []
         return
-    first, rest = models[0], models[1:]
+    first = models[0]
+    rest = models[1:]
     for smaller in partitions(rest):
         for number, pool in enumerate(smaller):
             yield [*smaller[:number], [first, *pool], *smaller[number + 1 :]]
         yield [[first], *smaller]
 
 
-def search(problem: Problem, placements: Iterable[Sequence[Sequence[str]]] | None = None) -> Mapped | None:
+def search(
+    problem: Problem, placements: Iterable[Sequence[Sequence[str]]] | None = None
+) -> Mapped | None:
     """The shortest step; None where nothing fits.
 
     Args:
         placements: set partitions of the models to choose from; None: all there are.
     """
     best: Mapped | None = None
-    known: dict[tuple[tuple[str, ...], int], list[tuple[Seconds, tuple[tuple[str, Option], ...]]]] = {}
+    known: dict[
+        tuple[tuple[str, ...], int], list[tuple[Seconds, tuple[tuple[str, Option], ...]]]
+    ] = {}
     for partition in partitions(problem.models) if placements is None else placements:
         pools = [tuple(sorted(pool)) for pool in partition]
         for pool in pools:
@@ -96,9 +103,14 @@ def search(problem: Problem, placements: Iterable[Sequence[Sequence[str]]] | Non
     return best
 
 
-def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[tuple[Seconds, tuple[tuple[str, Option], ...]]]:
-    """Choices of layouts for the models of a pool that fit together, without those that are slower in every stage."""
-    found: list[tuple[float, float, Seconds, tuple[tuple[str, Option], ...]]] = [(0.0, 0.0, (0.0,) * 4, ())]
+def _choices(
+    problem: Problem, pool: Sequence[str], size: int
+) -> list[tuple[Seconds, tuple[tuple[str, Option], ...]]]:
+    """Choices of layouts for the models of a pool that fit together, without those that are slower
+    in every stage."""
+    found: list[tuple[float, float, Seconds, tuple[tuple[str, Option], ...]]] = [
+        (0.0, 0.0, (0.0,) * 4, ())
+    ]
     for model in pool:
         fitting = [option for option in problem.options(model, size) if option.devices <= size]
         options = _undominated(fitting, lambda one: (one.held, one.working, *one.seconds))
@@ -108,7 +120,9 @@ def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[tuple[Sec
                 both = held + option.held
                 most = max(working, option.working)
                 if both + most <= problem.memory:
-                    grown.append((both, most, _added(seconds, option.seconds), (*chosen, (model, option))))
+                    grown.append(
+                        (both, most, _added(seconds, option.seconds), (*chosen, (model, option)))
+                    )
         found = _undominated(grown, lambda one: (one[0], one[1], *one[2]))
     plain = [(seconds, chosen) for _, _, seconds, chosen in found]
     return _undominated(plain, lambda one: one[0])
@@ -120,7 +134,8 @@ def _added(one: Seconds, other: Seconds) -> Seconds:
 
 
 def _undominated(found: list[Any], key: Callable[[Any], tuple[float, ...]]) -> list[Any]:
-    """The elements that no other equals or betters in every entry of its key, in the order of their keys."""
+    """The elements that no other equals or betters in every entry of its key, in the order of their
+    keys."""
     if not found:
         return []
     ordered = sorted(((key(one), one) for one in found), key=lambda pair: pair[0])
@@ -136,24 +151,31 @@ def _undominated(found: list[Any], key: Callable[[Any], tuple[float, ...]]) -> l
 def _allocate(
     problem: Problem,
     pools: Sequence[tuple[str, ...]],
-    known: Mapping[tuple[tuple[str, ...], int], list[tuple[Seconds, tuple[tuple[str, Option], ...]]]],
+    known: Mapping[
+        tuple[tuple[str, ...], int], list[tuple[Seconds, tuple[tuple[str, Option], ...]]]
+    ],
     best: Mapped | None,
 ) -> Mapped | None:
-    """Every allocation of devices to these pools, depth first, cut where the pools so far are too slow already."""
+    """Every allocation of devices to these pools, depth first, cut where the pools so far are too
+    slow already."""
     least = []
     for names in pools:
         possible = [size for size in problem.sizes if known[names, size]]
         least.append(min(possible, default=problem.devices + 1))
 
     def visit(
-        number: int, left: int, chosen: list[tuple[int, Seconds, tuple[tuple[str, Option], ...]]], best: Mapped | None
+        number: int,
+        left: int,
+        chosen: list[tuple[int, Seconds, tuple[tuple[str, Option], ...]]],
+        best: Mapped | None,
     ) -> Mapped | None:
         if chosen:
             bound = step_seconds([seconds for _, seconds, _ in chosen], problem.overlaps)
             if best is not None and bound >= best.seconds:
                 return best  # further pools only add to it
             if number == len(pools):
-                sizes, taken = tuple(size for size, _, _ in chosen), tuple(pool for _, _, pool in chosen)
+                sizes = tuple(size for size, _, _ in chosen)
+                taken = tuple(pool for _, _, pool in chosen)
                 return Mapped(taken, sizes, bound)
         spare = left - sum(least[number + 1 :])
         # large pools first: a short step is found early

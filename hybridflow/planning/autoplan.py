@@ -1,4 +1,5 @@
-"""Auto-mapping of a configuration: the options of its models from the planner, the best mapping as settings."""
+"""Auto-mapping of a configuration: the options of its models from the planner, the best mapping as
+settings."""
 
 from __future__ import annotations
 
@@ -20,14 +21,26 @@ from hybridflow.planning.sizes import layer_shapes
 from hybridflow.planning.training import Cut, Training
 from hybridflow.reshard.engine_layouts import EngineShape
 
-_MARGINS = (1.0, 1.1, 1.25, 1.5, 2.0)  # by which a search counts more than the memory of training roles
-# generations that differ by less are equally long as far as the model can tell: the published one is 28% off
+# by which a search counts more than the memory of training roles
+_MARGINS = (1.0, 1.1, 1.25, 1.5, 2.0)
+# generations that differ by less are equally long as far as the model can tell: the published one
+# is 28% off
 _ABOUT = 1.15
 _SEVERAL = 4  # engines of which one may end without most of a generation
-_TENSOR, _PIPELINE, _EXPERT = (1, 2, 4, 8), (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16), (1, 2, 4, 8, 16, 32, 64, 128)
+_TENSOR = (1, 2, 4, 8)
+_PIPELINE = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+_EXPERT = (1, 2, 4, 8, 16, 32, 64, 128)
 
 # keys of a layout that a mapping chooses
-_LAYOUT = ("tensor", "pipeline", "first_stage_layers", "last_stage_layers", "layers_per_stage", "expert", "sequence")
+_LAYOUT = (
+    "tensor",
+    "pipeline",
+    "first_stage_layers",
+    "last_stage_layers",
+    "layers_per_stage",
+    "expert",
+    "sequence",
+)
 
 
 @dataclass
@@ -36,8 +49,8 @@ class Search:
 
     Attributes:
         memory: bytes of a device. engine_ranks: what an engine may have.
-        divides: leave out layouts whose data-parallel ranks cannot share a mini-batch equally; the trainer refuses
-            them.
+        divides: leave out layouts whose data-parallel ranks cannot share a mini-batch equally; the
+            trainer refuses them.
     """
 
     job: Job
@@ -48,15 +61,21 @@ class Search:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Devices that a pool may have: parts of a node, then whole nodes in numbers that layouts can divide."""
-        total, node = self.job.machines.devices, self.job.machines.devices_per_node
+        """Devices that a pool may have: parts of a node, then whole nodes in numbers that layouts
+        can divide."""
+        total = self.job.machines.devices
+        node = self.job.machines.devices_per_node
         parts = [size for size in (1, 2, 4) if size < node]
         most = total // node
-        nodes = sorted({b << p for b in (1, 3, 5, 7) for p in range(most.bit_length()) if b << p <= most} | {most})
+        nodes = sorted(
+            {b << p for b in (1, 3, 5, 7) for p in range(most.bit_length()) if b << p <= most}
+            | {most}
+        )
         return (*parts, *(number * node for number in nodes if number))
 
     def options(self, margin: float, model: str, size: int) -> Sequence[Option]:
-        """Ways to run a model on `size` devices; `margin` times what a training role takes counts."""
+        """Ways to run a model on `size` devices; `margin` times what a training role takes
+        counts."""
         role = self.job.role(model)
         if (model, size) not in self._known:
             found = self._engine_options(size) if role is None else self._role_options(role, size)
@@ -66,11 +85,14 @@ class Search:
             return known
         options = []
         for option in known:
-            options.append(replace(option, held=margin * option.held, working=margin * option.working))
+            options.append(
+                replace(option, held=margin * option.held, working=margin * option.working)
+            )
         return options
 
     def _engine_options(self, size: int) -> Iterator[Option]:
-        """Engines of all numbers of ranks, but larger ones than are needed for a generation about as short as any."""
+        """Engines of all numbers of ranks, but larger ones than are needed for a generation about
+        as short as any."""
         found = list(self._all_engines(size))
         shortest = min((option.seconds[0] for option in found), default=0.0)
         near = [option for option in found if option.seconds[0] <= _ABOUT * shortest]
@@ -78,7 +100,11 @@ class Search:
         chosen = min(several, key=lambda option: option.seconds[0], default=None)
         for option in found:
             is_larger = chosen is not None and option.layout.count < chosen.layout.count
-            if chosen is None or not is_larger or option.held + option.working < chosen.held + chosen.working:
+            if (
+                chosen is None
+                or not is_larger
+                or option.held + option.working < chosen.held + chosen.working
+            ):
                 yield option
 
     def _all_engines(self, size: int) -> Iterator[Option]:
@@ -95,14 +121,23 @@ class Search:
                 continue
             if engine.kv_room < job.prompt_tokens + job.lengths.longest:
                 continue
-            seconds = engine.seconds(job.samples / count, job.prompts / count, job.prompt_tokens, job.lengths)
+            seconds = engine.seconds(
+                job.samples / count, job.prompts / count, job.prompt_tokens, job.lengths
+            )
             # asleep, an engine keeps nothing
             working = engine.weights + engine.kv_bytes + engine.graphs()
             held = 0.0 if job.sleeps else working
-            yield Option(size, held, 0.0 if held else working, (seconds, 0.0, 0.0, 0.0), EngineChoice(engine, count))
+            yield Option(
+                size,
+                held,
+                0.0 if held else working,
+                (seconds, 0.0, 0.0, 0.0),
+                EngineChoice(engine, count),
+            )
 
     def _engines_of(self, ranks: int, size: int) -> int:
-        """Engines of so many ranks on `size` devices: each lies on one node, or on whole nodes; 0 where none does."""
+        """Engines of so many ranks on `size` devices: each lies on one node, or on whole nodes; 0
+        where none does."""
         node = self.job.machines.devices_per_node
         if ranks > node:
             return 0 if ranks % node else size // ranks
@@ -120,11 +155,17 @@ class Search:
             length = self.job.prompt_tokens + self.job.lengths.weighted
             prepared = trained = 0.0
             if role.scored:
-                prepared = training.pass_seconds(role.micro_tokens, count * role.scored, length, backward=False)
+                prepared = training.pass_seconds(
+                    role.micro_tokens, count * role.scored, length, backward=False
+                )
             if role.updates:
                 each = count * role.passes / role.updates
                 trained = role.updates * training.update_seconds(role.micro_tokens, each, length)
-            seconds = (0.0, prepared, trained, 0.0) if role.name == "actor" else (0.0, prepared, 0.0, trained)
+            seconds = (
+                (0.0, prepared, trained, 0.0)
+                if role.name == "actor"
+                else (0.0, prepared, 0.0, trained)
+            )
             yield Option(size, held, working, seconds, cut)
 
     @cached_property
@@ -138,12 +179,16 @@ class Search:
             parts = {"weights": training.weights(stage)}
             compute = training.forward_activations(stage, role.micro_tokens)
             if role.updates:
-                parts |= {"gradients": training.gradients(stage), "optimizer": training.optimizer(stage)}
+                parts |= {
+                    "gradients": training.gradients(stage),
+                    "optimizer": training.optimizer(stage),
+                }
                 compute = training.activations(stage, role.micro_tokens, max(int(count), 1))
             stays = sum(size for part, size in parts.items() if not getattr(role.offload, part))
             more = sum(parts.values()) - stays + compute
             if stays + more > held + working:
-                held, working = stays, more
+                held = stays
+                working = more
         return held, working
 
 
@@ -182,8 +227,9 @@ def cuts(training: Training, size: int) -> Iterator[Cut]:
 
 
 def end_stages(layers: int, pipeline: int) -> tuple[int, int]:
-    """Layers of the first and of the last stage that leave the others equal numbers; 0: as many as the others. The
-    ends, which hold embedding and output layer, have as many as the others or fewer."""
+    """Layers of the first and of the last stage that leave the others equal numbers; 0: as many as
+    the others. The ends, which hold embedding and output layer, have as many as the others or
+    fewer."""
     if layers % pipeline == 0:
         return 0, 0
     most = -(-layers // pipeline)
@@ -193,7 +239,9 @@ def end_stages(layers: int, pipeline: int) -> tuple[int, int]:
     return max(most - fewer // 2, 0), max(most - (fewer - fewer // 2), 0)
 
 
-def auto(config: RunConfig, machines: Machines, assumed: Any, hf: Any, overlaps: bool) -> tuple[dict[str, Any], Mapped]:
+def auto(
+    config: RunConfig, machines: Machines, assumed: Any, hf: Any, overlaps: bool
+) -> tuple[dict[str, Any], Mapped]:
     """(settings of the shortest step, the mapping).
 
     Args:
@@ -207,7 +255,8 @@ def auto(config: RunConfig, machines: Machines, assumed: Any, hf: Any, overlaps:
     reserve = 2 * job.constants.process_gb * 1e9 * machines.is_gpu
     models = ("rollout", *(role.name for role in job.roles))
     memory = (machines.device.memory_gb * 1e9 - reserve) / job.constants.fragmentation
-    # the search counts a pool's models by themselves; what a phase holds of the others beside, the whole plan says
+    # the search counts a pool's models by themselves; what a phase holds of the others beside, the
+    # whole plan says
     most = machines.devices if derived.engines_may_span_nodes(config) else machines.devices_per_node
     found = Search(job, memory, most)
     why: tuple[str, ...] = ()
@@ -223,8 +272,8 @@ def auto(config: RunConfig, machines: Machines, assumed: Any, hf: Any, overlaps:
             return change, mapped
     nearest = f" The nearest: {'; '.join(why)}." if why else ""
     raise ConfigError(
-        f"no mapping of {', '.join(models)} onto {machines.devices} {machines.name} fits; give more devices, offload "
-        f"more, or choose actor.recompute=full.{nearest}"
+        f"no mapping of {', '.join(models)} onto {machines.devices} {machines.name} fits; give "
+        f"more devices, offload more, or choose actor.recompute=full.{nearest}"
     )
 
 
@@ -233,7 +282,11 @@ def settings(config: RunConfig, mapped: Mapped, machines: Machines) -> dict[str,
     change: dict[str, Any] = {}
     for pool, devices in zip(mapped.pools, mapped.devices, strict=True):
         names = [name for name, _ in pool]
-        owner = "actor" if "actor" in names else next((name for name in names if name != "rollout"), "rollout")
+        owner = (
+            "actor"
+            if "actor" in names
+            else next((name for name in names if name != "rollout"), "rollout")
+        )
         for name, option in pool:
             if name == "rollout":
                 engine: EngineChoice = option.layout
@@ -254,7 +307,11 @@ def settings(config: RunConfig, mapped: Mapped, machines: Machines) -> dict[str,
                 change |= {"cluster.nodes": devices // each, "cluster.procs_per_node": each}
             else:
                 pool_of = None if owner == name else owner
-                change |= {f"{name}.placement": "own", f"{name}.procs": option.layout.ranks, f"{name}.pool": pool_of}
+                change |= {
+                    f"{name}.placement": "own",
+                    f"{name}.procs": option.layout.ranks,
+                    f"{name}.pool": pool_of,
+                }
                 if name == "reference" and derived.is_colocated(config, name):
                     # in the policy's processes it followed these
                     change[f"{name}.offload.weights"] = config.actor.offload.weights
@@ -268,7 +325,10 @@ def _layout(name: str, cut: Cut) -> dict[str, Any]:
 def _simplified(config: RunConfig, change: dict[str, Any]) -> dict[str, Any]:
     """A role in the actor's pool and layout lives in its processes."""
     for name in ("critic", "reference", "reward_model"):
-        same = all(change.get(f"{name}.parallel.{key}") == change.get(f"actor.parallel.{key}") for key in _LAYOUT)
+        same = all(
+            change.get(f"{name}.parallel.{key}") == change.get(f"actor.parallel.{key}")
+            for key in _LAYOUT
+        )
         if change.get(f"{name}.pool") == "actor" and same:
             plain = type(config.actor.parallel)()
             for key in _LAYOUT:

@@ -1,7 +1,8 @@
-"""How long the start of a run may take: what the keys say, and what its ranks and bytes add to that.
+"""How long the start of a run may take: what the keys say, and what its ranks and bytes add to
+that.
 
-These are deadlines and not estimates: rates are those of a slow disk and of a busy cluster, so that a start that goes
-on is not ended, and one that hangs is.
+These are deadlines and not estimates: rates are those of a slow disk and of a busy cluster, so that
+a start that goes on is not ended, and one that hangs is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.models import family_of
 
-_RANK_S = 0.5  # to start a process and import its libraries from a disk that all nodes share, for each beyond a node's
+# to start a process and import its libraries from a disk that all nodes share, for each beyond a
+# node's
+_RANK_S = 0.5
 _NODE_RANKS = 8
 _READ_BYTES_S = 2e8  # of a node, from such a disk
 _ENGINE_RANK_S = 10.0  # to meet, and to record graphs, for each rank of an engine beyond the first
@@ -45,9 +48,13 @@ class StartAllowance:
         tensors = family_of({"vocab_size": 1, **hf_config}).tensors()
         whole = sum(map(prod, tensors.values())) * _BYTES[config.model.dtype]
         roles = derived.roles_in_use(config)
-        ranks = sum(derived.role_world_size(config, role) for role in roles if not _shares(config, role))
+        ranks = sum(
+            derived.role_world_size(config, role) for role in roles if not _shares(config, role)
+        )
         parallel = config.actor.parallel
-        copy = max(derived.model_parallel_size(parallel), derived.expert_model_parallel_size(parallel))
+        copy = max(
+            derived.model_parallel_size(parallel), derived.expert_model_parallel_size(parallel)
+        )
         share = min(1.0, config.cluster.procs_per_node / copy)
         read = whole * share * len(roles) if config.model.path is not None else 0.0
         engine = derived.engine_ranks(config) if derived.generates(config) else 1
@@ -60,7 +67,8 @@ class StartAllowance:
 
     def applied(self, config: RunConfig) -> RunConfig:
         """The configuration with the deadlines that count."""
-        cluster, rollout = config.cluster, config.rollout
+        cluster = config.cluster
+        rollout = config.rollout
         ranks = cluster.start_timeout_s + self.processes + self.reading
         engines = rollout.start_timeout_s + self.engine_ranks + self.engine_bytes
         return replace(
@@ -75,11 +83,17 @@ class StartAllowance:
         return "\n".join(
             (
                 "Deadlines of the start",
-                f"  ranks   = cluster.start_timeout_s {config.cluster.start_timeout_s:g} + {self.processes:.0f} s for "
-                f"processes + {self.reading:.0f} s for a node to read its weights at {_READ_BYTES_S / 1e9:g} GB/s = "
-                f"{applied.cluster.start_timeout_s:.0f} s",
-                f"  engines = rollout.start_timeout_s {config.rollout.start_timeout_s:g} + {self.engine_ranks:.0f} s "
-                f"for ranks + {self.engine_bytes:.0f} s for weights = {applied.rollout.start_timeout_s:.0f} s",
+                (
+                    f"  ranks   = cluster.start_timeout_s {config.cluster.start_timeout_s:g} + "
+                    f"{self.processes:.0f} s for processes + {self.reading:.0f} s for a node to "
+                    f"read its weights at {_READ_BYTES_S / 1e9:g} GB/s = "
+                    f"{applied.cluster.start_timeout_s:.0f} s"
+                ),
+                (
+                    f"  engines = rollout.start_timeout_s {config.rollout.start_timeout_s:g} + "
+                    f"{self.engine_ranks:.0f} s for ranks + {self.engine_bytes:.0f} s for weights "
+                    f"= {applied.rollout.start_timeout_s:.0f} s"
+                ),
             )
         )
 

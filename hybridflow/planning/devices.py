@@ -1,8 +1,9 @@
-"""Figures of devices and of the clusters they stand in. Speeds are of one device, dense, without sparsity.
+"""Figures of devices and of the clusters they stand in. Speeds are of one device, dense, without
+sparsity.
 
-Sources: compute and memory from the accelerator tables of stas00/ml-engineering and the vendors' data sheets, links
-from MLPerf system descriptions (400 Gb/s a GPU; NVLink in one direction is half of the printed figure). `memory_gb` is
-what torch reports as the total, 10^9 bytes.
+Sources: compute and memory from the accelerator tables of stas00/ml-engineering and the vendors'
+data sheets, links from MLPerf system descriptions (400 Gb/s a GPU; NVLink in one direction is half
+of the printed figure). `memory_gb` is what torch reports as the total, 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Device:
     Attributes:
         tflops, fp8_tflops: peak in bfloat16 (cpu: float32) and fp8; fp8 0: there is none.
         memory_gb, memory_gbs: size and bandwidth of its memory.
-        domain, domain_gbs: devices that a fast link joins, and its bandwidth a device in one direction.
+        domain, domain_gbs: devices that a fast link joins, and its bandwidth a device in one
+            direction.
         network_gbs: bandwidth between such groups, a device, in one direction.
         host_gbs: bandwidth to the host's memory, one direction.
         devices_per_node: as usually built.
@@ -51,10 +53,14 @@ DEVICES: Mapping[str, Device] = {
     "H200": Device(989, 150, 4800, 1979),
     "H20": Device(148, 102, 4000, 296),
     "B200": Device(2250, 191, 8000, 4500, domain_gbs=900),
-    "GB200": Device(2450, 191, 8000, 5000, domain=72, domain_gbs=900, host_gbs=200, devices_per_node=4),
+    "GB200": Device(
+        2450, 191, 8000, 5000, domain=72, domain_gbs=900, host_gbs=200, devices_per_node=4
+    ),
     "MI300X": Device(1307, 206, 5300, 2615, domain_gbs=448),  # AMD's data sheet: 7 links of 64 GB/s
     # a process with one core of a present server; links are its loopback
-    "cpu": Device(0.1, 8, 10, domain=1, domain_gbs=2, network_gbs=1, host_gbs=2, devices_per_node=4),
+    "cpu": Device(
+        0.1, 8, 10, domain=1, domain_gbs=2, network_gbs=1, host_gbs=2, devices_per_node=4
+    ),
 }
 
 
@@ -92,23 +98,29 @@ def known_device(name: str, own: Mapping[str, Device] | None = None) -> Device:
     near = difflib.get_close_matches(name.lower(), by_name, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(
-        f"no device is called {name!r}{hint} Known: {', '.join(known)}; a cluster file can describe others under "
-        f"devices"
+        f"no device is called {name!r}{hint} Known: {', '.join(known)}; a cluster file can "
+        "describe others under devices"
     )
 
 
-def read_cluster(file: Path | None, nodes: int, devices_per_node: int, device: str = "H100") -> Machines:
+def read_cluster(
+    file: Path | None, nodes: int, devices_per_node: int, device: str = "H100"
+) -> Machines:
     """The cluster of a YAML file, or without one `nodes` of `device`, as the recipe has them.
 
     Raises:
-        ConfigError: the file cannot be read, has a key that is not known or a number that is impossible.
+        ConfigError: the file cannot be read, has a key that is not known or a number that is
+            impossible.
     """
     if file is None:
         return Machines(device, known_device(device), nodes, devices_per_node)
     values = _yaml(file)
     allowed = ("device", "nodes", "devices_per_node", "host_memory_gb", "devices")
     _refuse_unknown(file, values, allowed)
-    own = {str(name): _device(file, str(name), entry) for name, entry in _mapping(file, values, "devices").items()}
+    own = {
+        str(name): _device(file, str(name), entry)
+        for name, entry in _mapping(file, values, "devices").items()
+    }
     name = str(values.get("device", device))
     numbers = {
         "nodes": _number(file, "nodes", values.get("nodes", nodes), whole=True),
@@ -134,16 +146,32 @@ def _device(file: Path, name: str, entry: Any) -> Device:
     if missing:
         raise ConfigError(f"{file}: devices.{name} lacks {', '.join(missing)}")
     whole = ("domain", "devices_per_node")
-    return Device(**{
-        key: _number(file, f"devices.{name}.{key}", value, key in whole, least=0 if key == "fp8_tflops" else None)
-        for key, value in entry.items()
-    })  # fmt: skip
+    return Device(
+        **{
+            key: _number(
+                file,
+                f"devices.{name}.{key}",
+                value,
+                key in whole,
+                least=0 if key == "fp8_tflops" else None,
+            )
+            for key, value in entry.items()
+        }
+    )
 
 
-def _number(file: Path, key: str, value: Any, whole: bool = False, least: float | None = None) -> Any:
+def _number(
+    file: Path, key: str, value: Any, whole: bool = False, least: float | None = None
+) -> Any:
     kind = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not (0 < value < 1e9 or value == least):
-        raise ConfigError(f"{file}: {key}={value!r} must be a {'whole number' if whole else 'number'} above 0")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, kind)
+        or not (0 < value < 1e9 or value == least)
+    ):
+        raise ConfigError(
+            f"{file}: {key}={value!r} must be a {'whole number' if whole else 'number'} above 0"
+        )
     return value
 
 
@@ -154,12 +182,16 @@ def _mapping(file: Path, values: Mapping[str, Any], key: str) -> Mapping[str, An
     return found
 
 
-def _refuse_unknown(file: Path, values: Mapping[str, Any], allowed: tuple[str, ...], prefix: str = "") -> None:
+def _refuse_unknown(
+    file: Path, values: Mapping[str, Any], allowed: tuple[str, ...], prefix: str = ""
+) -> None:
     for key in values:
         if key not in allowed:
             near = difflib.get_close_matches(str(key), allowed, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{file}: there is no key {prefix}{key}{hint} Keys: {', '.join(allowed)}")
+            raise ConfigError(
+                f"{file}: there is no key {prefix}{key}{hint} Keys: {', '.join(allowed)}"
+            )
 
 
 def _yaml(file: Path) -> dict[str, Any]:
@@ -170,7 +202,9 @@ def _yaml(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--cluster {file}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--cluster {file}: not valid YAML: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"--cluster {file}: not valid YAML: {str(error).splitlines()[0]}"
+        ) from error
     if not isinstance(values, dict):
         raise ConfigError(f"--cluster {file}: must give device, nodes and devices_per_node")
     return values

@@ -1,5 +1,5 @@
-"""An engine's memory, and how long it takes to answer: prefill and decoding as a roofline over a long-tailed
-distribution of lengths."""
+"""An engine's memory, and how long it takes to answer: prefill and decoding as a roofline over a
+long-tailed distribution of lengths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Lengths:
         shape = []
         for i in range(_QUANTILES):
             shape.append(math.exp(SPREAD * normal.inv_cdf((i + 0.5) / _QUANTILES)))
-        low, high = 1e-6 * self.longest, 1e3 * self.longest
+        low = 1e-6 * self.longest
+        high = 1e3 * self.longest
         for _ in range(60):  # the median whose cut distribution has the mean
             middle = math.sqrt(low * high)
             mean = sum(min(middle * one, self.longest) for one in shape) / _QUANTILES
@@ -56,7 +57,8 @@ class Engine:
 
     Attributes:
         item: bytes of a weight. kv_item: of a number in the KV cache.
-        running: requests that an engine answers at once, at most. kv_tokens: size of its KV cache, at most.
+        running: requests that an engine answers at once, at most. kv_tokens: size of its KV cache,
+            at most.
     """
 
     decoder: Decoder
@@ -110,7 +112,8 @@ class Engine:
 
     @cached_property
     def kv_room(self) -> float:
-        """Tokens that fit the engine's KV cache: what the memory fraction leaves, at most `kv_tokens`."""
+        """Tokens that fit the engine's KV cache: what the memory fraction leaves, at most
+        `kv_tokens`."""
         left = self.device.memory_gb * 1e9 * self.memory_fraction - self.weights
         return max(min(left / self.kv_token * self.shape.data_attention, self.kv_tokens), 0)
 
@@ -125,7 +128,9 @@ class Engine:
 
     def step_seconds(self, running: float, context: float) -> float:
         """One decoding step of so many requests with so many tokens each."""
-        c, device, shape = self.constants, self.device, self.shape
+        c = self.constants
+        device = self.device
+        shape = self.shape
         bandwidth = device.memory_gbs * 1e9 * c.decode_memory
         experts = max((layer.experts for layer in self._layers), default=0)
         topk = max((layer.topk for layer in self._layers), default=0)
@@ -136,15 +141,22 @@ class Engine:
         wide = shape.tensor > device.domain
         layer = c.decode_layer_s + (c.decode_hop_s if wide else 0.0)
         # stages of a pipeline work on requests of their own; a token passes all of them
-        return max(read / bandwidth + cached / bandwidth, flops) + len(self._layers) * layer + c.decode_step_s
+        return (
+            max(read / bandwidth + cached / bandwidth, flops)
+            + len(self._layers) * layer
+            + c.decode_step_s
+        )
 
     @cached_property
     def _flops(self) -> float:
         each = sum(one.flops for layer in self._layers for one in (*layer.attention, *layer.mlp))
         return each + 2 * self.decoder.vocab_size * self.decoder.hidden
 
-    def seconds(self, requests: float, prompts: float, prompt_tokens: float, lengths: Lengths) -> float:
-        """One engine answers so many requests to so many prompts; it ends with the longest answer."""
+    def seconds(
+        self, requests: float, prompts: float, prompt_tokens: float, lengths: Lengths
+    ) -> float:
+        """One engine answers so many requests to so many prompts; it ends with the longest
+        answer."""
         prefill = prompts * prompt_tokens * self._flops / self.ranks
         prefill /= self.device.peak(False) * self.constants.gemm * self.constants.prefill
         slots = max(min(self.running, self.kv_room / (prompt_tokens + lengths.mean)), 1.0)
@@ -156,7 +168,9 @@ class Engine:
         for number, (low, high) in enumerate(pairwise(edges)):
             left = tail * (1 - number / _QUANTILES)
             if high > low:
-                total += (high - low) * self.step_seconds(max(left, 1.0), prompt_tokens + (low + high) / 2)
+                total += (high - low) * self.step_seconds(
+                    max(left, 1.0), prompt_tokens + (low + high) / 2
+                )
         return prefill + total
 
 

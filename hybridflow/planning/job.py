@@ -1,4 +1,5 @@
-"""What is planned: the roles, engines and batch of a configuration on a cluster, as the planner's parts."""
+"""What is planned: the roles, engines and batch of a configuration on a cluster, as the planner's
+parts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def recomputed(config: RunConfig) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Assumed:
-    """What no configuration says: tokens of prompts and responses in the mean; None: half of the longest."""
+    """What no configuration says: tokens of prompts and responses in the mean; None: half of the
+    longest."""
 
     prompt: float | None = None
     response: float | None = None
@@ -38,9 +40,9 @@ class RolePlan:
     """One model in training processes.
 
     Attributes:
-        micro_tokens: tokens of a micro-batch, all context ranks together. updates: optimizer updates a step; 0: it only
-            computes. passes: times that the batch is trained on. scored: share of the samples that a pass without
-            gradients reads.
+        micro_tokens: tokens of a micro-batch, all context ranks together. updates: optimizer
+            updates a step; 0: it only computes. passes: times that the batch is trained on. scored:
+            share of the samples that a pass without gradients reads.
     """
 
     name: str
@@ -59,8 +61,8 @@ class Job:
     """A step of a run.
 
     Attributes:
-        engines: how many. engine_pool: the section whose devices they use. sleeps: whether they give memory up while
-            the policy trains.
+        engines: how many. engine_pool: the section whose devices they use. sleeps: whether they
+            give memory up while the policy trains.
     """
 
     roles: tuple[RolePlan, ...]
@@ -75,7 +77,8 @@ class Job:
     machines: Machines
     staging_bytes: int
     is_staged: bool
-    sends_slices: bool  # a weight sync goes from rank to rank, not through broadcasts or shared buffers
+    # a weight sync goes from rank to rank, not through broadcasts or shared buffers
+    sends_slices: bool
     save_every: int
     placed: str | None = None  # why the cluster cannot take the processes; None: it can
     constants: Constants = FITTED
@@ -118,11 +121,14 @@ class Job:
         return sum(self.pools.values())
 
 
-def job_of(config: RunConfig, machines: Machines, assumed: Assumed | None = None, hf: Any = None) -> Job:
+def job_of(
+    config: RunConfig, machines: Machines, assumed: Assumed | None = None, hf: Any = None
+) -> Job:
     """The job of a checked configuration.
 
     Args:
-        hf: the policy's config where the configuration leaves it open (the vocabulary of a tokenizer).
+        hf: the policy's config where the configuration leaves it open (the vocabulary of a
+            tokenizer).
 
     Raises:
         ConfigError, ModelError: the model's folder or sizes lack something.
@@ -131,14 +137,17 @@ def job_of(config: RunConfig, machines: Machines, assumed: Assumed | None = None
     sizes = dict(derived.hf_config(config.model) if hf is None else hf)
     if "vocab_size" not in sizes:
         raise ConfigError(
-            "model.hf_config has no vocab_size (a run takes it from the tokenizer); give model.hf_config.vocab_size=N "
-            "to plan this recipe"
+            "model.hf_config has no vocab_size (a run takes it from the tokenizer); give "
+            "model.hf_config.vocab_size=N to plan this recipe"
         )
     roles = [_role(config, machines, name, sizes) for name in _names(config)]
-    rollout, data = config.rollout, config.data
+    rollout = config.rollout
+    data = config.data
     engine = Engine(
         decoder_of(sizes),
-        EngineShape(rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline),
+        EngineShape(
+            rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline
+        ),
         machines.device,
         item=1.03 if rollout.quantization == "fp8" else Precision.of(config.model.dtype).weight,
         kv_item=Precision.of(config.model.dtype).weight,
@@ -168,7 +177,9 @@ def job_of(config: RunConfig, machines: Machines, assumed: Assumed | None = None
 
 def _sends_slices(config: RunConfig, machines: Machines) -> bool:
     name = config.rollout.sync.transport
-    return name == "p2p" or (name == "auto" and machines.is_gpu and derived.pool_of(config, "rollout") != "actor")
+    return name == "p2p" or (
+        name == "auto" and machines.is_gpu and derived.pool_of(config, "rollout") != "actor"
+    )
 
 
 def _placement_problem(config: RunConfig, machines: Machines) -> str | None:
@@ -199,12 +210,16 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
         sizes = dict(derived.hf_config(type(config.model)(path=path)))
     is_guest = name != "actor" and derived.is_colocated(config, name)
     trains = name in ("actor", "critic")
-    updates = {"actor": derived.updates_per_step(config), "critic": derived.critic_updates_per_step(config)}
+    updates = {
+        "actor": derived.updates_per_step(config),
+        "critic": derived.critic_updates_per_step(config),
+    }
     layout = derived.role_layout(config, name)
     cut = cut_of(layout, derived.role_world_size(config, name))
     precision = Precision.of(config.model.dtype, section.optim if trains else None)
     if name == "actor" and config.actor.backend == "fsdp":
-        cut, precision = replace(cut, fully_sharded=True), replace(precision, weight=4, main=0)
+        cut = replace(cut, fully_sharded=True)
+        precision = replace(precision, weight=4, main=0)
     return RolePlan(
         name=name,
         training=Training(

@@ -1,4 +1,5 @@
-"""A step of a job, phase by phase: what each device holds, how long it takes, what is the bottleneck, what fits."""
+"""A step of a job, phase by phase: what each device holds, how long it takes, what is the
+bottleneck, what fits."""
 
 from __future__ import annotations
 
@@ -14,8 +15,12 @@ from hybridflow.planning.job import Job, RolePlan
 from hybridflow.planning.schedule import Seconds, Stage, Timed, begins, step_seconds
 
 PACKED = 0.95  # tokens of a micro-batch beside its bound
-_ASKED = ("reward_model", "actor", "reference", "teacher", "critic")  # in this order the loop asks them for passes
-GENERATION, SYNC, SAVE, MOVES = "generation", "weight sync", "checkpoint", "offload"
+# in this order the loop asks them for passes
+_ASKED = ("reward_model", "actor", "reference", "teacher", "critic")
+GENERATION = "generation"
+SYNC = "weight sync"
+SAVE = "checkpoint"
+MOVES = "offload"
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,9 @@ class Phase:
     """A phase of a step.
 
     Attributes:
-        memory: bytes on the busiest device of each thing that it holds. pool: `trainer` or `engines`, whose devices
-            these are; engines that share the trainer's devices count there.
+        memory: bytes on the busiest device of each thing that it holds. pool: `trainer` or
+            `engines`, whose devices these are; engines that share the trainer's devices count
+            there.
         devices, stage: as in `schedule.Timed`.
     """
 
@@ -75,7 +81,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether memory is enough in every phase, on the host too, and the cluster has devices for all."""
+        """Whether memory is enough in every phase, on the host too, and the cluster has devices for
+        all."""
         return not self.problems
 
     @cached_property
@@ -84,23 +91,28 @@ class Plan:
         found = []
         for phase in self.phases:
             if phase.peak > self.limit:
-                sizes = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in _largest(phase.memory))
-                found.append(
-                    f"{phase.name} needs {phase.peak / 1e9:.1f} GB on a device of {self.limit / 1e9:.0f} GB "
-                    f"({phase.pool}): {sizes}"
+                sizes = ", ".join(
+                    f"{name} {size / 1e9:.1f}" for name, size in _largest(phase.memory)
                 )
-        machines, job = self.job.machines, self.job
+                found.append(
+                    f"{phase.name} needs {phase.peak / 1e9:.1f} GB on a device of "
+                    f"{self.limit / 1e9:.0f} GB ({phase.pool}): {sizes}"
+                )
+        machines = self.job.machines
+        job = self.job
         if job.placed is not None:
             found.append(job.placed)
         longest = job.prompt_tokens + job.lengths.longest
         if job.engine.kv_room < longest:
             found.append(
                 f"an engine's KV cache has room for {job.engine.kv_room:.0f} tokens beside "
-                f"{job.engine.weights / 1e9:.1f} GB of weights on a device; the longest sample has {longest:.0f}"
+                f"{job.engine.weights / 1e9:.1f} GB of weights on a device; the longest sample has "
+                f"{longest:.0f}"
             )
         if self.host_bytes > machines.host_memory_gb * 1e9:
             found.append(
-                f"offloaded state takes {self.host_bytes / 1e9:.0f} GB of a node's {machines.host_memory_gb:.0f} GB"
+                f"offloaded state takes {self.host_bytes / 1e9:.0f} GB of a node's "
+                f"{machines.host_memory_gb:.0f} GB"
             )
         return tuple(found)
 
@@ -166,16 +178,21 @@ def make_plan(job: Job) -> Plan:
 
 
 def resident(job: Job) -> dict[str, dict[str, float]]:
-    """Bytes of each part of each role on the rank that holds most: what `RoleMemory` of a run counts."""
+    """Bytes of each part of each role on the rank that holds most: what `RoleMemory` of a run
+    counts."""
     found: dict[str, dict[str, float]] = {}
     for role in job.roles:
         training = role.training
         stage = _heaviest(role)
         parts = {"weights": training.weights(stage)}
         if role.updates:
-            parts |= {"gradients": training.gradients(stage), "optimizer": training.optimizer(stage)}
+            parts |= {
+                "gradients": training.gradients(stage),
+                "optimizer": training.optimizer(stage),
+            }
         if role.name == "reference" and role.is_guest:
-            found["actor"]["reference"] = parts["weights"]  # a second set of the policy's weights in its processes
+            # a second set of the policy's weights in its processes
+            found["actor"]["reference"] = parts["weights"]
         else:
             found[role.name] = parts
     return found
@@ -192,8 +209,11 @@ def _phases(job: Job) -> Iterator[Phase]:
 
 
 def _generation(job: Job) -> Phase:
-    engine, engines = job.engine, job.engines
-    seconds = engine.seconds(job.samples / engines, job.prompts / engines, job.prompt_tokens, job.lengths)
+    engine = job.engine
+    engines = job.engines
+    seconds = engine.seconds(
+        job.samples / engines, job.prompts / engines, job.prompt_tokens, job.lengths
+    )
     memory = _engine_memory(job, with_cache=True) | _held(job, job.engine_pool)
     return Phase(GENERATION, seconds, memory, _side(job), job.engine_pool, "generation")
 
@@ -204,15 +224,21 @@ def _scoring(job: Job) -> Iterator[Phase]:
         if not role.scored:
             continue
         if role.name == "reference" and role.is_guest:
-            held = _held(job, role.pool, role, "weights") | {"reference": role.training.weights(_heaviest(role))}
+            held = _held(job, role.pool, role, "weights") | {
+                "reference": role.training.weights(_heaviest(role))
+            }
         else:
             held = _held(job, role.pool, role, "weights")
-        training, stage = role.training, _heaviest(role)
+        training = role.training
+        stage = _heaviest(role)
         held |= {f"{role.name} activations": training.forward_activations(stage, role.micro_tokens)}
         yield Phase(
             names.get(role.name, role.name.replace("_", " ")),
             training.pass_seconds(
-                role.micro_tokens, _micro_batches(job, role) * role.scored, _length(job), backward=False
+                role.micro_tokens,
+                _micro_batches(job, role) * role.scored,
+                _length(job),
+                backward=False,
             ),
             held | _engine_while_training(job, role.pool),
             devices=role.pool,
@@ -227,7 +253,9 @@ def _update(job: Job, role: RolePlan) -> Phase:
     most: dict[str, float] = {}
     for stage in range(training.cut.pipeline):
         memory = _held(job, role.pool, role, "weights", "gradients", "optimizer", stage=stage)
-        memory[f"{role.name} activations"] = training.activations(stage, role.micro_tokens, max(int(count), 1))
+        memory[f"{role.name} activations"] = training.activations(
+            stage, role.micro_tokens, max(int(count), 1)
+        )
         if sum(memory.values()) > sum(most.values()):
             most = memory
     memory = most | _engine_while_training(job, role.pool)
@@ -236,7 +264,9 @@ def _update(job: Job, role: RolePlan) -> Phase:
 
 def _sync(job: Job) -> Phase:
     engine = job.engine
-    seconds = sync_seconds(engine.weights * engine.ranks, job.machines.device, job.sends_slices, job.constants)
+    seconds = sync_seconds(
+        engine.weights * engine.ranks, job.machines.device, job.sends_slices, job.constants
+    )
     memory = {"engine weights": engine.weights, "staging": 2.0 * job.staging_bytes}
     if job.is_staged:
         memory["staged weights"] = engine.weights
@@ -251,20 +281,27 @@ def _side(job: Job) -> str:
     return "trainer" if job.shares else "engines"
 
 
-def sync_seconds(nbytes: float, device: Device, sends_slices: bool, constants: Constants = FITTED) -> float:
-    """A weight sync of a model of this size: the rates were published for a network of 50 GB/s a device."""
+def sync_seconds(
+    nbytes: float, device: Device, sends_slices: bool, constants: Constants = FITTED
+) -> float:
+    """A weight sync of a model of this size: the rates were published for a network of 50 GB/s a
+    device."""
     rate = constants.sync_p2p_gbs if sends_slices else constants.sync_gbs
     return constants.sync_s + nbytes / (rate * min(device.network_gbs / 50, 1.0) * 1e9)
 
 
 def _other(job: Job) -> Iterator[Phase]:
     """Moves between device and host, and checkpoints, spread over the steps between them."""
-    device, moved, state = job.machines.device, defaultdict[str, float](float), defaultdict[str, float](float)
+    device = job.machines.device
+    moved = defaultdict[str, float](float)
+    state = defaultdict[str, float](float)
     for name, parts in resident(job).items():
         if (role := job.role(name)) is not None:
             # to the host and back
             moved[role.pool] += 2 * sum(
-                getattr(role.offload, part) * size for part, size in parts.items() if part != "reference"
+                getattr(role.offload, part) * size
+                for part, size in parts.items()
+                if part != "reference"
             )
     yield Phase(MOVES, max(moved.values()) / (device.host_gbs * 1e9), {})
     if job.save_every:
@@ -276,8 +313,8 @@ def _other(job: Job) -> Iterator[Phase]:
 def _held(
     job: Job, pool: str, computing: RolePlan | None = None, *parts: str, stage: int | None = None
 ) -> dict[str, float]:
-    """What training processes hold on the busiest device of a pool while `computing` needs `parts` of itself; what is
-    offloaded elsewhere is not there."""
+    """What training processes hold on the busiest device of a pool while `computing` needs `parts`
+    of itself; what is offloaded elsewhere is not there."""
     found: dict[str, float] = {}
     for role in job.roles:
         if role.pool != pool:
@@ -298,7 +335,9 @@ def _held(
 
 def _engine_memory(job: Job, with_cache: bool) -> dict[str, float]:
     engine = job.engine
-    found = {"engine weights": engine.weights, "engine graphs": engine.graphs()} | _process(job, job.engine_pool)
+    found = {"engine weights": engine.weights, "engine graphs": engine.graphs()} | _process(
+        job, job.engine_pool
+    )
     return found | ({"KV cache": engine.kv_bytes} if with_cache else {})
 
 
@@ -312,8 +351,12 @@ def _process(job: Job, pool: str) -> dict[str, float]:
     roles = [role for role in job.roles if role.pool == pool and not role.is_guest]
     communicating = roles or [job.actor]  # engines alone communicate as well
     return {
-        "contexts": (len(roles) + (pool == job.engine_pool)) * job.constants.process_gb * 1e9 * job.machines.is_gpu,
-        "communication": sum(role.training.groups() for role in communicating) * job.machines.is_gpu,
+        "contexts": (len(roles) + (pool == job.engine_pool))
+        * job.constants.process_gb
+        * 1e9
+        * job.machines.is_gpu,
+        "communication": sum(role.training.groups() for role in communicating)
+        * job.machines.is_gpu,
     }
 
 
@@ -324,9 +367,15 @@ def _host_bytes(job: Job) -> float:
         role = job.role(name)
         assert role is not None
         offloaded = sum(
-            size for part, size in parts.items() if getattr(role.offload, "weights" if part == "reference" else part)
+            size
+            for part, size in parts.items()
+            if getattr(role.offload, "weights" if part == "reference" else part)
         )
-        copied = parts["weights"] + parts.get("optimizer", 0.0) if job.save_every and role.updates else 0.0
+        copied = (
+            parts["weights"] + parts.get("optimizer", 0.0)
+            if job.save_every and role.updates
+            else 0.0
+        )
         total += (offloaded + copied) * min(role.training.cut.ranks, job.machines.devices_per_node)
     return total
 

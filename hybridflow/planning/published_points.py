@@ -1,6 +1,8 @@
-"""Published runs beside what the planner says of them: the points that the constants were fitted to, all of them.
+"""Published runs beside what the planner says of them: the points that the constants were fitted
+to, all of them.
 
-Every figure is somebody else's; `source` says whose. Weights and optimizer state are arithmetic, the rest a model.
+Every figure is somebody else's; `source` says whose. Weights and optimizer state are arithmetic,
+the rest a model.
 """
 
 from __future__ import annotations
@@ -14,10 +16,16 @@ from hybridflow.planning.devices import DEVICES
 from hybridflow.planning.sizes import decoder_of
 from hybridflow.planning.training import Cut, Practice, Precision, Training
 
-# layers as wide as GPT-3's; its MLP of two matrices of 49,152 has the numbers of a gated one of 32,768
+# layers as wide as GPT-3's; its MLP of two matrices of 49,152 has the numbers of a gated one of
+# 32,768
 _GPT3: Mapping[str, Any] = {
     "model_type": "llama",
-    **{"vocab_size": 51200, "hidden_size": 12288, "intermediate_size": 32768, "num_hidden_layers": 96},
+    **{
+        "vocab_size": 51200,
+        "hidden_size": 12288,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 96,
+    },
     "num_attention_heads": 96,
 }
 _BF16_GRADIENTS = Precision(gradient=2)
@@ -29,8 +37,9 @@ class Point:
     """A published run.
 
     Attributes:
-        step_s: seconds of an optimizer update. static_gb, total_gb: 10^9 bytes allocated, on pipeline stage `stage`
-            (None: the stage with most). gradients_gb and optimizer_gb: parts of a memory anatomy.
+        step_s: seconds of an optimizer update. static_gb, total_gb: 10^9 bytes allocated, on
+            pipeline stage `stage` (None: the stage with most). gradients_gb and optimizer_gb: parts
+            of a memory anatomy.
     """
 
     name: str
@@ -59,10 +68,13 @@ class Point:
             hf = {**hf, "num_nextn_predict_layers": 1}
         # all of these runs overlap them, where there are data-parallel ranks
         practice = replace(self.practice, overlaps_gradients=True, overlaps_weights=True)
-        return Training(decoder_of(hf, mtp=self.mtp), self.cut, DEVICES[self.device], self.precision, practice)
+        return Training(
+            decoder_of(hf, mtp=self.mtp), self.cut, DEVICES[self.device], self.precision, practice
+        )
 
 
-_BRIDGE, _ZOO = "NVIDIA Megatron-Bridge", "Megatron-MoE-ModelZoo"
+_BRIDGE = "NVIDIA Megatron-Bridge"
+_ZOO = "Megatron-MoE-ModelZoo"
 _MOE = "arXiv 2603.07685"
 POINTS: tuple[Point, ...] = (
     Point(
@@ -125,7 +137,12 @@ POINTS: tuple[Point, ...] = (
         2048,
         _ZOO,
         _BF16_GRADIENTS,
-        Practice(frozenset({"layernorm", "moe_act"}), dispatch="deepep", overlaps_expert=True, even_routing=True),
+        Practice(
+            frozenset({"layernorm", "moe_act"}),
+            dispatch="deepep",
+            overlaps_expert=True,
+            even_routing=True,
+        ),
         step_s=17.6,
     ),
     Point(
@@ -228,7 +245,8 @@ class RlPoint:
     """A published reinforcement-learning step; engines use the trainer's devices in turns.
 
     Attributes:
-        prompt, response: tokens in the mean; where the source gives only their sum, the prompt is ours.
+        prompt, response: tokens in the mean; where the source gives only their sum, the prompt is
+            ours.
         seconds: of the step and of its phases, by the planner's names.
     """
 
@@ -302,14 +320,20 @@ RL_POINTS: tuple[RlPoint, ...] = (
         micro_tokens=20480,  # 10,240 a rank, which verl multiplies by the context ranks
         engine_tensor=4,
         memory_fraction=0.7,
-        seconds={"step": 497.9, "generation": 348.1, "log-probs": 28.7, "reference": 20.9, "update actor": 86.3},
+        seconds={
+            "step": 497.9,
+            "generation": 348.1,
+            "log-probs": 28.7,
+            "reference": 20.9,
+            "update actor": 86.3,
+        },
         source="verl, fully_async.md",
         with_reference=True,
     ),
 )
 
-# whole weight syncs of other systems: name, device, bytes of the engine's model, whether each rank sends what the other
-# lacks, seconds, source
+# whole weight syncs of other systems: name, device, bytes of the engine's model, whether each rank
+# sends what the other lacks, seconds, source
 SYNC_POINTS: tuple[tuple[str, str, float, bool, float, str], ...] = (
     ("Qwen3-235B-A22B to 8 H800, broadcast", "H800", 470e9, False, 6.22, "checkpoint-engine"),
     ("GLM-4.5-Air to 8 H800, broadcast", "H800", 214e9, False, 3.47, "checkpoint-engine"),

@@ -54,7 +54,9 @@ def recipe_plan(name: str) -> tuple[RunConfig, Plan]:
     config = load_config(name)
     cluster = config.cluster
     return config, make_plan(
-        job_of(config, read_cluster(None, cluster.nodes, cluster.devices_per_node or 8, cluster.device))
+        job_of(
+            config, read_cluster(None, cluster.nodes, cluster.devices_per_node or 8, cluster.device)
+        )
     )
 
 
@@ -81,17 +83,21 @@ def document() -> str:
     rows = []
     for name in names():
         _, plan = recipe_plan(name)
-        job, cut = plan.job, plan.job.actor.training.cut
+        job = plan.job
+        cut = plan.job.actor.training.cut
         sizes = (("TP", cut.tensor), ("PP", cut.pipeline), ("EP", cut.expert), ("DP", cut.data))
-        rows.append((
-            f"`{name}`",
-            _published(name),
-            f"{job.machines.nodes} x {job.machines.devices_per_node} {job.machines.name}",
-            " ".join(f"{short}{size}" for short, size in sizes if size > 1),
-            f"{job.engines} x TP{job.engine.shape.tensor}",
-            f"{plan.peak.peak / 1e9:.0f} of {plan.limit / 1e9:.0f} GB" + ("" if plan.fits else ", does not fit"),
-            f"{plan.seconds:,.0f} s",
-            f"{plan.bottleneck.name} {100 * plan.bottleneck.seconds / plan.seconds:.0f}%",
-            f"{plan.device_hours:.1f}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                f"`{name}`",
+                _published(name),
+                f"{job.machines.nodes} x {job.machines.devices_per_node} {job.machines.name}",
+                " ".join(f"{short}{size}" for short, size in sizes if size > 1),
+                f"{job.engines} x TP{job.engine.shape.tensor}",
+                f"{plan.peak.peak / 1e9:.0f} of {plan.limit / 1e9:.0f} GB"
+                + ("" if plan.fits else ", does not fit"),
+                f"{plan.seconds:,.0f} s",
+                f"{plan.bottleneck.name} {100 * plan.bottleneck.seconds / plan.seconds:.0f}%",
+                f"{plan.device_hours:.1f}",
+            )
+        )
     return _HEAD + markdown(head, rows)

@@ -1,9 +1,10 @@
-"""When the phases of a step run: pools of devices work at the same time, the phases of a pool one after another.
+"""When the phases of a step run: pools of devices work at the same time, the phases of a pool one
+after another.
 
-The trainer's loop does the same (`trainer.loop`, `trainer.calls`). Passes before advantages begin when all answers are
-there and end before any update. The next answers wait for the policy's update, and for everything on the policy's and
-the engines' devices; an update on other devices (the critic's) lasts into the next generation and ends before the next
-passes on these devices.
+The trainer's loop does the same (`trainer.loop`, `trainer.calls`). Passes before advantages begin
+when all answers are there and end before any update. The next answers wait for the policy's update,
+and for everything on the policy's and the engines' devices; an update on other devices (the
+critic's) lasts into the next generation and ends before the next passes on these devices.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-# seconds of a pool of devices in each stage: generation, passes before advantages, the policy's update, other updates
+# seconds of a pool of devices in each stage: generation, passes before advantages, the policy's
+# update, other updates
 Seconds = tuple[float, float, float, float]
 Stage = Literal["generation", "preparation", "update", "rest"]
 _STEPS = 4  # from the second on they are all alike
@@ -23,8 +25,8 @@ class Timed(NamedTuple):
     """A phase.
 
     Attributes:
-        devices: the section whose pool of devices it uses. stage: `rest` is what follows the updates, on the devices of
-            policy and engines.
+        devices: the section whose pool of devices it uses. stage: `rest` is what follows the
+            updates, on the devices of policy and engines.
     """
 
     seconds: float
@@ -33,24 +35,32 @@ class Timed(NamedTuple):
 
 
 def step_seconds(pools: Sequence[Seconds], overlaps: bool, rest: float = 0.0) -> float:
-    """A step, when many follow one another; `rest` comes between its updates and the next generation.
+    """A step, when many follow one another; `rest` comes between its updates and the next
+    generation.
 
     Args:
-        overlaps: generation runs beside training (of older samples), as far as no pool has work in both.
+        overlaps: generation runs beside training (of older samples), as far as no pool has work in
+            both.
     """
     generation = max(pool[0] for pool in pools)
     prepared = max(pool[1] for pool in pools)
     updates = [sum(pool[2:]) for pool in pools]
     apart = max(pool[1] + update for pool, update in zip(pools, updates, strict=True))
-    trained = max((update for pool, update in zip(pools, updates, strict=True) if pool[2]), default=0.0)
+    trained = max(
+        (update for pool, update in zip(pools, updates, strict=True) if pool[2]), default=0.0
+    )
     if overlaps:
         return max(generation, prepared + trained + rest, apart, *map(sum, pools))
-    waited = max((update for pool, update in zip(pools, updates, strict=True) if pool[0] or pool[2]), default=0.0)
+    waited = max(
+        (update for pool, update in zip(pools, updates, strict=True) if pool[0] or pool[2]),
+        default=0.0,
+    )
     return max(generation + prepared + waited + rest, apart)
 
 
 def begins(phases: Sequence[Timed], engines: str) -> list[float]:
-    """Seconds from the begin of a generation to that of each phase of its step, when many steps follow one another.
+    """Seconds from the begin of a generation to that of each phase of its step, when many steps
+    follow one another.
 
     Args:
         phases: those of a stage in the order in which they are asked for.
@@ -58,10 +68,12 @@ def begins(phases: Sequence[Timed], engines: str) -> list[float]:
     """
     if not all(math.isfinite(phase.seconds) for phase in phases):
         return [0.0] * len(phases)
-    free, end = defaultdict[str, float](float), 0.0
+    free = defaultdict[str, float](float)
+    end = 0.0
     found: list[float] = []
     for _ in range(_STEPS):
-        origin, at = max(end, free[engines], free["actor"]), dict[int, float]()
+        origin = max(end, free[engines], free["actor"])
+        at = dict[int, float]()
         end = origin
         for stage in ("generation", "preparation", "update", "rest"):
             barrier = end

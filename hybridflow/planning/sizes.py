@@ -1,4 +1,5 @@
-"""How many numbers a rank holds, and what a token costs in each layer, from the parameter maps that a run uses.
+"""How many numbers a rank holds, and what a token costs in each layer, from the parameter maps that
+a run uses.
 
 Layers with equal blocks are counted once, so that a model of 10^12 parameters takes milliseconds.
 """
@@ -46,16 +47,21 @@ def decoder_of(hf: Mapping[str, Any], mtp: bool = False) -> Decoder:
     """
     family = family_of({"vocab_size": 1, **hf}, mtp=mtp)
     if not isinstance(family, Decoder):
-        raise ModelError(f"no plan can be made for model_type {hf.get('model_type')!r}: it is not built from blocks")
+        raise ModelError(
+            f"no plan can be made for model_type {hf.get('model_type')!r}: it is not built from "
+            "blocks"
+        )
     return family
 
 
 def chunk_layers(decoder: Decoder, at: Coordinates) -> range:
-    """The layers of the virtual stage at `at`: those that Megatron gives it, and where they do not divide evenly and no
-    stage's number is given, which the trainer refuses and other systems allow, the nearest even share."""
+    """The layers of the virtual stage at `at`: those that Megatron gives it, and where they do not
+    divide evenly and no stage's number is given, which the trainer refuses and other systems allow,
+    the nearest even share."""
     if not at.is_even:
         return at.layers(decoder.num_layers)
-    number, chunks = at.vpp_rank * at.pp_size + at.pp_rank, at.pp_size * at.vpp_size
+    number = at.vpp_rank * at.pp_size + at.pp_rank
+    chunks = at.pp_size * at.vpp_size
     first, last = (round(decoder.num_layers * index / chunks) for index in (number, number + 1))
     return range(first, last)
 
@@ -64,14 +70,20 @@ def chunk_layers(decoder: Decoder, at: Coordinates) -> range:
 def layer_kinds(decoder: Decoder) -> tuple[tuple[int, ...], tuple[tuple[Block, Block], ...]]:
     """(the kind of each layer, attention and MLP of each kind)."""
     numbers: dict[tuple[Block, Block], int] = {}
-    of = (numbers.setdefault((decoder.attention(n), decoder.mlp(n)), len(numbers)) for n in range(decoder.num_layers))
+    of = (
+        numbers.setdefault((decoder.attention(n), decoder.mlp(n)), len(numbers))
+        for n in range(decoder.num_layers)
+    )
     return tuple(of), tuple(numbers)
 
 
 def _stage_kinds(decoder: Decoder, at: Coordinates) -> Counter[int]:
-    """How many layers of each kind the pipeline stage at `at` holds, all its virtual stages together."""
+    """How many layers of each kind the pipeline stage at `at` holds, all its virtual stages
+    together."""
     kinds, _ = layer_kinds(decoder)
-    return Counter(kinds[layer] for chunk in at.virtual_stages() for layer in chunk_layers(decoder, chunk))
+    return Counter(
+        kinds[layer] for chunk in at.virtual_stages() for layer in chunk_layers(decoder, chunk)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,7 +100,9 @@ def stage_numbers(decoder: Decoder, at: Coordinates, scalar_head: bool = False) 
     Args:
         scalar_head: a critic or reward model, which has [1, h] in place of the output layer.
     """
-    total, cut, (_, blocks) = Numbers(), _cut(at), layer_kinds(decoder)
+    total = Numbers()
+    cut = _cut(at)
+    _, blocks = layer_kinds(decoder)
     for kind, count in _stage_kinds(decoder, at).items():
         attention, mlp = blocks[kind]
         each = block_numbers(attention, cut) + block_numbers(mlp, cut)
@@ -124,7 +138,8 @@ def _numbers(tensors: list[LocalTensor]) -> Numbers:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of a block: every token visits `copies` matrices of `rows` x `columns`; experts or not."""
+    """A matrix product of a block: every token visits `copies` matrices of `rows` x `columns`;
+    experts or not."""
 
     rows: int
     columns: int
@@ -139,8 +154,8 @@ class Product:
 
 @functools.cache
 def products(block: Block, topk: int) -> tuple[Product, ...]:
-    """The matrix products of a block, read from the shapes of its tensors; of the routed experts a token visits
-    `topk`."""
+    """The matrix products of a block, read from the shapes of its tensors; of the routed experts a
+    token visits `topk`."""
     found: list[Product] = []
     for name, shape in block.tensors("").items():
         if len(shape) != 2:
@@ -160,10 +175,13 @@ class LayerShape:
         attention, mlp: matrix products.
         core: operations for each pair of query and key, forward.
         kv: numbers in the KV cache.
-        heads: activations that tensor parallelism divides: queries, keys, values and attention's output.
-        expanded: those of `heads` that the up projections of latent attention make. core_output: attention's output.
+        heads: activations that tensor parallelism divides: queries, keys, values and attention's
+            output.
+        expanded: those of `heads` that the up projections of latent attention make. core_output:
+            attention's output.
         low_rank: activations of the latents, whole on every tensor rank.
-        ffn: columns of the dense MLP or the shared experts. routed_ffn: of all routed experts that a token visits.
+        ffn: columns of the dense MLP or the shared experts. routed_ffn: of all routed experts that
+            a token visits.
         experts, topk: 0 for a dense layer.
     """
 
@@ -204,9 +222,15 @@ def layer_shape(attention: Block, mlp: Block, hidden: int, topk: int) -> LayerSh
         ModelError: a kind of block that is not known here.
     """
     if isinstance(mlp, DenseMlp):
-        experts, routed, ffn, expert_ffn = 0, 0, mlp.ffn, 0
+        experts = 0
+        routed = 0
+        ffn = mlp.ffn
+        expert_ffn = 0
     elif isinstance(mlp, Experts):
-        experts, routed, ffn, expert_ffn = mlp.num_experts, topk, mlp.shared_ffn, mlp.ffn
+        experts = mlp.num_experts
+        routed = topk
+        ffn = mlp.shared_ffn
+        expert_ffn = mlp.ffn
     else:
         raise ModelError(f"no plan can be made for an MLP of kind {type(mlp).__name__}")
     return LayerShape(
@@ -223,7 +247,8 @@ def layer_shape(attention: Block, mlp: Block, hidden: int, topk: int) -> LayerSh
 
 def _attention_shape(block: Block) -> dict[str, int]:
     if isinstance(block, GroupedAttention):
-        query, key = block.heads * block.head_dim, block.groups * block.head_dim
+        query = block.heads * block.head_dim
+        key = block.groups * block.head_dim
         before_norm = query + key if block.qk_norm else 0
         heads = query + 2 * key + before_norm + query
         return {
@@ -235,7 +260,11 @@ def _attention_shape(block: Block) -> dict[str, int]:
         value = block.heads * block.v_dim
         low_rank = 2 * ((block.q_rank or 0) + block.kv_rank) + block.rope_dim
         return {
-            **{"core": 2 * (query + value), "kv": block.kv_rank + block.rope_dim, "heads": 2 * query + 2 * value},
+            **{
+                "core": 2 * (query + value),
+                "kv": block.kv_rank + block.rope_dim,
+                "heads": 2 * query + 2 * value,
+            },
             **{"expanded": 2 * query + value, "core_output": value, "low_rank": low_rank},
         }
     raise ModelError(f"no plan can be made for attention of kind {type(block).__name__}")

@@ -19,21 +19,32 @@ def table(plan: Plan, name: str, change: Mapping[str, Any] | None = None) -> str
     """
     job = plan.job
     lines = [
-        f"{name}: {plan.figures()['parameters'] / 1e9:,.1f} billion parameters on {job.machines.nodes} nodes of "
-        f"{job.machines.devices_per_node} {job.machines.name} ({job.devices} devices used)",
+        (
+            f"{name}: {plan.figures()['parameters'] / 1e9:,.1f} billion parameters on "
+            f"{job.machines.nodes} nodes of {job.machines.devices_per_node} {job.machines.name} "
+            f"({job.devices} devices used)"
+        ),
         *_layouts(job),
         *_pools(job),
-        f"batch       {job.prompts} prompts x {job.samples // job.prompts} = {job.samples} samples, "
-        f"{job.mean_tokens:,.0f} tokens in the mean (prompt {job.prompt_tokens:,.0f}, response {job.lengths.mean:,.0f} "
-        f"of at most {job.lengths.longest:,}: assumed), {job.actor.updates} updates",
+        (
+            f"batch       {job.prompts} prompts x {job.samples // job.prompts} = {job.samples} "
+            f"samples, {job.mean_tokens:,.0f} tokens in the mean (prompt {job.prompt_tokens:,.0f}, "
+            f"response {job.lengths.mean:,.0f} of at most {job.lengths.longest:,}: assumed), "
+            f"{job.actor.updates} updates"
+        ),
         f"KV cache    {job.engine.kv_room:,.0f} tokens an engine",
         "",
         *_phases(plan),
         "",
-        f"step        {plan.seconds:,.1f} s, mostly {plan.bottleneck.name}; {plan.device_hours:.2f} device hours, "
-        f"{plan.tokens_per_second:,.0f} tokens/s a device",
-        f"memory      {plan.peak.peak / GB:.1f} of {plan.limit / GB:.0f} GB at most ({plan.peak.name}); host "
-        f"{plan.host_bytes / GB:.0f} of {job.machines.host_memory_gb:.0f} GB a node",
+        (
+            f"step        {plan.seconds:,.1f} s, mostly {plan.bottleneck.name}; "
+            f"{plan.device_hours:.2f} device hours, {plan.tokens_per_second:,.0f} tokens/s a device"
+        ),
+        (
+            f"memory      {plan.peak.peak / GB:.1f} of {plan.limit / GB:.0f} GB at most "
+            f"({plan.peak.name}); host {plan.host_bytes / GB:.0f} of "
+            f"{job.machines.host_memory_gb:.0f} GB a node"
+        ),
         *_verdict(plan, change),
     ]
     return "\n".join(line.rstrip() for line in lines)
@@ -92,8 +103,14 @@ def _verdict(plan: Plan, change: Mapping[str, Any] | None) -> list[str]:
         return ["fits"]
     found = [f"does not fit: {line}" for line in plan.problems]
     if change is None:
-        return [*found, "no single change, and no pair of changes, that the planner tries makes it fit"]
-    return [*found, "fits with: " + " ".join(f"{key}={_text(value)}" for key, value in change.items())]
+        return [
+            *found,
+            "no single change, and no pair of changes, that the planner tries makes it fit",
+        ]
+    return [
+        *found,
+        "fits with: " + " ".join(f"{key}={_text(value)}" for key, value in change.items()),
+    ]
 
 
 def _text(value: Any) -> str:

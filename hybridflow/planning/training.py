@@ -1,7 +1,9 @@
-"""Memory and time of a training rank: static state, activations in flight, one optimizer update, one forward pass.
+"""Memory and time of a training rank: static state, activations in flight, one optimizer update,
+one forward pass.
 
-Formulas: parameters and bytes as Megatron-Core's distributed optimizer keeps them, activations counted tensor by tensor
-(arXiv 2205.05198 for dense layers; experts and latent attention in docs/planning.md), schedules after arXiv 2104.04473.
+Formulas: parameters and bytes as Megatron-Core's distributed optimizer keeps them, activations
+counted tensor by tensor (arXiv 2205.05198 for dense layers; experts and latent attention in
+docs/planning.md), schedules after arXiv 2104.04473.
 """
 
 from __future__ import annotations
@@ -15,14 +17,22 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.layout import Coordinates
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
-from hybridflow.planning.sizes import LayerShape, Numbers, Product, layer_shapes, stage_layers, stage_numbers
+from hybridflow.planning.sizes import (
+    LayerShape,
+    Numbers,
+    Product,
+    layer_shapes,
+    stage_layers,
+    stage_numbers,
+)
 
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of each number. `main` is the optimizer's own copy of a weight, `moments` both of Adam's."""
+    """Bytes of each number. `main` is the optimizer's own copy of a weight, `moments` both of
+    Adam's."""
 
     weight: float = 2
     gradient: float = 4
@@ -34,12 +44,15 @@ class Precision:
 
     @classmethod
     def of(cls, dtype: str, optim: OptimConfig | None = None) -> Precision:
-        """What the trainer does for `model.dtype`: gradients in float32, the optimizer as `optim` says (None: in
-        float32); float32 weights are their own main copy."""
+        """What the trainer does for `model.dtype`: gradients in float32, the optimizer as `optim`
+        says (None: in float32); float32 weights are their own main copy."""
         if dtype == "float32":
             return cls(weight=4, gradient=4, main=0, activation=4, linear_input=4)
         optim = optim or OptimConfig()
-        return cls(main=ITEM[optim.main_params_dtype], moments=ITEM[optim.exp_avg_dtype] + ITEM[optim.exp_avg_sq_dtype])
+        return cls(
+            main=ITEM[optim.main_params_dtype],
+            moments=ITEM[optim.exp_avg_dtype] + ITEM[optim.exp_avg_sq_dtype],
+        )
 
 
 @dataclass(frozen=True)
@@ -96,10 +109,12 @@ class Practice:
     """How a system trains, beyond its layout.
 
     Attributes:
-        recompute: `full`, or modules: core_attn, mlp, mla_up_proj, moe_act, layernorm, moe, shared_experts.
+        recompute: `full`, or modules: core_attn, mlp, mla_up_proj, moe_act, layernorm, moe,
+            shared_experts.
         dispatch: alltoall sends a token to every expert, deepep once to each node.
-        overlaps_gradients, overlaps_weights: data-parallel ranks reduce gradients beside the backward pass of the last
-            micro-batch, and gather updated weights beside the forward pass of the first.
+        overlaps_gradients, overlaps_weights: data-parallel ranks reduce gradients beside the
+            backward pass of the last micro-batch, and gather updated weights beside the forward
+            pass of the first.
         logits_chunk: tokens whose logits exist at a time; None: all.
         keeps_expert_outputs: without memory-efficient permutation.
         even_routing: benchmarks force it.
@@ -141,7 +156,8 @@ class Training:
 
     @cached_property
     def layers(self) -> tuple[tuple[tuple[LayerShape, int], ...], ...]:
-        """The layers of each pipeline stage, all its virtual stages together: each shape, and how many there are."""
+        """The layers of each pipeline stage, all its virtual stages together: each shape, and how
+        many there are."""
         found = []
         for stage in range(self.cut.pipeline):
             found.append(stage_layers(self.decoder, self.cut.place(stage)))
@@ -165,25 +181,35 @@ class Training:
 
     def optimizer(self, stage: int) -> float:
         """Main weights and moments, over the ranks that share them."""
-        numbers, each = self.numbers[stage], self.precision.main + self.precision.moments
+        numbers = self.numbers[stage]
+        each = self.precision.main + self.precision.moments
         return each * (numbers.dense / self.cut.shards + numbers.expert / self.cut.expert_shards)
 
     def tokens(self, micro_tokens: float) -> float:
         """Tokens of a micro-batch on one rank outside of tensor-parallel regions."""
         return micro_tokens / self.cut.context / (self.cut.tensor if self.cut.sequence else 1)
 
-    def layer_activations(self, layer: LayerShape, micro_tokens: float, everything: bool = False) -> float:
-        """What a layer keeps for its backward pass; `everything`: as if nothing were computed again."""
+    def layer_activations(
+        self, layer: LayerShape, micro_tokens: float, everything: bool = False
+    ) -> float:
+        """What a layer keeps for its backward pass; `everything`: as if nothing were computed
+        again."""
         recompute = frozenset() if everything else self.practice.recompute
-        cut, size, small = self.cut, self.precision.activation, self.precision.linear_input
-        whole, divided = self.tokens(micro_tokens), micro_tokens / cut.context / cut.tensor
+        cut = self.cut
+        size = self.precision.activation
+        small = self.precision.linear_input
+        whole = self.tokens(micro_tokens)
+        divided = micro_tokens / cut.context / cut.tensor
         if "full" in recompute:
             return whole * layer.hidden * size
-        # norms of their own are latent attention's and the experts'; others are part of a linear, which keeps its input
+        # norms of their own are latent attention's and the experts'; others are part of a linear,
+        # which keeps its input
         again = (layer.low_rank > 0) + (layer.experts > 0) if "layernorm" in recompute else 0
         norms = (2 - again) * layer.hidden * small
         found = whole * (2 * layer.hidden * size + norms + layer.low_rank * size)
-        heads = layer.heads - layer.core_output - (layer.expanded if "mla_up_proj" in recompute else 0)
+        heads = (
+            layer.heads - layer.core_output - (layer.expanded if "mla_up_proj" in recompute else 0)
+        )
         found += divided * (max(heads, 0) * size + layer.core_output * small)
         if layer.experts and "moe" in recompute:
             return found
@@ -201,15 +227,18 @@ class Training:
         return 1.0 if even else self.constants.imbalance
 
     def in_flight(self, stage: int, micro_batches: int) -> float:
-        """Micro-batches whose activations a stage keeps, as a share of all its layers (1F1B, or interleaved)."""
-        p, v = self.cut.pipeline, self.cut.virtual
+        """Micro-batches whose activations a stage keeps, as a share of all its layers (1F1B, or
+        interleaved)."""
+        p = self.cut.pipeline
+        v = self.cut.virtual
         if v == 1:
             return min(micro_batches, p - stage)
         chunks = min(micro_batches * v, 2 * (p - stage - 1) + (v - 1) * p + 1)
         return chunks / v
 
     def logits(self, stage: int, micro_tokens: float) -> float:
-        """Logits of the last stage and what their loss keeps: float32 and bfloat16, and a gradient in float32."""
+        """Logits of the last stage and what their loss keeps: float32 and bfloat16, and a gradient
+        in float32."""
         if stage != self.cut.pipeline - 1 or self.scalar_head:
             return 0.0
         rows = micro_tokens / self.cut.context
@@ -218,21 +247,30 @@ class Training:
         return rows * self.decoder.vocab_size / self.cut.tensor * (8 + self.precision.activation)
 
     def activations(self, stage: int, micro_tokens: float, micro_batches: int) -> float:
-        """The peak of activations: micro-batches in flight, logits, and the layer that is computed again."""
+        """The peak of activations: micro-batches in flight, logits, and the layer that is computed
+        again."""
         layers = self.layers[stage]
         each = [(self.layer_activations(layer, micro_tokens), count) for layer, count in layers]
-        whole = [self.layer_activations(layer, micro_tokens, everything=True) for layer, _ in layers]
+        whole = [
+            self.layer_activations(layer, micro_tokens, everything=True) for layer, _ in layers
+        ]
         kept = sum(count * size for size, count in each)
         again = max(whole, default=0.0)
         # what one layer computes again exists at once
-        freed = max((every - size for every, (size, _) in zip(whole, each, strict=True)), default=0.0)
+        freed = max(
+            (every - size for every, (size, _) in zip(whole, each, strict=True)), default=0.0
+        )
         working = again if "full" in self.practice.recompute else max(0.5 * again, freed)
-        return kept * self.in_flight(stage, micro_batches) + working + self.logits(stage, micro_tokens)
+        return (
+            kept * self.in_flight(stage, micro_batches) + working + self.logits(stage, micro_tokens)
+        )
 
     def forward_activations(self, stage: int, micro_tokens: float) -> float:
         """The peak of a pass without gradients: one layer, and a chunk of logits."""
         layers = self.layers[stage]
-        again = max((self.layer_activations(layer, micro_tokens, True) for layer, _ in layers), default=0.0)
+        again = max(
+            (self.layer_activations(layer, micro_tokens, True) for layer, _ in layers), default=0.0
+        )
         return again + self.logits(stage, micro_tokens)
 
     def groups(self) -> float:
@@ -248,27 +286,48 @@ class Training:
         forward = backward = 0.0
         for layer, count in self.layers[stage]:
             f, b = self._layer_seconds(layer, micro_tokens, length)
-            forward, backward = forward + count * f, backward + count * b
+            forward = forward + count * f
+            backward = backward + count * b
         if stage == self.cut.pipeline - 1 and not self.scalar_head:
             head = self._product_seconds(
-                [Product(self.decoder.vocab_size, self.decoder.hidden)], micro_tokens / self.cut.context, 1
+                [Product(self.decoder.vocab_size, self.decoder.hidden)],
+                micro_tokens / self.cut.context,
+                1,
             )
-            forward, backward = forward + head, backward + 2 * head
+            forward = forward + head
+            backward = backward + 2 * head
         return forward, backward
 
-    def _layer_seconds(self, layer: LayerShape, micro_tokens: float, length: float) -> tuple[float, float]:
-        c, device, cut = self.constants, self.device, self.cut
+    def _layer_seconds(
+        self, layer: LayerShape, micro_tokens: float, length: float
+    ) -> tuple[float, float]:
+        c = self.constants
+        device = self.device
+        cut = self.cut
         mine = micro_tokens / cut.context
         attention = self._product_seconds(layer.attention, mine, layer.topk)
         mlp = self._product_seconds([p for p in layer.mlp if not p.is_expert], mine, layer.topk)
-        routed = self._product_seconds([p for p in layer.mlp if p.is_expert], mine, layer.topk, layer.experts)
+        routed = self._product_seconds(
+            [p for p in layer.mlp if p.is_expert], mine, layer.topk, layer.experts
+        )
         pairs = mine * length / 2  # causal
         core = layer.core / cut.tensor * pairs / (device.peak(False) * c.attention)
-        moved = self.layer_activations(layer, micro_tokens, everything=True) / (device.memory_gbs * 1e9 * c.memory)
+        moved = self.layer_activations(layer, micro_tokens, everything=True) / (
+            device.memory_gbs * 1e9 * c.memory
+        )
         tensor = self._tensor_seconds(layer, mine)
         dispatch = self._expert_seconds(layer, micro_tokens)
         waits = c.expert_layer_s if layer.experts else 0.0
-        forward = attention + mlp + routed + core + moved * c.traffic_forward + 2 * tensor + 2 * dispatch + waits / 3
+        forward = (
+            attention
+            + mlp
+            + routed
+            + core
+            + moved * c.traffic_forward
+            + 2 * tensor
+            + 2 * dispatch
+            + waits / 3
+        )
         backward = 2 * (attention + mlp + routed) + core * 2.5 * c.attention / c.attention_backward
         backward += moved * c.traffic_backward + 3 * tensor + 2 * dispatch + waits * 2 / 3
         recompute = self.practice.recompute
@@ -280,11 +339,18 @@ class Training:
             "moe": mlp + routed + 2 * dispatch + tensor if layer.experts else 0.0,
             "mla_up_proj": 0.6 * attention if layer.expanded else 0.0,
         }
-        return forward, backward + sum(seconds for name, seconds in again.items() if name in recompute)
+        return forward, backward + sum(
+            seconds for name, seconds in again.items() if name in recompute
+        )
 
-    def _product_seconds(self, found: Iterable[Product], tokens: float, topk: int, experts: int = 0) -> float:
-        """Forward matrix products of a rank: tensor parallelism cuts the longer side, experts share their tokens."""
-        c, device, cut = self.constants, self.device, self.cut
+    def _product_seconds(
+        self, found: Iterable[Product], tokens: float, topk: int, experts: int = 0
+    ) -> float:
+        """Forward matrix products of a rank: tensor parallelism cuts the longer side, experts share
+        their tokens."""
+        c = self.constants
+        device = self.device
+        cut = self.cut
         fp8 = self.precision.fp8 and bool(device.fp8_tflops)
         speed = device.peak(fp8) * (c.gemm_fp8 if fp8 else c.gemm)
         bandwidth = device.memory_gbs * 1e9 * c.memory
@@ -294,19 +360,31 @@ class Training:
                 # tokens of all ranks that share a set of experts, over their experts
                 local = experts / cut.expert
                 rows = tokens / cut.tensor * topk * cut.expert / experts * cut.expert_tensor
-                cuts, copies, busiest = cut.expert_tensor, local, self._busiest
+                cuts = cut.expert_tensor
+                copies = local
+                busiest = self._busiest
             else:
-                rows, cuts, copies, busiest = tokens, cut.tensor, one.copies, 1.0
-            wide, narrow = max(one.rows, one.columns) / cuts, min(one.rows, one.columns)
-            share = _reached(rows, c.gemm_half) * _reached(wide, c.gemm_half) * _reached(narrow, c.gemm_half)
+                rows = tokens
+                cuts = cut.tensor
+                copies = one.copies
+                busiest = 1.0
+            wide = max(one.rows, one.columns) / cuts
+            narrow = min(one.rows, one.columns)
+            share = (
+                _reached(rows, c.gemm_half)
+                * _reached(wide, c.gemm_half)
+                * _reached(narrow, c.gemm_half)
+            )
             size = self.precision.linear_input
             nbytes = copies * (wide * narrow * size + rows * (wide + narrow) * 2)
-            total += busiest * max(2 * rows * wide * narrow * copies / (speed * share), nbytes / bandwidth)
+            total += busiest * max(
+                2 * rows * wide * narrow * copies / (speed * share), nbytes / bandwidth
+            )
         return total
 
     def _tensor_seconds(self, layer: LayerShape, tokens: float) -> float:
-        """One gather and one scatter of hidden states over tensor ranks; a layer has two pairs, with experts one and
-        the shared experts' share."""
+        """One gather and one scatter of hidden states over tensor ranks; a layer has two pairs,
+        with experts one and the shared experts' share."""
         size = self.cut.tensor
         if size == 1:
             return 0.0
@@ -317,55 +395,85 @@ class Training:
 
     def _expert_seconds(self, layer: LayerShape, micro_tokens: float) -> float:
         """One dispatch, or one combine, of a rank's tokens."""
-        cut, device = self.cut, self.device
+        cut = self.cut
+        device = self.device
         if cut.expert == 1 or not layer.experts:
             return 0.0
         nbytes = micro_tokens / cut.context / cut.tensor * layer.hidden * self.precision.activation
         inside = min(cut.expert, max(device.domain // cut.expert_tensor, 1))
         groups = cut.expert // inside
-        fast = nbytes * layer.topk * (inside - 1) / cut.expert / (device.domain_gbs * 1e9 * self.constants.domain)
+        fast = (
+            nbytes
+            * layer.topk
+            * (inside - 1)
+            / cut.expert
+            / (device.domain_gbs * 1e9 * self.constants.domain)
+        )
         copies = layer.topk * (cut.expert - inside) / cut.expert
         if self.practice.dispatch == "deepep" and groups > 1:
             copies = (groups - 1) * (1 - (1 - 1 / groups) ** layer.topk)
-            fast = nbytes * layer.topk * (inside - 1) / inside / (device.domain_gbs * 1e9 * self.constants.domain)
+            fast = (
+                nbytes
+                * layer.topk
+                * (inside - 1)
+                / inside
+                / (device.domain_gbs * 1e9 * self.constants.domain)
+            )
         slow = nbytes * copies / (device.network_gbs * 1e9 * self.constants.network)
         together = max(fast, slow) if self.practice.dispatch == "deepep" else fast + slow
         exposed = self.constants.exposed_expert_overlap if self.practice.overlaps_expert else 1.0
         return together * self._busiest * exposed
 
     def link(self, ranks: int, stride: int = 1) -> float:
-        """Bytes a second and rank of a collective over `ranks` ranks that are `stride` apart. A ring leaves a fast
-        domain once, through the network devices of all its members there."""
-        c, device = self.constants, self.device
+        """Bytes a second and rank of a collective over `ranks` ranks that are `stride` apart. A
+        ring leaves a fast domain once, through the network devices of all its members there."""
+        c = self.constants
+        device = self.device
         fast = device.domain_gbs * 1e9 * c.domain
         together = max(min(ranks, device.domain // stride), 1)
-        return fast if together == ranks else min(fast, together * device.network_gbs * 1e9 * c.network)
+        return (
+            fast
+            if together == ranks
+            else min(fast, together * device.network_gbs * 1e9 * c.network)
+        )
 
-    def pass_seconds(self, micro_tokens: float, micro_batches: float, length: float, backward: bool = True) -> float:
-        """A forward (and backward) pass over so many micro-batches of each data-parallel rank, with the pipeline's
-        bubble."""
-        p, v = self.cut.pipeline, self.cut.virtual
+    def pass_seconds(
+        self, micro_tokens: float, micro_batches: float, length: float, backward: bool = True
+    ) -> float:
+        """A forward (and backward) pass over so many micro-batches of each data-parallel rank, with
+        the pipeline's bubble."""
+        p = self.cut.pipeline
+        v = self.cut.virtual
         asked = range(p) if self.cut.layers_per_stage else {0, p // 2, p - 1}
         stages = [self.stage_seconds(stage, micro_tokens, length) for stage in asked]
         each = max(forward + (back if backward else 0.0) for forward, back in stages)
         handover = 0.0
         if p > 1:
             nbytes = self.tokens(micro_tokens) * self.decoder.hidden * self.precision.activation
-            handover = (2 if backward else 1) * v * nbytes / (self.device.network_gbs * 1e9 * self.constants.network)
+            handover = (
+                (2 if backward else 1)
+                * v
+                * nbytes
+                / (self.device.network_gbs * 1e9 * self.constants.network)
+            )
             handover *= 1.0 if v == 1 else 0.5
         return (micro_batches + (p - 1) / v) * (each + handover)
 
     def update_seconds(self, micro_tokens: float, micro_batches: float, length: float) -> float:
-        """One optimizer update: forward and backward, gradients reduced, weights gathered, the optimizer's step."""
+        """One optimizer update: forward and backward, gradients reduced, weights gathered, the
+        optimizer's step."""
         most = max(range(self.cut.pipeline), key=lambda stage: self.numbers[stage].total)
         stepped = 2 * self.optimizer(most) / (self.device.memory_gbs * 1e9 * self.constants.memory)
         passed = self.pass_seconds(micro_tokens, micro_batches, length)
         return passed + self._data_seconds(most, micro_tokens, length) + stepped
 
     def _data_seconds(self, stage: int, micro_tokens: float, length: float) -> float:
-        """What data-parallel ranks wait for in an update: gradients reduced, weights gathered. Where these run beside
-        computation, it can hide no more of them than one micro-batch lasts."""
-        cut, numbers, share = self.cut, self.numbers[stage], self.constants.exposed_data_parallel
+        """What data-parallel ranks wait for in an update: gradients reduced, weights gathered.
+        Where these run beside computation, it can hide no more of them than one micro-batch
+        lasts."""
+        cut = self.cut
+        numbers = self.numbers[stage]
+        share = self.constants.exposed_data_parallel
         expert = cut.expert * cut.expert_tensor
         each = 0.0  # seconds for a byte of each parameter
         for count, ranks, stride in (
@@ -384,7 +492,8 @@ class Training:
         return waits
 
     def flops(self, tokens: float, length: float) -> float:
-        """Operations of a forward and backward pass of the whole model over so many tokens (causal, none twice)."""
+        """Operations of a forward and backward pass of the whole model over so many tokens (causal,
+        none twice)."""
         each = sum(
             sum(one.flops for one in (*layer.attention, *layer.mlp)) + layer.core * length / 2
             for layer in layer_shapes(self.decoder)

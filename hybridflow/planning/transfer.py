@@ -16,7 +16,9 @@ from hybridflow.reshard.simulate import Fabric
 LINK_GBPS = 400.0  # of a rank, one direction
 
 
-def transfer_of(config: RunConfig, sizes: Mapping[str, Any], link_gbps: float = LINK_GBPS) -> report.DryRun:
+def transfer_of(
+    config: RunConfig, sizes: Mapping[str, Any], link_gbps: float = LINK_GBPS
+) -> report.DryRun:
     """The sync from a recipe's trainer to its engines.
 
     Args:
@@ -25,7 +27,8 @@ def transfer_of(config: RunConfig, sizes: Mapping[str, Any], link_gbps: float = 
     Raises:
         ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit; says what does.
     """
-    parallel, rollout = config.actor.parallel, config.rollout
+    parallel = config.actor.parallel
+    rollout = config.rollout
     trainer = ParallelShape(
         derived.world_size(config),
         parallel.tensor,
@@ -39,10 +42,19 @@ def transfer_of(config: RunConfig, sizes: Mapping[str, Any], link_gbps: float = 
         parallel.layers_per_stage,
     )
     engine = EngineShape(
-        rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline, rollout.num_engines
+        rollout.tensor,
+        rollout.expert,
+        rollout.data_parallel_attention,
+        rollout.pipeline,
+        rollout.num_engines,
     )
     return dry_run(
-        sizes, trainer, [engine], (config.model.dtype, rollout.quantization), rollout.sync.staging_bytes, link_gbps
+        sizes,
+        trainer,
+        [engine],
+        (config.model.dtype, rollout.quantization),
+        rollout.sync.staging_bytes,
+        link_gbps,
     )
 
 
@@ -57,7 +69,10 @@ def dry_run(
     """`report.dry_run` with a configuration's words.
 
     Args:
-        dtypes: of the trainer's weights and of the engines', None where these are the same; "fp8" is block-wise.
+        dtypes: of the trainer's weights and of the engines', None where these are the same; "fp8"
+            is block-wise.
     """
     engine_dtype = FP8 if dtypes[1] == "fp8" else dtypes[1]
-    return report.dry_run(sizes, trainer, engines, dtypes[0], staging_bytes, Fabric(link_gbps=link_gbps), engine_dtype)
+    return report.dry_run(
+        sizes, trainer, engines, dtypes[0], staging_bytes, Fabric(link_gbps=link_gbps), engine_dtype
+    )

@@ -1,5 +1,5 @@
-"""Exchange of short texts between all ranks over a gloo group of its own, which a background thread may use while
-training uses the other groups."""
+"""Exchange of short texts between all ranks over a gloo group of its own, which a background thread
+may use while training uses the other groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Exchange:
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: seconds that a rank waits for the slowest one in `gather`."""
-        self.of, self.world = dist.group.WORLD, dist.get_world_size()
+        self.of = dist.group.WORLD
+        self.world = dist.get_world_size()
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def gather(self, text: str) -> list[str]:
@@ -52,8 +53,8 @@ _shared: Exchange | None = None
 
 
 def shared_exchange(timeout_s: float = 1800.0) -> Exchange:
-    """The exchange for loads and exports on the training's thread. The first call, which is collective, creates it and
-    sets its timeout."""
+    """The exchange for loads and exports on the training's thread. The first call, which is
+    collective, creates it and sets its timeout."""
     global _shared
     if _shared is None or _shared.of is not dist.group.WORLD:  # a process may join another world
         _shared = Exchange(timeout_s)

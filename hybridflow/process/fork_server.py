@@ -1,11 +1,12 @@
-"""A process that has loaded modules and forks those that need them: torch, Megatron and SGLang cost an interpreter
-several seconds of a core each, a fork milliseconds.
+"""A process that has loaded modules and forks those that need them: torch, Megatron and SGLang cost
+an interpreter several seconds of a core each, a fork milliseconds.
 
-`python -m hybridflow.process.fork_server SOCKET MODULE... [/ SOCKET MODULE...]...` loads the modules and forks a
-process for each connection (`fork_client.fork`) of the same user to the listening socket with that descriptor. After
-each `/` another server is meant, which begins as a fork of the first. It is for machines without CUDA, which does not
-survive a fork, and refuses when a module has started threads, which would not either. Its forks are killed with it, but
-for those that lead a session of their own.
+`python -m hybridflow.process.fork_server SOCKET MODULE... [/ SOCKET MODULE...]...` loads the
+modules and forks a process for each connection (`fork_client.fork`) of the same user to the
+listening socket with that descriptor. After each `/` another server is meant, which begins as a
+fork of the first. It is for machines without CUDA, which does not survive a fork, and refuses when
+a module has started threads, which would not either. Its forks are killed with it, but for those
+that lead a session of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _MAX_ORDER_BYTES = 4 << 20
 
 @dataclass
 class _Child:
-    """A running fork: its client's connection, and a descriptor that becomes readable at its end."""
+    """A running fork: its client's connection, and a descriptor that becomes readable at its
+    end."""
 
     pid: int
     connection: socket.socket
@@ -70,8 +72,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _name(words: Sequence[str]) -> None:
-    """Show this process as `python WORDS...`. SGLang names its processes with the same library, which needs to have
-    been used once before the environment changes."""
+    """Show this process as `python WORDS...`. SGLang names its processes with the same library,
+    which needs to have been used once before the environment changes."""
     with suppress(ImportError):
         import setproctitle
 
@@ -80,11 +82,13 @@ def _name(words: Sequence[str]) -> None:
 
 def _load(modules: Sequence[str]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # libraries complain about devices; this process writes to the user's terminal
+        # libraries complain about devices; this process writes to the user's terminal
+        warnings.simplefilter("ignore")
         for module in modules:
             importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # forks share what is loaded: a collection in one of them neither walks nor copies it
+    # forks share what is loaded: a collection in one of them neither walks nor copies it
+    gc.freeze()
 
 
 def _serve(listener: socket.socket) -> dict[str, Any]:
@@ -109,7 +113,8 @@ def _serve(listener: socket.socket) -> dict[str, Any]:
 def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str, Any] | None:
     """Fork for the next client. The order in the fork, None in the server."""
     connection, _ = listener.accept()
-    if peer_user(connection) != os.getuid():  # not said: anybody could fill the terminal of this user
+    # not said: anybody could fill the terminal of this user
+    if peer_user(connection) != os.getuid():
         connection.close()
         return None
     connection.settimeout(_ORDER_TIMEOUT_S)
@@ -117,21 +122,25 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
     server = os.getpid()
     try:
         order = _read(connection, files)
-        # its client may end at once, and SIGTERM must find the handler of one that clears up behind itself
+        # its client may end at once, and SIGTERM must find the handler of one that clears up behind
+        # itself
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if order["leader"] else ())
         pid = os.fork()
         if not pid:
             try:
                 _begin(order, files, server)
-            except OSError as error:  # its folder is gone: it ends, and must not go on as a second server
+            except OSError as error:
+                # its folder is gone: it ends, and must not go on as a second server
                 sys.exit(f"{' '.join(order['argv'])} cannot begin: {error}")
-            for key in list(events.get_map().values()):  # or clients would not see the end of the server
+            # or clients would not see the end of the server
+            for key in list(events.get_map().values()):
                 if key.data is not None:
                     os.close(key.fd)
             connection.close()
             return order
     except (OSError, ValueError) as error:
-        with suppress(OSError):  # a full disk or a closed pipe must not end the server; print would keep what is left
+        # a full disk or a closed pipe must not end the server; print would keep what is left
+        with suppress(OSError):
             os.write(2, f"fork server: an order was refused: {error}\n".encode())
         connection.close()
         return None
@@ -148,7 +157,8 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
 
 
 def _read(connection: socket.socket, files: list[int]) -> dict[str, Any]:
-    """The order. Descriptors that come with it are added to `files`. ValueError where it must not be carried out."""
+    """The order. Descriptors that come with it are added to `files`. ValueError where it must not
+    be carried out."""
     _, received, _, _ = socket.recv_fds(connection, 1, 3)
     files += received
     text = bytearray()
@@ -160,7 +170,10 @@ def _read(connection: socket.socket, files: list[int]) -> dict[str, Any]:
     if len(files) != 3:
         raise ValueError(f"it comes with {len(files)} files instead of three")
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
-        raise ValueError(f"{threads} threads run here: a fork would have one of them, and the locks of the others")
+        raise ValueError(
+            f"{threads} threads run here: a fork would have one of them, and the locks of the "
+            "others"
+        )
     order: dict[str, Any] = json.loads(text)
     return order
 
@@ -184,7 +197,8 @@ def _report_end(child: _Child, events: selectors.BaseSelector) -> None:
 
 
 def _begin(order: dict[str, Any], files: Sequence[int], server: int) -> None:
-    """Be what a new interpreter would be: own files, environment, folder, random states and number of threads."""
+    """Be what a new interpreter would be: own files, environment, folder, random states and number
+    of threads."""
     if order["leader"]:
         os.setsid()
     else:
@@ -198,7 +212,8 @@ def _begin(order: dict[str, Any], files: Sequence[int], server: int) -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     tempfile.tempdir = None  # TMPDIR may be another
-    # Python seeds its own generators after a fork; these two have begun with a random seed that all forks would share
+    # Python seeds its own generators after a fork; these two have begun with a random seed that all
+    # forks would share
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

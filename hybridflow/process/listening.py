@@ -1,6 +1,8 @@
-"""Which user listens at an address of this machine, asked of the kernel before a key or token is sent there.
+"""Which user listens at an address of this machine, asked of the kernel before a key or token is
+sent there.
 
-A port that is about to be used can be taken by anybody, and who takes it would be sent what opens the real server.
+A port that is about to be used can be taken by anybody, and who takes it would be sent what opens
+the real server.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ _LISTENS = "0A"
 
 
 def listeners_at(host: str, port: int) -> set[int]:
-    """The user numbers of who listens at HOST (an IP address) and PORT, there or at every address of the machine, in
-    this network namespace. Empty where nobody listens yet."""
+    """The user numbers of who listens at HOST (an IP address) and PORT, there or at every address
+    of the machine, in this network namespace. Empty where nobody listens yet."""
     address = ipaddress.ip_address(host)
     forms = {address.packed, bytes(len(address.packed)), bytes(16)}
     if address.version == 4:

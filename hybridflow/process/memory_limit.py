@@ -28,7 +28,8 @@ def memory_limit() -> Iterator[None]:
         yield
     except MemoryError as error:
         raise MemoryExhaustedError(
-            "this needs more memory than the process may use: some file is far larger than those that a run writes"
+            "this needs more memory than the process may use: some file is far larger than those "
+            "that a run writes"
         ) from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,5 +1,5 @@
-"""What of the environment would stop a run or surprise its user: `hybridflow doctor` shows all of it, and a run that
-would be stopped is refused."""
+"""What of the environment would stop a run or surprise its user: `hybridflow doctor` shows all of
+it, and a run that would be stopped is refused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from hybridflow.errors import ResourceError
 from hybridflow.process.surroundings import proxies
 
 # import name -> distribution, of libraries that a run takes in the version of its own environment
-LIBRARIES = {name: name for name in ("torch", "ray", "transformers", "numpy", "pyarrow", "hydra", "omegaconf")}
+LIBRARIES = {
+    name: name
+    for name in ("torch", "ray", "transformers", "numpy", "pyarrow", "hydra", "omegaconf")
+}
 LIBRARIES |= {"hydra": "hydra-core"}
 _LONG = 40  # a longer name of a temporary folder may leave no room for sockets
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One thing that was found. An error stops a run; `remedy` is empty where nothing is to be done."""
+    """One thing that was found. An error stops a run; `remedy` is empty where nothing is to be
+    done."""
 
     topic: str
     level: Literal["ok", "unused", "warning", "error"]
@@ -39,7 +43,8 @@ def obstacles(libraries: Sequence[str] = tuple(LIBRARIES)) -> list[Obstacle]:
 
 
 def require_none(libraries: Sequence[str]) -> None:
-    """Raise ResourceError, which says what to change, where a run that imports these libraries would be stopped."""
+    """Raise ResourceError, which says what to change, where a run that imports these libraries
+    would be stopped."""
     found = [one for one in obstacles(libraries) if one.level == "error"]
     if found:
         raise ResourceError("\n".join(f"{one.topic}: {one.what}; {one.remedy}" for one in found))
@@ -60,11 +65,15 @@ def _folders() -> Iterator[Obstacle]:
             "create it, or set TMPDIR to another folder",
         )
     elif len(os.fsencode(used)) > _LONG:
-        yield Obstacle("TMPDIR", "unused", f"{used} is too long for unix sockets, which are in /tmp")
+        yield Obstacle(
+            "TMPDIR", "unused", f"{used} is too long for unix sockets, which are in /tmp"
+        )
     home = os.environ.get("HOME")
     if not home or not os.access(home, os.W_OK | os.X_OK) or not os.path.isdir(home):
         said = f"{home} cannot be written" if home else "is not set"
-        yield Obstacle("HOME", "unused", f"{said}: libraries keep no caches, and settings are not read there")
+        yield Obstacle(
+            "HOME", "unused", f"{said}: libraries keep no caches, and settings are not read there"
+        )
 
 
 def _encoding() -> Iterator[Obstacle]:
@@ -75,21 +84,32 @@ def _encoding() -> Iterator[Obstacle]:
 
 
 def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
-    """Modules that would be taken from PYTHONPATH in place of Python's own or of the environment's."""
+    """Modules that would be taken from PYTHONPATH in place of Python's own or of the
+    environment's."""
     for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         remedy = f"remove {folder} from PYTHONPATH"
         if hidden := _names_in(folder) & sys.stdlib_module_names:
-            yield Obstacle("PYTHONPATH", "error", f"{folder} has {_listed(hidden)}, as Python itself has", remedy)
+            yield Obstacle(
+                "PYTHONPATH",
+                "error",
+                f"{folder} has {_listed(hidden)}, as Python itself has",
+                remedy,
+            )
         for name in libraries:
             theirs = PathFinder.find_spec(name, [folder])
-            ours = PathFinder.find_spec(name, [entry for entry in sys.path if entry not in ("", folder)])
+            ours = PathFinder.find_spec(
+                name, [entry for entry in sys.path if entry not in ("", folder)]
+            )
             if theirs is None or theirs.origin is None or ours is None or ours.origin is None:
                 continue
             versions = []
             for found in (theirs, ours):
                 versions.append(_version(name, Path(found.origin or "").parents[1]))
             if "" in versions or versions[0] != versions[1]:
-                what = f"{folder} has {name} {versions[0] or 'of no known version'}, which hides {name} {versions[1]}"
+                what = (
+                    f"{folder} has {name} {versions[0] or 'of no known version'}, which hides "
+                    f"{name} {versions[1]}"
+                )
                 yield Obstacle("PYTHONPATH", "error", f"{what} of this environment", remedy)
     if sys.flags.safe_path:
         return
@@ -97,11 +117,17 @@ def _import_path(libraries: Sequence[str]) -> Iterator[Obstacle]:
         hidden = _names_in(os.getcwd()) & sys.stdlib_module_names
     except OSError as error:
         yield Obstacle(
-            "working directory", "error", f"it cannot be read ({error.strerror})", "change to another folder"
+            "working directory",
+            "error",
+            f"it cannot be read ({error.strerror})",
+            "change to another folder",
         )
         return
     if hidden:
-        what = f"{_listed(hidden)} have names of Python's modules; what a run starts does not import them"
+        what = (
+            f"{_listed(hidden)} have names of Python's modules; what a run starts does not import "
+            "them"
+        )
         yield Obstacle("working directory", "unused", what)
 
 
@@ -110,7 +136,9 @@ def _variables() -> Iterator[Obstacle]:
         yield Obstacle("proxy", "ok", f"{', '.join(found)}: not for this machine's own addresses")
     if address := os.environ.get("RAY_ADDRESS"):
         what = f"{address} is not joined: a run reads cluster.address alone"
-        yield Obstacle("RAY_ADDRESS", "warning", what, f"unset it, or set cluster.address={address}")
+        yield Obstacle(
+            "RAY_ADDRESS", "warning", what, f"unset it, or set cluster.address={address}"
+        )
 
 
 def _names_in(folder: str) -> set[str]:
@@ -120,7 +148,9 @@ def _names_in(folder: str) -> set[str]:
     with os.scandir(folder) as entries:
         names: set[str] = set()
         for entry in entries:
-            if entry.name.endswith(".py") or (entry.is_dir() and os.path.isfile(f"{entry.path}/__init__.py")):
+            if entry.name.endswith(".py") or (
+                entry.is_dir() and os.path.isfile(f"{entry.path}/__init__.py")
+            ):
                 names.add(entry.name.removesuffix(".py"))
         return names
 

@@ -1,4 +1,5 @@
-"""How often something that fails may be started again: a number of restarts within an hour, not within a run."""
+"""How often something that fails may be started again: a number of restarts within an hour, not
+within a run."""
 
 from __future__ import annotations
 
@@ -12,16 +13,20 @@ HOUR_S = 3600.0
 class RestartLimit:
     """Allows at most `most` restarts within any hour; 0 allows none.
 
-    A long run loses processes now and then; something that fails again and again has a cause that a restart does not
-    remove.
+    A long run loses processes now and then; something that fails again and again has a cause that a
+    restart does not remove.
 
     Args:
         most: restarts within `window_s` seconds.
         clock: seconds since any moment; replaced in tests.
     """
 
-    def __init__(self, most: int, window_s: float = HOUR_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most, self.window_s, self._clock = most, window_s, clock
+    def __init__(
+        self, most: int, window_s: float = HOUR_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.most = most
+        self.window_s = window_s
+        self._clock = clock
         self._times: deque[float] = deque()
 
     @property

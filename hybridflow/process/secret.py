@@ -1,8 +1,10 @@
-"""The job's secret, and how two processes prove to each other over a plain socket that they know it.
+"""The job's secret, and how two processes prove to each other over a plain socket that they know
+it.
 
-The driver draws the secret. It reaches the ranks by a Ray call, which asks for Ray's own token, and the ranks' engines
-by their environment, which the kernel shows to this user only. It never travels over a connection that it protects:
-both ends send a random challenge and answer the other's with an HMAC.
+The driver draws the secret. It reaches the ranks by a Ray call, which asks for Ray's own token, and
+the ranks' engines by their environment, which the kernel shows to this user only. It never travels
+over a connection that it protects: both ends send a random challenge and answer the other's with an
+HMAC.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def job_secret() -> str:
 
 
 def without_credentials() -> dict[str, str]:
-    """This process's environment without Ray's token and the job's secret, for processes that have no use for them."""
+    """This process's environment without Ray's token and the job's secret, for processes that have
+    no use for them."""
     kept: dict[str, str] = {}
     for name, value in os.environ.items():
         if name not in _CREDENTIALS:
@@ -40,7 +43,8 @@ def without_credentials() -> dict[str, str]:
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """HMAC-SHA256 of the parts under the job's secret; no two lists of parts give the same message."""
+    """HMAC-SHA256 of the parts under the job's secret; no two lists of parts give the same
+    message."""
     whole = [part.encode() if isinstance(part, str) else part for part in parts]
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in whole)
     return hmac.digest(job_secret().encode(), framed, "sha256")
@@ -55,7 +59,8 @@ class Greeting:
     """
 
     def __init__(self, purpose: str, is_client: bool) -> None:
-        self._purpose, self._is_client = purpose, is_client
+        self._purpose = purpose
+        self._is_client = is_client
         self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.theirs = b""  # the other end's challenge, once it has come
 
@@ -72,12 +77,15 @@ class Greeting:
         return self._digest("key")
 
     def _digest(self, use: str) -> bytes:
-        ordered = (self.challenge, self.theirs) if self._is_client else (self.theirs, self.challenge)
+        ordered = (
+            (self.challenge, self.theirs) if self._is_client else (self.theirs, self.challenge)
+        )
         return digest(use, self._purpose, *ordered)
 
 
 def greet(connection: socket.socket, purpose: str, within_s: float) -> Greeting | None:
-    """The client's end of both proofs over a blocking socket. None when the other end is a stranger.
+    """The client's end of both proofs over a blocking socket. None when the other end is a
+    stranger.
 
     Args:
         within_s: seconds for all of it: one that sends a byte now and then is given up as well.
@@ -96,8 +104,8 @@ def greet(connection: socket.socket, purpose: str, within_s: float) -> Greeting 
 async def greet_client(
     read: Callable[[int], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]], purpose: str
 ) -> Greeting | None:
-    """The server's end of `greet`, in an event loop; its caller sets the deadline. None for a stranger, who is told
-    nothing more than a challenge."""
+    """The server's end of `greet`, in an event loop; its caller sets the deadline. None for a
+    stranger, who is told nothing more than a challenge."""
     greeting = Greeting(purpose, is_client=False)
     await write(greeting.challenge)
     greeting.theirs = await read(CHALLENGE_BYTES)
@@ -108,12 +116,14 @@ async def greet_client(
 
 
 class Lobby:
-    """Connections that share `most` places, since each holds a descriptor of this process: those whose other ends have
-    proven nothing yet, for example. For a further one the oldest is closed, so that strangers take places from each
-    other; a process of the job needs its own for milliseconds, and connects again."""
+    """Connections that share `most` places, since each holds a descriptor of this process: those
+    whose other ends have proven nothing yet, for example. For a further one the oldest is closed,
+    so that strangers take places from each other; a process of the job needs its own for
+    milliseconds, and connects again."""
 
     def __init__(self, most: int = 64) -> None:
-        self._most, self._closing = most, dict[object, Callable[[], object]]()
+        self._most = most
+        self._closing = dict[object, Callable[[], object]]()
 
     @contextmanager
     def place(self, close: Callable[[], object]) -> Iterator[None]:
@@ -134,7 +144,8 @@ class Lobby:
 
 
 def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """So many bytes, by the deadline of `time.monotonic` if there is one. OSError when the connection ends before."""
+    """So many bytes, by the deadline of `time.monotonic` if there is one. OSError when the
+    connection ends before."""
     data = bytearray()
     while len(data) < size:
         if deadline is not None:

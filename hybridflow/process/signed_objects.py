@@ -1,7 +1,9 @@
-"""torch's object collectives, which unpickle what arrives, accept what a rank of this job has pickled and nothing else.
+"""torch's object collectives, which unpickle what arrives, accept what a rank of this job has
+pickled and nothing else.
 
-Megatron (megatron/core/optimizer/__init__.py:181) and torch's checkpoints gather objects. A gloo connection proves
-nothing about its other end, so each pickle carries an HMAC under the job's secret, which is checked before it is read.
+Megatron (megatron/core/optimizer/__init__.py:181) and torch's checkpoints gather objects. A gloo
+connection proves nothing about its other end, so each pickle carries an HMAC under the job's
+secret, which is checked before it is read.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ class _Unpickler:
         self._file = file
 
     def load(self) -> Any:
-        mac, data = self._file.read(_MAC_BYTES), self._file.read()
+        mac = self._file.read(_MAC_BYTES)
+        data = self._file.read()
         if not hmac.compare_digest(mac, digest(_USE, data)):
-            raise RuntimeError("an object that came over a collective was not sent by a rank of this job")
+            raise RuntimeError(
+                "an object that came over a collective was not sent by a rank of this job"
+            )
         return pickle.Unpickler(io.BytesIO(data)).load()
 
 
@@ -46,5 +51,7 @@ def sign_objects() -> None:
 
     for name in ("_pickler", "_unpickler"):
         if not hasattr(distributed_c10d, name):
-            raise RuntimeError(f"torch.distributed has no {name} any more; use the torch version in requirements/")
+            raise RuntimeError(
+                f"torch.distributed has no {name} any more; use the torch version in requirements/"
+            )
     vars(distributed_c10d).update(_pickler=_Pickler, _unpickler=_Unpickler)

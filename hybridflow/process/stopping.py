@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in the main thread: everything that was started ends in order."""
+    """SIGTERM raises KeyboardInterrupt in the main thread: everything that was started ends in
+    order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,11 +1,13 @@
-"""A key-value store that the processes of a job share, with the methods of `torch.distributed.Store`.
+"""A key-value store that the processes of a job share, with the methods of
+`torch.distributed.Store`.
 
-torch's own TCPStore answers whoever connects: another user of the machine could take a rank's place, or read and
-forge what ranks tell each other. Here both ends prove that they know the job's secret (`process.secret`), and every
-message carries an HMAC over its content and its number, under a key of that connection alone. Nothing is encrypted.
+torch's own TCPStore answers whoever connects: another user of the machine could take a rank's
+place, or read and forge what ranks tell each other. Here both ends prove that they know the job's
+secret (`process.secret`), and every message carries an HMAC over its content and its number, under
+a key of that connection alone. Nothing is encrypted.
 
-A frame is its length, the HMAC and fields, each after its length. A request's fields are the method and its
-arguments, an answer's a status and the result.
+A frame is its length, the HMAC and fields, each after its length. A request's fields are the method
+and its arguments, an answer's a status and the result.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _BACKLOG = 1024
 _GREETING_S = 5.0  # a stranger that says nothing is not listened to any longer
 _GRACE_S = 5.0  # an answer is late when the server's own deadline has passed by so much
 _RETRY_S = 0.05
-_OK, _LATE = b"ok", b"late"
+_OK = b"ok"
+_LATE = b"late"
 
 
 class StoreError(RuntimeError):
@@ -53,7 +56,8 @@ class _Frames:
     """Numbers, signs and checks the messages of one connection."""
 
     def __init__(self, key: bytes, is_client: bool) -> None:
-        self._key, self._names = key, (b"c", b"s") if is_client else (b"s", b"c")
+        self._key = key
+        self._names = (b"c", b"s") if is_client else (b"s", b"c")
         self._counts = [0, 0]
 
     def pack(self, fields: Sequence[bytes]) -> bytes:
@@ -62,10 +66,12 @@ class _Frames:
         return _SIZE.pack(len(body)) + self._mac(0, body) + body
 
     def unpack(self, mac: bytes, body: bytes) -> list[bytes]:
-        """The fields of a frame that came. ConnectionError when nobody of this job can have written it."""
+        """The fields of a frame that came. ConnectionError when nobody of this job can have written
+        it."""
         if not hmac.compare_digest(self._mac(1, body), mac):
             raise ConnectionError("a message was forged, repeated or damaged")
-        fields, at = [], 0
+        fields = []
+        at = 0
         while at < len(body):
             size = _SIZE.unpack_from(body, at)[0]
             fields.append(body[at + _SIZE.size : at + _SIZE.size + size])
@@ -96,8 +102,11 @@ class StoreServer:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        # Connections of a former store on this port may linger for a minute. Another listener is still refused.
+        self._listener = socket.socket(
+            socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
+        )
+        # Connections of a former store on this port may linger for a minute. Another listener is
+        # still refused.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._listener.bind((host, port))
@@ -108,17 +117,22 @@ class StoreServer:
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         keys = _Keys(self._loop)
-        threading.Thread(target=_serve, args=(self._loop, self._listener, keys), name="store", daemon=True).start()
+        threading.Thread(
+            target=_serve, args=(self._loop, self._listener, keys), name="store", daemon=True
+        ).start()
 
     def __del__(self) -> None:
         if hasattr(self, "_loop"):
-            with suppress(RuntimeError, AttributeError):  # the interpreter ends, and the thread has ended before
+            # the interpreter ends, and the thread has ended before
+            with suppress(RuntimeError, AttributeError):
                 self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def _serve(loop: asyncio.AbstractEventLoop, listener: socket.socket, keys: _Keys) -> None:
     asyncio.set_event_loop(loop)
-    loop.run_until_complete(asyncio.start_server(keys.attend, sock=listener, limit=1 << 20, backlog=_BACKLOG))
+    loop.run_until_complete(
+        asyncio.start_server(keys.attend, sock=listener, limit=1 << 20, backlog=_BACKLOG)
+    )
     loop.run_forever()
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
@@ -221,7 +235,9 @@ class _Connection:
     """A connection with a `StoreServer`; waits for it to come up. One thread at a time has it."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        self.host, self.port, self.timeout_s = host, port, timeout_s
+        self.host = host
+        self.port = port
+        self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._socket, self._frames = self._connect(time.monotonic() + timeout_s)
 
@@ -240,12 +256,14 @@ class _Connection:
                     connection.close()
                 if time.monotonic() + _RETRY_S > deadline:
                     raise StoreError(
-                        f"no store of this job answers at {self.host}:{self.port} within {self.timeout_s:g} s ({error})"
+                        f"no store of this job answers at {self.host}:{self.port} within "
+                        f"{self.timeout_s:g} s ({error})"
                     ) from error
             time.sleep(_RETRY_S)
 
     def ask(self, method: str, *arguments: bytes, within_s: float = 0.0) -> list[bytes]:
-        """The results of a request. StoreError when there is no answer, StoreLate when keys have no value in time."""
+        """The results of a request. StoreError when there is no answer, StoreLate when keys have no
+        value in time."""
         with self._lock:
             try:
                 self._socket.settimeout(within_s + max(_GRACE_S, self.timeout_s))
@@ -255,10 +273,14 @@ class _Connection:
                 status, *results = self._frames.unpack(header[_SIZE.size :], body)
             except OSError as error:
                 self.close()
-                raise StoreError(f"the store at {self.host}:{self.port} cannot be reached any more: {error}") from error
+                raise StoreError(
+                    f"the store at {self.host}:{self.port} cannot be reached any more: {error}"
+                ) from error
         if status == _LATE:
             missing = [key.decode(errors="replace") for key in results]
-            raise StoreLate(f"timeout after {within_s:g} s while waiting for {', '.join(missing[:4])}", missing)
+            raise StoreLate(
+                f"timeout after {within_s:g} s while waiting for {', '.join(missing[:4])}", missing
+            )
         return results
 
     def close(self) -> None:
@@ -271,10 +293,12 @@ class _Connection:
 
 
 class Keys:
-    """The keys of a store that begin with `prefix`, over a connection that may serve several such groups."""
+    """The keys of a store that begin with `prefix`, over a connection that may serve several such
+    groups."""
 
     def __init__(self, connection: _Connection, prefix: str = "") -> None:
-        self.connection, self._prefix = connection, prefix
+        self.connection = connection
+        self._prefix = prefix
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
@@ -297,9 +321,11 @@ class Keys:
         return int(self.connection.ask("add", self._key(key), str(amount).encode())[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write `desired` if the value is `expected`, or if there is none and `expected` is empty. Returns the value
-        then, `expected` when there is none."""
-        return self.connection.ask("compare_set", self._key(key), _bytes(expected), _bytes(desired))[0]
+        """Write `desired` if the value is `expected`, or if there is none and `expected` is empty.
+        Returns the value then, `expected` when there is none."""
+        return self.connection.ask(
+            "compare_set", self._key(key), _bytes(expected), _bytes(desired)
+        )[0]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys have a value."""
@@ -310,7 +336,9 @@ class Keys:
         self._wait(keys, self.connection.timeout_s if timeout is None else timeout.total_seconds())
 
     def _wait(self, keys: Sequence[str], seconds: float) -> list[bytes]:
-        return self.connection.ask("wait", str(seconds).encode(), *map(self._key, keys), within_s=seconds)
+        return self.connection.ask(
+            "wait", str(seconds).encode(), *map(self._key, keys), within_s=seconds
+        )
 
     def delete_key(self, key: str) -> bool:
         """Forget a key; whether it was there."""
@@ -332,7 +360,8 @@ class StoreClient(Keys):
     """A connection of its own with a `StoreServer`.
 
     Args:
-        timeout_s: until the server is reached, and then of `get` and `wait` without a timeout of their own.
+        timeout_s: until the server is reached, and then of `get` and `wait` without a timeout of
+            their own.
 
     Raises:
         StoreError: nobody who knows the job's secret answers there by then.
@@ -344,8 +373,8 @@ class StoreClient(Keys):
 
 
 class MasterStore(StoreClient):
-    """The server and a first client. With `port` 0 it listens on a free port, `store.port`. OSError when the port is
-    taken."""
+    """The server and a first client. With `port` 0 it listens on a free port, `store.port`. OSError
+    when the port is taken."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._server = StoreServer(host, port)

@@ -1,5 +1,6 @@
-"""What a machine's environment would do to the processes of a run, and what keeps it from that: proxies between
-programs of one machine, temporary folders whose names leave no room for sockets, files that hide other modules."""
+"""What a machine's environment would do to the processes of a run, and what keeps it from that:
+proxies between programs of one machine, temporary folders whose names leave no room for sockets,
+files that hide other modules."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from collections.abc import Mapping
 from functools import cache
 from urllib.parse import urlsplit
 
-# Python puts neither the working directory nor a script's folder in front of its own modules; every Python that a
-# process with this variable starts obeys it, those of libraries too. Pythons before 3.11 ignore it.
+# Python puts neither the working directory nor a script's folder in front of its own modules; every
+# Python that a process with this variable starts obeys it, those of libraries too. Pythons before
+# 3.11 ignore it.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
@@ -52,8 +54,8 @@ def proxies(env: Mapping[str, str]) -> list[str]:
 
 
 def without_proxy(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that keep programs from asking a proxy for this machine's addresses, besides what `env` exempts
-    already; none where `env` names no proxy."""
+    """The variables that keep programs from asking a proxy for this machine's addresses, besides
+    what `env` exempts already; none where `env` names no proxy."""
     if not proxies(env):
         return {}
     given = []
@@ -65,6 +67,6 @@ def without_proxy(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def import_path() -> list[str]:
-    """This process's import path, and at its end, where it hides nothing, the working directory: user files may import
-    what lies there."""
+    """This process's import path, and at its end, where it hides nothing, the working directory:
+    user files may import what lies there."""
     return [*filter(None, sys.path), os.getcwd()]

@@ -14,8 +14,8 @@ _held: list[TorchStore] = []
 
 
 class TorchStore(Keys, Store):
-    """`torch.distributed.Store` over the connection of `keys`, which is held until `release` or this process's end.
-    `prefix` keeps the keys of one process group apart from others'."""
+    """`torch.distributed.Store` over the connection of `keys`, which is held until `release` or
+    this process's end. `prefix` keeps the keys of one process group apart from others'."""
 
     def __init__(self, keys: Keys, prefix: str = "") -> None:
         Store.__init__(self)

@@ -1,4 +1,5 @@
-"""Assigns a sender to each slice among the ranks that hold it, minimising the load of the busiest sender."""
+"""Assigns a sender to each slice among the ranks that hold it, minimising the load of the busiest
+sender."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ Array = np.ndarray
 
 
 def holder_sets(regions: Regions, source: Layout) -> tuple[list[Array], Array]:
-    """Return the distinct sets of source ranks that hold a region, and the index of each region's set."""
+    """Return the distinct sets of source ranks that hold a region, and the index of each region's
+    set."""
     members = []
     for number in range(len(source.classes)):
         members.append(np.flatnonzero(source.rank_class == number))
@@ -32,10 +34,10 @@ def holder_sets(regions: Regions, source: Layout) -> tuple[list[Array], Array]:
 def assign_sources(table: Deliveries, regions: Regions, source: Layout, receivers: Array) -> Sends:
     """Split every delivery among the ranks that hold it.
 
-    Sets of holders are processed from small to large, so that large sets even out the loads left by small ones. Within
-    a set, the ordered deliveries are cut into one consecutive run per rank, sized to level the ranks' loads. The
-    smallest unit is one receiver of one delivery. For nested sets (Megatron's data-parallel groups) the result is
-    optimal up to one slice.
+    Sets of holders are processed from small to large, so that large sets even out the loads left by
+    small ones. Within a set, the ordered deliveries are cut into one consecutive run per rank,
+    sized to level the ranks' loads. The smallest unit is one receiver of one delivery. For nested
+    sets (Megatron's data-parallel groups) the result is optimal up to one slice.
 
     Args:
         receivers: `[C]` number of target ranks of each class.
@@ -49,13 +51,23 @@ def assign_sources(table: Deliveries, regions: Regions, source: Layout, receiver
     for number in sorted(range(len(sets)), key=lambda n: (len(sets[n]), n)):
         rows = order[bounds[number] : bounds[number + 1]]
         if len(rows):
-            parts.append(_share(rows, table.nbytes[rows], receivers[table.receiver[rows]], sets[number], load))
-    columns = list(map(np.concatenate, zip(*parts, strict=True))) if parts else [np.empty(0, dtype=np.int64)] * 4
+            parts.append(
+                _share(
+                    rows, table.nbytes[rows], receivers[table.receiver[rows]], sets[number], load
+                )
+            )
+    columns = (
+        list(map(np.concatenate, zip(*parts, strict=True)))
+        if parts
+        else [np.empty(0, dtype=np.int64)] * 4
+    )
     by_row = np.lexsort((columns[2], columns[0]))
     return Sends(*(column[by_row] for column in columns))
 
 
-def _share(rows: Array, nbytes: Array, counts: Array, ranks: Array, load: Array) -> tuple[Array, Array, Array, Array]:
+def _share(
+    rows: Array, nbytes: Array, counts: Array, ranks: Array, load: Array
+) -> tuple[Array, Array, Array, Array]:
     """Split rows (each `counts` messages of `nbytes`) over `ranks` and add the bytes to `load`.
 
     Returns (row, rank, first, last) of the runs.

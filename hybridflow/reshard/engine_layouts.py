@@ -1,12 +1,13 @@
 """Hand-written layouts of SGLang ranks, used only by the dry run.
 
 A run does not use this file. It discovers the layout by tracing the engine's own loader
-(`hybridflow.engines.layout_tracer`), so no table can be wrong. The dry run has no engine, and planning for 1,024 ranks
-must take seconds.
+(`hybridflow.engines.layout_tracer`), so no table can be wrong. The dry run has no engine, and
+planning for 1,024 ranks must take seconds.
 
-Conventions of SGLang 0.5.23: query, key and value are stacked in `qkv_proj`; gate is stacked over up in `gate_up_proj`
-and `w13_weight`; experts are stacked; the vocabulary is padded to a multiple of 64; KV heads are repeated if there are
-fewer than ranks; experts are split by expert parallelism first and by tensor parallelism within.
+Conventions of SGLang 0.5.23: query, key and value are stacked in `qkv_proj`; gate is stacked over
+up in `gate_up_proj` and `w13_weight`; experts are stacked; the vocabulary is padded to a multiple
+of 64; KV heads are repeated if there are fewer than ranks; experts are split by expert parallelism
+first and by tensor parallelism within.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.models.blocks import DenseMlp, Experts, GroupedAttention, MlpNames
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.fp8 import FP8, SCALE_SUFFIX, BlockQuantisation
-from hybridflow.models.layout import LocalTensor, Piece, padded_vocab_size, split, stacked, vocabulary, whole
+from hybridflow.models.layout import (
+    LocalTensor,
+    Piece,
+    padded_vocab_size,
+    split,
+    stacked,
+    vocabulary,
+    whole,
+)
 from hybridflow.models.mla import LatentAttention
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 
@@ -31,9 +40,10 @@ VOCAB_MULTIPLE = 64
 class EngineShape:
     """Parallel sizes of `count` equal engines of `tensor * pipeline` ranks each.
 
-    `expert` and `data_attention` divide `tensor`, as for SGLang's `--ep-size` and `--dp-size --enable-dp-attention`.
-    `dense` is the tensor size of dense MLPs and shared experts: 1, or 0 for all of `tensor`. SGLang's
-    `--moe-dense-tp-size 1` with an `--moe-a2a-backend` keeps both whole on every rank.
+    `expert` and `data_attention` divide `tensor`, as for SGLang's `--ep-size` and `--dp-size
+    --enable-dp-attention`. `dense` is the tensor size of dense MLPs and shared experts: 1, or 0 for
+    all of `tensor`. SGLang's `--moe-dense-tp-size 1` with an `--moe-a2a-backend` keeps both whole
+    on every rank.
     """
 
     tensor: int = 1
@@ -46,34 +56,62 @@ class EngineShape:
     def check(self, decoder: Decoder) -> None:
         """Raise WeightSyncError if this shape does not divide the model."""
         if min(self.tensor, self.expert, self.data_attention, self.pipeline, self.count) < 1:
-            raise WeightSyncError(f"all sizes of an engine and their number must be 1 or more: {self}")
+            raise WeightSyncError(
+                f"all sizes of an engine and their number must be 1 or more: {self}"
+            )
         if self.dense not in (0, 1):
             raise WeightSyncError(f"dense is the tensor size of dense MLPs, 1 or left out: {self}")
         attention_ranks = self.tensor // self.data_attention
         rules = [
             ("the engine's tensor size", self.tensor, "its expert size", self.expert),
-            ("the engine's tensor size", self.tensor, "its data-attention size", self.data_attention),
+            (
+                "the engine's tensor size",
+                self.tensor,
+                "its data-attention size",
+                self.data_attention,
+            ),
             ("num_hidden_layers", decoder.num_layers, "the engine's pipeline size", self.pipeline),
             ("num_attention_heads", decoder.heads, "the engine's attention ranks", attention_ranks),
         ]
         attention = decoder.attention(0)
         if isinstance(attention, GroupedAttention):
-            many, few = max(attention.groups, attention_ranks), min(attention.groups, attention_ranks)
-            rules.append(("num_key_value_heads or the engine's attention ranks", many, "the other", few))
+            many = max(attention.groups, attention_ranks)
+            few = min(attention.groups, attention_ranks)
+            rules.append(
+                ("num_key_value_heads or the engine's attention ranks", many, "the other", few)
+            )
         for layer in (0, decoder.num_layers - 1):
             mlp = decoder.mlp(layer)
             if isinstance(mlp, Experts):
                 rules += [
                     ("num_experts", mlp.num_experts, "the engine's expert size", self.expert),
-                    ("moe_intermediate_size", mlp.ffn, "the engine's tensors per expert", self.tensor // self.expert),
-                    ("the shared experts' size", mlp.shared_ffn, "the engine's tensor size", self.dense or self.tensor),
+                    (
+                        "moe_intermediate_size",
+                        mlp.ffn,
+                        "the engine's tensors per expert",
+                        self.tensor // self.expert,
+                    ),
+                    (
+                        "the shared experts' size",
+                        mlp.shared_ffn,
+                        "the engine's tensor size",
+                        self.dense or self.tensor,
+                    ),
                 ]
             elif isinstance(mlp, DenseMlp):
-                rules.append(("intermediate_size", mlp.ffn, "the engine's tensor size", self.dense or self.tensor))
+                rules.append(
+                    (
+                        "intermediate_size",
+                        mlp.ffn,
+                        "the engine's tensor size",
+                        self.dense or self.tensor,
+                    )
+                )
         for field, value, key, size in rules:
             if size < 1 or value % size:
                 raise WeightSyncError(
-                    f"{field} is {value}, which {key} {size} does not divide; choose another engine shape"
+                    f"{field} is {value}, which {key} {size} does not divide; choose another "
+                    "engine shape"
                 )
 
 
@@ -91,40 +129,54 @@ def engine_layout(
         quantisation: for engines that keep their linear layers in block-wise fp8.
 
     Raises:
-        WeightSyncError: the model does not fit an engine's shape, or an engine rank would hold part of an fp8 block.
+        WeightSyncError: the model does not fit an engine's shape, or an engine rank would hold part
+            of an fp8 block.
     """
     shapes = decoder.tensors()
     index = (catalog or Catalog.of(shapes, quantisation)).index()
     covered = {
-        name: shape for name, shape in shapes.items() if quantisation is not None and quantisation.covers(name, shape)
+        name: shape
+        for name, shape in shapes.items()
+        if quantisation is not None and quantisation.covers(name, shape)
     }
     classes: list[RankLayout] = []
     rank_class: list[int] = []
     replica: list[int] = []
     for shape in engines:
         shape.check(decoder)
-        first, ranks = len(classes), shape.tensor * shape.pipeline
+        first = len(classes)
+        ranks = shape.tensor * shape.pipeline
         for rank in range(ranks):
             tensors = EngineRank(decoder, shape, rank).tensors()
             classes.append(
-                RankLayout.of(tensors if quantisation is None else in_fp8(tensors, quantisation, covered), index, dtype)
+                RankLayout.of(
+                    tensors if quantisation is None else in_fp8(tensors, quantisation, covered),
+                    index,
+                    dtype,
+                )
             )
         for _ in range(shape.count):
             number = replica[-1] + 1 if replica else 0
             rank_class += range(first, first + ranks)
             replica += [number] * ranks
-    return Layout(tuple(classes), np.array(rank_class, dtype=np.int64), np.array(replica, dtype=np.int64))
+    return Layout(
+        tuple(classes), np.array(rank_class, dtype=np.int64), np.array(replica, dtype=np.int64)
+    )
 
 
 def in_fp8(
-    tensors: Sequence[LocalTensor], quantisation: BlockQuantisation, covered: Mapping[str, Sequence[int]]
+    tensors: Sequence[LocalTensor],
+    quantisation: BlockQuantisation,
+    covered: Mapping[str, Sequence[int]],
 ) -> list[LocalTensor]:
-    """Convert buffers of linear layers to fp8, each followed by a buffer of scales (`NAME_scale_inv`).
+    """Convert buffers of linear layers to fp8, each followed by a buffer of scales
+    (`NAME_scale_inv`).
 
     Other buffers are returned unchanged.
 
     Raises:
-        WeightSyncError: a buffer begins or ends within a block, which SGLang does not support either.
+        WeightSyncError: a buffer begins or ends within a block, which SGLang does not support
+            either.
     """
     result: list[LocalTensor] = []
     for local in tensors:
@@ -137,21 +189,35 @@ def in_fp8(
         scales = tuple(pieces)
         result.append(replace(local, dtype=FP8))
         result.append(
-            LocalTensor(f"{local.name}{SCALE_SUFFIX}", quantisation.scale_shape(local.shape), scales, dtype="float32")
+            LocalTensor(
+                f"{local.name}{SCALE_SUFFIX}",
+                quantisation.scale_shape(local.shape),
+                scales,
+                dtype="float32",
+            )
         )
     return result
 
 
-def _scale_piece(piece: Piece, buffer: str, quantisation: BlockQuantisation, full: Sequence[int]) -> Piece:
-    block, place = quantisation.block, piece.local_start[-2:]
-    for start, at, size, whole_size, step in zip(piece.source_start, place, piece.shape, full, block, strict=True):
+def _scale_piece(
+    piece: Piece, buffer: str, quantisation: BlockQuantisation, full: Sequence[int]
+) -> Piece:
+    block = quantisation.block
+    place = piece.local_start[-2:]
+    for start, at, size, whole_size, step in zip(
+        piece.source_start, place, piece.shape, full, block, strict=True
+    ):
         if start % step or at % step or ((start + size) % step and start + size != whole_size):
             raise WeightSyncError(
-                f"the engine's {buffer} has [{start}:{start + size}] of {piece.source} (of {whole_size}) from {at} on, "
-                f"which is not in whole fp8 blocks of {step}; choose a smaller tensor size, dense=1, or bfloat16"
+                f"the engine's {buffer} has [{start}:{start + size}] of {piece.source} (of "
+                f"{whole_size}) from {at} on, which is not in whole fp8 blocks of {step}; choose a "
+                "smaller tensor size, dense=1, or bfloat16"
             )
     first, shape = quantisation.blocks_of(piece.source_start, piece.shape)
-    local = (*piece.local_start[:-2], *(begin // step for begin, step in zip(place, block, strict=True)))
+    local = (
+        *piece.local_start[:-2],
+        *(begin // step for begin, step in zip(place, block, strict=True)),
+    )
     return Piece(f"{piece.source}{SCALE_SUFFIX}", first, local, shape)
 
 
@@ -169,7 +235,8 @@ class EngineRank:
     """One rank of an engine. The pipeline stage is the outer index."""
 
     def __init__(self, decoder: Decoder, shape: EngineShape, rank: int) -> None:
-        self.decoder, self.shape = decoder, shape
+        self.decoder = decoder
+        self.shape = shape
         self.stage, self.rank = divmod(rank, shape.tensor)
         self.attention_size = shape.tensor // shape.data_attention
         self.attention_rank = self.rank % self.attention_size
@@ -180,12 +247,20 @@ class EngineRank:
         """Return every buffer with its pieces."""
         share = self.decoder.num_layers // self.shape.pipeline
         layers = range(self.stage * share, (self.stage + 1) * share)
-        return [*self.first(), *(local for layer in layers for local in self.layer(layer)), *self.last()]
+        return [
+            *self.first(),
+            *(local for layer in layers for local in self.layer(layer)),
+            *self.last(),
+        ]
 
     def first(self) -> list[LocalTensor]:
         """Return the buffers before the layers."""
         embedding = "model.embed_tokens.weight"
-        return [self._vocab(embedding, embedding, self.attention_rank, self.attention_size)] if self.stage == 0 else []
+        return (
+            [self._vocab(embedding, embedding, self.attention_rank, self.attention_size)]
+            if self.stage == 0
+            else []
+        )
 
     def layer(self, layer: int) -> list[LocalTensor]:
         """Return the buffers of a layer."""
@@ -194,20 +269,27 @@ class EngineRank:
 
     def last(self) -> list[LocalTensor]:
         """Return the buffers after the layers."""
-        decoder, embedding, head = self.decoder, "model.embed_tokens.weight", "lm_head.weight"
+        decoder = self.decoder
+        embedding = "model.embed_tokens.weight"
+        head = "lm_head.weight"
         if self.stage != self.shape.pipeline - 1:
             return []
         tensors = [_whole("model.norm.weight", (decoder.hidden,))]
         if not decoder.tied or self.stage > 0:
-            # with data-parallel attention the output head is still split over all tensor ranks (unless
-            # --enable-dp-lm-head)
-            tensors.append(self._vocab(head, embedding if decoder.tied else head, self.rank, self.shape.tensor))
+            # with data-parallel attention the output head is still split over all tensor ranks
+            # (unless --enable-dp-lm-head)
+            tensors.append(
+                self._vocab(head, embedding if decoder.tied else head, self.rank, self.shape.tensor)
+            )
         return tensors
 
     def _vocab(self, name: str, source: str, rank: int, size: int) -> LocalTensor:
-        vocab, hidden = self.decoder.vocab_size, self.decoder.hidden
+        vocab = self.decoder.vocab_size
+        hidden = self.decoder.hidden
         padded = padded_vocab_size(vocab, VOCAB_MULTIPLE)
-        return vocabulary(name, source, vocab, hidden, rank, size, None if padded % size else padded)
+        return vocabulary(
+            name, source, vocab, hidden, rank, size, None if padded % size else padded
+        )
 
     def _attention(self, prefix: str, layer: int) -> list[LocalTensor]:
         block = self.decoder.attention(layer)
@@ -216,13 +298,20 @@ class EngineRank:
             return [norm, *self._latent(block, f"{prefix}self_attn.", block.tensors(prefix))]
         if isinstance(block, GroupedAttention):
             return [norm, *self._grouped(block, f"{prefix}self_attn.")]
-        raise WeightSyncError(f"no engine layout is written for attention of kind {type(block).__name__}")
+        raise WeightSyncError(
+            f"no engine layout is written for attention of kind {type(block).__name__}"
+        )
 
     def _grouped(self, block: GroupedAttention, hf: str) -> list[LocalTensor]:
-        size, rank = self.attention_size, self.attention_rank
+        size = self.attention_size
+        rank = self.attention_rank
         q_rows = block.heads // size * block.head_dim
         kv_rows = max(block.groups // size, 1) * block.head_dim
-        kv_first = rank * kv_rows if block.groups >= size else rank // (size // block.groups) * block.head_dim
+        kv_first = (
+            rank * kv_rows
+            if block.groups >= size
+            else rank // (size // block.groups) * block.head_dim
+        )
         cuts = (("q", rank * q_rows, q_rows), ("k", kv_first, kv_rows), ("v", kv_first, kv_rows))
         kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (block.hidden,))] + (
             [("bias", ())] if block.qkv_bias else []
@@ -236,11 +325,17 @@ class EngineRank:
                     tail,
                 )
             )
-        tensors.append(_split(f"{hf}o_proj.weight", (block.hidden, block.heads * block.head_dim), 1, rank, size))
+        tensors.append(
+            _split(
+                f"{hf}o_proj.weight", (block.hidden, block.heads * block.head_dim), 1, rank, size
+            )
+        )
         norms = ("q_norm", "k_norm") if block.qk_norm else ()
         return tensors + [_whole(f"{hf}{name}.weight", (block.head_dim,)) for name in norms]
 
-    def _latent(self, block: LatentAttention, hf: str, shapes: dict[str, tuple[int, ...]]) -> list[LocalTensor]:
+    def _latent(
+        self, block: LatentAttention, hf: str, shapes: dict[str, tuple[int, ...]]
+    ) -> list[LocalTensor]:
         def cut(name: str, dim: int) -> LocalTensor:
             tensor = f"{hf}{name}.weight"
             return _split(tensor, shapes[tensor], dim, self.attention_rank, self.attention_size)
@@ -264,14 +359,20 @@ class EngineRank:
         block = self.decoder.mlp(layer)
         norm = _whole(f"{prefix}post_attention_layernorm.weight", (self.decoder.hidden,))
         if isinstance(block, DenseMlp):
-            return [norm, *self._gated(f"{prefix}{block.prefix}", block.hidden, block.ffn, block.names)]
+            return [
+                norm,
+                *self._gated(f"{prefix}{block.prefix}", block.hidden, block.ffn, block.names),
+            ]
         if isinstance(block, Experts):
             return [norm, *self._experts(block, f"{prefix}{block.prefix}")]
-        raise WeightSyncError(f"no engine layout is written for an MLP of kind {type(block).__name__}")
+        raise WeightSyncError(
+            f"no engine layout is written for an MLP of kind {type(block).__name__}"
+        )
 
     def _gated(self, hf: str, hidden: int, ffn: int, names: MlpNames) -> list[LocalTensor]:
         size = self.shape.dense or self.shape.tensor
-        rows, rank = ffn // size, self.rank % size
+        rows = ffn // size
+        rank = self.rank % size
         parts = []
         for name in (names.gate, names.up):
             parts.append((f"{hf}{name}.weight", rank * rows, rows))
@@ -279,20 +380,40 @@ class EngineRank:
         return [stacked(f"{hf}gate_up_proj.weight", parts, (hidden,)), down]
 
     def _experts(self, block: Experts, hf: str) -> list[LocalTensor]:
-        share, cols = block.num_experts // self.shape.expert, block.ffn // self.expert_size
-        first, offset, hidden = self.expert_group * share, self.expert_rank * cols, block.hidden
+        share = block.num_experts // self.shape.expert
+        cols = block.ffn // self.expert_size
+        first = self.expert_group * share
+        offset = self.expert_rank * cols
+        hidden = block.hidden
         w13: list[Piece] = []
         w2: list[Piece] = []
         for local in range(share):
             expert = f"{hf}experts.{first + local}."
-            w13.append(Piece(f"{expert}{block.names.gate}.weight", (offset, 0), (local, 0, 0), (cols, hidden)))
-            w13.append(Piece(f"{expert}{block.names.up}.weight", (offset, 0), (local, cols, 0), (cols, hidden)))
-            w2.append(Piece(f"{expert}{block.names.down}.weight", (0, offset), (local, 0, 0), (hidden, cols)))
+            w13.append(
+                Piece(
+                    f"{expert}{block.names.gate}.weight", (offset, 0), (local, 0, 0), (cols, hidden)
+                )
+            )
+            w13.append(
+                Piece(
+                    f"{expert}{block.names.up}.weight",
+                    (offset, 0),
+                    (local, cols, 0),
+                    (cols, hidden),
+                )
+            )
+            w2.append(
+                Piece(
+                    f"{expert}{block.names.down}.weight", (0, offset), (local, 0, 0), (hidden, cols)
+                )
+            )
         tensors = [_whole(f"{hf}gate.weight", (block.num_experts, hidden))]
         if block.expert_bias:
             bias = _whole(f"{hf}gate.e_score_correction_bias", (block.num_experts,))
             tensors.append(replace(bias, dtype="float32"))
-        tensors.append(LocalTensor(f"{hf}experts.w13_weight", (share, 2 * cols, hidden), tuple(w13)))
+        tensors.append(
+            LocalTensor(f"{hf}experts.w13_weight", (share, 2 * cols, hidden), tuple(w13))
+        )
         tensors.append(LocalTensor(f"{hf}experts.w2_weight", (share, hidden, cols), tuple(w2)))
         if block.shared_ffn:
             tensors += self._gated(f"{hf}{block.shared}.", hidden, block.shared_ffn, block.names)

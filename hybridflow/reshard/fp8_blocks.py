@@ -1,9 +1,10 @@
-"""Block-wise fp8 in plans: which fp8 weights and scales a trainer rank can compute from the weights it holds.
+"""Block-wise fp8 in plans: which fp8 weights and scales a trainer rank can compute from the weights
+it holds.
 
-A rank whose region of `X.weight` consists of whole blocks can also provide the same region in fp8 and the matching
-rectangle of `X.weight_scale_inv`. That rectangle is a separate piece, in a buffer that exists only in the plan. A
-sender computes both from whole blocks while packing, so any part of its output equals that part of the whole tensor's
-fp8 form.
+A rank whose region of `X.weight` consists of whole blocks can also provide the same region in fp8
+and the matching rectangle of `X.weight_scale_inv`. That rectangle is a separate piece, in a buffer
+that exists only in the plan. A sender computes both from whole blocks while packing, so any part of
+its output equals that part of the whole tensor's fp8 form.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from hybridflow.reshard.layout import PADDING, Catalog, Layout, RankLayout
 
 Array = np.ndarray
 SCALE_DTYPE = "float32"
-WEIGHTS, SCALES = "weights", "scales"
+WEIGHTS = "weights"
+SCALES = "scales"
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Whole blocks of a sender's buffer, `[start : start + size]`, and the output computed from them.
+    """Whole blocks of a sender's buffer, `[start : start + size]`, and the output computed from
+    them.
 
-    `makes` is WEIGHTS (fp8) or SCALES (float32). Only the last blocks of a tensor may be smaller than `block` (rows,
-    columns).
+    `makes` is WEIGHTS (fp8) or SCALES (float32). Only the last blocks of a tensor may be smaller
+    than `block` (rows, columns).
     """
 
     makes: str
@@ -40,8 +43,8 @@ class Quantised:
     """A catalog's fp8 tensors as columns.
 
     Attributes:
-        scale_of, weight_of: `[T]` index of each weight's scales and of each scale tensor's weights, -1 if there is
-            none.
+        scale_of, weight_of: `[T]` index of each weight's scales and of each scale tensor's weights,
+            -1 if there is none.
         block: `[T, 3]` block sizes of weights and scales.
     """
 
@@ -54,13 +57,15 @@ class Quantised:
         """Build the columns from the catalog's table of scales."""
         scale_of, weight_of = (np.full(len(catalog.names), -1, dtype=np.int64) for _ in range(2))
         block = np.ones_like(catalog.shapes)
-        weight, scale = catalog.scales[:, 0], catalog.scales[:, 1]
+        weight = catalog.scales[:, 0]
+        scale = catalog.scales[:, 1]
         scale_of[weight], weight_of[scale] = scale, weight
         block[weight, 1:] = block[scale, 1:] = catalog.scales[:, 2:]
         return cls(scale_of, weight_of, block)
 
     def weight_rows(self, tensor: Array) -> Array:
-        """Return the rows of a piece table's column `tensor` that are weights with scales, ascending."""
+        """Return the rows of a piece table's column `tensor` that are weights with scales,
+        ascending."""
         return np.flatnonzero((tensor != PADDING) & (self.scale_of[tensor] >= 0))
 
     def scale_rows(self, tensor: Array) -> Array:
@@ -69,7 +74,8 @@ class Quantised:
 
 
 def enclosing(start: Array, size: Array, block: Array, full: Array) -> tuple[Array, Array]:
-    """Extend rectangles of tensors of shape `full` to whole blocks. Returns (start, size); all are `[N, 3]`."""
+    """Extend rectangles of tensors of shape `full` to whole blocks. Returns (start, size); all are
+    `[N, 3]`."""
     first = start // block * block
     return first, np.minimum(-(-(start + size) // block) * block, full) - first
 
@@ -93,19 +99,29 @@ def with_scales(source: Layout, catalog: Catalog) -> Layout:
     classes = []
     for number, rank in enumerate(source.classes):
         mine = table.weight_rows(rank.tensor)
-        start, size, tensor = rank.start[mine], rank.size[mine], rank.tensor[mine]
+        start = rank.start[mine]
+        size = rank.size[mine]
+        tensor = rank.tensor[mine]
         block = table.block[tensor]
         whole_start, whole_size = enclosing(start, size, block, catalog.shapes[tensor])
         cut = np.flatnonzero(((whole_start != start) | (whole_size != size)).any(axis=1))
         if len(cut):
             _refuse_cut(
-                catalog, rank, int(mine[cut[0]]), int(np.flatnonzero(source.rank_class == number)[0]), block[cut[0]]
+                catalog,
+                rank,
+                int(mine[cut[0]]),
+                int(np.flatnonzero(source.rank_class == number)[0]),
+                block[cut[0]],
             )
-        classes.append(_extended(rank, mine, table.scale_of[tensor], start // block, -(-size // block)))
+        classes.append(
+            _extended(rank, mine, table.scale_of[tensor], start // block, -(-size // block))
+        )
     return replace(source, classes=tuple(classes))
 
 
-def _extended(rank: RankLayout, weights: Array, scale: Array, start: Array, size: Array) -> RankLayout:
+def _extended(
+    rank: RankLayout, weights: Array, scale: Array, start: Array, size: Array
+) -> RankLayout:
     count = len(rank.names)
     pieces = []
     for b, row in zip(rank.buffer[weights].tolist(), weights.tolist(), strict=True):
@@ -123,14 +139,19 @@ def _extended(rank: RankLayout, weights: Array, scale: Array, start: Array, size
     )
 
 
-def _refuse_cut(catalog: Catalog, rank: RankLayout, row: int, first_rank: int, block: Array) -> None:
-    low, high = rank.start[row, 1:].tolist(), (rank.start[row] + rank.size[row])[1:].tolist()
-    name, full = catalog.names[int(rank.tensor[row])], catalog.shapes[int(rank.tensor[row]), 1:].tolist()
+def _refuse_cut(
+    catalog: Catalog, rank: RankLayout, row: int, first_rank: int, block: Array
+) -> None:
+    low = rank.start[row, 1:].tolist()
+    high = (rank.start[row] + rank.size[row])[1:].tolist()
+    name = catalog.names[int(rank.tensor[row])]
+    full = catalog.shapes[int(rank.tensor[row]), 1:].tolist()
     raise WeightSyncError(
-        f"trainer rank {first_rank} holds [{low[0]}:{high[0]}, {low[1]}:{high[1]}] of {name} {full} in one piece "
-        f"({rank.names[int(rank.buffer[row])]}): this cuts through an fp8 block of {int(block[1])} x {int(block[2])}, "
-        "whose scale no rank could compute alone. Choose actor.parallel.tensor (or expert_tensor) so that a rank's "
-        "rows and columns, and a head's, are multiples of the block, name the module in "
+        f"trainer rank {first_rank} holds [{low[0]}:{high[0]}, {low[1]}:{high[1]}] of {name} "
+        f"{full} in one piece ({rank.names[int(rank.buffer[row])]}): this cuts through an fp8 "
+        f"block of {int(block[1])} x {int(block[2])}, whose scale no rank could compute alone. "
+        "Choose actor.parallel.tensor (or expert_tensor) so that a rank's rows and columns, and a "
+        "head's, are multiples of the block, name the module in "
         "quantization_config.modules_to_not_convert, or serve in bfloat16"
     )
 
@@ -154,13 +175,19 @@ def made_by_sender(
     tensor = layout.tensor[piece]
     is_scale = table.weight_of[tensor] >= 0
     # the k-th piece of scales belongs to the k-th piece with scales (`with_scales`)
-    weight_rows, scale_rows = table.weight_rows(layout.tensor), table.scale_rows(layout.tensor)
+    weight_rows = table.weight_rows(layout.tensor)
+    scale_rows = table.scale_rows(layout.tensor)
     read = piece.copy()
     read[is_scale] = weight_rows[np.searchsorted(scale_rows, piece[is_scale])]
-    block, full = table.block[tensor], catalog.shapes[layout.tensor[read]]
+    block = table.block[tensor]
+    full = catalog.shapes[layout.tensor[read]]
     first, extent = (
         np.where(is_scale[:, None], a, b)
-        for a, b in zip(blocks_of_scales(start, size, block, full), enclosing(start, size, block, full), strict=True)
+        for a, b in zip(
+            blocks_of_scales(start, size, block, full),
+            enclosing(start, size, block, full),
+            strict=True,
+        )
     )
     place = layout.local[read] + first - layout.start[read]
     inside = np.where(is_scale[:, None], 0, start - first)

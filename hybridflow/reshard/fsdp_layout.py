@@ -1,7 +1,9 @@
-"""The trainer's layout with parameters sharded by rows over all ranks (FSDP2), under their Hugging Face names.
+"""The trainer's layout with parameters sharded by rows over all ranks (FSDP2), under their Hugging
+Face names.
 
-FSDP2 splits dimension 0 as `torch.chunk` does: every rank gets ceil(rows / ranks) rows, the last ranks fewer or none. A
-rank's shard is one rectangle of one HF tensor, so slices are sent directly from shards without gathering a parameter.
+FSDP2 splits dimension 0 as `torch.chunk` does: every rank gets ceil(rows / ranks) rows, the last
+ranks fewer or none. A rank's shard is one rectangle of one HF tensor, so slices are sent directly
+from shards without gathering a parameter.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ def fsdp_tensors(family: Family, rank: int, ranks: int) -> list[LocalTensor]:
     for name, shape in family.tensors().items():
         start, rows = shard_rows(shape[0], rank, ranks)
         if rows:
-            local, tail = (rows, *shape[1:]), (0,) * (len(shape) - 1)
-            found.append(LocalTensor(name, local, (Piece(name, (start, *tail), (0, *tail), local),)))
+            local = (rows, *shape[1:])
+            tail = (0,) * (len(shape) - 1)
+            found.append(
+                LocalTensor(name, local, (Piece(name, (start, *tail), (0, *tail), local),))
+            )
     return found
 
 

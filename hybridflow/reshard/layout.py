@@ -1,8 +1,10 @@
-"""Columnar layouts of both sides: which rectangle of which HF tensor is stored where in which buffer of which rank.
+"""Columnar layouts of both sides: which rectangle of which HF tensor is stored where in which
+buffer of which rank.
 
-Ranks with the same contents share a `RankLayout` (a *class* of ranks): 2,048 Megatron ranks have 512 distinct layouts,
-and 1,024 ranks of 32 equal engines have 32. Shapes are left-padded with ones to three dimensions, so that a rectangle
-of an HF matrix and its position in a stack of experts `[expert, row, column]` differ only by an offset.
+Ranks with the same contents share a `RankLayout` (a *class* of ranks): 2,048 Megatron ranks have
+512 distinct layouts, and 1,024 ranks of 32 equal engines have 32. Shapes are left-padded with ones
+to three dimensions, so that a rectangle of an HF matrix and its position in a stack of experts
+`[expert, row, column]` differ only by an offset.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 # Padding by number of dimensions, precomputed because the loop over all pieces of a model uses it.
-_ZEROS, _ONES = [(0,) * (DIMS - n) for n in range(DIMS + 1)], [(1,) * (DIMS - n) for n in range(DIMS + 1)]
+_ZEROS = [(0,) * (DIMS - n) for n in range(DIMS + 1)]
+_ONES = [(1,) * (DIMS - n) for n in range(DIMS + 1)]
 
 
 def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
@@ -35,7 +38,8 @@ def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
     """
     if len(values) > DIMS:
         raise WeightSyncError(
-            f"a tensor of shape {tuple(values)} has more than {DIMS} dimensions, which the slice plan does not handle"
+            f"a tensor of shape {tuple(values)} has more than {DIMS} dimensions, which the slice "
+            "plan does not handle"
         )
     return (*((fill,) * (DIMS - len(values))), *values)
 
@@ -52,8 +56,9 @@ def columns_of(table: Any) -> dict[str, Any]:
 class Catalog:
     """The HF tensors that both sides refer to: names and shapes `[T, 3]`.
 
-    `scales` `[S, 4]` has one row per tensor that some engine takes in block-wise fp8: (tensor index, index of its
-    scales, rows per block, columns per block). The scales are tensors of the catalog too.
+    `scales` `[S, 4]` has one row per tensor that some engine takes in block-wise fp8: (tensor
+    index, index of its scales, rows per block, columns per block). The scales are tensors of the
+    catalog too.
     """
 
     names: tuple[str, ...]
@@ -61,8 +66,11 @@ class Catalog:
     scales: np.ndarray = field(default_factory=lambda: np.empty((0, 4), dtype=np.int64))
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Sequence[int]], quantisation: BlockQuantisation | None = None) -> Catalog:
-        """Build a catalog from {HF name: shape}. With a quantisation, each covered tensor is followed by its scales."""
+    def of(
+        cls, tensors: Mapping[str, Sequence[int]], quantisation: BlockQuantisation | None = None
+    ) -> Catalog:
+        """Build a catalog from {HF name: shape}. With a quantisation, each covered tensor is
+        followed by its scales."""
         shapes: Mapping[str, Sequence[int]] = tensors
         pairs: list[tuple[int, ...]] = []
         if quantisation is not None:
@@ -72,7 +80,9 @@ class Catalog:
             for position, name in enumerate(shapes):
                 if dtypes.get(name) == FP8:
                     pairs.append((position, position + 1, *quantisation.block))
-        matrix = np.array([padded(shape, 1) for shape in shapes.values()], dtype=np.int64).reshape(-1, DIMS)
+        matrix = np.array([padded(shape, 1) for shape in shapes.values()], dtype=np.int64).reshape(
+            -1, DIMS
+        )
         return cls(tuple(shapes), matrix, np.array(pairs, dtype=np.int64).reshape(-1, 4))
 
     def index(self) -> dict[str, int]:
@@ -102,17 +112,22 @@ class RankLayout:
     local: np.ndarray
 
     @classmethod
-    def of(cls, tensors: Sequence[LocalTensor], catalog: Mapping[str, int], dtype: str) -> RankLayout:
+    def of(
+        cls, tensors: Sequence[LocalTensor], catalog: Mapping[str, int], dtype: str
+    ) -> RankLayout:
         """Build the layout of a rank that holds these local tensors.
 
         Raises:
-            WeightSyncError: a piece names a tensor that the catalog lacks, or a buffer appears twice.
+            WeightSyncError: a piece names a tensor that the catalog lacks, or a buffer appears
+                twice.
         """
         rows: list[tuple[int, ...]] = []
         try:
             for number, local in enumerate(tensors):
                 for piece in local.pieces:
-                    source, size, place = piece.source_start, piece.shape, piece.local_start
+                    source = piece.source_start
+                    size = piece.shape
+                    place = piece.local_start
                     rows.append((
                         catalog[piece.source],
                         *(*_ZEROS[len(source)], *source),
@@ -121,20 +136,48 @@ class RankLayout:
                         *(*_ZEROS[len(place)], *place),
                     ))  # fmt: skip
                 if local.padding_rows:
-                    rest = padded((local.shape[0] - local.padding_rows, *((0,) * (len(local.shape) - 1))), 0)
-                    rows.append((PADDING, *rest, *padded((local.padding_rows, *local.shape[1:]), 1), number, *rest))
+                    rest = padded(
+                        (local.shape[0] - local.padding_rows, *((0,) * (len(local.shape) - 1))), 0
+                    )
+                    rows.append(
+                        (
+                            PADDING,
+                            *rest,
+                            *padded((local.padding_rows, *local.shape[1:]), 1),
+                            number,
+                            *rest,
+                        )
+                    )
         except (KeyError, IndexError) as error:
-            reason = "no tensor of the checkpoint" if isinstance(error, KeyError) else f"of more than {DIMS} dimensions"
-            raise WeightSyncError(f"{local.name} is filled from {piece.source}, which is {reason}") from None
+            reason = (
+                "no tensor of the checkpoint"
+                if isinstance(error, KeyError)
+                else f"of more than {DIMS} dimensions"
+            )
+            raise WeightSyncError(
+                f"{local.name} is filled from {piece.source}, which is {reason}"
+            ) from None
         names = tuple(local.name for local in tensors)
         if len(set(names)) != len(names):
             raise WeightSyncError(
-                f"a rank's layout names a buffer twice: {sorted({n for n in names if names.count(n) > 1})[:4]}"
+                "a rank's layout names a buffer twice: "
+                f"{sorted({n for n in names if names.count(n) > 1})[:4]}"
             )
         table = np.array(rows, dtype=np.int64).reshape(-1, 2 + 3 * DIMS)
-        shapes = np.array([padded(local.shape, 1) for local in tensors], dtype=np.int64).reshape(-1, DIMS)
+        shapes = np.array([padded(local.shape, 1) for local in tensors], dtype=np.int64).reshape(
+            -1, DIMS
+        )
         dtypes = tuple(local.dtype or dtype for local in tensors)
-        return cls(names, dtypes, shapes, table[:, 0], table[:, 1:4], table[:, 4:7], table[:, 7], table[:, 8:11])
+        return cls(
+            names,
+            dtypes,
+            shapes,
+            table[:, 0],
+            table[:, 1:4],
+            table[:, 4:7],
+            table[:, 7],
+            table[:, 8:11],
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the columns as JSON-able data."""
@@ -143,7 +186,8 @@ class RankLayout:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankLayout:
         """Rebuild a layout from `to_dict`."""
-        names, dtypes = tuple(data["names"]), tuple(data["dtypes"])
+        names = tuple(data["names"])
+        dtypes = tuple(data["dtypes"])
         matrix = {}
         for k in ("shapes", "start", "size", "local"):
             matrix[k] = np.array(data[k], dtype=np.int64).reshape(-1, DIMS)
@@ -173,12 +217,17 @@ class Layout:
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as JSON-able data."""
         classes = [rank.to_dict() for rank in self.classes]
-        return {"classes": classes, "rank_class": self.rank_class.tolist(), "replica": self.replica.tolist()}
+        return {
+            "classes": classes,
+            "rank_class": self.rank_class.tolist(),
+            "replica": self.replica.tolist(),
+        }
 
 
 @dataclass(frozen=True)
 class ParallelShape:
-    """Parallel sizes of a Megatron world. `ranks` is the world size, including data-parallel replicas."""
+    """Parallel sizes of a Megatron world. `ranks` is the world size, including data-parallel
+    replicas."""
 
     ranks: int
     tensor: int = 1
@@ -200,10 +249,14 @@ class ParallelShape:
             WeightSyncError: the sizes do not multiply to a divisor of `ranks`.
         """
         stage = self.ranks // self.pipeline
-        for product in (self.pipeline * self.tensor * self.context, self.pipeline * self.expert * self.expert_tensor):
+        for product in (
+            self.pipeline * self.tensor * self.context,
+            self.pipeline * self.expert * self.expert_tensor,
+        ):
             if product < 1 or self.ranks % product:
                 raise WeightSyncError(
-                    f"{self.ranks} ranks are no multiple of {product}, the product of the parallel sizes {self}"
+                    f"{self.ranks} ranks are no multiple of {product}, the product of the parallel "
+                    f"sizes {self}"
                 )
         at: list[Coordinates] = []
         for rank in range(self.ranks):
@@ -229,7 +282,8 @@ class ParallelShape:
 def rank_tensors(family: Family, at: Coordinates) -> list[LocalTensor]:
     """Return all parameters of a rank.
 
-    With virtual pipeline stages, names have the prefix `chunk0.`, `chunk1.`, ... (Megatron's list of models).
+    With virtual pipeline stages, names have the prefix `chunk0.`, `chunk1.`, ... (Megatron's list
+    of models).
     """
     if at.vpp_size == 1:
         return family.local_tensors(at)
@@ -241,7 +295,9 @@ def rank_tensors(family: Family, at: Coordinates) -> list[LocalTensor]:
     return tensors
 
 
-def megatron_layout(family: Family, ranks: Sequence[Coordinates], dtype: str, catalog: Catalog | None = None) -> Layout:
+def megatron_layout(
+    family: Family, ranks: Sequence[Coordinates], dtype: str, catalog: Catalog | None = None
+) -> Layout:
     """Build the trainer's layout by evaluating the family's parameter map at every rank.
 
     Raises:

@@ -17,7 +17,8 @@ class LinkLoads:
     Attributes:
         egress: `[source ranks]` bytes sent.
         ingress: `[target ranks]` bytes received.
-        packed: `[source ranks]` bytes of distinct slices. A slice with several receivers counts once per sender.
+        packed: `[source ranks]` bytes of distinct slices. A slice with several receivers counts
+            once per sender.
         bound: lower bound on the busiest link's bytes over all assignments of senders.
     """
 
@@ -39,25 +40,29 @@ class LinkLoads:
 
 def link_loads(plan: SlicePlan) -> LinkLoads:
     """Count the plan's bytes per rank."""
-    table, sends = plan.deliveries, plan.sends
+    table = plan.deliveries
+    sends = plan.sends
     per_class = np.zeros(len(plan.target.classes), dtype=np.int64)
     np.add.at(per_class, table.receiver, table.nbytes)
     egress, packed = (np.zeros(plan.source.num_ranks, dtype=np.int64) for _ in range(2))
     nbytes = table.nbytes[sends.delivery]
     np.add.at(egress, sends.source, nbytes * (sends.last - sends.first))
     _, first = np.unique(
-        sends.source * (int(table.slice_id.max(initial=0)) + 1) + table.slice_id[sends.delivery], return_index=True
+        sends.source * (int(table.slice_id.max(initial=0)) + 1) + table.slice_id[sends.delivery],
+        return_index=True,
     )
     np.add.at(packed, sends.source[first], nbytes[first])
     ingress = per_class[plan.target.rank_class]
-    return LinkLoads(egress, ingress, packed, max(float(ingress.max(initial=0)), egress_bound(plan)))
+    return LinkLoads(
+        egress, ingress, packed, max(float(ingress.max(initial=0)), egress_bound(plan))
+    )
 
 
 def egress_bound(plan: SlicePlan) -> float:
     """Return a lower bound on the busiest sender's bytes.
 
-    For every set of holders, the bytes that only ranks of the set can send are divided by the size of the set. The
-    bound is the maximum over the sets.
+    For every set of holders, the bytes that only ranks of the set can send are divided by the size
+    of the set. The bound is the maximum over the sets.
     """
     sets, of_region = holder_sets(plan.regions, plan.source)
     table = plan.deliveries
@@ -71,18 +76,25 @@ def egress_bound(plan: SlicePlan) -> float:
         masks.append(int.from_bytes(np.packbits(bits).tobytes(), "big"))
     bound = float(amount.sum()) / max(plan.source.num_ranks, 1)
     for mask, ranks in zip(masks, sets, strict=True):
-        inside = sum(nbytes for other, nbytes in zip(masks, amount.tolist(), strict=True) if other & ~mask == 0)
+        inside = sum(
+            nbytes
+            for other, nbytes in zip(masks, amount.tolist(), strict=True)
+            if other & ~mask == 0
+        )
         bound = max(bound, inside / len(ranks))
     return bound
 
 
 def staging_peak(plan: SlicePlan) -> tuple[int, int]:
-    """Return peak staging bytes of the busiest (sender, receiver), with two messages or two buckets in flight."""
-    table, sends = plan.deliveries, plan.sends
+    """Return peak staging bytes of the busiest (sender, receiver), with two messages or two buckets
+    in flight."""
+    table = plan.deliveries
+    sends = plan.sends
     width = int(table.bucket.max(initial=0)) + 1
     buckets = np.zeros(len(plan.target.classes) * width, dtype=np.int64)
     np.add.at(buckets, table.receiver * width + table.bucket, table.nbytes)
-    # upper bound for a sender's message to one receiver: all that it sends of the bucket to the receiver's class
+    # upper bound for a sender's message to one receiver: all that it sends of the bucket to the
+    # receiver's class
     row = sends.delivery
     key = sends.source * len(buckets) + table.receiver[row] * width + table.bucket[row]
     _, group = np.unique(key, return_inverse=True)

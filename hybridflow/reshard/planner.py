@@ -17,7 +17,13 @@ from hybridflow.reshard.balance import assign_sources
 from hybridflow.reshard.fp8_blocks import SCALE_DTYPE, Quantised, with_scales
 from hybridflow.reshard.layout import PADDING, Catalog, Layout
 from hybridflow.reshard.regions import group_rows
-from hybridflow.reshard.slices import Deliveries, Regions, SlicePlan, buffer_item_bytes, piece_columns
+from hybridflow.reshard.slices import (
+    Deliveries,
+    Regions,
+    SlicePlan,
+    buffer_item_bytes,
+    piece_columns,
+)
 
 Array = np.ndarray
 Table = dict[str, Array]
@@ -30,34 +36,59 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
     """Plan the transfer of all tensors that the target's pieces name.
 
     Args:
-        catalog: includes the scales of tensors that an engine takes in block-wise fp8. The source layout may omit them.
-        staging_bytes: memory per rank, sender or receiver, for messages in flight. It holds two buckets.
+        catalog: includes the scales of tensors that an engine takes in block-wise fp8. The source
+            layout may omit them.
+        staging_bytes: memory per rank, sender or receiver, for messages in flight. It holds two
+            buckets.
 
     Raises:
-        WeightSyncError: the source lacks a tensor that the target needs, a dtype pair has no conversion, a trainer
-            rank's piece cuts through an fp8 block, or a fused tensor does not fit in a bucket.
+        WeightSyncError: the source lacks a tensor that the target needs, a dtype pair has no
+            conversion, a trainer rank's piece cuts through an fp8 block, or a fused tensor does not
+            fit in a bucket.
     """
     conversions = _conversions(catalog, source, target)
     source = with_scales(source, catalog)
-    have, need = piece_columns(source), piece_columns(target)
+    have = piece_columns(source)
+    need = piece_columns(target)
     regions, of_piece = _regions(have)
     deliveries = _intersect(catalog, regions, need)
     deliveries["item"] = buffer_item_bytes(target, need)[deliveries["need"]]
     bucket_bytes = staging_bytes // 2
-    rows = _fill_buckets(_order(_chop(catalog, deliveries, need, bucket_bytes), need), need, target, bucket_bytes)
+    rows = _fill_buckets(
+        _order(_chop(catalog, deliveries, need, bucket_bytes), need), need, target, bucket_bytes
+    )
     table = _table(rows, need)
     tensor, start, size = (have[name][regions["first"]] for name in ("tensor", "start", "size"))
     holders = Regions(tensor, start, size, *_holders(have, of_piece))
     counts = np.bincount(target.rank_class, minlength=len(target.classes))
     sends = assign_sources(table, holders, source, counts)
-    return SlicePlan(catalog, source, target, holders, table, sends, _phases(table, target), bucket_bytes, conversions)
+    return SlicePlan(
+        catalog,
+        source,
+        target,
+        holders,
+        table,
+        sends,
+        _phases(table, target),
+        bucket_bytes,
+        conversions,
+    )
 
 
 def _regions(have: Table) -> tuple[Table, Array]:
-    """Return the distinct source rectangles, split into disjoint parts where different ones overlap."""
+    """Return the distinct source rectangles, split into disjoint parts where different ones
+    overlap."""
     first, group = group_rows(np.column_stack([have["tensor"], have["start"], have["size"]]))
-    owner, start, size = boxes.make_disjoint(have["tensor"][first], have["start"][first], have["size"][first])
-    parts = {"first": first, "part": owner, "tensor": have["tensor"][first][owner], "start": start, "size": size}
+    owner, start, size = boxes.make_disjoint(
+        have["tensor"][first], have["start"][first], have["size"][first]
+    )
+    parts = {
+        "first": first,
+        "part": owner,
+        "tensor": have["tensor"][first][owner],
+        "start": start,
+        "size": size,
+    }
     return parts, group
 
 
@@ -69,16 +100,22 @@ def _holders(have: Table, group: Array) -> tuple[Array, Array]:
 
 def _intersect(catalog: Catalog, regions: Table, need: Table) -> Table:
     i, j = boxes.pairs_of_equal_key(need["tensor"], regions["tensor"])
-    start, size = boxes.intersect(need["start"][i], need["size"][i], regions["start"][j], regions["size"][j])
+    start, size = boxes.intersect(
+        need["start"][i], need["size"][i], regions["start"][j], regions["size"][j]
+    )
     meets = (size > 0).all(axis=1)
-    i, j, start, size = i[meets], j[meets], start[meets], size[meets]
+    i = i[meets]
+    j = j[meets]
+    start = start[meets]
+    size = size[meets]
     found = np.zeros(len(need["tensor"]), dtype=np.int64)
     np.add.at(found, i, boxes.volumes(size))
     short = np.flatnonzero(found != boxes.volumes(need["size"]))
     if len(short):
         names = sorted({catalog.names[t] for t in need["tensor"][short].tolist()})
         raise WeightSyncError(
-            f"no trainer rank holds all of {', '.join(names[:4])} ({len(names)} tensors); is a pipeline stage left out?"
+            f"no trainer rank holds all of {', '.join(names[:4])} ({len(names)} tensors); is a "
+            "pipeline stage left out?"
         )
     return {"need": i, "region": regions["part"][j], "start": start, "size": size}
 
@@ -96,7 +133,8 @@ def _atoms(need: Table) -> tuple[Array, Array]:
 def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Table:
     """Cut slices larger than a bucket along their first axis that is longer than one.
 
-    fp8 slices are cut at block boundaries if a whole block fits in a bucket, so that a sender computes each scale once.
+    fp8 slices are cut at block boundaries if a whole block fits in a bucket, so that a sender
+    computes each scale once.
     """
     atom, fused = _atoms(need)
     nbytes = boxes.volumes(rows["size"]) * rows["item"]
@@ -109,17 +147,19 @@ def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Tabl
     if (step < 1).any():
         most = int((nbytes // length)[step < 1].max())
         raise WeightSyncError(
-            f"one row of a tensor has {most} bytes, a bucket {bucket_bytes}; set the staging bytes to {2 * most} or "
-            "more"
+            f"one row of a tensor has {most} bytes, a bucket {bucket_bytes}; set the staging bytes "
+            f"to {2 * most} or more"
         )
     table = Quantised.of(catalog)
     tensor = need["tensor"][rows["need"][large]]
     block = np.where(table.scale_of[tensor] >= 0, table.block[tensor, axis[large]], 1)
     step[large] = np.where(step[large] >= block, step[large] // block * block, step[large])
     counts[large] = -(-length[large] // step[large])
-    pick, block = np.repeat(np.arange(len(counts)), counts), boxes.ranges(counts)
+    pick = np.repeat(np.arange(len(counts)), counts)
+    block = boxes.ranges(counts)
     chopped = {name: values[pick] for name, values in rows.items()}
-    along, index = axis[pick], np.arange(len(pick))
+    along = axis[pick]
+    index = np.arange(len(pick))
     chopped["start"][index, along] += block * step[pick]
     chopped["size"][index, along] = np.minimum(step[pick], length[pick] - block * step[pick])
     return chopped
@@ -130,11 +170,14 @@ def _order(rows: Table, need: Table) -> Table:
     atom, fused = _atoms(need)
     lead = np.full(len(fused), np.iinfo(np.int64).max)
     np.minimum.at(lead, atom, need["tensor"])
-    mine, tensor = atom[rows["need"]], need["tensor"][rows["need"]]
+    mine = atom[rows["need"]]
+    tensor = need["tensor"][rows["need"]]
     # slices of an atom with one tensor are separate units
     position = np.where(fused[mine], lead[mine], tensor)
     # np.lexsort sorts by its last key first
-    order = np.lexsort((*rows["start"].T[::-1], tensor, mine, position, need["class"][rows["need"]]))
+    order = np.lexsort(
+        (*rows["start"].T[::-1], tensor, mine, position, need["class"][rows["need"]])
+    )
     ordered = {name: values[order] for name, values in rows.items()}
     mine = mine[order]
     joined = np.zeros(len(mine), dtype=bool)
@@ -151,20 +194,31 @@ def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -
     if len(units) and units.max() > bucket_bytes:
         worst = int(rows["need"][first[int(units.argmax())]])
         layout = target.classes[int(need["class"][worst])]
-        name, most = layout.names[int(need["buffer"][worst])], int(units.max())
+        name = layout.names[int(need["buffer"][worst])]
+        most = int(units.max())
         raise WeightSyncError(
-            f"the fused engine tensor {name} takes {most} bytes and may not be split, a bucket has {bucket_bytes}; set "
-            f"the staging bytes to {2 * most} or more"
+            f"the fused engine tensor {name} takes {most} bytes and may not be split, a bucket has "
+            f"{bucket_bytes}; set the staging bytes to {2 * most} or more"
         )
-    numbers, current, filled, owner = [], 0, 0, -1
-    for size, number in zip(units.tolist(), need["class"][rows["need"][first]].tolist(), strict=True):
+    numbers = []
+    current = 0
+    filled = 0
+    owner = -1
+    for size, number in zip(
+        units.tolist(), need["class"][rows["need"][first]].tolist(), strict=True
+    ):
         if number != owner:
-            owner, current, filled = number, 0, 0
+            owner = number
+            current = 0
+            filled = 0
         elif filled + size > bucket_bytes:
-            current, filled = current + 1, 0
+            current = current + 1
+            filled = 0
         filled += size
         numbers.append(current)
-    rows["bucket"] = np.array(numbers, dtype=np.int64)[rows["unit"]] if numbers else np.empty(0, dtype=np.int64)
+    rows["bucket"] = (
+        np.array(numbers, dtype=np.int64)[rows["unit"]] if numbers else np.empty(0, dtype=np.int64)
+    )
     rows["nbytes"] = nbytes
     return rows
 
@@ -172,9 +226,17 @@ def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -
 def _table(rows: Table, need: Table) -> Deliveries:
     keys = np.column_stack([rows["region"], rows["start"], rows["size"], rows["item"]])
     _, slice_id = group_rows(keys)
-    receiver, piece = need["class"][rows["need"]], need["row"][rows["need"]]
+    receiver = need["class"][rows["need"]]
+    piece = need["row"][rows["need"]]
     return Deliveries(
-        receiver, piece, rows["region"], rows["start"], rows["size"], rows["nbytes"], rows["bucket"], slice_id
+        receiver,
+        piece,
+        rows["region"],
+        rows["start"],
+        rows["size"],
+        rows["nbytes"],
+        rows["bucket"],
+        slice_id,
     )
 
 
@@ -189,33 +251,38 @@ def _phases(table: Deliveries, target: Layout) -> Array:
     for replica in np.unique(target.replica):
         mine = np.flatnonzero(target.replica == replica)
         member[mine] = np.arange(len(mine))
-    # Multiples of two irrational numbers modulo one: neighbours are far apart and any prefix is spread evenly.
+    # Multiples of two irrational numbers modulo one: neighbours are far apart and any prefix is
+    # spread evenly.
     place = np.modf(target.replica * 0.6180339887498949 + member * 0.4142135623730951)[0]
     return np.floor(place * (last[target.rank_class] + 1)).astype(np.int64)
 
 
 def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tuple[str, str], ...]:
-    """Return the pairs (trainer dtype, engine dtype) that differ. The sender casts them while packing."""
+    """Return the pairs (trainer dtype, engine dtype) that differ. The sender casts them while
+    packing."""
     have = {dtype for rank in source.classes for dtype in rank.dtypes}
     need = {dtype for rank in target.classes for dtype in rank.dtypes}
     bad = sorted((have - {*CASTS}) | (need - {*CASTS, FP8}))
     if bad:
         raise WeightSyncError(
-            f"no conversion between {', '.join(bad)} and the other side's dtypes; the plan casts among "
-            f"{', '.join(CASTS)}, and from these to block-wise {FP8}"
+            f"no conversion between {', '.join(bad)} and the other side's dtypes; the plan casts "
+            f"among {', '.join(CASTS)}, and from these to block-wise {FP8}"
         )
     problem = next(_fp8_faults(catalog, target), None)
     if problem is not None:
         raise WeightSyncError(
-            f"{problem}; plan with the scales of the model's quantization_config, or serve in bfloat16"
+            f"{problem}; plan with the scales of the model's quantization_config, or serve in "
+            "bfloat16"
         )
     return tuple((a, b) for a, b in product(sorted(have), sorted(need)) if a != b)
 
 
 def _fp8_faults(catalog: Catalog, target: Layout) -> Iterator[str]:
-    """Yield fp8 engine buffers whose tensor has no scales, and engine buffers for scales that are not float32."""
+    """Yield fp8 engine buffers whose tensor has no scales, and engine buffers for scales that are
+    not float32."""
     table = Quantised.of(catalog)
-    without_scales, are_scales = table.scale_of < 0, table.weight_of >= 0
+    without_scales = table.scale_of < 0
+    are_scales = table.weight_of >= 0
     rules = (
         (without_scales, CASTS, f"is to be filled in {FP8}, for which the catalog has no scales"),
         (are_scales, (SCALE_DTYPE,), f"takes scales, which are {SCALE_DTYPE}, in another dtype"),

@@ -7,11 +7,11 @@ The proof shows that:
 - every engine rank of a class is served once;
 - every HF tensor is used completely by every engine, or listed as unused;
 - fused tensors are sent in one bucket, and no bucket exceeds its limit;
-- senders hold all blocks from which they compute fp8 weights and scales, and an engine that takes a weight in fp8 also
-  takes its scales.
+- senders hold all blocks from which they compute fp8 weights and scales, and an engine that takes a
+  weight in fp8 also takes its scales.
 
-Exact coverage of a box by rectangles is shown with signed corners (`cover_faults`), whereas the planner intersects and
-subtracts.
+Exact coverage of a box by rectangles is shown with signed corners (`cover_faults`), whereas the
+planner intersects and subtracts.
 """
 
 from __future__ import annotations
@@ -80,16 +80,21 @@ def prove(plan: SlicePlan, allow_unused: Collection[str] = ()) -> Proof:
         if name not in allow_unused
     ]
     _refuse(faults)
-    padding = sum(int(rank.size[rank.tensor == PADDING].prod(axis=1).sum()) for rank in plan.target.classes)
+    padding = sum(
+        int(rank.size[rank.tensor == PADDING].prod(axis=1).sum()) for rank in plan.target.classes
+    )
     elements = sum(int(rank.shapes.prod(axis=1).sum()) for rank in plan.target.classes)
     return Proof(len(plan.deliveries.start), elements, padding, tuple(unused), plan.digest())
 
 
-def compare_buffers(layout: Mapping[str, Sequence[int]], actual: Mapping[str, Sequence[int]], where: str) -> None:
+def compare_buffers(
+    layout: Mapping[str, Sequence[int]], actual: Mapping[str, Sequence[int]], where: str
+) -> None:
     """Check that an engine rank's buffers are those of its layout.
 
     Raises:
-        WeightSyncError: lists extra, missing and differently shaped buffers. `where` names the engine and rank.
+        WeightSyncError: lists extra, missing and differently shaped buffers. `where` names the
+            engine and rank.
     """
     extra = sorted(actual.keys() - layout.keys())
     missing = sorted(layout.keys() - actual.keys())
@@ -99,13 +104,14 @@ def compare_buffers(layout: Mapping[str, Sequence[int]], actual: Mapping[str, Se
             unlike.append((name, tuple(layout[name]), tuple(actual[name])))
     if extra or missing or unlike:
         raise WeightSyncError(
-            f"{where}: the engine's buffers are not those of the layout: extra {extra[:_SHOWN]}, missing "
-            f"{missing[:_SHOWN]}, of another shape {unlike[:_SHOWN]}"
+            f"{where}: the engine's buffers are not those of the layout: extra {extra[:_SHOWN]}, "
+            f"missing {missing[:_SHOWN]}, of another shape {unlike[:_SHOWN]}"
         )
 
 
 def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
-    """Return the HF tensors that some engine does not take, and those that some engine takes only in part.
+    """Return the HF tensors that some engine does not take, and those that some engine takes only
+    in part.
 
     Scales are required only from engines that take the weight in fp8.
     """
@@ -119,17 +125,23 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
     partial: set[int] = set()
     for kind in sorted(kinds):
         mine = np.isin(pieces["class"], kind)
-        tensor, start, size = pieces["tensor"][mine], pieces["start"][mine], pieces["size"][mine]
+        tensor = pieces["tensor"][mine]
+        start = pieces["start"][mine]
+        size = pieces["size"][mine]
         # several ranks may take the same rectangle
         _, first = np.unique(_codes(tensor, *start.T, *size.T), return_index=True)
-        tensor, start, size = tensor[first], start[first], size[first]
+        tensor = tensor[first]
+        start = start[first]
+        size = size[first]
         taken = np.zeros(len(catalog.names), dtype=bool)
         taken[tensor] = True
         asked = (weight_of < 0) | np.isin(weight_of, pieces["tensor"][mine & in_fp8])
         unused |= set(np.flatnonzero(~taken & asked).tolist())
         for fault in cover_faults(tensor, start, size, catalog.shapes):
             here = tensor == fault.key
-            if taken[fault.key] and _union(start[here], size[here]) != int(catalog.shapes[fault.key].prod()):
+            if taken[fault.key] and _union(start[here], size[here]) != int(
+                catalog.shapes[fault.key].prod()
+            ):
                 partial.add(fault.key)
     return [catalog.names[t] for t in sorted(unused)], [catalog.names[t] for t in sorted(partial)]
 
@@ -141,8 +153,8 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
 class CoverFault:
     """A fault in the cover of one key.
 
-    `kind` is `beyond` (out of bounds), `overlap` (`elements` is the number of pairs) or `missing` (`elements` is the
-    number of elements).
+    `kind` is `beyond` (out of bounds), `overlap` (`elements` is the number of pairs) or `missing`
+    (`elements` is the number of elements).
     """
 
     key: int
@@ -151,11 +163,12 @@ class CoverFault:
 
 
 def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[CoverFault]:
-    """Find the keys whose rectangles do not cover `[0, bounds[key])` exactly once. The result is empty if all do.
+    """Find the keys whose rectangles do not cover `[0, bounds[key])` exactly once. The result is
+    empty if all do.
 
-    A function on a grid that is zero far out is determined by its differences along all axes. The differences of a
-    rectangle's indicator function are its corners with alternating signs. So rectangles cover a box exactly once if and
-    only if their signed corners sum to those of the box.
+    A function on a grid that is zero far out is determined by its differences along all axes. The
+    differences of a rectangle's indicator function are its corners with alternating signs. So
+    rectangles cover a box exactly once if and only if their signed corners sum to those of the box.
 
     Args:
         key: `[N]` indices into bounds.
@@ -168,18 +181,28 @@ def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[C
         here = key == number
         pairs = _meeting(start[here], size[here])
         missing = int(bounds[number].prod() - size[here].prod(axis=1).sum())
-        faults.append(CoverFault(number, "overlap", pairs) if pairs else CoverFault(number, "missing", missing))
+        faults.append(
+            CoverFault(number, "overlap", pairs)
+            if pairs
+            else CoverFault(number, "missing", missing)
+        )
     return faults
 
 
-def _unlike_their_bounds(key: Array, start: Array, size: Array, bounds: Array, beyond: Array) -> Array:
-    """Return the keys, without those of `beyond`, whose signed corners differ from those of `[0, bounds[key])`."""
+def _unlike_their_bounds(
+    key: Array, start: Array, size: Array, bounds: Array, beyond: Array
+) -> Array:
+    """Return the keys, without those of `beyond`, whose signed corners differ from those of `[0,
+    bounds[key])`."""
     keys = np.concatenate([key, np.arange(len(bounds))])
     low = np.concatenate([start, np.zeros_like(bounds)])
     high = np.concatenate([start + size, bounds])
     sign = np.where(np.arange(len(keys)) < len(key), 1, -1)
     sound = ~np.isin(keys, beyond)
-    keys, low, high, sign = keys[sound], low[sound], high[sound], sign[sound]
+    keys = keys[sound]
+    low = low[sound]
+    high = high[sound]
+    sign = sign[sound]
     corners = list(product((0, 1), repeat=bounds.shape[1]))
     places = [np.where(np.array(corner, dtype=bool), high, low) for corner in corners]
     signs = np.concatenate([sign * (-1) ** sum(corner) for corner in corners])
@@ -191,20 +214,25 @@ def _unlike_their_bounds(key: Array, start: Array, size: Array, bounds: Array, b
 
 
 def _codes(*columns: Array) -> Array:
-    """Encode each row of non-negative integer columns as one number `[N]`, equal only for equal rows."""
-    codes, span = np.zeros(len(columns[0]), dtype=np.int64), 1
+    """Encode each row of non-negative integer columns as one number `[N]`, equal only for equal
+    rows."""
+    codes = np.zeros(len(columns[0]), dtype=np.int64)
+    span = 1
     for column in columns:
         width = int(column.max(initial=0)) + 1
         if span * width >= 1 << 62:
             distinct, codes = np.unique(codes, return_inverse=True)
-            codes, span = codes.astype(np.int64), len(distinct)
-        codes, span = codes * width + column, span * width
+            codes = codes.astype(np.int64)
+            span = len(distinct)
+        codes = codes * width + column
+        span = span * width
     return codes
 
 
 def _meeting(start: Array, size: Array) -> int:
     """Count the pairs of rectangles that share an element."""
-    end, pairs = start + size, 0
+    end = start + size
+    pairs = 0
     for row in range(len(start) - 1):
         shared = np.minimum(end[row], end[row + 1 :]) > np.maximum(start[row], start[row + 1 :])
         pairs += int(shared.all(axis=1).sum())
@@ -236,7 +264,8 @@ def _column(layout: Layout, name: str) -> Array:
 
 
 def _first_pieces(layout: Layout) -> Array:
-    """Return the row of each class's first piece in the concatenated columns, and the number of rows."""
+    """Return the row of each class's first piece in the concatenated columns, and the number of
+    rows."""
     return np.cumsum([0, *(len(rank.tensor) for rank in layout.classes)])
 
 
@@ -256,7 +285,9 @@ def _piece_of_delivery(plan: SlicePlan) -> Array:
 def _pieces(layout: Layout) -> dict[str, Array]:
     """Concatenate all pieces of all classes except padding: class, and columns of `RankLayout`."""
     real = _column(layout, "tensor") != PADDING
-    pieces = {"class": np.repeat(np.arange(len(layout.classes)), np.diff(_first_pieces(layout)))[real]}
+    pieces = {
+        "class": np.repeat(np.arange(len(layout.classes)), np.diff(_first_pieces(layout)))[real]
+    }
     for name in ("tensor", "start", "size"):
         pieces[name] = _column(layout, name)[real]
     return pieces
@@ -279,14 +310,20 @@ def _scales(catalog: Catalog) -> tuple[Array, Array, Array]:
 def _refuse(faults: Sequence[str]) -> None:
     if faults:
         more = f" (and {len(faults) - _SHOWN} more)" if len(faults) > _SHOWN else ""
-        raise WeightSyncError(f"the slice plan cannot be proven: {'; '.join(faults[:_SHOWN])}{more}")
+        raise WeightSyncError(
+            f"the slice plan cannot be proven: {'; '.join(faults[:_SHOWN])}{more}"
+        )
 
 
 def _buffer_faults(side: str, layout: Layout) -> Iterator[str]:
     """Yield buffers that are not filled exactly once by their pieces and declared padding."""
     first = np.cumsum([0, *(len(rank.names) for rank in layout.classes)])
-    key = np.concatenate([rank.buffer + offset for rank, offset in zip(layout.classes, first[:-1], strict=True)])
-    for fault in cover_faults(key, _column(layout, "local"), _column(layout, "size"), _column(layout, "shapes")):
+    key = np.concatenate(
+        [rank.buffer + offset for rank, offset in zip(layout.classes, first[:-1], strict=True)]
+    )
+    for fault in cover_faults(
+        key, _column(layout, "local"), _column(layout, "size"), _column(layout, "shapes")
+    ):
         number = int(np.searchsorted(first, fault.key, side="right")) - 1
         rank = int(np.flatnonzero(layout.rank_class == number)[0])
         name = layout.classes[number].names[fault.key - int(first[number])]
@@ -306,7 +343,10 @@ def _bounds_faults(side: str, catalog: Catalog, layout: Layout) -> Iterator[str]
         | (pieces["size"] < 1)
     )
     for row in np.flatnonzero(beyond.any(axis=1))[:_SHOWN].tolist():
-        yield f"{side}: a piece of {catalog.names[int(pieces['tensor'][row])]} is empty or reaches beyond the tensor"
+        yield (
+            f"{side}: a piece of {catalog.names[int(pieces['tensor'][row])]} is empty or reaches "
+            "beyond the tensor"
+        )
 
 
 def _piece_faults(plan: SlicePlan) -> Iterator[str]:
@@ -316,18 +356,21 @@ def _piece_faults(plan: SlicePlan) -> Iterator[str]:
     tensor = _column(plan.target, "tensor")
     piece = _piece_of_delivery(plan)
     bounds = np.where((tensor == PADDING)[:, None], 0, _column(plan.target, "size"))
-    for fault in cover_faults(piece, table.start - _column(plan.target, "start")[piece], table.size, bounds):
+    for fault in cover_faults(
+        piece, table.start - _column(plan.target, "start")[piece], table.size, bounds
+    ):
         number = int(np.searchsorted(first, fault.key, side="right")) - 1
         layout = plan.target.classes[number]
         name = layout.names[int(layout.buffer[fault.key - int(first[number])])]
         yield (
-            f"the slices for {name} of engine class {number} from {plan.catalog.names[int(tensor[fault.key])]}: "
-            f"{fault.kind}"
+            f"the slices for {name} of engine class {number} from "
+            f"{plan.catalog.names[int(tensor[fault.key])]}: {fault.kind}"
         )
 
 
 def _sender_faults(plan: SlicePlan) -> Iterator[str]:
-    """Yield slices that are outside their region or tensor, and sends of regions that the sender does not hold."""
+    """Yield slices that are outside their region or tensor, and sends of regions that the sender
+    does not hold."""
     tensor = _column(plan.target, "tensor")[_piece_of_delivery(plan)]
     yield from _outside_their_regions(plan, tensor)
     yield from _not_held(plan, tensor)
@@ -337,9 +380,14 @@ def _outside_their_regions(plan: SlicePlan, tensor: Array) -> Iterator[str]:
     table = plan.deliveries
     regions = plan.regions
     offset = table.start - regions.start[table.region]
-    outside = (offset < 0).any(axis=1) | (offset + table.size > regions.size[table.region]).any(axis=1)
+    outside = (offset < 0).any(axis=1) | (offset + table.size > regions.size[table.region]).any(
+        axis=1
+    )
     for row in np.flatnonzero(outside | (regions.tensor[table.region] != tensor))[:_SHOWN].tolist():
-        yield f"slice {row} of {plan.catalog.names[int(tensor[row])]} is not inside the region that it is cut from"
+        yield (
+            f"slice {row} of {plan.catalog.names[int(tensor[row])]} is not inside the region that "
+            "it is cut from"
+        )
 
 
 def _not_held(plan: SlicePlan, tensor: Array) -> Iterator[str]:
@@ -356,17 +404,24 @@ def _not_held(plan: SlicePlan, tensor: Array) -> Iterator[str]:
     count = len(have["tensor"])
     for row in np.flatnonzero(~np.isin(codes[count:], codes[:count]))[:_SHOWN].tolist():
         name = plan.catalog.names[int(tensor[sends.delivery[row]])]
-        yield f"trainer rank {int(sends.source[row])} is to send a slice of {name} that it does not hold"
+        yield (
+            f"trainer rank {int(sends.source[row])} is to send a slice of {name} that it does not "
+            "hold"
+        )
 
 
 def _service_faults(plan: SlicePlan) -> Iterator[str]:
     """Yield deliveries that some rank of the class gets twice or not at all."""
-    sends, table = plan.sends, plan.deliveries
+    sends = plan.sends
+    table = plan.deliveries
     counts = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))[table.receiver]
-    faults = cover_faults(sends.delivery, sends.first[:, None], (sends.last - sends.first)[:, None], counts[:, None])
+    faults = cover_faults(
+        sends.delivery, sends.first[:, None], (sends.last - sends.first)[:, None], counts[:, None]
+    )
     for fault in faults:
         yield (
-            f"delivery {fault.key} does not reach each of its {int(counts[fault.key])} engine ranks once ({fault.kind})"
+            f"delivery {fault.key} does not reach each of its {int(counts[fault.key])} engine "
+            f"ranks once ({fault.kind})"
         )
 
 
@@ -382,28 +437,37 @@ def _overfull(plan: SlicePlan) -> Iterator[str]:
     np.add.at(filled, table.receiver * width + table.bucket, table.nbytes)
     for key in np.flatnonzero(filled > plan.bucket_bytes)[:_SHOWN].tolist():
         yield (
-            f"bucket {key % width} of engine class {key // width} has {int(filled[key])} bytes, more than "
-            f"{plan.bucket_bytes}"
+            f"bucket {key % width} of engine class {key // width} has {int(filled[key])} bytes, "
+            f"more than {plan.bucket_bytes}"
         )
 
 
 def _split_over_buckets(plan: SlicePlan) -> Iterator[str]:
     table = plan.deliveries
     piece = _piece_of_delivery(plan)
-    # an atom: the part of an engine buffer (all of it, or one matrix of a stack) that several tensors fill
-    atom = _codes(table.receiver, _column(plan.target, "buffer")[piece], _column(plan.target, "local")[piece, 0])
+    # an atom: the part of an engine buffer (all of it, or one matrix of a stack) that several
+    # tensors fill
+    atom = _codes(
+        table.receiver,
+        _column(plan.target, "buffer")[piece],
+        _column(plan.target, "local")[piece, 0],
+    )
     fused = _several(atom, _column(plan.target, "tensor")[piece])
     split = _several(atom, table.bucket)
     for number in np.intersect1d(fused, split)[:_SHOWN].tolist():
         row = int(np.flatnonzero(atom == number)[0])
         layout = plan.target.classes[int(table.receiver[row])]
-        yield f"the fused engine tensor {layout.names[int(layout.buffer[table.piece[row]])]} is split over buckets"
+        yield (
+            f"the fused engine tensor {layout.names[int(layout.buffer[table.piece[row]])]} is "
+            "split over buckets"
+        )
 
 
 def _several(group: Array, values: Array) -> Array:
     """Return the groups that have more than one value."""
     order = np.lexsort((values, group))
-    group, values = group[order], values[order]
+    group = group[order]
+    values = values[order]
     return np.unique(group[1:][(group[1:] == group[:-1]) & (values[1:] != values[:-1])])
 
 
@@ -414,15 +478,24 @@ def _dtype_faults(plan: SlicePlan) -> Iterator[str]:
     scale_of, weight_of, _ = _scales(plan.catalog)
     for rank in plan.target.classes:
         dtype = np.array(rank.dtypes, dtype=object)[rank.buffer]
-        for row in np.flatnonzero((rank.tensor != PADDING) & (dtype == FP8) & (scale_of[rank.tensor] < 0))[:1].tolist():
-            yield f"the engine's {rank.names[int(rank.buffer[row])]} is {FP8}, for which the catalog has no scales"
+        for row in np.flatnonzero(
+            (rank.tensor != PADDING) & (dtype == FP8) & (scale_of[rank.tensor] < 0)
+        )[:1].tolist():
+            yield (
+                f"the engine's {rank.names[int(rank.buffer[row])]} is {FP8}, for which the catalog "
+                "has no scales"
+            )
         others = (rank.tensor != PADDING) & (weight_of[rank.tensor] >= 0) & (dtype != "float32")
         for row in np.flatnonzero(others)[:1].tolist():
-            yield f"the engine's {rank.names[int(rank.buffer[row])]} takes scales in another dtype than float32"
+            yield (
+                f"the engine's {rank.names[int(rank.buffer[row])]} takes scales in another dtype "
+                "than float32"
+            )
 
 
 def _block_faults(plan: SlicePlan) -> Iterator[str]:
-    """Yield scales and fp8 weights that cannot be computed because the sender does not hold a whole block."""
+    """Yield scales and fp8 weights that cannot be computed because the sender does not hold a whole
+    block."""
     yield from _scales_without_weights(plan)
     yield from _slices_of_part_blocks(plan)
 
@@ -436,17 +509,24 @@ def _scales_without_weights(plan: SlicePlan) -> Iterator[str]:
         scales = np.flatnonzero(real & (weight_of[rank.tensor] >= 0))
         first = int(np.flatnonzero(plan.source.rank_class == number)[0])
         if len(weights) != len(scales):
-            yield f"trainer rank {first} has {len(weights)} pieces of weights with scales and {len(scales)} of scales"
+            yield (
+                f"trainer rank {first} has {len(weights)} pieces of weights with scales and "
+                f"{len(scales)} of scales"
+            )
             continue
         # a sender computes its k-th piece of scales from its k-th piece of weights
         wanted = rank.tensor[scales]
-        weight, block = weight_of[wanted], blocks[wanted]
+        weight = weight_of[wanted]
+        block = blocks[wanted]
         start = rank.start[scales] * block
         end = np.minimum((rank.start[scales] + rank.size[scales]) * block, catalog.shapes[weight])
         unlike = (rank.tensor[weights] != weight) | (rank.start[weights] != start).any(axis=1)
         unlike |= (rank.start[weights] + rank.size[weights] != end).any(axis=1)
         for row in np.flatnonzero(unlike)[:_SHOWN].tolist():
-            yield f"trainer rank {first} does not hold the weights of its part of {catalog.names[int(wanted[row])]}"
+            yield (
+                f"trainer rank {first} does not hold the weights of its part of "
+                f"{catalog.names[int(wanted[row])]}"
+            )
 
 
 def _slices_of_part_blocks(plan: SlicePlan) -> Iterator[str]:
@@ -458,13 +538,14 @@ def _slices_of_part_blocks(plan: SlicePlan) -> Iterator[str]:
     block = _scales(plan.catalog)[2][tensor]
     start = table.start[rows]
     end = start + table.size[rows]
-    # whole blocks from the first to the last that the slice touches; the tensor's last blocks may be smaller
+    # whole blocks from the first to the last that the slice touches; the tensor's last blocks may
+    # be smaller
     low = start - start % block
     high = np.minimum(end + -end % block, plan.catalog.shapes[tensor])
     held = regions.start[region]
     outside = (low < held) | (high > held + regions.size[region])
     for row in np.flatnonzero(outside.any(axis=1))[:_SHOWN].tolist():
         yield (
-            f"slice {int(rows[row])} of {plan.catalog.names[int(tensor[row])]} needs fp8 blocks that reach beyond the "
-            "region it is made of"
+            f"slice {int(rows[row])} of {plan.catalog.names[int(tensor[row])]} needs fp8 blocks "
+            "that reach beyond the region it is made of"
         )

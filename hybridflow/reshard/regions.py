@@ -2,9 +2,9 @@
 
 The planner uses these functions. The proof of a plan deliberately uses none of them.
 
-A set of N rectangles is two int64 arrays `[N, D]`, `start` and `size`. A third array `key` `[N]` identifies the
-containing tensor or buffer; only rectangles with equal keys can intersect. A plan for a model of 10^12 parameters has
-about 10^5 rectangles.
+A set of N rectangles is two int64 arrays `[N, D]`, `start` and `size`. A third array `key` `[N]`
+identifies the containing tensor or buffer; only rectangles with equal keys can intersect. A plan
+for a model of 10^12 parameters has about 10^5 rectangles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def volumes(size: Array) -> Array:
 def ranges(counts: Array) -> Array:
     """Return the concatenation of `[0..counts[0])`, `[0..counts[1])`, ..."""
     ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) - np.repeat(ends - counts, counts)
+    return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) - np.repeat(
+        ends - counts, counts
+    )
 
 
 def pairs_of_equal_key(left: Array, right: Array) -> tuple[Array, Array]:
@@ -36,7 +38,8 @@ def pairs_of_equal_key(left: Array, right: Array) -> tuple[Array, Array]:
 
 
 def intersect(start_a: Array, size_a: Array, start_b: Array, size_b: Array) -> tuple[Array, Array]:
-    """Intersect two sets row by row. Rows without an intersection have a size of zero or less on some axis."""
+    """Intersect two sets row by row. Rows without an intersection have a size of zero or less on
+    some axis."""
     start = np.maximum(start_a, start_b)
     return start, np.minimum(start_a + size_a, start_b + size_b) - start
 
@@ -44,16 +47,16 @@ def intersect(start_a: Array, size_a: Array, start_b: Array, size_b: Array) -> t
 def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
     """Return index pairs `[P, 2]` of rectangles with equal key that share an element.
 
-    Rectangles are sorted by (key, start along the key's most divided axis), so that a rectangle can only overlap those
-    that follow it and start before its end.
+    Rectangles are sorted by (key, start along the key's most divided axis), so that a rectangle can
+    only overlap those that follow it and start before its end.
     """
     if len(key) < 2:
         return np.empty((0, 2), dtype=np.int64)
     _, compact = np.unique(key, return_inverse=True)
     compact = compact.astype(np.int64)
     span = int((start + size).max()) + 1
-    # Stacks of matrices and fused matrices are divided along different axes. With one axis for all keys, the number of
-    # candidate pairs would grow quadratically.
+    # Stacks of matrices and fused matrices are divided along different axes. With one axis for all
+    # keys, the number of candidate pairs would grow quadratically.
     distinct = []
     for d in range(start.shape[1]):
         distinct.append(np.bincount(np.unique(compact * span + start[:, d]) // span))
@@ -63,10 +66,13 @@ def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
     order = np.argsort(low, kind="stable")
     low_sorted = low[order]
     end = low_sorted + size[order, axis[order]]
-    counts = np.maximum(np.searchsorted(low_sorted, end, side="left") - np.arange(len(order)) - 1, 0)
+    counts = np.maximum(
+        np.searchsorted(low_sorted, end, side="left") - np.arange(len(order)) - 1, 0
+    )
     i = np.repeat(np.arange(len(order)), counts)
     j = i + 1 + ranges(counts)
-    a, b = order[i], order[j]
+    a = order[i]
+    b = order[j]
     _, shared = intersect(start[a], size[a], start[b], size[b])
     meets = (shared > 0).all(axis=1)
     return np.stack([a[meets], b[meets]], axis=1)
@@ -97,7 +103,8 @@ def subtract(box: Box, cut: Box) -> list[Box]:
     if any(low >= high for low, high in meets):
         return [box]
     rest: list[Box] = []
-    start, size = list(box[0]), list(box[1])
+    start = list(box[0])
+    size = list(box[1])
     for axis, (low, high) in enumerate(meets):
         end = start[axis] + size[axis]
         for begin, stop in ((start[axis], low), (high, end)):
@@ -113,18 +120,22 @@ def subtract(box: Box, cut: Box) -> list[Box]:
 
 
 def make_disjoint(key: Array, start: Array, size: Array) -> tuple[Array, Array, Array]:
-    """Split rectangles so that they cover the same elements without overlap. Returns (index of the rectangle, start,
-    size).
+    """Split rectangles so that they cover the same elements without overlap. Returns (index of the
+    rectangle, start, size).
 
-    An element that is in several rectangles is assigned to the first. Rectangles without overlaps are returned
-    unchanged.
+    An element that is in several rectangles is assigned to the first. Rectangles without overlaps
+    are returned unchanged.
     """
     pairs = overlapping_pairs(key, start, size)
     earlier: dict[int, list[int]] = {}
     for a, b in np.sort(pairs, axis=1).tolist():
         earlier.setdefault(b, []).append(a)
-    plain = np.setdiff1d(np.arange(len(key)), np.fromiter(earlier, dtype=np.int64, count=len(earlier)))
-    owners, starts, sizes = [plain], [start[plain]], [size[plain]]
+    plain = np.setdiff1d(
+        np.arange(len(key)), np.fromiter(earlier, dtype=np.int64, count=len(earlier))
+    )
+    owners = [plain]
+    starts = [start[plain]]
+    sizes = [size[plain]]
     for index, cuts in earlier.items():
         boxes: list[Box] = [(tuple(start[index].tolist()), tuple(size[index].tolist()))]
         for cut in cuts:

@@ -1,4 +1,5 @@
-"""The dry run behind `hybridflow reshard plan`: plans, proves and simulates given sizes, and formats the results."""
+"""The dry run behind `hybridflow reshard plan`: plans, proves and simulates given sizes, and
+formats the results."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ SHORT["layers"] = "layers_per_stage"
 
 @dataclass(frozen=True)
 class DryRun:
-    """Results of a dry run, and the seconds taken by planning (including layouts), proof and simulation."""
+    """Results of a dry run, and the seconds taken by planning (including layouts), proof and
+    simulation."""
 
     plan: SlicePlan
     proof: Proof
@@ -52,7 +54,9 @@ class DryRun:
         plan = self.plan
         return {
             "plan_hash": self.proof.digest,
-            "parameters": int(np.delete(plan.catalog.shapes, plan.catalog.scales[:, 1], axis=0).prod(axis=1).sum()),
+            "parameters": int(
+                np.delete(plan.catalog.shapes, plan.catalog.scales[:, 1], axis=0).prod(axis=1).sum()
+            ),
             "trainer_ranks": plan.source.num_ranks,
             "engine_ranks": plan.target.num_ranks,
             "engines": int(plan.target.replica.max()) + 1,
@@ -69,7 +73,8 @@ class DryRun:
 
 
 def parse_shape(text: str) -> dict[str, Any]:
-    """Parse `tp=8,pp=3,layers=3+4+2` or `32xtp=32,ep=32` into keyword arguments. The leading number is `count`.
+    """Parse `tp=8,pp=3,layers=3+4+2` or `32xtp=32,ep=32` into keyword arguments. The leading number
+    is `count`.
 
     Raises:
         ConfigError: a word is not NAME=NUMBER, or layers=NUMBER+NUMBER.
@@ -83,7 +88,8 @@ def parse_shape(text: str) -> dict[str, Any]:
             continue
         if not number.isdigit() or int(number) < (0 if name in ("first", "last") else 1):
             raise ConfigError(
-                f"{word!r} in {text!r}: write NAME=NUMBER, for example tp=8,pp=4; names are {', '.join(SHORT)}, ranks"
+                f"{word!r} in {text!r}: write NAME=NUMBER, for example tp=8,pp=4; names are "
+                f"{', '.join(SHORT)}, ranks"
             )
         values[SHORT.get(name, name)] = int(number)
     return values
@@ -95,13 +101,17 @@ def build(kind: type, text: str) -> Any:
     Raises:
         ConfigError: this side has no such name, or the number of ranks is missing.
     """
-    values, known = parse_shape(text), {field.name for field in fields(kind)}
+    values = parse_shape(text)
+    known = {field.name for field in fields(kind)}
     unknown = sorted(values.keys() - known)
     if unknown or (kind is ParallelShape and "ranks" not in values):
         names = sorted(
-            {short for short, long in SHORT.items() if long in known} | (known & {"ranks", "count", "dense"})
+            {short for short, long in SHORT.items() if long in known}
+            | (known & {"ranks", "count", "dense"})
         )
-        problem = f"{unknown[0]!r} is no size of this side" if unknown else "ranks=NUMBER is missing"
+        problem = (
+            f"{unknown[0]!r} is no size of this side" if unknown else "ranks=NUMBER is missing"
+        )
         raise ConfigError(f"{text!r}: {problem}; there are {', '.join(names)}")
     return kind(**values)
 
@@ -119,21 +129,30 @@ def dry_run(
 
     Args:
         dtype: dtype of the trainer's weights.
-        engine_dtype: dtype of the engines' weights, if different. FP8 is block-wise, according to the config's
-            `quantization_config` or in blocks of 128 x 128, and leaves other tensors in `dtype`.
+        engine_dtype: dtype of the engines' weights, if different. FP8 is block-wise, according to
+            the config's `quantization_config` or in blocks of 128 x 128, and leaves other tensors
+            in `dtype`.
 
     Raises:
-        ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit. The message says what to change.
+        ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit. The message
+            says what to change.
     """
     decoder = family_of(config)
     if not isinstance(decoder, Decoder):
-        raise ConfigError(f"no engine layout is written for model_type {config.get('model_type')!r}")
+        raise ConfigError(
+            f"no engine layout is written for model_type {config.get('model_type')!r}"
+        )
     times = [time.perf_counter()]
     quantisation = BlockQuantisation.of(config) if engine_dtype == FP8 else None
     catalog = Catalog.of(decoder.tensors(), quantisation)
     source = megatron_layout(decoder, trainer.coordinates(), dtype, catalog)
     plain = dtype if quantisation else engine_dtype or dtype
-    plan = make_plan(catalog, source, engine_layout(decoder, engines, plain, catalog, quantisation), staging_bytes)
+    plan = make_plan(
+        catalog,
+        source,
+        engine_layout(decoder, engines, plain, catalog, quantisation),
+        staging_bytes,
+    )
     times.append(time.perf_counter())
     proof = prove(plan)
     times.append(time.perf_counter())
@@ -145,24 +164,45 @@ def dry_run(
 
 def table(run: DryRun) -> str:
     """Format the results as a text table."""
-    f, gb = run.figures(), 1e9
+    f = run.figures()
+    gb = 1e9
     rows = [
         ("parameters", f"{f['parameters'] / 1e9:,.1f} billion"),
-        ("ranks", f"{f['trainer_ranks']:,} trainer, {f['engine_ranks']:,} engine ({f['engines']} engines)"),
+        (
+            "ranks",
+            (
+                f"{f['trainer_ranks']:,} trainer, {f['engine_ranks']:,} engine ({f['engines']} "
+                "engines)"
+            ),
+        ),
         ("slices", f"{f['slices']:,} in {f['buckets']} buckets, {f['messages']:,} messages"),
         ("bytes on the wire", f"{f['wire_bytes'] / gb:,.2f} GB, each needed byte once"),
         ("casts", ", ".join(f"{a} to {b}" for a, b in f["conversions"]) or "none"),
-        ("bytes per sender link", f"{f['sender_bytes_min'] / gb:,.3f} to {f['sender_bytes_max'] / gb:,.3f} GB"),
+        (
+            "bytes per sender link",
+            f"{f['sender_bytes_min'] / gb:,.3f} to {f['sender_bytes_max'] / gb:,.3f} GB",
+        ),
         ("bytes per receiver link", f"up to {f['receiver_bytes_max'] / gb:,.3f} GB"),
-        ("hottest link", f"{f['hottest_link_bytes'] / gb:,.3f} GB, {f['hottest_link_ratio']:.3f} x the lower bound"),
+        (
+            "hottest link",
+            (
+                f"{f['hottest_link_bytes'] / gb:,.3f} GB, {f['hottest_link_ratio']:.3f} x the "
+                "lower bound"
+            ),
+        ),
         (
             "peak staging",
-            f"{f['sender_staging_bytes'] / 2**20:,.0f} MiB a sender, {f['receiver_staging_bytes'] / 2**20:,.0f} MiB a "
-            "receiver",
+            (
+                f"{f['sender_staging_bytes'] / 2**20:,.0f} MiB a sender, "
+                f"{f['receiver_staging_bytes'] / 2**20:,.0f} MiB a receiver"
+            ),
         ),
         (
             "predicted time",
-            f"{f['seconds']:,.3f} s, {100 * f['wire_share']:.1f}% of the wire's bound ({f['wire_bound_s']:,.3f} s)",
+            (
+                f"{f['seconds']:,.3f} s, {100 * f['wire_share']:.1f}% of the wire's bound "
+                f"({f['wire_bound_s']:,.3f} s)"
+            ),
         ),
         ("to copy a staged shard into place", f"{f['commit_s']:,.3f} s"),
         ("proof", f"every engine element written once; {len(f['unused'])} tensors unused"),

@@ -1,9 +1,10 @@
 """Simulates a plan on modelled links: how long it takes, and why.
 
-Every rank has one full-duplex link with a given bandwidth. A sender sends its messages one after another in the plan's
-order, each as soon as its receiver has a free buffer. A receiver has two bucket buffers, which are freed once
-scattered. A bucket is complete when its last message has arrived, but no earlier than the receiver's link can carry the
-whole bucket. The switch is assumed to be non-blocking.
+Every rank has one full-duplex link with a given bandwidth. A sender sends its messages one after
+another in the plan's order, each as soon as its receiver has a free buffer. A receiver has two
+bucket buffers, which are freed once scattered. A bucket is complete when its last message has
+arrived, but no earlier than the receiver's link can carry the whole bucket. The switch is assumed
+to be non-blocking.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from hybridflow.reshard.slices import SlicePlan
 
 @dataclass(frozen=True)
 class Fabric:
-    """Hardware speeds: link Gb/s per direction, microseconds per message, memory GB/s (a copy reads and writes)."""
+    """Hardware speeds: link Gb/s per direction, microseconds per message, memory GB/s (a copy reads
+    and writes)."""
 
     link_gbps: float = 400.0
     message_us: float = 20.0
@@ -79,8 +81,8 @@ class Simulation:
 def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
     """Simulate the plan.
 
-    `commit_s`, the time to copy a staged shard into place once all ranks have received everything, is not part of
-    `seconds`.
+    `commit_s`, the time to copy a staged shard into place once all ranks have received everything,
+    is not part of `seconds`.
     """
     step, sender, receiver, nbytes = _messages(plan)
     loads = link_loads(plan)
@@ -90,7 +92,9 @@ def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
     bounds = np.flatnonzero(np.diff(step, prepend=-1, append=-2))
     for turn, (low, high) in enumerate(pairwise(bounds.tolist())):
         part = slice(low, high)
-        s, r, amount = sender[part], receiver[part], nbytes[part]
+        s = sender[part]
+        r = receiver[part]
+        amount = nbytes[part]
         ready = free[turn % 2]
         end = _send(s, sender_free, ready[r], amount / fabric.link_bytes + fabric.message_us * 1e-6)
         carried = np.bincount(r, weights=amount, minlength=len(finish))
@@ -105,7 +109,9 @@ def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
     return Simulation(seconds, loads.bound / fabric.link_bytes, commit, len(step), loads, *staging)
 
 
-def _send(sender: np.ndarray, sender_free: np.ndarray, ready: np.ndarray, duration: np.ndarray) -> np.ndarray:
+def _send(
+    sender: np.ndarray, sender_free: np.ndarray, ready: np.ndarray, duration: np.ndarray
+) -> np.ndarray:
     """Return the time at which each message has left, and update `sender_free`.
 
     A sender's messages (adjacent rows) leave one after another.
@@ -114,8 +120,8 @@ def _send(sender: np.ndarray, sender_free: np.ndarray, ready: np.ndarray, durati
     segment = np.cumsum(is_first) - 1
     before = np.cumsum(duration) - duration
     before -= before[is_first][segment]
-    # The recurrence e_m = max(e_{m-1}, ready_m) + d_m has the solution e_m = (sum of d up to m) + running maximum of
-    # (ready_j - sum of d before j).
+    # The recurrence e_m = max(e_{m-1}, ready_m) + d_m has the solution e_m = (sum of d up to m) +
+    # running maximum of (ready_j - sum of d before j).
     slack = np.maximum(ready, sender_free[sender]) - before
     step_up = (float(slack.max(initial=0.0)) - float(slack.min(initial=0.0)) + 1.0) * segment
     start = np.maximum.accumulate(slack + step_up) - step_up
@@ -125,12 +131,20 @@ def _send(sender: np.ndarray, sender_free: np.ndarray, ready: np.ndarray, durati
 
 
 def _messages(plan: SlicePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (step, sender, receiver, bytes) of all messages, ordered by (step, sender, receiver)."""
-    table, sends = plan.deliveries, plan.sends
-    # Slices from one rank to the same receivers in one bucket form one message. They are summed before being expanded
-    # to the receivers, of which there may be thousands.
+    """Return (step, sender, receiver, bytes) of all messages, ordered by (step, sender,
+    receiver)."""
+    table = plan.deliveries
+    sends = plan.sends
+    # Slices from one rank to the same receivers in one bucket form one message. They are summed
+    # before being expanded to the receivers, of which there may be thousands.
     delivery = sends.delivery
-    columns = (sends.source, table.receiver[delivery], table.bucket[delivery], sends.first, sends.last)
+    columns = (
+        sends.source,
+        table.receiver[delivery],
+        table.bucket[delivery],
+        sends.first,
+        sends.last,
+    )
     route = np.stack(columns, axis=1)
     firsts, member = group_rows(route)
     sizes = np.bincount(member, weights=table.nbytes[delivery], minlength=len(firsts))
@@ -141,8 +155,12 @@ def _messages(plan: SlicePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     receiver = order[np.repeat(first[rank_class] + low, counts) + ranges(counts)]
     buckets = np.zeros(len(plan.target.classes), dtype=np.int64)
     np.maximum.at(buckets, table.receiver, table.bucket + 1)
-    step = (np.repeat(bucket, counts) - plan.phase[receiver]) % buckets[plan.target.rank_class[receiver]]
-    key = (step * plan.source.num_ranks + np.repeat(source, counts)) * plan.target.num_ranks + receiver
+    step = (np.repeat(bucket, counts) - plan.phase[receiver]) % buckets[
+        plan.target.rank_class[receiver]
+    ]
+    key = (
+        step * plan.source.num_ranks + np.repeat(source, counts)
+    ) * plan.target.num_ranks + receiver
     distinct, group = np.unique(key, return_inverse=True)
     nbytes = np.bincount(group, weights=np.repeat(sizes, counts), minlength=len(distinct))
     rest, receiver = np.divmod(distinct, plan.target.num_ranks)

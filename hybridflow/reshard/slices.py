@@ -1,10 +1,13 @@
-"""The slice plan: for every rectangle that an engine needs, the trainer rank that sends it and the order of delivery.
+"""The slice plan: for every rectangle that an engine needs, the trainer rank that sends it and the
+order of delivery.
 
-The plan intersects the pieces of both sides, so that each element an engine rank needs is delivered to it exactly once.
-Ranks that hold the same region (data-parallel replicas) share the sending, which minimises the load of the busiest
-link. A slice that several engine ranks need is one row with several receivers (multicast).
+The plan intersects the pieces of both sides, so that each element an engine rank needs is delivered
+to it exactly once. Ranks that hold the same region (data-parallel replicas) share the sending,
+which minimises the load of the busiest link. A slice that several engine ranks need is one row with
+several receivers (multicast).
 
-The plan is plain data: integer columns, a hash, JSON. This module does not depend on Megatron, SGLang or processes.
+The plan is plain data: integer columns, a hash, JSON. This module does not depend on Megatron,
+SGLang or processes.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Deliveries:
-    """One row per (slice, class of receiving ranks), in the order in which a receiver processes them.
+    """One row per (slice, class of receiving ranks), in the order in which a receiver processes
+    them.
 
     Attributes:
         receiver: `[N]` class of the target ranks; all ranks of the class receive the row.
@@ -79,8 +83,8 @@ class Sends:
 class SlicePlan:
     """The whole plan.
 
-    `phase[r]` is the first bucket of engine rank r; the rank processes its buckets in order from there and wraps
-    around.
+    `phase[r]` is the first bucket of engine rank r; the rank processes its buckets in order from
+    there and wraps around.
     """
 
     catalog: Catalog
@@ -99,7 +103,9 @@ class SlicePlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan and its hash as JSON-able data."""
-        tables = {name: columns_of(getattr(self, name)) for name in ("regions", "deliveries", "sends")}
+        tables = {
+            name: columns_of(getattr(self, name)) for name in ("regions", "deliveries", "sends")
+        }
         return {
             "version": VERSION,
             "hash": self.digest(),
@@ -113,8 +119,11 @@ class SlicePlan:
         }
 
     def digest(self) -> str:
-        """Return the sha256 of all columns. It is platform-independent; both ends compare it before a transfer."""
-        digest = hashlib.sha256(json.dumps([VERSION, self.bucket_bytes, self.catalog.names, self.conversions]).encode())
+        """Return the sha256 of all columns. It is platform-independent; both ends compare it before
+        a transfer."""
+        digest = hashlib.sha256(
+            json.dumps([VERSION, self.bucket_bytes, self.catalog.names, self.conversions]).encode()
+        )
         layouts = (self.source, self.target)
         parts: list[Any] = [self.catalog, self.regions, self.deliveries, self.sends, *layouts]
         parts += [rank for layout in layouts for rank in layout.classes]
@@ -136,7 +145,10 @@ def piece_columns(layout: Layout) -> dict[str, Array]:
     """
 
     counts = [len(rank.tensor) for rank in layout.classes]
-    table = {"class": np.repeat(np.arange(len(counts)), counts), "row": np.concatenate([*map(np.arange, counts)])}
+    table = {
+        "class": np.repeat(np.arange(len(counts)), counts),
+        "row": np.concatenate([*map(np.arange, counts)]),
+    }
     for name in ("tensor", "start", "size", "buffer", "local"):
         table[name] = np.concatenate([getattr(rank, name) for rank in layout.classes])
     real = table["tensor"] != PADDING
@@ -149,10 +161,16 @@ def buffer_item_bytes(layout: Layout, table: Mapping[str, Array]) -> Array:
     Raises:
         WeightSyncError: a dtype is not in `ITEM_BYTES`.
     """
-    unknown = sorted({dtype for rank in layout.classes for dtype in rank.dtypes} - ITEM_BYTES.keys())
+    unknown = sorted(
+        {dtype for rank in layout.classes for dtype in rank.dtypes} - ITEM_BYTES.keys()
+    )
     if unknown:
-        raise WeightSyncError(f"no conversion to {', '.join(unknown)} is known; known dtypes: {', '.join(ITEM_BYTES)}")
+        raise WeightSyncError(
+            f"no conversion to {', '.join(unknown)} is known; known dtypes: {', '.join(ITEM_BYTES)}"
+        )
     counts = [len(rank.names) for rank in layout.classes]
-    sizes = np.array([ITEM_BYTES[dtype] for rank in layout.classes for dtype in rank.dtypes], dtype=np.int64)
+    sizes = np.array(
+        [ITEM_BYTES[dtype] for rank in layout.classes for dtype in rank.dtypes], dtype=np.int64
+    )
     first = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
     return sizes[first[table["class"]] + table["buffer"]]

@@ -8,14 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.rewards.verifiers.base import VERIFIERS, ScoreResult, Verifier, check_installed, result_of
+from hybridflow.rewards.verifiers.base import (
+    VERIFIERS,
+    ScoreResult,
+    Verifier,
+    check_installed,
+    result_of,
+)
 
 
 @dataclass(frozen=True)
 class Combination(Verifier):
-    """The weighted sum of the scores of `parts`, {name: (verifier, weight)}, for rows of any data source.
+    """The weighted sum of the scores of `parts`, {name: (verifier, weight)}, for rows of any data
+    source.
 
-    What a verifier returns beside its score is recorded, and its score under its name: `gdpo` normalises these apart.
+    What a verifier returns beside its score is recorded, and its score under its name: `gdpo`
+    normalises these apart.
     """
 
     parts: Mapping[str, tuple[Verifier, float]] = field(default_factory=dict)
@@ -30,7 +38,9 @@ class Combination(Verifier):
         parts = {}
         for name, weight in weights.items():
             if type(weight) not in (int, float):
-                raise ConfigError(f"reward.combine.{name}={weight!r}: the weight of a verifier is a number")
+                raise ConfigError(
+                    f"reward.combine.{name}={weight!r}: the weight of a verifier is a number"
+                )
             try:
                 entry = VERIFIERS.get(str(name))
             except ConfigError as error:
@@ -39,7 +49,8 @@ class Combination(Verifier):
             parts[str(name).rpartition(":")[2]] = (entry, float(weight))
 
         def add(found: Mapping[str, Any]) -> ScoreResult:
-            score, extra = 0.0, dict[str, Any]()
+            score = 0.0
+            extra = dict[str, Any]()
             for name, (_, weight) in parts.items():
                 one = result_of(found[name])
                 score += weight * one.score
@@ -48,7 +59,8 @@ class Combination(Verifier):
 
         def answers(response: str, ground_truth: Any, options: Mapping[str, Any]) -> dict[str, Any]:
             return {
-                name: one.function(response, ground_truth, **one.given(options)) for name, (one, _) in parts.items()
+                name: one.function(response, ground_truth, **one.given(options))
+                for name, (one, _) in parts.items()
             }
 
         def combined(response: str, ground_truth: Any, **options: Any) -> ScoreResult:
@@ -56,7 +68,12 @@ class Combination(Verifier):
 
         async def awaited(response: str, ground_truth: Any, **options: Any) -> ScoreResult:
             found = answers(response, ground_truth, options)
-            return add({name: await one if inspect.isawaitable(one) else one for name, one in found.items()})
+            return add(
+                {
+                    name: await one if inspect.isawaitable(one) else one
+                    for name, one in found.items()
+                }
+            )
 
         waits = any(one.is_async for one, _ in parts.values())
         in_driver = all(one.runs_in_driver for one, _ in parts.values())

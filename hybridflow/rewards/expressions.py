@@ -1,7 +1,9 @@
-"""Answers of mathematics as text: what a response states, without its usual decoration, and whether it is a literal.
+"""Answers of mathematics as text: what a response states, without its usual decoration, and whether
+it is a literal.
 
-A literal is a number as one writes a result: an integer, decimal, fraction, root or multiple of pi, with a percent
-sign, an exponent of ten or a base. `6+1`, `13!` and `3^5 \\bmod 7` are none, whatever their value.
+A literal is a number as one writes a result: an integer, decimal, fraction, root or multiple of pi,
+with a percent sign, an exponent of ten or a base. `6+1`, `13!` and `3^5 \\bmod 7` are none,
+whatever their value.
 """
 
 from __future__ import annotations
@@ -11,24 +13,31 @@ from fractions import Fraction
 
 from hybridflow.rewards.reading import last_box
 
-_REACH = 2000  # characters behind "the answer is", or at the end of a response, in which an answer is looked for
-_MAX_LENGTH, _MAX_DEPTH = 1000, 40  # of an answer that is read; no result is written longer or deeper
+# characters behind "the answer is", or at the end of a response, in which an answer is looked for
+_REACH = 2000
+# of an answer that is read; no result is written longer or deeper
+_MAX_LENGTH = 1000
+_MAX_DEPTH = 40
 
 _STATED = re.compile(
-    r"(?i:\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:：=])|\bfinal answer\b[*_#: \t]{0,8}\n)|答案(?:[是为：:]|\s)|"
+    r"(?i:\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:：=])|\bfinal answer\b[*_#: "
+    r"\t]{0,8}\n)|答案(?:[是为：:]|\s)|"
     r"(?i:\b(?:réponse|respuesta|risposta|antwort|resposta|ответ)\b[^.\n]{0,30}?"
     r"(?:\b(?:est|es|è|ist|é)\b|[:=]))|"
     r"(?:答え|정답)[^.\n]{0,10}?(?:は|은|[:：])"
 )
-_SENTENCE_END = re.compile(r"\.(?=\s|$)|[。！？；\n]|[!?;](?=\s|$)|\s(?:because|since|as|so|which|where|for|when)\b")
+_SENTENCE_END = re.compile(
+    r"\.(?=\s|$)|[。！？；\n]|[!?;](?=\s|$)|\s(?:because|since|as|so|which|where|for|when)\b"
+)
 _NUMBER_WITHIN = re.compile(r"(?<![\w.])[-−]?[$€£¥]?\d[\d,]*(?:\.\d+)?(?:/\d+)?\s?\\?%?")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z{])")
 _OPENED = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
 
 
 def stated_answer(answer: str) -> str | None:
-    """What an answer states as its result: its last box; without any, what follows the last "the answer is"; without
-    that, the last expression of its last sentence. None where there is nothing, or the last box never ends."""
+    """What an answer states as its result: its last box; without any, what follows the last "the
+    answer is"; without that, the last expression of its last sentence. None where there is nothing,
+    or the last box never ends."""
     box = last_box(answer)
     if box is not None:
         return box.content
@@ -77,7 +86,10 @@ _WORDS = (
     (re.compile(r"(?<=[\d\s}])\bdegrees?\b"), ""),
     (re.compile(r"\\?\$|[€£¥₹]"), ""),
     (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\(?:(?:text|math)(?:bf|it|rm|sf)?|boldsymbol)\s?\{\s*([-+\d.,()]*)\s*\}"), r"\1"),
+    (
+        re.compile(r"\\(?:(?:text|math)(?:bf|it|rm|sf)?|boldsymbol)\s?\{\s*([-+\d.,()]*)\s*\}"),
+        r"\1",
+    ),
     (re.compile(r"^\s*\{([-+\d.,]*)\}\s*$"), r"\1"),
     (re.compile(r"^\s*[A-Za-z]\s*(?:\\in(?![A-Za-z])|∈)"), ""),
     (re.compile(r"(?<!\\)\\(?:[,!;: ]|quad\b|qquad\b)|~|\u202f|\u00a0"), " "),
@@ -90,12 +102,15 @@ _WORDS = (
     (re.compile(r"√"), r"\\sqrt "),
     (re.compile(r"≤|\\leq(?![A-Za-z])|\\leqslant(?![A-Za-z])"), r"\\le "),
     (re.compile(r"≥|\\geq(?![A-Za-z])|\\geqslant(?![A-Za-z])"), r"\\ge "),
-    (re.compile(r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?![\d,])"), lambda found: found[1].replace(",", "")),
+    (
+        re.compile(r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?![\d,])"),
+        lambda found: found[1].replace(",", ""),
+    ),
     (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac\s*(\d)\s*(?=\{)"), r"\\frac{\1}"),
     (re.compile(r"(\\frac\s*\{[^{}]*\})\s*(\d)"), r"\1{\2}"),
     (re.compile(r"\\sqrt\s*(\d)"), r"\\sqrt{\1}"),
-)  # fmt: skip
+)
 _UNIT = re.compile(
     r"(?:(?<=[\d}%])|(?<=\\pi))\s*"
     r"(?:\\(?:text|mathrm|mbox|textrm|rm)\s?\{[^{}\d]*\}(?:\s?\^\s?\{?\s?[23]\s?\}?|[²³])?|"
@@ -103,7 +118,9 @@ _UNIT = re.compile(
     r"[ ]?[mgshL](?:\^\{?[23]\}?|[²³])?|"
     r"[\u4e00-\u9fff\u3040-\u30ff\uac00-\ud7af]{1,6})\s*$"
 )
-_NAME = re.compile(r"^[A-Za-z\\|∠△][A-Za-z0-9\\{}_'()|, ∠△]{0,40}?(?:=|\\approx(?![A-Za-z])|≈)\s*(?=[^=])")
+_NAME = re.compile(
+    r"^[A-Za-z\\|∠△][A-Za-z0-9\\{}_'()|, ∠△]{0,40}?(?:=|\\approx(?![A-Za-z])|≈)\s*(?=[^=])"
+)
 
 
 _END_OF_SENTENCE = re.compile(r"(?<!\\)[.。,，;；]{1,3}$")
@@ -119,7 +136,8 @@ def readable(text: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """An answer without decoration: spaces, sizes and kinds of LaTeX's commands, currency, degrees, thousands."""
+    """An answer without decoration: spaces, sizes and kinds of LaTeX's commands, currency, degrees,
+    thousands."""
     text = _END_OF_SENTENCE.sub("", text.strip().strip("*").strip()).strip()
     for begin, end in _OPENED.items():
         if text.startswith(begin) and text.endswith(end) and len(text) > len(begin):
@@ -130,7 +148,8 @@ def plain(text: str) -> str:
 
 
 def words(text: str) -> str | None:
-    """A name or a phrase without digits and operators, or None: "east", "No solution", "(C)", "CAT", "星期三"."""
+    """A name or a phrase without digits and operators, or None: "east", "No solution", "(C)",
+    "CAT", "星期三"."""
     bare = text.strip().strip("$").strip()
     was_wrapped = _WRAPPED.search(bare) is not None
     while bare != (inner := _WRAPPED.sub(r" \1 ", bare)):
@@ -139,12 +158,19 @@ def words(text: str) -> str | None:
     letters = bare.replace(" ", "").replace("-", "")
     if not letters.isalpha():
         return None
-    is_name = len(letters) > 3 or len(letters) == 1 or was_wrapped or not letters.isascii() or letters.isupper()
+    is_name = (
+        len(letters) > 3
+        or len(letters) == 1
+        or was_wrapped
+        or not letters.isascii()
+        or letters.isupper()
+    )
     return bare if is_name else None
 
 
 def same_words(one: str, other: str) -> bool:
-    """Whether two texts of `words` are one, capital letters of phrases aside: AB is not BA, and x is not X."""
+    """Whether two texts of `words` are one, capital letters of phrases aside: AB is not BA, and x
+    is not X."""
     if len(one) == 1 or (one.isupper() and other.isupper()):
         return one == other
     return one.casefold() == other.casefold()
@@ -174,7 +200,9 @@ _DIGITS = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _POWER = r"\^(?:\{\(?|\(|)(?:1/\d{1,3}|\\frac\{1\}\{\d{1,3}\})(?:\)?\}|\)|)"
 _SYMBOL = rf"(?:\\sqrt(?:\[\d{{1,3}}\])?\{{{_DIGITS}\}}|\\pi|(?:\({_DIGITS}\)|{_DIGITS}){_POWER})"
 _TIMES = r"(?:\*|\\cdot|\\times)?"
-_TERM = rf"(?:{_DIGITS}(?:{_TIMES}{_SYMBOL}){{1,3}}|{_SYMBOL}(?:{_TIMES}{_SYMBOL}){{0,2}}|{_DIGITS})"
+_TERM = (
+    rf"(?:{_DIGITS}(?:{_TIMES}{_SYMBOL}){{1,3}}|{_SYMBOL}(?:{_TIMES}{_SYMBOL}){{0,2}}|{_DIGITS})"
+)
 _FRACTION = rf"(?:\\frac\{{[+-]?{_TERM}\}}\{{[+-]?{_TERM}\}}|\(?[+-]?{_TERM}\)?/\(?[+-]?{_TERM}\)?)"
 _RATIONAL = (
     r"(?P<sign>[+-]?)(?:(?P<whole>\d+)?\\frac\{(?P<a>[+-]?DIGITS)\}\{(?P<b>[+-]?DIGITS)\}|"
@@ -198,11 +226,15 @@ _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>|\\in(?![A-Za-z])"
 
 
 def rational(text: str) -> Fraction | None:
-    """The exact value of a literal without roots and pi, a percent sign counted as a hundredth; None of any other."""
-    found = _RATIONAL_PATTERN.fullmatch(text if " " in text and "/" in text else text.replace(" ", ""))
+    """The exact value of a literal without roots and pi, a percent sign counted as a hundredth;
+    None of any other."""
+    found = _RATIONAL_PATTERN.fullmatch(
+        text if " " in text and "/" in text else text.replace(" ", "")
+    )
     if found is None:
         return None
-    above, below = found["a"] or found["c"] or found["n"], found["b"] or found["d"] or "1"
+    above = found["a"] or found["c"] or found["n"]
+    below = found["b"] or found["d"] or "1"
     if not Fraction(below):
         return None
     value = Fraction(int(found["whole"] or found["w"] or 0)) + Fraction(above) / Fraction(below)
@@ -211,10 +243,15 @@ def rational(text: str) -> Fraction | None:
 
 
 def canonical(text: str) -> str:
-    """One text for the answers that are written alike but for decoration, and for each rational number."""
+    """One text for the answers that are written alike but for decoration, and for each rational
+    number."""
     bare = without_unit(without_name(plain(text))[0])[0] if readable(text) else text
     value = rational(bare)
-    return str(value) if value is not None and max(abs(value.numerator), value.denominator) < 10**300 else bare
+    return (
+        str(value)
+        if value is not None and max(abs(value.numerator), value.denominator) < 10**300
+        else bare
+    )
 
 
 def in_base(text: str) -> tuple[str, str] | None:
@@ -229,8 +266,8 @@ def is_literal(text: str) -> bool:
 
 
 def literals(text: str) -> list[str] | None:
-    """The literals of an answer that holds nothing else: of a number itself, of a pair, set, interval, union, matrix or
-    inequality the parts. None where a part is no literal."""
+    """The literals of an answer that holds nothing else: of a number itself, of a pair, set,
+    interval, union, matrix or inequality the parts. None where a part is no literal."""
     text = without_name(text)[0]
     bare = without_unit(text)[0]
     whole = bare if _MIXED.fullmatch(bare) else bare.replace(" ", "")
@@ -242,6 +279,8 @@ def literals(text: str) -> list[str] | None:
             bare = without_unit(without_name(side.strip())[0])[0].replace(" ", "")
             if is_literal(bare):
                 parts.append(bare)
-            elif bare and not (len(bare) == 1 and bare.isalpha() and (_RELATION.search(part) is not None)):
+            elif bare and not (
+                len(bare) == 1 and bare.isalpha() and (_RELATION.search(part) is not None)
+            ):
                 return None
     return parts or None

@@ -1,7 +1,9 @@
-"""What scores rows: the user's function of `reward.path`, or the verifier of each row's data source.
+"""What scores rows: the user's function of `reward.path`, or the verifier of each row's data
+source.
 
-A row is what JSON carries: (data_source, response text, ground truth, extra_info). An outcome is `{"score": s, "extra":
-{...}}`, or `{"failure": text}` where the function raised or returned nonsense.
+A row is what JSON carries: (data_source, response text, ground truth, extra_info). An outcome is
+`{"score": s, "extra": {...}}`, or `{"failure": text}` where the function raised or returned
+nonsense.
 """
 
 from __future__ import annotations
@@ -47,20 +49,23 @@ Outcome = dict[str, Any]
 class Scoring:
     """The function or the verifiers that the `reward` section names.
 
-    A function that takes data_sources, solution_strs, ground_truths and extra_infos is called once for the samples of a
-    prompt and returns a list; any other is called for each row. Both may be async.
+    A function that takes data_sources, solution_strs, ground_truths and extra_infos is called once
+    for the samples of a prompt and returns a list; any other is called for each row. Both may be
+    async.
 
     Raises:
-        ConfigError: the function or a verifier cannot be loaded or called, or no verifier takes a key of
-            `reward.kwargs`.
+        ConfigError: the function or a verifier cannot be loaded or called, or no verifier takes a
+            key of `reward.kwargs`.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        self._config, self._kwargs = config, dict(config.kwargs)
+        self._config = config
+        self._kwargs = dict(config.kwargs)
         if config.path is not None and config.combine:
             raise ConfigError(
-                f"reward.combine={dict(config.combine)} with reward.path={config.path}, whose function scores every "
-                "row: remove one of them (the function may be a verifier, path/to/file.py:name in reward.combine)"
+                f"reward.combine={dict(config.combine)} with reward.path={config.path}, whose "
+                "function scores every row: remove one of them (the function may be a verifier, "
+                "path/to/file.py:name in reward.combine)"
             )
         self._function = None if config.path is None else load_function(config)
         self._verifiers: Mapping[str, Verifier] = {}
@@ -69,7 +74,8 @@ class Scoring:
         elif self._function is None:
             self._verifiers = by_data_source(config.verifiers)
         self.by_group = self._function is not None and takes_groups(self._function)
-        # the verifiers of data sources compute; one that waits for a server is named in reward.combine
+        # the verifiers of data sources compute; one that waits for a server is named in
+        # reward.combine
         self.is_async = inspect.iscoroutinefunction(self._function) or any(
             verifier.is_async for verifier in self._verifiers.values()
         )
@@ -79,7 +85,8 @@ class Scoring:
         for key in self._kwargs if self._function is None else ():
             if key not in options:
                 raise ConfigError(
-                    f"reward.kwargs.{key} is taken by no verifier (they take: {', '.join(sorted(options))})"
+                    f"reward.kwargs.{key} is taken by no verifier (they take: "
+                    f"{', '.join(sorted(options))})"
                 )
         missing = self._verifiers["*"].needed - self._kwargs.keys() if config.combine else set()
         if missing:
@@ -88,21 +95,25 @@ class Scoring:
 
     @property
     def sources(self) -> list[str] | None:
-        """Data sources with a verifier (a name may end in `*`); None where a function scores all rows."""
+        """Data sources with a verifier (a name may end in `*`); None where a function scores all
+        rows."""
         return None if self._function else sorted(self._verifiers)
 
     def runs_in_driver(self, source: str) -> bool:
-        """Whether rows of this data source need no process of their own; `Verifier.runs_in_driver`."""
+        """Whether rows of this data source need no process of their own;
+        `Verifier.runs_in_driver`."""
         return self._function is None and self._verifier(source).runs_in_driver
 
     def check_installed(self, source: str) -> None:
-        """Raise ConfigError when the verifier of this data source imports a package that is not installed."""
+        """Raise ConfigError when the verifier of this data source imports a package that is not
+        installed."""
         if self._function is None:
             check_installed(self._verifier(source), f"the verifier of data_source {source!r}")
 
     def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
-        """The outcomes of one call: of one row, of the rows of a group, or of any rows without a response (None), whose
-        ground truths alone are looked at. No event loop runs meanwhile, so that the function may run one."""
+        """The outcomes of one call: of one row, of the rows of a group, or of any rows without a
+        response (None), whose ground truths alone are looked at. No event loop runs meanwhile, so
+        that the function may run one."""
         if rows[0][1] is None:
             return self.truths(rows)
         with leaving_no_alarm():
@@ -127,7 +138,8 @@ class Scoring:
         return self._checked(rows, found)
 
     def truths(self, rows: Sequence[Row]) -> list[Outcome]:
-        """For each of these rows without a response why its ground truth cannot be used, or nothing."""
+        """For each of these rows without a response why its ground truth cannot be used, or
+        nothing."""
         return [self._truth(str(source), truth) for source, _, truth, _ in rows]
 
     def _truth(self, source: str, ground_truth: Any) -> Outcome:
@@ -140,17 +152,29 @@ class Scoring:
 
     def _failed(self, rows: Sequence[Row], error: BaseException) -> list[Outcome]:
         file = self._config.path or inspect.getfile(self._verifier(rows[0][0]).function)
-        how = "raised" if self._function or self.is_async else f"cannot use ground truth {shown(rows[0][2])}:"
-        return [{"failure": f"{self._who(row)} {how} {describe_error(error, Path(file))}"} for row in rows]
+        how = (
+            "raised"
+            if self._function or self.is_async
+            else f"cannot use ground truth {shown(rows[0][2])}:"
+        )
+        return [
+            {"failure": f"{self._who(row)} {how} {describe_error(error, Path(file))}"}
+            for row in rows
+        ]
 
     def _checked(self, rows: Sequence[Row], found: Any) -> list[Outcome]:
         if not self.by_group:
             found = [found]
         elif not isinstance(found, Sequence) or len(found) != len(rows):
-            said = f"{self._who(rows[0])} returned {shown(found)}; expected a list of {len(rows)} scores"
+            said = (
+                f"{self._who(rows[0])} returned {shown(found)}; expected a list of {len(rows)} "
+                "scores"
+            )
             return [{"failure": said} for _ in rows]
         weight = self._config.weight
-        return [checked(self._who(row), value, weight) for row, value in zip(rows, found, strict=True)]
+        return [
+            checked(self._who(row), value, weight) for row, value in zip(rows, found, strict=True)
+        ]
 
     def _call(self, rows: Sequence[Row]) -> Any:
         if self._function is None:
@@ -162,7 +186,9 @@ class Scoring:
         copies = [(source, text, truth, dict(info)) for source, text, truth, info in rows]
         if self.by_group:
             columns = [list(column) for column in zip(*copies, strict=True)]
-            return self._function(**dict(zip(GROUP_ARGUMENTS, columns, strict=True)), **self._kwargs)
+            return self._function(
+                **dict(zip(GROUP_ARGUMENTS, columns, strict=True)), **self._kwargs
+            )
         return self._function(**dict(zip(ARGUMENTS, copies[0], strict=True)), **self._kwargs)
 
     def _who(self, row: Row) -> str:
@@ -175,10 +201,13 @@ class Scoring:
 
 
 def matching(source: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
-    """The entry of `known` for a data source: its own name, or the longest one ending in `*` that fits."""
+    """The entry of `known` for a data source: its own name, or the longest one ending in `*` that
+    fits."""
     if source in known:
         return source
-    patterns = [name for name in known if name.endswith("*") and fnmatch.fnmatchcase(str(source), name)]
+    patterns = [
+        name for name in known if name.endswith("*") and fnmatch.fnmatchcase(str(source), name)
+    ]
     return max(patterns, key=len, default=None)
 
 
@@ -187,8 +216,8 @@ def unknown_source(source: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(source), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return (
-        f"no verifier for data_source {source!r}{hint} (known: {', '.join(known)}); give one of your own in "
-        "reward.verifiers, or a function for all rows in reward.path"
+        f"no verifier for data_source {source!r}{hint} (known: {', '.join(known)}); give one of "
+        "your own in reward.verifiers, or a function for all rows in reward.path"
     )
 
 
@@ -201,12 +230,14 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
     """The function `reward.name` of the file `reward.path`, sync or async, of a row or of a group.
 
     Raises:
-        ConfigError: the file is missing or fails to import, has no such function, or the function does not take the
-            arguments data_source, solution_str, ground_truth, extra_info (or those of a group) and those of
-            reward.kwargs.
+        ConfigError: the file is missing or fails to import, has no such function, or the function
+            does not take the arguments data_source, solution_str, ground_truth, extra_info (or
+            those of a group) and those of reward.kwargs.
     """
     module = import_file(Path(str(config.path)), "reward.path")
-    function: Callable[..., Any] = attribute_of(module, config.name, "reward.name", callable, "a function")
+    function: Callable[..., Any] = attribute_of(
+        module, config.name, "reward.name", callable, "a function"
+    )
     arguments = GROUP_ARGUMENTS if takes_groups(function) else ARGUMENTS
     try:
         inspect.signature(function).bind(**dict.fromkeys(arguments), **config.kwargs)
@@ -233,12 +264,14 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 
 @contextmanager
 def leaving_no_alarm() -> Iterator[None]:
-    """Disarm the timers that a call has set and left, and take back its signal handlers: an alarm that goes off later
-    would end another call."""
+    """Disarm the timers that a call has set and left, and take back its signal handlers: an alarm
+    that goes off later would end another call."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: (signal.getsignal(number), signal.getitimer(timer)[0]) for timer, number in _ALARMS}
+    before = {
+        number: (signal.getsignal(number), signal.getitimer(timer)[0]) for timer, number in _ALARMS
+    }
     try:
         yield
     finally:

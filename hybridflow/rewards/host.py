@@ -1,9 +1,9 @@
-"""The process beside the driver that owns the pool: it loads what scores once, forks the pool's processes, gives them
-rows, and kills and replaces one that is past the deadline.
+"""The process beside the driver that owns the pool: it loads what scores once, forks the pool's
+processes, gives them rows, and kills and replaces one that is past the deadline.
 
-`python -m hybridflow.rewards.host SOCKET` speaks lines of JSON over an inherited socket: first the `reward` section
-arrives, and {"ready": data sources} or {"refused": text} is answered; then {"id": n, "rows": [...]} is answered with
-{"id": n, "outcomes": [...]}, in any order.
+`python -m hybridflow.rewards.host SOCKET` speaks lines of JSON over an inherited socket: first the
+`reward` section arrives, and {"ready": data sources} or {"refused": text} is answered; then {"id":
+n, "rows": [...]} is answered with {"id": n, "outcomes": [...]}, in any order.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from hybridflow.rewards.functions import Outcome, Scoring
 from hybridflow.rewards.lines import Lines, connection_of, decoded, encoded
 
 ASYNC_CALLS = 64  # of an async function in flight in one process
-_NEAR = 16  # calls among which one with a known ground truth is looked for, and calls that may overtake another
-_ASYNC_GRACE_S = 2.0  # an async call ends at its deadline by itself, unless the function blocks the event loop
+# calls among which one with a known ground truth is looked for, and calls that may overtake another
+_NEAR = 16
+# an async call ends at its deadline by itself, unless the function blocks the event loop
+_ASYNC_GRACE_S = 2.0
 
 
 @dataclass
@@ -69,7 +71,9 @@ class Host:
     """
 
     def __init__(self, driver: Lines, scoring: Scoring, processes: int, timeout_s: float) -> None:
-        self.driver, self.scoring, self.timeout_s = driver, scoring, timeout_s
+        self.driver = driver
+        self.scoring = scoring
+        self.timeout_s = timeout_s
         self.waiting: deque[_Job] = deque()
         self.events = selectors.DefaultSelector()
         self.processes: list[_Process] = []
@@ -91,7 +95,9 @@ class Host:
                     messages = self.driver.received()
                     if messages is None:
                         return
-                    self.waiting.extend(_Job(message["id"], message["rows"]) for message in messages)
+                    self.waiting.extend(
+                        _Job(message["id"], message["rows"]) for message in messages
+                    )
             self._kill_late()
             self._give()
             self._flush(self.driver, None)
@@ -145,8 +151,9 @@ class Host:
             process.lines.queue({"id": job.number, "rows": job.rows})
 
     def _next(self, process: _Process) -> _Job:
-        """Take the call that a process is to be given. Verifiers keep a ground truth as they have read it: a call with
-        the one that this process was last given comes first, then one with none that another process is at."""
+        """Take the call that a process is to be given. Verifiers keep a ground truth as they have
+        read it: a call with the one that this process was last given comes first, then one with
+        none that another process is at."""
         near = list(itertools.islice(self.waiting, _NEAR))
         others = [other.truth for other in self.processes if other is not process and other.jobs]
         found = 0
@@ -185,7 +192,8 @@ class Host:
                     self.waiting.appendleft(job)
 
     def _end(self, process: _Process) -> int:
-        """Kill a process with all that it started, and start another in its place. Returns how it ended."""
+        """Kill a process with all that it started, and start another in its place. Returns how it
+        ended."""
         self.events.unregister(process.lines.socket)
         process.lines.socket.close()
         self.processes.remove(process)
@@ -248,7 +256,9 @@ def main(argv: Sequence[str]) -> None:
     if orders is None:
         return
     try:
-        config = RewardConfig(**{**orders["config"], "verifiers": tuple(orders["config"]["verifiers"])})
+        config = RewardConfig(
+            **{**orders["config"], "verifiers": tuple(orders["config"]["verifiers"])}
+        )
         scoring = Scoring(config)
     except HybridFlowError as error:
         driver.send({"refused": str(error)})

@@ -1,8 +1,10 @@
-"""The parser of LaTeX that math-verify uses, with the cheaper of ANTLR's two kinds of prediction first.
+"""The parser of LaTeX that math-verify uses, with the cheaper of ANTLR's two kinds of prediction
+first.
 
-ANTLR predicts with the full context of a decision (LL), which it computes anew for each decision of each text, or
-without it (SLL), from a table that grows with use. Its manual (`PredictionMode.SLL`) promises that a text which SLL
-accepts has the same tree with LL. A text that SLL refuses is read again with LL.
+ANTLR predicts with the full context of a decision (LL), which it computes anew for each decision of
+each text, or without it (SLL), from a table that grows with use. Its manual (`PredictionMode.SLL`)
+promises that a text which SLL accepts has the same tree with LL. A text that SLL refuses is read
+again with LL.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def parser() -> type[Any]:
 
         def math(self) -> Any:
             """The tree of the whole text."""
-            self._input.fill()  # a text with a character that is no token ends here, and is not read twice
+            # a text with a character that is no token ends here, and is not read twice
+            self._input.fill()
             exact: Any = self._interp
             cheap = ParserATNSimulator(self, self.atn, tables, self.sharedContextCache)
             cheap.predictionMode = PredictionMode.SLL

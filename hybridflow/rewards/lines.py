@@ -1,5 +1,5 @@
-"""Messages as lines of JSON over a socket, and the processes beside the driver that are spoken to with them. Bytes and
-times, which parquet columns may hold, keep their type."""
+"""Messages as lines of JSON over a socket, and the processes beside the driver that are spoken to
+with them. Bytes and times, which parquet columns may hold, keep their type."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Lines:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self._in, self._out = bytearray(), bytearray()
+        self._in = bytearray()
+        self._out = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message at once (the socket blocks)."""
@@ -52,7 +53,8 @@ class Lines:
         return bool(self._out)
 
     def received(self) -> list[dict[str, Any]] | None:
-        """The messages that are complete after one read; None when the other end has closed the connection."""
+        """The messages that are complete after one read; None when the other end has closed the
+        connection."""
         try:
             part = self.socket.recv(1 << 20)
         except (BlockingIOError, InterruptedError):
@@ -69,16 +71,17 @@ class Lines:
         return [decoded(line) for line in whole.split(b"\n")]
 
     def first(self) -> dict[str, Any] | None:
-        """Wait for a message that comes alone (the socket blocks); None when the other end has closed the
-        connection."""
+        """Wait for a message that comes alone (the socket blocks); None when the other end has
+        closed the connection."""
         while (messages := self.received()) == []:
             continue
         return messages[0] if messages else None
 
 
 def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[bytes], Lines]:
-    """Start `python -m module DESCRIPTOR` without the job's credentials, with the other end of a connection; returns
-    the process and this end. It prints to `log_path`; None: with this process."""
+    """Start `python -m module DESCRIPTOR` without the job's credentials, with the other end of a
+    connection; returns the process and this end. It prints to `log_path`; None: with this
+    process."""
     ours, theirs = socket.socketpair()
     with ExitStack() as opened:
         out = None
@@ -97,7 +100,8 @@ def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[
 
 
 def connection_of(argv: Sequence[str]) -> Lines:
-    """The connection of a process that `start_process` has started, which leaves Ctrl-C to the driver from here on."""
+    """The connection of a process that `start_process` has started, which leaves Ctrl-C to the
+    driver from here on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     print_whole_lines()
     return Lines(socket.socket(fileno=int(argv[0])))

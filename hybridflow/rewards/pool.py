@@ -18,14 +18,16 @@ from hybridflow.rewards.lines import start_process
 
 _START_S = 300.0  # for the user's file to be imported
 _PATIENCE_S = 60.0  # beyond a call's deadline, for the host to say so
-_MAX_PROCESSES, _MAX_HOST_RESTARTS = 16, 3
+_MAX_PROCESSES = 16
+_MAX_HOST_RESTARTS = 3
 
 
 class RewardPool:
     """Starts the host (`rewards.host`) at once and in the background; `start` waits for it.
 
-    Calls begin when they are submitted and run while the caller does something else. A host that has ended is started
-    again, and calls without an answer are submitted again. One thread uses it, and one task at a time collects.
+    Calls begin when they are submitted and run while the caller does something else. A host that
+    has ended is started again, and calls without an answer are submitted again. One thread uses it,
+    and one task at a time collects.
 
     Args:
         config: the `reward` section.
@@ -33,18 +35,27 @@ class RewardPool:
     """
 
     def __init__(self, config: RewardConfig, log_path: Path | None = None) -> None:
-        self.config, self.log_path = config, log_path
+        self.config = config
+        self.log_path = log_path
         self._restarts = RestartLimit(_MAX_HOST_RESTARTS)
         self._jobs: dict[int, list[Row]] = {}  # submitted and not yet answered
         self._outcomes: dict[int, list[Outcome]] = {}
-        self._submitted, self._is_ready = 0, False
+        self._submitted = 0
+        self._is_ready = False
         self.sources: list[str] | None = None
-        self.by_group, self.facts = False, set[str]()
+        self.by_group = False
+        self.facts = set[str]()
         self._launch()
 
     def _launch(self) -> None:
-        combine = {absolute_entry(str(name)): weight for name, weight in self.config.combine.items()}
-        config = replace(self.config, verifiers=tuple(map(absolute_entry, self.config.verifiers)), combine=combine)
+        combine = {
+            absolute_entry(str(name)): weight for name, weight in self.config.combine.items()
+        }
+        config = replace(
+            self.config,
+            verifiers=tuple(map(absolute_entry, self.config.verifiers)),
+            combine=combine,
+        )
         if config.path is not None:
             config = replace(config, path=str(Path(config.path).resolve()))
         self._process, self._lines = start_process("hybridflow.rewards.host", self.log_path)
@@ -67,14 +78,18 @@ class RewardPool:
             raise ConfigError(f"{self._what()} was not loaded within {_START_S:.0f} s") from None
         if loaded is None:
             code = self._process.wait(_PATIENCE_S)
-            raise ConfigError(f"the process that loads {self._what()} ended with code {code}{self._look_at_log()}")
+            raise ConfigError(
+                f"the process that loads {self._what()} ended with code {code}{self._look_at_log()}"
+            )
         if "refused" in loaded:
             raise ConfigError(loaded["refused"])
         self.sources, self.by_group = loaded["ready"], loaded["by_group"]
-        self.facts, self._is_ready = set(loaded["facts"]), True
+        self.facts = set(loaded["facts"])
+        self._is_ready = True
 
     def submit(self, rows: list[Row]) -> int:
-        """Begin a call with these rows; returns its number. ValueError names a type that no JSON holds."""
+        """Begin a call with these rows; returns its number. ValueError names a type that no JSON
+        holds."""
         self.start()
         self._submitted += 1
         self._jobs[self._submitted] = rows
@@ -116,8 +131,9 @@ class RewardPool:
         self.close()
         if not self._restarts.take():
             raise HybridFlowError(
-                f"the process that runs rewards ended {_MAX_HOST_RESTARTS + 1} times within an hour, last with code "
-                f"{self._process.returncode}{self._look_at_log()}; -9 is often a machine without memory"
+                f"the process that runs rewards ended {_MAX_HOST_RESTARTS + 1} times within an "
+                f"hour, last with code {self._process.returncode}{self._look_at_log()}; -9 is "
+                "often a machine without memory"
             )
         self._launch()
         self.start()

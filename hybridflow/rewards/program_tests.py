@@ -1,7 +1,9 @@
-"""Tests of programs as data sets write them, as inputs for the sandbox and what is expected of each.
+"""Tests of programs as data sets write them, as inputs for the sandbox and what is expected of
+each.
 
-What a test expects stays outside of the sandbox wherever it is a value, so that a program cannot look it up: an
-`assert f(1) == 2` is the expression `f(1)` inside, and the comparison with 2 is made here.
+What a test expects stays outside of the sandbox wherever it is a value, so that a program cannot
+look it up: an `assert f(1) == 2` is the expression `f(1)` inside, and the comparison with 2 is made
+here.
 """
 
 from __future__ import annotations
@@ -51,13 +53,19 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
     setup = "\n".join(_lines_of(tests.get(name)) for name in _SETUPS)
     asserts = next((tests[name] for name in _ASSERTS if tests.get(name)), None)
     if asserts is not None:
-        return [_of_assert(text, setup) for text in ([asserts] if isinstance(asserts, str) else asserts)]
+        return [
+            _of_assert(text, setup) for text in ([asserts] if isinstance(asserts, str) else asserts)
+        ]
     if isinstance(tests.get("test"), str):
         return _of_check(tests["test"], str(tests.get("entry_point", "")), setup)
     missing = [name for name in ("inputs", "outputs") if not isinstance(tests.get(name), Sequence)]
     if missing:
-        raise ValueError(f"the ground truth has no {missing[0]!r} (it has: {', '.join(map(str, tests)) or 'nothing'})")
-    inputs, outputs = tests["inputs"], tests["outputs"]
+        raise ValueError(
+            f"the ground truth has no {missing[0]!r} (it has: "
+            f"{', '.join(map(str, tests)) or 'nothing'})"
+        )
+    inputs = tests["inputs"]
+    outputs = tests["outputs"]
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
     make = _of_function(str(tests["fn_name"])) if tests.get("fn_name") else _of_program
@@ -69,7 +77,9 @@ def _from_text(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         if "assert" not in text:
-            raise ValueError(f"the ground truth {text[:80]!r} is neither JSON nor Python with asserts") from None
+            raise ValueError(
+                f"the ground truth {text[:80]!r} is neither JSON nor Python with asserts"
+            ) from None
     lines = [line for line in text.splitlines() if line.strip()]
     return {"asserts": lines if all(line.startswith("assert") for line in lines) else [text]}
 
@@ -88,9 +98,10 @@ def _of_program(given: Any, wanted: Any) -> ProgramTest:
 
 
 def same_output(said: str, expected: str) -> bool:
-    """Whether two outputs have the same tokens. Numbers with a decimal point have a tolerance; an integer that is
-    expected may be written 4.0, and nothing else."""
-    tokens, wanted = said.split(), expected.split()
+    """Whether two outputs have the same tokens. Numbers with a decimal point have a tolerance; an
+    integer that is expected may be written 4.0, and nothing else."""
+    tokens = said.split()
+    wanted = expected.split()
     return len(tokens) == len(wanted) and all(map(_same_token, tokens, wanted))
 
 
@@ -115,10 +126,15 @@ def _of_function(name: str) -> Callable[[Any, Any], ProgramTest]:
     """Tests of a function: an input is its list of arguments, or JSON with an argument a line."""
 
     def make(given: Any, wanted: Any) -> ProgramTest:
-        arguments = [_json_or_text(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+        arguments = (
+            [_json_or_text(line) for line in given.splitlines()]
+            if isinstance(given, str)
+            else list(given)
+        )
         expected = _json_or_text(wanted)
         candidates = [expected, *([wanted] if isinstance(wanted, str) else [])]
-        if isinstance(expected, list) and len(expected) == 1:  # outputs of public data sets are often lists of one
+        # outputs of public data sets are often lists of one
+        if isinstance(expected, list) and len(expected) == 1:
             candidates += [expected[0], _json_or_text(expected[0])]
 
         def judge(said: str) -> str | None:
@@ -143,7 +159,11 @@ def _json_or_text(value: Any) -> Any:
 def _same_value(found: Any, expected: Any) -> bool:
     if isinstance(found, (list, tuple)) and isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(map(_same_value, found, expected))
-    if isinstance(found, float) and isinstance(expected, (int, float)) and not isinstance(expected, bool):
+    if (
+        isinstance(found, float)
+        and isinstance(expected, (int, float))
+        and not isinstance(expected, bool)
+    ):
         return math.isclose(found, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     return bool(found == expected) and isinstance(found, bool) == isinstance(expected, bool)
 
@@ -166,13 +186,19 @@ def _of_condition(condition: ast.expr, setup: str) -> ProgramTest:
     expected: Any = True
     expression = ast.unparse(condition)
     if isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
-        expression, expected = f"bool({ast.unparse(condition.operand)})", False
+        expression = f"bool({ast.unparse(condition.operand)})"
+        expected = False
     elif isinstance(condition, ast.Call):
         expression = f"bool({expression})"
     elif (
-        isinstance(condition, ast.Compare) and len(condition.ops) == 1 and isinstance(condition.ops[0], ast.Eq | ast.Is)
+        isinstance(condition, ast.Compare)
+        and len(condition.ops) == 1
+        and isinstance(condition.ops[0], ast.Eq | ast.Is)
     ):
-        for side, other in ((condition.left, condition.comparators[0]), (condition.comparators[0], condition.left)):
+        for side, other in (
+            (condition.left, condition.comparators[0]),
+            (condition.comparators[0], condition.left),
+        ):
             value = _literal(other)
             if value is not None:
                 return _result(f"{setup}\n_result = ({ast.unparse(side)})", value[0])
@@ -201,26 +227,37 @@ def _result(statements: str, expected: Any) -> ProgramTest:
 
 
 def _statements(text: str) -> ProgramTest:
-    """Statements that must run to their end: a mark behind them that no program can know before tells that they did."""
+    """Statements that must run to their end: a mark behind them that no program can know before
+    tells that they did."""
     mark = secrets.token_hex(16)
     return _result(f"{text}\n_result = {mark!r}", mark)
 
 
 def _of_check(test: str, entry_point: str, setup: str) -> list[ProgramTest]:
-    """HumanEval's form: a function `check` of asserts about `candidate`. Each assert is a test where nothing else is
-    between them."""
+    """HumanEval's form: a function `check` of asserts about `candidate`. Each assert is a test
+    where nothing else is between them."""
     try:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the test {test[:80]!r} is no Python: {error}") from error
-    check = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
+    check = next(
+        (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"),
+        None,
+    )
     if check is None:
         return [_of_assert(test, setup)]
     if not entry_point.isidentifier():
-        raise ValueError(f"entry_point={entry_point!r} is no name of a function, which the test's `check` is given")
+        raise ValueError(
+            f"entry_point={entry_point!r} is no name of a function, which the test's `check` is "
+            "given"
+        )
     asserts = [node for node in check.body if isinstance(node, ast.Assert)]
     others = [node for node in check.body if not isinstance(node, ast.Assert | ast.Pass)]
-    if not asserts or not all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in others):
+    if not asserts or not all(
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in others
+    ):
         return [_statements(f"{setup}\n{test}\ncheck({entry_point})")]
     rest = "\n".join(ast.unparse(node) for node in tree.body if node is not check)
-    return [_of_condition(node.test, f"{setup}\n{rest}\ncandidate = {entry_point}") for node in asserts]
+    return [
+        _of_condition(node.test, f"{setup}\n{rest}\ncandidate = {entry_point}") for node in asserts
+    ]

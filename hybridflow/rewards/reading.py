@@ -1,8 +1,10 @@
-"""What a response says: thinking and answer, and within an answer its boxes, fenced blocks and tagged sections. One
-place for verifiers, judges, tools and doors; the time of each function is linear in the length of the text.
+"""What a response says: thinking and answer, and within an answer its boxes, fenced blocks and
+tagged sections. One place for verifiers, judges, tools and doors; the time of each function is
+linear in the length of the text.
 
-Reasoning models end their thinking with a closing marker; many chat templates (R1 distillations, Qwen3-Thinking)
-already write the opening marker at the end of the prompt, so that a response begins inside its thinking.
+Reasoning models end their thinking with a closing marker; many chat templates (R1 distillations,
+Qwen3-Thinking) already write the opening marker at the end of the prompt, so that a response begins
+inside its thinking.
 """
 
 import bisect
@@ -10,11 +12,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# of a text that the driver reads itself, in at most some 10 ms; longer ones: a process of the pool, or a thread
+# of a text that the driver reads itself, in at most some 10 ms; longer ones: a process of the pool,
+# or a thread
 DRIVER_CHARACTERS = 100_000
 
-# DeepSeek-R1, Qwen3 and GLM-4.5 write <think>, Magistral [THINK], Kimi-VL ◁think▷, Seed-OSS <seed:think>, MiniMax-M3
-# <mm:think>, and Kimi-K3 and Gemma 4 the last two.
+# DeepSeek-R1, Qwen3 and GLM-4.5 write <think>, Magistral [THINK], Kimi-VL ◁think▷, Seed-OSS
+# <seed:think>, MiniMax-M3 <mm:think>, and Kimi-K3 and Gemma 4 the last two.
 _OPENERS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -28,17 +31,21 @@ _OPENERS = {
 _OPENER_OF = {closer: opener for opener, closer in _OPENERS.items()}
 _MARKER = re.compile("|".join(map(re.escape, [*_OPENERS, *_OPENER_OF])))
 
-_INDENT = 64  # how far from a marker the ends of its line are looked for: many markers in one line stay linear
+# how far from a marker the ends of its line are looked for: many markers in one line stay linear
+_INDENT = 64
 _BRACE = re.compile(r"\\(?P<box>boxed|fbox)\s{0,8}\{|\\.|\{++|\}++", re.DOTALL)
 # between boxes that state one answer together: "\boxed{1} and \boxed{2}"
-_BETWEEN_BOXES = re.compile(r"[\s$,;、，]{0,16}(?:\\text\{)?\s{0,8}(?:and|or|和|或)?\s{0,8}\}?[\s$,;、，]{0,16}")
+_BETWEEN_BOXES = re.compile(
+    r"[\s$,;、，]{0,16}(?:\\text\{)?\s{0,8}(?:and|or|和|或)?\s{0,8}\}?[\s$,;、，]{0,16}"
+)
 _FENCE = re.compile(r"(?P<fence>`{3,}|~{3,})[ \t]*(?P<label>[^\s`~{]*)[^`]*$")
 _MAX_LONGER = 4  # closing fences after the first one that a block may extend to
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A response's thinking and answer; `closed` is False where a thinking that began never ended."""
+    """A response's thinking and answer; `closed` is False where a thinking that began never
+    ended."""
 
     thinking: str
     answer: str
@@ -46,7 +53,8 @@ class Reading:
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Whether a prompt's text ends with an opening marker, so that the response begins inside its thinking."""
+    """Whether a prompt's text ends with an opening marker, so that the response begins inside its
+    thinking."""
     return prompt.rstrip().endswith(tuple(_OPENERS))
 
 
@@ -55,14 +63,17 @@ def has_markers(text: str) -> bool:
     return _MARKER.search(text) is not None
 
 
-def read_response(text: str, thinking_open: bool = False, verbatim: Sequence[tuple[int, int]] = ()) -> Reading:
+def read_response(
+    text: str, thinking_open: bool = False, verbatim: Sequence[tuple[int, int]] = ()
+) -> Reading:
     """Split a response into its thinking and the answer that follows its last thinking.
 
-    `thinking_open` says that the prompt ended with an opening marker. A thinking that never ends leaves an empty
-    answer. Without any marker the whole text is the answer. Behind a quotation mark, and after a first thinking, a
-    marker opens another one only at the start of a line, so that an answer (a call's arguments, for example) may
-    mention markers. A closing marker that nothing opened ends a thinking where it begins or ends a line, or a tag
-    follows it. Within `verbatim`, ordered spans of the text, a marker does neither.
+    `thinking_open` says that the prompt ended with an opening marker. A thinking that never ends
+    leaves an empty answer. Without any marker the whole text is the answer. Behind a quotation
+    mark, and after a first thinking, a marker opens another one only at the start of a line, so
+    that an answer (a call's arguments, for example) may mention markers. A closing marker that
+    nothing opened ends a thinking where it begins or ends a line, or a tag follows it. Within
+    `verbatim`, ordered spans of the text, a marker does neither.
     """
     opener = next(iter(_OPENERS)) if thinking_open else ""
     started = ended = 0  # where the current thinking began; where the last one ended
@@ -72,15 +83,26 @@ def read_response(text: str, thinking_open: bool = False, verbatim: Sequence[tup
         if opener:
             if word == _OPENERS[opener] or (thinking_open and not pieces and word in _OPENER_OF):
                 pieces.append(text[started : marker.start()])
-                opener, ended = "", marker.end()
-            elif thinking_open and word in _OPENERS and marker.start() < _INDENT and not text[: marker.start()].strip():
-                opener, started = word, marker.end()  # the model repeats the prompt's marker
+                opener = ""
+                ended = marker.end()
+            elif (
+                thinking_open
+                and word in _OPENERS
+                and marker.start() < _INDENT
+                and not text[: marker.start()].strip()
+            ):
+                # the model repeats the prompt's marker
+                opener = word
+                started = marker.end()
         elif _is_within(marker.start(), verbatim):
             continue
         elif word in _OPENERS:
-            if _begins_line(text, marker.start()) or not (pieces or _is_quoted(text, marker.start())):
+            if _begins_line(text, marker.start()) or not (
+                pieces or _is_quoted(text, marker.start())
+            ):
                 pieces.append(text[ended : marker.start()])
-                opener, started = word, marker.end()
+                opener = word
+                started = marker.end()
         elif not pieces and _stands_apart(text, marker):
             pieces.append(text[: marker.start()])
             ended = marker.end()
@@ -118,11 +140,13 @@ class Box:
 
 
 def last_box(text: str) -> Box | None:
-    r"""The last box of a text; boxes with nothing but a comma or "and" between them are one, \boxed{1}, \boxed{2}."""
+    r"""The last box of a text; boxes with nothing but a comma or "and" between them are one,
+    \boxed{1}, \boxed{2}."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
     open_braces: list[int] = []  # for each the start of its box, or -1
-    spans: list[tuple[int, int, int]] = []  # start, begin of the content, its end; in the order in which they end
+    # start, begin of the content, its end; in the order in which they end
+    spans: list[tuple[int, int, int]] = []
     begins: dict[int, int] = {}
     for found in _BRACE.finditer(text):
         sign = found[0]
@@ -135,7 +159,8 @@ def last_box(text: str) -> Box | None:
         elif found["box"]:
             open_braces.append(found.start())
             begins[found.start()] = found.end()
-    last_open, last = max(open_braces, default=-1), max(spans, default=None)
+    last_open = max(open_braces, default=-1)
+    last = max(spans, default=None)
     if last is None or last_open > last[0]:
         return Box(None, last_open) if last_open >= 0 else None
     joined = [last]
@@ -161,7 +186,8 @@ class Block:
         label: the language behind the opening fence, in small letters, or "".
         text: what is between the fences, without the indentation of the opening one.
         closed: whether a closing fence follows.
-        longer: the texts up to the closing fences after that, shortest first, for a program that has a fence inside.
+        longer: the texts up to the closing fences after that, shortest first, for a program that
+            has a fence inside.
     """
 
     label: str
@@ -185,7 +211,12 @@ def fenced_blocks(text: str) -> list[Block]:
         first = bisect.bisect_left(closings, number + 1)
         ends = closings[first : first + 1 + _MAX_LONGER]
         labelled = next(
-            (at for at in range(number + 1, (ends or [0])[-1]) if (_opening(lines[at]) or ("", ""))[1]), None
+            (
+                at
+                for at in range(number + 1, (ends or [0])[-1])
+                if (_opening(lines[at]) or ("", ""))[1]
+            ),
+            None,
         )
         bodies = [
             _body(lines, number + 1, end, indent)

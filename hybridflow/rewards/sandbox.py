@@ -12,8 +12,10 @@ from pathlib import Path
 
 from hybridflow.errors import ResourceError
 
-_START_S, _PATIENCE_S = 60.0, 30.0
-ENDED = "the sandbox ended"  # `ProgramResult.why` where its process was killed, from outside or by the program
+_START_S = 60.0
+_PATIENCE_S = 30.0
+# `ProgramResult.why` where its process was killed, from outside or by the program
+ENDED = "the sandbox ended"
 COMMAND = ("-I", "-S")  # no environment, no site-packages but numpy
 
 
@@ -44,18 +46,22 @@ class ProgramResult:
 
 
 def _packages() -> list[str]:
-    """The folders of numpy, which programs of public data sets import, and of the libraries in its wheel."""
+    """The folders of numpy, which programs of public data sets import, and of the libraries in its
+    wheel."""
     found = importlib.util.find_spec("numpy")
     folder = Path(str(found and found.origin)).parent
-    return [f"--package={path}" for path in (folder, folder.with_name("numpy.libs")) if path.is_dir()]
+    return [
+        f"--package={path}" for path in (folder, folder.with_name("numpy.libs")) if path.is_dir()
+    ]
 
 
 class Sandbox:
-    """Starts the process that programs are forked from (`sandbox_process`); each program costs forks, no interpreter.
-    The process ends with the thread that has made this object.
+    """Starts the process that programs are forked from (`sandbox_process`); each program costs
+    forks, no interpreter. The process ends with the thread that has made this object.
 
     Raises:
-        ResourceError: this machine forbids user namespaces or the like, so that nothing can be run; says what.
+        ResourceError: this machine forbids user namespaces or the like, so that nothing can be run;
+            says what.
     """
 
     def __init__(self) -> None:
@@ -65,7 +71,12 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *COMMAND, str(Path(__file__).with_name("sandbox_process.py")), *_packages()],
+                [
+                    sys.executable,
+                    *COMMAND,
+                    str(Path(__file__).with_name("sandbox_process.py")),
+                    *_packages(),
+                ],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -80,9 +91,9 @@ class Sandbox:
         if "refused" in answer:
             self.close()
             raise ResourceError(
-                f"programs cannot be run safely on this machine: {answer['refused']}. Code rewards need Linux "
-                "with user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; "
-                "in a container, its seccomp profile)"
+                f"programs cannot be run safely on this machine: {answer['refused']}. Code rewards "
+                "need Linux with user namespaces (sysctl user.max_user_namespaces, "
+                "kernel.apparmor_restrict_unprivileged_userns; in a container, its seccomp profile)"
             )
 
     def run(
@@ -94,17 +105,19 @@ class Sandbox:
         calls: bool = False,
         goes_on: bool = False,
     ) -> ProgramResult:
-        """Run a Python program with this standard input. A sandbox that has ended starts again, in this thread.
+        """Run a Python program with this standard input. A sandbox that has ended starts again, in
+        this thread.
 
         Args:
             code: the program.
             stdin: its standard input.
             limits: of this run; None: the default ones.
-            calls: whether to call a function of the program then. Its name and its arguments are the standard input,
-                [name, [argument, ...]] as JSON, and its result is the last line printed, as JSON. Or the standard
-                input is a JSON text of statements that leave `_result`, and the last line is its `repr` as JSON.
-            goes_on: whether the same program is expected to run again next, in the same namespaces. That costs one
-                fork; the process and /tmp are new, as for another program.
+            calls: whether to call a function of the program then. Its name and its arguments are
+                the standard input, [name, [argument, ...]] as JSON, and its result is the last line
+                printed, as JSON. Or the standard input is a JSON text of statements that leave
+                `_result`, and the last line is its `repr` as JSON.
+            goes_on: whether the same program is expected to run again next, in the same namespaces.
+                That costs one fork; the process and /tmp are new, as for another program.
         """
         limits = limits or Limits()
         if self.has_ended:

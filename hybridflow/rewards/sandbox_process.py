@@ -1,11 +1,13 @@
-"""The process that programs are forked from. Standard library only: `python -I -S sandbox_process.py` with a socket as
-standard input imports nothing else, has an empty environment and holds no secrets that a fork could read.
+"""The process that programs are forked from. Standard library only: `python -I -S
+sandbox_process.py` with a socket as standard input imports nothing else, has an empty environment
+and holds no secrets that a fork could read.
 
-It leaves the host's mounts, network and users behind once (user, mount, network, IPC and UTS namespaces, a root of its
-own without /proc). A fork of it, the nursery, makes a PID and a mount namespace more for each program, one ahead of
-need. Each run of the program, with an input of its own, is a fork of the first process there and gets an empty /tmp,
-limits and a seccomp filter under which it may compute, use its /tmp and start threads, and nothing else: no fork, exec,
-socket, mount or ptrace.
+It leaves the host's mounts, network and users behind once (user, mount, network, IPC and UTS
+namespaces, a root of its own without /proc). A fork of it, the nursery, makes a PID and a mount
+namespace more for each program, one ahead of need. Each run of the program, with an input of its
+own, is a fork of the first process there and gets an empty /tmp, limits and a seccomp filter under
+which it may compute, use its /tmp and start threads, and nothing else: no fork, exec, socket, mount
+or ptrace.
 """
 
 from __future__ import annotations
@@ -28,26 +30,106 @@ from pathlib import Path
 from typing import Any
 
 _libc = ctypes.PyDLL(None, use_errno=True)  # holds the GIL: a fork within a call must not lose it
-_CLONE_NEWNS, _CLONE_NEWPID, _CLONE_NEWUSER, _CLONE_NEWNET = 0x20000, 0x20000000, 0x10000000, 0x40000000
-_CLONE_NEWIPC, _CLONE_NEWUTS = 0x08000000, 0x04000000
+_CLONE_NEWNS = 0x20000
+_CLONE_NEWPID = 0x20000000
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_CLONE_NEWIPC = 0x08000000
+_CLONE_NEWUTS = 0x04000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = (
     1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 )  # fmt: skip
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 4, 38, 22
-_SYS_CLONE, _SYS_PIVOT_ROOT, _SYS_CAPSET = 56, 155, 126
-_NOBODY, _PACKAGES, _GIVEN = 65534, "/packages", "--package="
-_FILES, _THREADS = 64, 32
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_SECCOMP = 22
+_SYS_CLONE = 56
+_SYS_PIVOT_ROOT = 155
+_SYS_CAPSET = 126
+_NOBODY = 65534
+_PACKAGES = "/packages"
+_GIVEN = "--package="
+_FILES = 64
+_THREADS = 32
 _SPARES = 5  # namespaces that are made anew for a program because their first process was killed
-_TMP_FLAGS, _TMP_OPTIONS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size={},nr_inodes=1024,mode=1777"
-# Of x86-64. Files, memory, time, threads' locks, signals within the PID namespace; what acts on others is left out.
+_TMP_FLAGS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+_TMP_OPTIONS = "size={},nr_inodes=1024,mode=1777"
+# Of x86-64. Files, memory, time, threads' locks, signals within the PID namespace; what acts on
+# others is left out.
 _ALLOWED = (
-    *range(0, 16), *range(17, 26), 28, 32, 33, *range(35, 40), 60, 61, 62, 63, 72, 74, 75, 76, 77, 78, 79, 80, 82, 83,
-    84, 85, 87, 88, 89, 90, *range(95, 101), 102, 104, 107, 108, 110, 111, 127, 128, 130, 131, 137, 138, 186, 200, 201,
-    202, 204, 217, 218, 219, 221, *range(228, 235), 257, 258, 262, 263, 264, 266, 267, 269, 270, 271, 273, 281, 290,
-    291, 292, 293, 318, 332, 334, 439,
-)  # fmt: skip
+    *range(0, 16),
+    *range(17, 26),
+    28,
+    32,
+    33,
+    *range(35, 40),
+    60,
+    61,
+    62,
+    63,
+    72,
+    74,
+    75,
+    76,
+    77,
+    78,
+    79,
+    80,
+    82,
+    83,
+    84,
+    85,
+    87,
+    88,
+    89,
+    90,
+    *range(95, 101),
+    102,
+    104,
+    107,
+    108,
+    110,
+    111,
+    127,
+    128,
+    130,
+    131,
+    137,
+    138,
+    186,
+    200,
+    201,
+    202,
+    204,
+    217,
+    218,
+    219,
+    221,
+    *range(228, 235),
+    257,
+    258,
+    262,
+    263,
+    264,
+    266,
+    267,
+    269,
+    270,
+    271,
+    273,
+    281,
+    290,
+    291,
+    292,
+    293,
+    318,
+    332,
+    334,
+    439,
+)
 _Limits = list[tuple[int, tuple[int, int]]]  # what `resource.setrlimit` takes
-_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # of terminals (isatty), and the flags of a descriptor
+# of terminals (isatty), and the flags of a descriptor
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 
 
 def _check(result: int, what: str) -> int:
@@ -59,8 +141,14 @@ def _check(result: int, what: str) -> int:
 
 def _filter() -> bytes:
     """The BPF program of the seccomp filter."""
-    refuse, no_such, allow, kill = 0x00050001, 0x00050026, 0x7FFF0000, 0x80000000
-    equal, above, at_least, bits = 0x15, 0x25, 0x35, 0x45
+    refuse = 0x00050001
+    no_such = 0x00050026
+    allow = 0x7FFF0000
+    kill = 0x80000000
+    equal = 0x15
+    above = 0x25
+    at_least = 0x35
+    bits = 0x45
 
     def load(offset: int) -> bytes:
         return struct.pack("HBBI", 0x20, 0, 0, offset)
@@ -73,20 +161,32 @@ def _filter() -> bytes:
 
     def search(runs: list[tuple[int, int]]) -> bytes:
         if len(runs) == 1:
-            (first, last), end = runs[0], give(allow) + give(refuse)
+            first, last = runs[0]
+            end = give(allow) + give(refuse)
             return unless(at_least, first, 2) + struct.pack("HBBI", above, 1, 0, last) + end
-        lower, upper = runs[: len(runs) // 2], runs[len(runs) // 2 :]
+        lower = runs[: len(runs) // 2]
+        upper = runs[len(runs) // 2 :]
         steps = search(lower)
-        return struct.pack("HBBI", at_least, len(steps) // 8, 0, upper[0][0]) + steps + search(upper)
+        return (
+            struct.pack("HBBI", at_least, len(steps) // 8, 0, upper[0][0]) + steps + search(upper)
+        )
 
     steps = [load(4), struct.pack("HBBI", equal, 1, 0, 0xC000003E), give(kill), load(0)]  # x86-64
     steps += [unless(equal, 435, 1), give(no_such)]  # clone3: the C library falls back to clone
-    steps += [unless(equal, _SYS_CLONE, 4), load(16), unless(bits, 0x10000, 1), give(allow), give(refuse)]
-    steps += [unless(equal, 302, 4), load(16), unless(equal, 0, 1), give(allow), give(refuse)]  # prlimit64 of itself
+    steps += [
+        unless(equal, _SYS_CLONE, 4),
+        load(16),
+        unless(bits, 0x10000, 1),
+        give(allow),
+        give(refuse),
+    ]
+    # prlimit64 of itself
+    steps += [unless(equal, 302, 4), load(16), unless(equal, 0, 1), give(allow), give(refuse)]
     steps += [unless(equal, 16, 2 + 2 * len(_IOCTLS)), load(24)]
     for command in _IOCTLS:
         steps += [unless(equal, command, 1), give(allow)]
-    # The kernel tries all numbers when a filter is installed: a binary search is a third of that time for each program.
+    # The kernel tries all numbers when a filter is installed: a binary search is a third of that
+    # time for each program.
     firsts = [number for number in _ALLOWED if number - 1 not in _ALLOWED]
     lasts = [number for number in _ALLOWED if number + 1 not in _ALLOWED]
     return b"".join([*steps, give(refuse), search(list(zip(firsts, lasts, strict=True)))])
@@ -96,18 +196,32 @@ def _filter() -> bytes:
 _STEPS = ctypes.create_string_buffer(_filter())
 _FILTER = struct.pack("HxxxxxxQ", len(_STEPS) // 8, ctypes.addressof(_STEPS))
 _NO_CAPABILITIES = struct.pack("Ii", 0x20080522, 0), bytes(24)
-_NEW, _END, _END_AND_SAY, _AGAIN = b"n", b"e", b"s", b"."  # requests to the nursery, and to an init
+# requests to the nursery, and to an init
+_NEW = b"n"
+_END = b"e"
+_END_AND_SAY = b"s"
+_AGAIN = b"."
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    given = (source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode())
+    given = (
+        source.encode(),
+        target.encode(),
+        kind.encode() if kind else None,
+        ctypes.c_ulong(flags),
+        data.encode(),
+    )
     _check(_libc.mount(*given), f"mount {target}")
 
 
 def _leave_users() -> None:
-    """Enter the namespaces. Root also maps nobody, whom programs will be; another user is mapped alone."""
-    uid, gid, pid = os.getuid(), os.getgid(), os.getpid()
-    begin, done = os.pipe(), os.pipe()
+    """Enter the namespaces. Root also maps nobody, whom programs will be; another user is mapped
+    alone."""
+    uid = os.getuid()
+    gid = os.getgid()
+    pid = os.getpid()
+    begin = os.pipe()
+    done = os.pipe()
     helper = os.fork() if uid == 0 else -1
     if helper == 0:
         os.close(begin[1])
@@ -136,16 +250,24 @@ def _leave_users() -> None:
 
 
 def _leave_files() -> None:
-    """A root with the interpreter's library, shared libraries and four devices, read-only; nothing else."""
+    """A root with the interpreter's library, shared libraries and four devices, read-only; nothing
+    else."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     root = "/tmp"
     packages = [given.removeprefix(_GIVEN) for given in sys.argv if given.startswith(_GIVEN)]
     library = f"lib/python{sys.version_info.major}.{sys.version_info.minor}"
-    folders = {os.path.realpath(os.path.join(prefix, library)) for prefix in {sys.base_prefix, sys.base_exec_prefix}}
+    folders = {
+        os.path.realpath(os.path.join(prefix, library))
+        for prefix in {sys.base_prefix, sys.base_exec_prefix}
+    }
     folders |= {os.path.realpath(folder) for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64")}
-    kept = [folder for folder in folders if not any(folder.startswith(f"{other}/") for other in folders)]
+    kept = [
+        folder for folder in folders if not any(folder.startswith(f"{other}/") for other in folders)
+    ]
     # by descriptors: what lies in /tmp itself cannot be seen any more once the new root covers it
-    opened = {folder: os.open(folder, os.O_PATH) for folder in (*kept, *packages) if os.path.isdir(folder)}
+    opened = {
+        folder: os.open(folder, os.O_PATH) for folder in (*kept, *packages) if os.path.isdir(folder)
+    }
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     for folder in filter(opened.get, kept):
         _bind(f"/proc/self/fd/{opened[folder]}", root + folder, is_folder=True)
@@ -154,7 +276,11 @@ def _leave_files() -> None:
             os.symlink(os.path.realpath(link), root + link)
     for folder in filter(opened.get, packages):
         with suppress(OSError):  # one that this user may not read: programs miss its package
-            _bind(f"/proc/self/fd/{opened[folder]}", f"{root}{_PACKAGES}/{os.path.basename(folder)}", is_folder=True)
+            _bind(
+                f"/proc/self/fd/{opened[folder]}",
+                f"{root}{_PACKAGES}/{os.path.basename(folder)}",
+                is_folder=True,
+            )
     for descriptor in opened.values():
         os.close(descriptor)
     for device in ("null", "zero", "random", "urandom"):
@@ -175,7 +301,8 @@ def _bind(source: str, target: str, *, is_folder: bool) -> None:
         Path(target).touch()
     _mount(source, target, None, _MS_BIND | _MS_REC)
     if is_folder:
-        flags = os.statvfs(source).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)  # what is locked must stay
+        # what is locked must stay
+        flags = os.statvfs(source).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
         _mount("none", target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags | _MS_NOSUID)
 
 
@@ -229,8 +356,9 @@ def _be_program(order: dict[str, Any], limits: _Limits, files: list[int]) -> Non
 
 
 def _call(names: dict[str, Any]) -> None:
-    """Call a function or a method of `Solution`, or run statements that leave `_result`. Both come over standard input,
-    and the last line is the result, as JSON or as Python writes it: what is expected of it stays outside."""
+    """Call a function or a method of `Solution`, or run statements that leave `_result`. Both come
+    over standard input, and the last line is the result, as JSON or as Python writes it: what is
+    expected of it stays outside."""
     request = json.loads(sys.stdin.read())
     if isinstance(request, str):
         exec(compile(request, "test", "exec"), names)
@@ -243,10 +371,12 @@ def _call(names: dict[str, Any]) -> None:
 
 
 def _be_init(requests: socket.socket) -> None:
-    """The first process of a PID namespace, at whose end the kernel kills all others; does not return.
+    """The first process of a PID namespace, at whose end the kernel kills all others; does not
+    return.
 
-    Each request brings four descriptors, the three of a run and the one on which it says how the run has ended. Before
-    them the first request brings a file with the program, and its message is the limits.
+    Each request brings four descriptors, the three of a run and the one on which it says how the
+    run has ended. Before them the first request brings a file with the program, and its message is
+    the limits.
     """
     try:
         _part_from_parent(requests)
@@ -262,7 +392,13 @@ def _be_init(requests: socket.socket) -> None:
                 if left != _state_of_tmp():
                     if left:
                         _check(_libc.umount2(b"/tmp", 2), "umount /tmp")
-                    _mount("tmpfs", "/tmp", "tmpfs", _TMP_FLAGS, _TMP_OPTIONS.format(order["tmp_bytes"]))
+                    _mount(
+                        "tmpfs",
+                        "/tmp",
+                        "tmpfs",
+                        _TMP_FLAGS,
+                        _TMP_OPTIONS.format(order["tmp_bytes"]),
+                    )
                     left = _state_of_tmp()
                 os.write(status, str(_ended(order, limits, files)).encode())
             except BaseException as error:
@@ -282,17 +418,28 @@ def _part_from_parent(connection: socket.socket) -> None:
 
 
 def _read_order(message: bytes, file: int) -> tuple[dict[str, Any], _Limits]:
-    order = json.loads(message) | {"code": os.read(file, os.fstat(file).st_size).decode(errors="surrogatepass")}
+    order = json.loads(message) | {
+        "code": os.read(file, os.fstat(file).st_size).decode(errors="surrogatepass")
+    }
     os.close(file)
     return order, _limits(order)
 
 
 def _state_of_tmp() -> tuple[int, ...]:
-    """What is as it was after mounting only if a program has left /tmp as it found it: a name takes an inode, and one
-    that was there, a change of mode or a listing sets a time of the folder."""
-    folder, system = os.stat("/tmp"), os.statvfs("/tmp")
+    """What is as it was after mounting only if a program has left /tmp as it found it: a name takes
+    an inode, and one that was there, a change of mode or a listing sets a time of the folder."""
+    folder = os.stat("/tmp")
+    system = os.statvfs("/tmp")
     times = folder.st_atime_ns, folder.st_mtime_ns, folder.st_ctime_ns
-    return folder.st_mode, folder.st_uid, folder.st_gid, folder.st_size, *times, system.f_bfree, system.f_ffree
+    return (
+        folder.st_mode,
+        folder.st_uid,
+        folder.st_gid,
+        folder.st_size,
+        *times,
+        system.f_bfree,
+        system.f_ffree,
+    )
 
 
 def _ended(order: dict[str, Any], limits: _Limits, files: list[int]) -> int:
@@ -300,7 +447,8 @@ def _ended(order: dict[str, Any], limits: _Limits, files: list[int]) -> int:
     program = os.fork()
     if program == 0:
         _be_program(order, limits, files)
-    ended, code = 0, 0
+    ended = 0
+    code = 0
     while ended != program:
         ended, code = os.wait()
     with suppress(ProcessLookupError):
@@ -312,8 +460,9 @@ def _ended(order: dict[str, Any], limits: _Limits, files: list[int]) -> int:
 
 
 def _be_nursery(requests: socket.socket) -> None:
-    """The process that the namespaces come from, ahead of the programs. It sees no program, so that none finds
-    anything of another in its memory. It ends them in the order in which it made them; does not return."""
+    """The process that the namespaces come from, ahead of the programs. It sees no program, so that
+    none finds anything of another in its memory. It ends them in the order in which it made them;
+    does not return."""
     try:
         _part_from_parent(requests)
         inits: list[int] = []
@@ -352,21 +501,33 @@ class _Space:
             socket.send_fds(nursery, [_NEW], [theirs.fileno()])
 
     def run(self, order: dict[str, Any], given: str, began: float) -> dict[str, Any]:
-        """Run the program, the same one each time, with this standard input to its end or its limits."""
-        out, err, status = os.pipe(), os.pipe(), os.pipe()
+        """Run the program, the same one each time, with this standard input to its end or its
+        limits."""
+        out = os.pipe()
+        err = os.pipe()
+        status = os.pipe()
         theirs = [_file_with(given), out[1], err[1], status[1]]
         message = _AGAIN
         if self.order is None:
             self.order = order
             theirs.insert(0, _file_with(order["code"]))
-            message = json.dumps({name: value for name, value in order.items() if name != "code"}).encode()
+            message = json.dumps(
+                {name: value for name, value in order.items() if name != "code"}
+            ).encode()
         with suppress(BrokenPipeError):  # an init that was killed says nothing, which is read below
             socket.send_fds(self._requests, [message], theirs)
         for file in theirs:
             os.close(file)
-        found: dict[int, bytearray] = {out[0]: bytearray(), err[0]: bytearray(), status[0]: bytearray()}
+        found: dict[int, bytearray] = {
+            out[0]: bytearray(),
+            err[0]: bytearray(),
+            status[0]: bytearray(),
+        }
         why = _read(found, status[0], order["output_bytes"], began + order["timeout_s"])
-        text = {name: found[file].decode(errors="replace") for name, file in (("stdout", out[0]), ("stderr", err[0]))}
+        text = {
+            name: found[file].decode(errors="replace")
+            for name, file in (("stdout", out[0]), ("stderr", err[0]))
+        }
         said = found[status[0]].decode()
         for file in found:
             os.close(file)
@@ -377,7 +538,8 @@ class _Space:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its init was killed: it never writes to its requests, so that only their end can be read."""
+        """Whether its init was killed: it never writes to its requests, so that only their end can
+        be read."""
         return bool(select.select([self._requests], [], [], 0)[0])
 
     def close(self, *, waits: bool) -> None:
@@ -434,11 +596,14 @@ def main() -> None:
     _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
     as_root = os.getuid() == 0
     sys.path.append(_PACKAGES)
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its buffers of each thread are more than a program's memory
+    # its buffers of each thread are more than a program's memory
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     lines = control.makefile("rwb")
     try:
         if os.uname().machine != "x86_64":
-            raise OSError(f"its system calls are known for x86_64 alone, not for {os.uname().machine}")
+            raise OSError(
+                f"its system calls are known for x86_64 alone, not for {os.uname().machine}"
+            )
         _leave_users()
         _leave_files()
         if as_root:
@@ -457,7 +622,8 @@ def _nursery() -> socket.socket:
     """Start the process that makes namespaces."""
     import bisect  # noqa: F401  # programs use it
 
-    compile("", "program", "exec")  # makes the interpreter's types of syntax, which each fork would make again
+    # makes the interpreter's types of syntax, which each fork would make again
+    compile("", "program", "exec")
     gc.freeze()
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
@@ -468,17 +634,20 @@ def _nursery() -> socket.socket:
 
 def _answer(lines: io.BufferedRWPair, nursery: socket.socket, as_root: bool) -> None:
     """Run the programs, each in a namespace that was made while an earlier one ran."""
-    space, spare = None, _Space(nursery)
+    space = None
+    spare = _Space(nursery)
     for line in lines:
         began = time.monotonic()
         order: dict[str, Any] = json.loads(line) | {"as_nobody": as_root}
-        given, goes_on = order.pop("stdin"), order.pop("goes_on", False)
+        given = order.pop("stdin")
+        goes_on = order.pop("goes_on", False)
         order.setdefault("calls", False)
         if space is not None and (space.order != order or space.has_ended):
             space.close(waits=False)
             space = None
         if space is None:
-            for _ in range(_SPARES):  # one that is killed at once, as where memory is short, is reported by its run
+            # one that is killed at once, as where memory is short, is reported by its run
+            for _ in range(_SPARES):
                 if not spare.has_ended:
                     break
                 spare.close(waits=True)

@@ -1,6 +1,8 @@
-"""The boundary for what a reward returns: a score that is finite in float32 and plain values beside it, or a refusal.
+"""The boundary for what a reward returns: a score that is finite in float32 and plain values beside
+it, or a refusal.
 
-Nothing behind this boundary checks again: scores, parts of `gdpo` and rewards of turns are finite in float32.
+Nothing behind this boundary checks again: scores, parts of `gdpo` and rewards of turns are finite
+in float32.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ from typing import Any
 
 # of float32's 3.4e38: differences, sums and products with the size of a group stay finite
 _MOST = 1e30
-PART_REWARDS = ("turn_rewards", "token_rewards")  # beside the score: lists of numbers, one for each turn or token
+# beside the score: lists of numbers, one for each turn or token
+PART_REWARDS = ("turn_rewards", "token_rewards")
 
 
 def finite_number(value: Any, factor: float = 1.0) -> float | None:
-    """A number (also a boolean, a scalar, 0-d array or 0-d tensor) as a float, if it and its product with `factor` are
-    at most 1e30 in size, which float32 holds with room for sums; None of anything else."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # of numpy and torch; detached and on the host
+    """A number (also a boolean, a scalar, 0-d array or 0-d tensor) as a float, if it and its
+    product with `factor` are at most 1e30 in size, which float32 holds with room for sums; None of
+    anything else."""
+    # of numpy and torch; detached and on the host
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, (numbers.Real, Decimal)):
         return None
@@ -27,7 +32,11 @@ def finite_number(value: Any, factor: float = 1.0) -> float | None:
         number = float(value)
     except (OverflowError, ValueError):
         return None
-    return number if math.isfinite(number) and max(abs(number), abs(number * factor)) <= _MOST else None
+    return (
+        number
+        if math.isfinite(number) and max(abs(number), abs(number * factor)) <= _MOST
+        else None
+    )
 
 
 def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any]]:
@@ -37,7 +46,8 @@ def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any
         weight: what the score is multiplied with later (`reward.weight`).
 
     Raises:
-        ValueError: there is no finite score of at most 1e30, or rewards of turns or tokens are no list of such numbers.
+        ValueError: there is no finite score of at most 1e30, or rewards of turns or tokens are no
+            list of such numbers.
     """
     extra: dict[str, Any] = {}
     score = found
@@ -47,7 +57,8 @@ def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any
     number = finite_number(score, weight)
     if number is None:
         raise ValueError(
-            f"{shown(found)}; expected a finite number (at most 1e30, also times reward.weight) or a dict with one "
+            f"{shown(found)}; expected a finite number (at most 1e30, also times reward.weight) or "
+            "a dict with one "
             'under "score"'
         )
     for name in PART_REWARDS:
@@ -58,7 +69,11 @@ def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any
 
 def _part_rewards(name: str, values: Any, weight: float) -> list[float]:
     given = values.tolist() if hasattr(values, "tolist") else values
-    found = [finite_number(value, weight) for value in given] if isinstance(given, (list, tuple)) else [None]
+    found = (
+        [finite_number(value, weight) for value in given]
+        if isinstance(given, (list, tuple))
+        else [None]
+    )
     if any(value is None for value in found):
         raise ValueError(f"{name}={shown(values)}, which must be a list of finite numbers")
     return [value for value in found if value is not None]

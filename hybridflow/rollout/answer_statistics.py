@@ -1,7 +1,8 @@
 """What several answers to each held-out prompt say: mean@k, best@k, worst@k, pass@k and maj@k.
 
-Each is the expectation over k answers drawn without replacement from the N that were sampled (maj@k: the mean over the
-N // k blocks of k answers), so that a figure for k < N is that of a validation with k answers.
+Each is the expectation over k answers drawn without replacement from the N that were sampled
+(maj@k: the mean over the N // k blocks of k answers), so that a figure for k < N is that of a
+validation with k answers.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _ANSWER = ("answer", "pred")  # names under which rewards return what they read 
 def answer_statistics(
     scores: np.ndarray, samples: int, extras: Sequence[Mapping[str, Any] | None] | None = None
 ) -> dict[str, float]:
-    """mean@N, and for k of 2, 4, 8, ... and N best@k and worst@k; pass@k (the share of prompts solved by one of k)
-    where every score is 0 or 1, and maj@k where the reward returned an `answer` or `pred` for every row.
+    """mean@N, and for k of 2, 4, 8, ... and N best@k and worst@k; pass@k (the share of prompts
+    solved by one of k) where every score is 0 or 1, and maj@k where the reward returned an `answer`
+    or `pred` for every row.
 
     Args:
         scores: [P * N] the N answers of each prompt one after another.
@@ -30,24 +32,33 @@ def answer_statistics(
     scores_PN = np.asarray(scores, np.float64).reshape(-1, samples)
     answers = _answers(extras)
     is_binary = np.isin(scores_PN, (0.0, 1.0)).all()
-    if answers is not None and is_binary:  # right answers equal the ground truth, and so each other: 0.5 and 1/2
-        answers = [_RIGHT if score else answer for score, answer in zip(scores_PN.ravel(), answers, strict=True)]
+    # right answers equal the ground truth, and so each other: 0.5 and 1/2
+    if answers is not None and is_binary:
+        answers = [
+            _RIGHT if score else answer
+            for score, answer in zip(scores_PN.ravel(), answers, strict=True)
+        ]
     found = {f"mean@{samples}": float(scores_PN.mean())}
-    for k in sorted({*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), samples}):
+    for k in sorted(
+        {*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), samples}
+    ):
         found[f"best@{k}"] = float(best_of(scores_PN, k).mean())
         found[f"worst@{k}"] = -float(best_of(-scores_PN, k).mean())
         if is_binary:
             found[f"pass@{k}"] = found[f"best@{k}"]
         if answers is not None:
-            found[f"maj@{k}"] = float(np.mean([majority(*rows, k) for rows in _by_prompt(scores_PN, answers)]))
+            found[f"maj@{k}"] = float(
+                np.mean([majority(*rows, k) for rows in _by_prompt(scores_PN, answers)])
+            )
     return found
 
 
 def best_of(scores_PN: np.ndarray, k: int) -> np.ndarray:
     """[P] expected largest of k of the N scores, drawn without replacement.
 
-    The i-th smallest score is the largest of C(i - 1, k - 1) of the C(N, k) draws. With scores of 0 and 1 it is the
-    unbiased pass@k, 1 - C(N - c, k) / C(N, k) for c right answers (Chen et al., arXiv 2107.03374, equation 1).
+    The i-th smallest score is the largest of C(i - 1, k - 1) of the C(N, k) draws. With scores of 0
+    and 1 it is the unbiased pass@k, 1 - C(N - c, k) / C(N, k) for c right answers (Chen et al.,
+    arXiv 2107.03374, equation 1).
     """
     samples = scores_PN.shape[1]
     shares = np.array([comb(i, k - 1) / comb(samples, k) for i in range(samples)])
@@ -55,15 +66,19 @@ def best_of(scores_PN: np.ndarray, k: int) -> np.ndarray:
 
 
 def majority(scores: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
-    """Mean score of the most frequent answer of k; over the blocks of k answers, and over answers that are equally
-    frequent."""
+    """Mean score of the most frequent answer of k; over the blocks of k answers, and over answers
+    that are equally frequent."""
     found = []
     for start in range(0, len(scores) - k + 1, k):
         votes: dict[Hashable, list[float]] = {}
-        for answer, score in zip(answers[start : start + k], scores[start : start + k], strict=True):
+        for answer, score in zip(
+            answers[start : start + k], scores[start : start + k], strict=True
+        ):
             votes.setdefault(answer, []).append(score)
         most = max(map(len, votes.values()))
-        found.append(float(np.mean([np.mean(given) for given in votes.values() if len(given) == most])))
+        found.append(
+            float(np.mean([np.mean(given) for given in votes.values() if len(given) == most]))
+        )
     return float(np.mean(found))
 
 
@@ -76,4 +91,6 @@ def _answers(extras: Sequence[Mapping[str, Any] | None] | None) -> list[str] | N
 
 def _by_prompt(scores_PN: np.ndarray, answers: list[str]) -> list[tuple[list[float], list[str]]]:
     samples = scores_PN.shape[1]
-    return [(row.tolist(), answers[i * samples : (i + 1) * samples]) for i, row in enumerate(scores_PN)]
+    return [
+        (row.tolist(), answers[i * samples : (i + 1) * samples]) for i, row in enumerate(scores_PN)
+    ]

@@ -1,7 +1,7 @@
 """Conversations over the engines: an agent loop for each prompt, all at the same time.
 
-A conversation is a task of the driver's event loop: there is no thread for a conversation. What they ask goes to the
-engines request by request, and tools go on beside them.
+A conversation is a task of the driver's event loop: there is no thread for a conversation. What
+they ask goes to the engines request by request, and tools go on beside them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ from hybridflow.agents.formats.base import FORMATS
 from hybridflow.agents.loops.base import LOOPS
 from hybridflow.agents.toolbox import toolbox
 from hybridflow.agents.tools.base import Toolbox, ToolLostError
-from hybridflow.batch import ROUTED, ROUTES, SUPPORT, DataProto, Jagged, Supports, objects, support_columns
+from hybridflow.batch import (
+    ROUTED,
+    ROUTES,
+    SUPPORT,
+    DataProto,
+    Jagged,
+    Supports,
+    objects,
+    support_columns,
+)
 from hybridflow.config import derived
 from hybridflow.config.registry import describe_error
 from hybridflow.config.schema import RunConfig
@@ -42,17 +51,19 @@ from hybridflow.rollout.requests import Request, Requests
 from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
-# besides those of `Rollouts.batch`: what the reward sees as the response (the last answer), the messages after
-# the prompt, the number of answers and of tools called, what went wrong in the agent loop (None: nothing), and the
-# rewards that the loop gave, where it gives any
+# besides those of `Rollouts.batch`: what the reward sees as the response (the last answer), the
+# messages after the prompt, the number of answers and of tools called, what went wrong in the agent
+# loop (None: nothing), and the rewards that the loop gave, where it gives any
 COLUMNS = ("answer_text", "messages", "turns", "tool_calls", "agent_failure")
 TURN_REWARDS = "turn_rewards"
 _SAMPLED = ("response_ids", "rollout_log_probs", "response_versions")
 _ROW = ("data_source", "ground_truth", "extra_info")
 SINGLE_TURN = "single_turn"  # the loop that needs no conversation
 _POLL_S = 0.25
-# while no engine works, the longest wait for environments and programs that are at work, and between two looks at them
-_TOGETHER_S, _STEP_S = 2.0, 0.001
+# while no engine works, the longest wait for environments and programs that are at work, and
+# between two looks at them
+_TOGETHER_S = 2.0
+_STEP_S = 0.001
 _SETTLED = 10  # times that the event loop goes round without another conversation asking
 _log = logging.getLogger(__name__)
 
@@ -63,7 +74,8 @@ class _Sample:
 
     Attributes:
         before: answers that an earlier process was given, and this one has not come to yet.
-        answers: those that it was given, each with the number of tokens that it follows, as a row of a batch.
+        answers: those that it was given, each with the number of tokens that it follows, as a row
+            of a batch.
         request: the tokens that it waits for now.
     """
 
@@ -83,7 +95,8 @@ class _Sample:
 
 
 class Conversations:
-    """`Engines` whose answers are conversations: an agent loop for each, a task of the driver's event loop.
+    """`Engines` whose answers are conversations: an agent loop for each, a task of the driver's
+    event loop.
 
     Args:
         engines: answer what conversations ask.
@@ -95,15 +108,21 @@ class Conversations:
         DataError: the chat template cannot show an observation after an answer.
     """
 
-    def __init__(self, engines: Requests, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None) -> None:
-        self.engines, self.tokenizer, self.config = engines, tokenizer, config
+    def __init__(
+        self, engines: Requests, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None
+    ) -> None:
+        self.engines = engines
+        self.tokenizer = tokenizer
+        self.config = config
         self.agent = config.rollout.agent
         log_path = None if logs is None else logs / "environments.log"
         self._episodes = None if self.agent.environment is None else Episodes(self.agent, log_path)
         self._agent_loop = LOOPS.get(self.agent.loop)
         self._tools = self._toolbox()
         sets = val_sets(config).items()
-        self._tokenizers = {name: tokenizer.with_template(one.chat_template_kwargs) for name, one in sets}
+        self._tokenizers = {
+            name: tokenizer.with_template(one.chat_template_kwargs) for name, one in sets
+        }
         role = self.agent.observation_role
         for one in self._tokenizers.values():
             one.template.check(role, with_calls=role == "tool" and self.agent.loop == "tools")
@@ -113,29 +132,40 @@ class Conversations:
         self._completions = CompletionServer()
 
     def _toolbox(self) -> Toolbox:
-        template, chosen = self.tokenizer.template, self.agent.call_format
+        template = self.tokenizer.template
+        chosen = self.agent.call_format
         found = toolbox(self.config, thinking_open=template.opens_thinking)
         shown = format_of(template.example_call) if found.tools and template.example_call else None
         if shown not in (None, chosen) and chosen in FORMATS.names():
             _log.warning(
-                "rollout.agent.call_format=%s, and the chat template writes calls as %s: the policy may never call a "
-                "tool; set rollout.agent.call_format=%s",
+                "rollout.agent.call_format=%s, and the chat template writes calls as %s: the "
+                "policy may never call a tool; set rollout.agent.call_format=%s",
                 *(chosen, shown, shown),
             )
         return found
 
-    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[_Sample]:
+    def begin(
+        self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
+    ) -> list[_Sample]:
         """Begin a conversation for each prompt.
 
         Args:
-            begun: the answers of such conversations, with `row` [b]. Agent loops run from the beginning, and are given
-                these answers for as long as they show the policy what it was shown before.
+            begun: the answers of such conversations, with `row` [b]. Agent loops run from the
+                beginning, and are given these answers for as long as they show the policy what it
+                was shown before.
         """
-        rows = prompts.select([name for name in ("prompt_ids", "uid", VAL_SET, ROOM, *_ROW) if name in prompts]).fetch()
+        rows = prompts.select(
+            [name for name in ("prompt_ids", "uid", VAL_SET, ROOM, *_ROW) if name in prompts]
+        ).fetch()
         uids = rows["uid"].tolist() if "uid" in rows else [None] * len(rows)
         val_sets = rows[VAL_SET].tolist() if VAL_SET in rows else [""] * len(rows)
-        room = rows[ROOM].tolist() if ROOM in rows else [self.config.data.max_response_length] * len(rows)
-        first, recorded = self._next_number, _recorded(begun)
+        room = (
+            rows[ROOM].tolist()
+            if ROOM in rows
+            else [self.config.data.max_response_length] * len(rows)
+        )
+        first = self._next_number
+        recorded = _recorded(begun)
         self._next_number += len(rows)
         samples = []
         for row, ids in enumerate(rows.jagged("prompt_ids")):
@@ -159,7 +189,8 @@ class Conversations:
         return samples
 
     async def advance(self) -> None:
-        """Let conversations go on: ask the engines, and wait a moment for them or for what works beside them.
+        """Let conversations go on: ask the engines, and wait a moment for them or for what works
+        beside them.
 
         Raises:
             HybridFlowError: what `Requests.advance` raises.
@@ -189,30 +220,42 @@ class Conversations:
         failed = [one.failure for one in found if one.failure]
         if failed and len(failed) == len(found):
             raise HybridFlowError(
-                f"rollout.agent.loop={self.agent.loop} failed in all {len(failed)} conversations, the first with: "
-                f"{failed[0]}"
+                f"rollout.agent.loop={self.agent.loop} failed in all {len(failed)} conversations, "
+                f"the first with: {failed[0]}"
             )
         if failed:
-            _log.warning("%d of %d conversations failed, the first: %s", len(failed), len(found), failed[0])
+            _log.warning(
+                "%d of %d conversations failed, the first: %s", len(failed), len(found), failed[0]
+            )
         batch = as_batch(found, with_rewards=self._agent_loop.gives_rewards)
         is_training = any(one.training for one in samples)
         if is_training and derived.needs_support(self.config):
-            batch = batch.with_columns(**support_columns([Supports.concat(one.supports) for one in found]))
+            batch = batch.with_columns(
+                **support_columns([Supports.concat(one.supports) for one in found])
+            )
         if not (is_training and derived.needs_engine_routes(self.config)):
             return batch
         rows = [_routes(one, self.config) for one in found]
-        known = np.array([0 if one.routes is None or one.failure else len(one.routes) for one in found], np.int64)
-        return batch.with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)}).with_columns(**{ROUTED: known})
+        known = np.array(
+            [0 if one.routes is None or one.failure else len(one.routes) for one in found], np.int64
+        )
+        return batch.with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)}).with_columns(
+            **{ROUTED: known}
+        )
 
     def shown(self, samples: Sequence[_Sample]) -> DataProto:
         """The conversations as `batch` returns them, without the experts of their tokens."""
-        return as_batch([one.conversation for one in samples], with_rewards=self._agent_loop.gives_rewards)
+        return as_batch(
+            [one.conversation for one in samples], with_rewards=self._agent_loop.gives_rewards
+        )
 
     async def begun(self, samples: Sequence[_Sample]) -> DataProto | None:
-        """The answers of these conversations, in order, with `shown`, which tells what the policy had been shown."""
+        """The answers of these conversations, in order, with `shown`, which tells what the policy
+        had been shown."""
         asking = [(one, one.request) for one in samples if one.request is not None]
         now = await self.engines.begun([request for _, request in asking])
-        at: dict[int, int] = {}  # by the number of a conversation: the row of the answer that it waits for
+        # by the number of a conversation: the row of the answer that it waits for
+        at: dict[int, int] = {}
         for row, place in enumerate([] if now is None else now["sample"].tolist()):
             at[asking[place][0].number] = row
         parts: list[DataProto] = []
@@ -270,8 +313,11 @@ class Conversations:
             conversation.end = str(over)
         except (EpisodeError, ToolLostError) as error:
             conversation.failure = str(error)
-        except (Exception, SystemExit) as error:  # of the user's loop: this conversation is lost, the run goes on
-            conversation.failure = describe_error(error, Path(inspect.getfile(self._agent_loop.function)))
+        except (Exception, SystemExit) as error:
+            # of the user's loop: this conversation is lost, the run goes on
+            conversation.failure = describe_error(
+                error, Path(inspect.getfile(self._agent_loop.function))
+            )
         else:
             conversation.end = "the agent loop returned"
         finally:
@@ -284,7 +330,8 @@ class Conversations:
         if one.before:
             again = one.before.popleft()
             if again["shown"][0] != _digest(tokens) or again.lengths("response_ids")[0] > most:
-                one.before.clear()  # a tool or an environment said something else: the policy is asked from here on
+                # a tool or an environment said something else: the policy is asked from here on
+                one.before.clear()
             elif again["finish_reason"][0] == CUT_SHORT:
                 begun = again.drop(["row", "shown"])
             else:
@@ -307,19 +354,25 @@ class Conversations:
         return _sampled(answer, row, len(tokens), most)
 
     async def _settle(self) -> None:
-        """Let every conversation that can go on at once do so. While no engine works, environments and programs are
-        waited for, so that what follows their steps goes to the engines together."""
-        quiet, before, end = 0, -1, time.monotonic() + _TOGETHER_S
+        """Let every conversation that can go on at once do so. While no engine works, environments
+        and programs are waited for, so that what follows their steps goes to the engines
+        together."""
+        quiet = 0
+        before = -1
+        end = time.monotonic() + _TOGETHER_S
         while quiet < _SETTLED:
             is_stepping = self._is_stepping() and time.monotonic() < end
             is_quiet = self.engines.num_new == before and not is_stepping
-            quiet, before = (quiet + 1 if is_quiet else 0), self.engines.num_new
+            quiet = quiet + 1 if is_quiet else 0
+            before = self.engines.num_new
             await asyncio.sleep(_STEP_S if is_stepping else 0)
 
     def _is_stepping(self) -> bool:
         if self.engines.is_working:
             return False
-        return self._completions.is_active or (self._episodes is not None and self._episodes.waiting)
+        return self._completions.is_active or (
+            self._episodes is not None and self._episodes.waiting
+        )
 
     async def _wait(self, seconds: float) -> None:
         """Until a conversation asks or ends, or so long."""
@@ -371,7 +424,8 @@ def _sampled(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
 
 
 def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
-    """Experts `[prompt and conversation, layers, k]`; of what follows the last request they are not known."""
+    """Experts `[prompt and conversation, layers, k]`; of what follows the last request they are not
+    known."""
     routes = free_routes(config, len(conversation.prompt) + len(conversation.tokens))
     if conversation.routes is not None and conversation.failure is None:
         routes[: len(conversation.routes)] = conversation.routes
@@ -379,7 +433,8 @@ def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
 
 
 def as_batch(conversations: Sequence[Conversation], *, with_rewards: bool = False) -> DataProto:
-    """A row for each conversation. Nothing of one that failed was sampled as far as training is concerned."""
+    """A row for each conversation. Nothing of one that failed was sampled as far as training is
+    concerned."""
     masks = [np.array(one.mask, np.bool_) & (one.failure is None) for one in conversations]
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([one.tokens for one in conversations], np.int64),
@@ -387,7 +442,9 @@ def as_batch(conversations: Sequence[Conversation], *, with_rewards: bool = Fals
         "rollout_log_probs": Jagged.from_rows([one.log_probs for one in conversations], np.float32),
         "response_versions": Jagged.from_rows([one.versions for one in conversations], np.int64),
         "finish_reason": objects([one.finish_reason for one in conversations]),
-        "weight_version": objects([str(one.versions[-1]) if one.versions else "" for one in conversations]),
+        "weight_version": objects(
+            [str(one.versions[-1]) if one.versions else "" for one in conversations]
+        ),
         "answer_text": objects([_last_answer(one) for one in conversations]),
         "messages": objects([one.messages for one in conversations]),
         "turns": np.array([one.answered for one in conversations], np.int64),
@@ -400,11 +457,19 @@ def as_batch(conversations: Sequence[Conversation], *, with_rewards: bool = Fals
 
 
 def _last_answer(conversation: Conversation) -> str:
-    said = [message["content"] for message in conversation.messages if message["role"] == "assistant"]
+    said = [
+        message["content"] for message in conversation.messages if message["role"] == "assistant"
+    ]
     return said[-1] if said else ""
 
 
-def conversing(engines: Requests, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None) -> Engines:
-    """The engines, with conversations over them where `rollout.agent.loop` holds any; the arguments are those of
-    `Conversations`."""
-    return Conversations(engines, tokenizer, config, logs) if config.rollout.agent.loop != SINGLE_TURN else engines
+def conversing(
+    engines: Requests, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None
+) -> Engines:
+    """The engines, with conversations over them where `rollout.agent.loop` holds any; the arguments
+    are those of `Conversations`."""
+    return (
+        Conversations(engines, tokenizer, config, logs)
+        if config.rollout.agent.loop != SINGLE_TURN
+        else engines
+    )

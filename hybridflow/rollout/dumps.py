@@ -1,4 +1,5 @@
-"""Dumps of a step's samples: written for people, and read back to train on them again instead of generating."""
+"""Dumps of a step's samples: written for people, and read back to train on them again instead of
+generating."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from hybridflow.batch import ROUTES, SUPPORT, Column, DataProto, Jagged, objects
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError, SchemaError
-from hybridflow.observe.rollouts import MADE_WITH, TOKEN_COLUMNS, dump_path, dump_rollouts, list_dumps
+from hybridflow.observe.rollouts import (
+    MADE_WITH,
+    TOKEN_COLUMNS,
+    dump_path,
+    dump_rollouts,
+    list_dumps,
+)
 
 # large, and neither people nor training need them
 _NOT_DUMPED = (
@@ -27,32 +34,61 @@ _NOT_DUMPED = (
 )
 # without these there is nothing to train on
 _NEEDED = (
-    *("uid", "prompt_ids", "response_ids", "rollout_log_probs", RESPONSE_MASK, "response_versions", "score"),
-    *("data_source", "ground_truth", "extra_info", "response_text", "finish_reason", "weight_version"),
+    *(
+        "uid",
+        "prompt_ids",
+        "response_ids",
+        "rollout_log_probs",
+        RESPONSE_MASK,
+        "response_versions",
+        "score",
+    ),
+    *(
+        "data_source",
+        "ground_truth",
+        "extra_info",
+        "response_text",
+        "finish_reason",
+        "weight_version",
+    ),
 )
 _MOST_LOG_PROB = 0.1  # of a probability of one, rounded
 _CONVERSATION = ("messages", "turns", "tool_calls", "agent_failure")
-_MODEL_FACTS = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_experts", "vocab_size")
+_MODEL_FACTS = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_experts",
+    "vocab_size",
+)
 
 
 def identity(hf_config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a dump says about the run that wrote it, so that no other model is trained on its tokens."""
+    """What a dump says about the run that wrote it, so that no other model is trained on its
+    tokens."""
     facts = {name: hf_config[name] for name in _MODEL_FACTS if hf_config.get(name) is not None}
     return {**facts, "tokenizer": tokenizer.digest()}
 
 
 def dump_batch(
-    folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer, made_with: Mapping[str, Any] | None = None
+    folder: Path,
+    step: int,
+    batch: DataProto,
+    tokenizer: Tokenizer,
+    made_with: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write what happened to each sample, for people and for `read_batch`: `folder/step_N.parquet`. Token columns are
-    read a few rows at a time.
+    """Write what happened to each sample, for people and for `read_batch`: `folder/step_N.parquet`.
+    Token columns are read a few rows at a time.
 
     Args:
         made_with: see `identity`.
     """
     names = [name for name in batch.columns if name not in _NOT_DUMPED]
     pieces = batch.pieces(names)
-    dump_rollouts(dump_path(folder, step), (_dumped(piece, step, tokenizer) for piece in pieces), made_with)
+    dump_rollouts(
+        dump_path(folder, step), (_dumped(piece, step, tokenizer) for piece in pieces), made_with
+    )
 
 
 def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -85,9 +121,12 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
     if "greedy_scores" in batch:
         rows["greedy_score"] = batch["greedy_scores"].tolist()
     if "advantages" in batch:
-        rows["advantage"] = [_mean(row[kept]) for row, kept in zip(batch.jagged("advantages"), mask, strict=True)]
+        rows["advantage"] = [
+            _mean(row[kept]) for row, kept in zip(batch.jagged("advantages"), mask, strict=True)
+        ]
     if "old_log_probs" in batch:
-        old, rollout = batch.jagged("old_log_probs"), batch.jagged("rollout_log_probs")
+        old = batch.jagged("old_log_probs")
+        rollout = batch.jagged("rollout_log_probs")
         difference = Jagged(np.abs(old.values - rollout.values), old.offsets)
         sampled = [row[kept] for row, kept in zip(difference, mask, strict=True)]
         rows["logprob_diff_mean"] = [_mean(row) for row in sampled]
@@ -96,15 +135,20 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def _failures(batch: DataProto) -> list[str | None]:
-    """The text with which the scoring of a row failed; what a reward itself calls "failure" is none."""
+    """The text with which the scoring of a row failed; what a reward itself calls "failure" is
+    none."""
     return batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
 
 
 def _extras(batch: DataProto) -> list[dict[str, Any]]:
-    """What the reward returned beside the score; of a row that failed, for people, the text of the failure."""
+    """What the reward returned beside the score; of a row that failed, for people, the text of the
+    failure."""
     extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [None] * len(batch)
     texts = _failures(batch)
-    return [(extra or {}) | ({"failure": text} if text else {}) for extra, text in zip(extras, texts, strict=True)]
+    return [
+        (extra or {}) | ({"failure": text} if text else {})
+        for extra, text in zip(extras, texts, strict=True)
+    ]
 
 
 def _mean(values: np.ndarray) -> float:
@@ -131,11 +175,18 @@ class Dumps:
         with_support: whether the run needs what each token was sampled among.
     """
 
-    def __init__(self, path: Path, made_with: Mapping[str, Any], rows: int, with_support: bool = False) -> None:
-        self.path, self.made_with, self.rows, self.with_support = path, made_with, rows, with_support
+    def __init__(
+        self, path: Path, made_with: Mapping[str, Any], rows: int, with_support: bool = False
+    ) -> None:
+        self.path = path
+        self.made_with = made_with
+        self.rows = rows
+        self.with_support = with_support
         self._files = dict(list_dumps(path) if path.is_dir() else list_dumps(path.parent))
         if not path.is_dir():
-            self._files = {step: file for step, file in self._files.items() if file.name == path.name}
+            self._files = {
+                step: file for step, file in self._files.items() if file.name == path.name
+            }
 
     def last_after(self, step: int) -> int:
         """The last of the steps that follow `step` without a gap.
@@ -149,13 +200,15 @@ class Dumps:
         if last == step:
             there = ", ".join(map(str, sorted(self._files))) or "none"
             raise DataError(
-                f"trainer.rollouts_from={self.path}: this run goes on with step {step + 1}, and there is no dump of it "
-                f"(steps with a dump: {there}); begin from the checkpoint of the step before the first dump"
+                f"trainer.rollouts_from={self.path}: this run goes on with step {step + 1}, and "
+                f"there is no dump of it (steps with a dump: {there}); begin from the checkpoint "
+                "of the step before the first dump"
             )
         return last
 
     def check(self, after: int) -> None:
-        """Before anything is started, read the dump of the step after this one; errors as in the methods below."""
+        """Before anything is started, read the dump of the step after this one; errors as in the
+        methods below."""
         self.last_after(after)
         self.batch(after + 1)
 
@@ -164,14 +217,16 @@ class Dumps:
         batch = read_batch(self._files[step], self.made_with)
         if len(batch) != self.rows:
             raise DataError(
-                f"{self._files[step]} holds {len(batch)} samples, and a step of this run has {self.rows} "
-                "(data.train_batch_size x rollout.n); set these as they were in the run that wrote it"
+                f"{self._files[step]} holds {len(batch)} samples, and a step of this run has "
+                f"{self.rows} (data.train_batch_size x rollout.n); set these as they were in the "
+                "run that wrote it"
             )
         if (SUPPORT[0] in batch) != self.with_support:
             raise DataError(
-                f"{self._files[step]} was sampled {'from all' if self.with_support else 'among some'} tokens of the "
-                "vocabulary, and this run's rollout.sampling says otherwise: set top_p, top_k and min_p as they were "
-                "in the run that wrote it"
+                f"{self._files[step]} was sampled "
+                f"{'from all' if self.with_support else 'among some'} tokens of the vocabulary, "
+                "and this run's rollout.sampling says otherwise: set top_p, top_k and min_p as "
+                "they were in the run that wrote it"
             )
         return batch
 
@@ -180,21 +235,21 @@ def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
     """The batch of a dump as it was before the step trained on it: prompts, responses and scores.
 
     Raises:
-        DataError: the file is missing, cut off or damaged; has no tokens; or is of another model or tokenizer than
-            `made_with` says.
+        DataError: the file is missing, cut off or damaged; has no tokens; or is of another model or
+            tokenizer than `made_with` says.
     """
     held = read_parquet(path)
     if missing := [name for name in _NEEDED if name not in held]:
         raise DataError(
-            f"{path} has no {', '.join(missing)}, so it cannot be trained on; give rollouts/ of a run that this "
-            "version wrote"
+            f"{path} has no {', '.join(missing)}, so it cannot be trained on; give rollouts/ of a "
+            "run that this version wrote"
         )
     theirs = held.meta.get(MADE_WITH, {})
     for name, ours in made_with.items():
         if theirs.get(name) != ours:
             raise DataError(
-                f"{path} is a dump of another {'tokenizer' if name == 'tokenizer' else 'model'}: {name} is "
-                f"{theirs.get(name)} there and {ours} in this run"
+                f"{path} is a dump of another {'tokenizer' if name == 'tokenizer' else 'model'}: "
+                f"{name} is {theirs.get(name)} there and {ours} in this run"
             )
     try:
         _check_tokens(held, int(made_with.get("vocab_size", np.iinfo(np.int64).max)))
@@ -204,18 +259,25 @@ def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
 
 
 def _check_tokens(held: DataProto, vocab_size: int) -> None:
-    """ValueError for tokens that the model does not have, and for numbers that no engine gives. A file may be whole and
-    not hold what a run writes."""
+    """ValueError for tokens that the model does not have, and for numbers that no engine gives. A
+    file may be whole and not hold what a run writes."""
     for name in ("prompt_ids", "response_ids"):
         ids = held.jagged(name).values
         if not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"{name} are {ids.dtype}, not whole numbers")
         wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if len(wrong):
-            raise ValueError(f"{name} has the token {ids[wrong[0]]}, which the model's vocabulary does not have")
-    log_probs, scores = held.jagged("rollout_log_probs").values, held.dense("score")
-    if not np.issubdtype(log_probs.dtype, np.floating) or not np.issubdtype(scores.dtype, np.floating):
-        raise ValueError(f"rollout_log_probs are {log_probs.dtype}, scores {scores.dtype}, not numbers")
+            raise ValueError(
+                f"{name} has the token {ids[wrong[0]]}, which the model's vocabulary does not have"
+            )
+    log_probs = held.jagged("rollout_log_probs").values
+    scores = held.dense("score")
+    if not np.issubdtype(log_probs.dtype, np.floating) or not np.issubdtype(
+        scores.dtype, np.floating
+    ):
+        raise ValueError(
+            f"rollout_log_probs are {log_probs.dtype}, scores {scores.dtype}, not numbers"
+        )
     if np.isnan(log_probs).any() or (log_probs > _MOST_LOG_PROB).any():
         raise ValueError("rollout_log_probs has a value that is no logarithm of a probability")
     mask = held.jagged(RESPONSE_MASK).values.reshape(-1, 2)[:, 0]
@@ -225,7 +287,9 @@ def _check_tokens(held: DataProto, vocab_size: int) -> None:
 
 def _trained_columns(held: DataProto) -> dict[str, Column]:
     columns: dict[str, Column] = {
-        name: held[name] for name in _NEEDED if name not in ("score", RESPONSE_MASK, "response_versions")
+        name: held[name]
+        for name in _NEEDED
+        if name not in ("score", RESPONSE_MASK, "response_versions")
     }
     lengths = held.jagged("response_ids").lengths
     columns["scores"] = held["score"]
@@ -241,8 +305,13 @@ def _trained_columns(held: DataProto) -> dict[str, Column]:
         columns |= {name: held[name] for name in _CONVERSATION}
     if "reward_extra" in held:
         extras = [json.loads(text) for text in held["reward_extra"].tolist()]
-        # a dump of an older version has the failures among what the reward returned, and nowhere else
-        failures = held["reward_failure"].tolist() if "reward_failure" in held else [e.get("failure") for e in extras]
+        # a dump of an older version has the failures among what the reward returned, and nowhere
+        # else
+        failures = (
+            held["reward_failure"].tolist()
+            if "reward_failure" in held
+            else [e.get("failure") for e in extras]
+        )
         for extra, text in zip(extras, failures, strict=True):
             if text is not None:
                 del extra["failure"]

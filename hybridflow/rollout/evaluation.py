@@ -28,18 +28,22 @@ from hybridflow.rollout.protocols import ROOM, Rollouts
 from hybridflow.rollout.sampling_control import without_rows
 
 SCORING = DataflowStep(
-    "reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")
+    "reward",
+    ("response_ids", "data_source", "ground_truth", "extra_info"),
+    ("response_text", "scores"),
 )
 
 # ReMax compares with the answer that validation's sampling gives, which has to be the greedy one
 GREEDY = DataflowStep("greedy answers", ("prompt_ids",), ("greedy_scores",))
 
-_MARKER_TOKENS = 16  # at the end of a prompt, which hold a marker that opens the thinking, spelled out or not
+# at the end of a prompt, which hold a marker that opens the thinking, spelled out or not
+_MARKER_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """Rows whose scoring has begun: their texts, and what is collected for them, or what an agent loop gave."""
+    """Rows whose scoring has begun: their texts, and what is collected for them, or what an agent
+    loop gave."""
 
     texts: Sequence[str]
     rows: Submitted | Sequence[ScoreResult]
@@ -49,29 +53,37 @@ class Scorer:
     """Decodes responses and asks the reward function."""
 
     def __init__(self, rewards: RewardManager, tokenizer: Tokenizer) -> None:
-        self.rewards, self.tokenizer = rewards, tokenizer
+        self.rewards = rewards
+        self.tokenizer = tokenizer
 
     async def score(self, batch: DataProto) -> DataProto:
-        """Columns response_text (objects) and scores [B] f32, as `SCORING` declares, reward_extra (objects: {name:
-        value}) where the reward returns more than a score, reward_failure (objects: text or None) where rows failed."""
+        """Columns response_text (objects) and scores [B] f32, as `SCORING` declares, reward_extra
+        (objects: {name: value}) where the reward returns more than a score, reward_failure
+        (objects: text or None) where rows failed."""
         return await self.finish(self.begin(batch, len(batch)))
 
     def begin(self, batch: DataProto, size: int) -> list[Scoring]:
         """Begin to score a batch, in parts of `size` rows, for `finish`."""
         columns = [batch[name].tolist() for name in ("data_source", "ground_truth", "extra_info")]
         given = batch[TURN_REWARDS].tolist() if TURN_REWARDS in batch else None
-        if "answer_text" in batch:  # of conversations the last answer counts; how it came about is at hand
+        # of conversations the last answer counts; how it came about is at hand
+        if "answer_text" in batch:
             texts = batch["answer_text"].tolist()
             columns[2] = [
                 {**(info or {}), "messages": messages}
                 for info, messages in zip(columns[2], batch["messages"].tolist(), strict=True)
             ]
             if given is not None:
-                columns[2] = [{**info, TURN_REWARDS: rewards} for info, rewards in zip(columns[2], given, strict=True)]
+                columns[2] = [
+                    {**info, TURN_REWARDS: rewards}
+                    for info, rewards in zip(columns[2], given, strict=True)
+                ]
         else:
             pieces = batch.pieces(["response_ids"])
             texts = [
-                self.tokenizer.decode_response(row.tolist()) for piece in pieces for row in piece.jagged("response_ids")
+                self.tokenizer.decode_response(row.tolist())
+                for piece in pieces
+                for row in piece.jagged("response_ids")
             ]
         facts = self._facts(batch)
         columns[2] = [{**(info or {}), **row} for info, row in zip(columns[2], facts, strict=True)]
@@ -90,10 +102,15 @@ class Scorer:
 
     def _facts(self, batch: DataProto) -> list[dict[str, Any]]:
         """What the reward wants to know about the prompt of each row."""
-        reads_prompt, reads_thinking = self.rewards.reads_prompt, self.rewards.reads_thinking
+        reads_prompt = self.rewards.reads_prompt
+        reads_thinking = self.rewards.reads_thinking
         found: list[dict[str, Any]] = [{} for _ in range(len(batch))]
         known: dict[tuple[int, ...], bool] = {}  # the samples of a prompt end in the same tokens
-        for facts, row in zip(found, batch.jagged("prompt_ids"), strict=True) if reads_prompt or reads_thinking else ():
+        for facts, row in (
+            zip(found, batch.jagged("prompt_ids"), strict=True)
+            if reads_prompt or reads_thinking
+            else ()
+        ):
             if reads_prompt:
                 facts[PROMPT] = self.tokenizer.decode(row.tolist())
             if reads_thinking:
@@ -104,7 +121,8 @@ class Scorer:
         return found
 
     async def finish(self, parts: Sequence[Scoring]) -> DataProto:
-        """The columns of `score` for the rows of all parts, in order; waits for those that are not scored yet.
+        """The columns of `score` for the rows of all parts, in order; waits for those that are not
+        scored yet.
 
         Raises:
             DataError: what `RewardManager.check` raises.
@@ -114,18 +132,29 @@ class Scorer:
         collected = await self.rewards.collect(submitted)
         self.rewards.check([result for found in collected for result in found])
         left = iter(collected)
-        results = [one for part in parts for one in (next(left) if isinstance(part.rows, Submitted) else part.rows)]
+        results = [
+            one
+            for part in parts
+            for one in (next(left) if isinstance(part.rows, Submitted) else part.rows)
+        ]
         scores = np.array([result.score for result in results], dtype=np.float32)
         found_columns = {"response_text": np.array(texts, dtype=object), "scores": scores}
         if any(result.extra for result in results):
-            found_columns["reward_extra"] = np.array([result.extra for result in results], dtype=object)
+            found_columns["reward_extra"] = np.array(
+                [result.extra for result in results], dtype=object
+            )
         if any(result.failure for result in results):
-            found_columns["reward_failure"] = np.array([result.failure for result in results], dtype=object)
+            found_columns["reward_failure"] = np.array(
+                [result.failure for result in results], dtype=object
+            )
         return DataProto.from_columns(found_columns)
 
     def check_failures(self, batch: DataProto) -> None:
-        """Raise DataError for rows that failed after they were scored, as `RewardManager.check` does."""
-        self.rewards.check([ScoreResult(0.0, failure=text) for text in batch["reward_failure"].tolist()])
+        """Raise DataError for rows that failed after they were scored, as `RewardManager.check`
+        does."""
+        self.rewards.check(
+            [ScoreResult(0.0, failure=text) for text in batch["reward_failure"].tolist()]
+        )
 
     def forget(self, parts: Sequence[Scoring]) -> None:
         """Nobody finishes these parts."""
@@ -154,21 +183,28 @@ def sources_to_score(config: RunConfig, *datasets: Prompts | PreferenceDataset) 
     return [source for dataset in datasets for source in dataset.data_sources]
 
 
-def check_truths(rewards: RewardManager, config: RunConfig, *datasets: Prompts | PreferenceDataset) -> None:
+def check_truths(
+    rewards: RewardManager, config: RunConfig, *datasets: Prompts | PreferenceDataset
+) -> None:
     """Raise DataError for a ground truth that its verifier cannot use; names file and row."""
     for dataset in datasets:
         if not sources_to_score(config, dataset):
             continue
         rows = dataset.batch(np.arange(len(dataset)))
-        places = getattr(dataset, "places", [f"row {row}" for row in range(len(dataset))])  # a dataset of one's own
+        # a dataset of one's own
+        places = getattr(dataset, "places", [f"row {row}" for row in range(len(dataset))])
         rewards.check_truths(rows["data_source"].tolist(), rows["ground_truth"].tolist(), places)
 
 
 def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
-    """{name: its prompts} of the validation sets that have files; `open_prompts` says what it raises."""
+    """{name: its prompts} of the validation sets that have files; `open_prompts` says what it
+    raises."""
     return {
         name: open_prompts(
-            wanted.files, tokenizer.with_template(wanted.chat_template_kwargs), config.data, wanted.max_prompts
+            wanted.files,
+            tokenizer.with_template(wanted.chat_template_kwargs),
+            config.data,
+            wanted.max_prompts,
         )
         for name, wanted in val_sets(config).items()
         if wanted.files
@@ -183,13 +219,17 @@ class Validator:
         folder: of the run.
     """
 
-    def __init__(self, config: RunConfig, datasets: Mapping[str, Prompts], scorer: Scorer, folder: Path) -> None:
-        self.datasets, self.scorer, self.folder = dict(datasets), scorer, folder
+    def __init__(
+        self, config: RunConfig, datasets: Mapping[str, Prompts], scorer: Scorer, folder: Path
+    ) -> None:
+        self.datasets = dict(datasets)
+        self.scorer = scorer
+        self.folder = folder
         self.sets = val_sets(config)
 
     async def run(self, engines: Rollouts, step: int) -> dict[str, float]:
-        """The metrics of each set, which begin with "val", or with "val-NAME" for an entry of `data.val_sets`. All sets
-        are asked for at once. Nothing without a set."""
+        """The metrics of each set, which begin with "val", or with "val-NAME" for an entry of
+        `data.val_sets`. All sets are asked for at once. Nothing without a set."""
         asked = {name: self._prompts(name) for name in self.datasets}
         samples = {name: engines.begin(prompts, training=False) for name, prompts in asked.items()}
         metrics: dict[str, float] = {}
@@ -202,21 +242,26 @@ class Validator:
 
     def _prompts(self, name: str) -> DataProto:
         """The prompts of a set, each as often as it is answered."""
-        dataset, samples = self.datasets[name], self.sets[name].samples
+        dataset = self.datasets[name]
+        samples = self.sets[name].samples
         batch = dataset.batch(np.arange(len(dataset)))
         if (most := self.sets[name].sampling.max_new_tokens) is not None:
             batch = batch.with_columns(**{ROOM: np.full(len(batch), most)})
         if name:
             batch = batch.with_columns(**{VAL_SET: np.array([name] * len(batch), object)})
-        return batch.with_columns(uid=np.arange(len(batch))).repeat(samples) if samples > 1 else batch
+        return (
+            batch.with_columns(uid=np.arange(len(batch))).repeat(samples) if samples > 1 else batch
+        )
 
     @staticmethod
     def _metrics(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
-        """score (mean score), accuracy (the same where every score is 0 or 1) and, with several answers to a prompt,
-        `answer_statistics`, all by data source too; lengths and means of what the reward returned beside the score."""
+        """score (mean score), accuracy (the same where every score is 0 or 1) and, with several
+        answers to a prompt, `answer_statistics`, all by data source too; lengths and means of what
+        the reward returned beside the score."""
         metrics = {f"{prefix}/response_length/mean": float(np.mean(batch.lengths("response_ids")))}
         parts = {
-            f"/{source}": batch["data_source"] == source for source in dict.fromkeys(batch["data_source"].tolist())
+            f"/{source}": batch["data_source"] == source
+            for source in dict.fromkeys(batch["data_source"].tolist())
         }
         for part, rows in {"": np.ones(len(batch), dtype=bool), **parts}.items():
             scores = batch["scores"][rows]
@@ -228,12 +273,15 @@ class Validator:
                 found = answer_statistics(scores, samples, extras)
                 metrics |= {f"{prefix}{part}/{name}": value for name, value in found.items()}
         return metrics | {
-            f"{prefix}/{name}": value for name, value in extra_metrics(batch).items() if name.endswith("/mean")
+            f"{prefix}/{name}": value
+            for name, value in extra_metrics(batch).items()
+            if name.endswith("/mean")
         }
 
 
 def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
-    """With these rows failed as well, [B] a text or None: their score is 0, and nothing beside it counts."""
+    """With these rows failed as well, [B] a text or None: their score is 0, and nothing beside it
+    counts."""
     before = batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
     merged = [old if old is not None else new for old, new in zip(before, texts, strict=True)]
     scores = np.where([text is None for text in texts], batch["scores"], np.float32(0.0))
@@ -241,12 +289,13 @@ def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
 
 
 def without_failed(batch: DataProto, policy: str) -> DataProto:
-    """With the policy `drop` (`reward.on_failure`), rows whose scoring failed have no sampled token left and,
-    so that the mean of their group stays as it is, the mean score of its other rows."""
+    """With the policy `drop` (`reward.on_failure`), rows whose scoring failed have no sampled token
+    left and, so that the mean of their group stays as it is, the mean score of its other rows."""
     if policy != "drop" or "reward_failure" not in batch:
         return batch
     failed = np.array([text is not None for text in batch["reward_failure"]])
-    scores, uid = batch["scores"].copy(), batch["uid"]
+    scores = batch["scores"].copy()
+    uid = batch["uid"]
     for row in np.flatnonzero(failed):
         others = scores[(uid == uid[row]) & ~failed]
         scores[row] = others.mean() if len(others) else 0.0
@@ -254,21 +303,30 @@ def without_failed(batch: DataProto, policy: str) -> DataProto:
 
 
 def failures(batch: DataProto) -> list[str]:
-    """A line for each text with which scoring failed, the most frequent first: the number of rows and the first one."""
+    """A line for each text with which scoring failed, the most frequent first: the number of rows
+    and the first one."""
     rows: dict[str, list[int]] = {}
-    for row, text in enumerate(batch["reward_failure"].tolist() if "reward_failure" in batch else ()):
+    for row, text in enumerate(
+        batch["reward_failure"].tolist() if "reward_failure" in batch else ()
+    ):
         if text is not None:
             rows.setdefault(text, []).append(row)
     ordered = sorted(rows.items(), key=lambda item: -len(item[1]))
     return [
-        f"{len(found)} of {len(batch)} rows have no score (row {found[0]} first): {text}" for text, found in ordered
+        f"{len(found)} of {len(batch)} rows have no score (row {found[0]} first): {text}"
+        for text, found in ordered
     ]
 
 
 def extra_metrics(batch: DataProto) -> dict[str, float]:
-    """reward_extra/NAME/mean, /max and /min over the rows whose reward returned a finite number (or true, false) of
-    this name beside the score, and reward/failed, the share of rows whose scoring failed."""
-    failed = [text is not None for text in batch["reward_failure"].tolist()] if "reward_failure" in batch else []
+    """reward_extra/NAME/mean, /max and /min over the rows whose reward returned a finite number (or
+    true, false) of this name beside the score, and reward/failed, the share of rows whose scoring
+    failed."""
+    failed = (
+        [text is not None for text in batch["reward_failure"].tolist()]
+        if "reward_failure" in batch
+        else []
+    )
     values: dict[str, list[float]] = {}
     for extra in batch["reward_extra"].tolist() if "reward_extra" in batch else ():
         for name, value in extra.items():
@@ -279,12 +337,16 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
         for name, found in values.items()
         for what, of in (("mean", np.mean), ("max", np.max), ("min", np.min))
     }
-    return spreads | ({"reward/failed": float(np.mean(failed))} if failed else {}) | _conversation_metrics(batch)
+    return (
+        spreads
+        | ({"reward/failed": float(np.mean(failed))} if failed else {})
+        | _conversation_metrics(batch)
+    )
 
 
 def _conversation_metrics(batch: DataProto) -> dict[str, float]:
-    """agent/turns/mean and /max, agent/tool_calls/mean, and agent/failed, the share of conversations whose loop
-    failed."""
+    """agent/turns/mean and /max, agent/tool_calls/mean, and agent/failed, the share of
+    conversations whose loop failed."""
     if "turns" not in batch:
         return {}
     failed = [text is not None for text in batch["agent_failure"].tolist()]

@@ -1,18 +1,20 @@
-"""Which groups of answers a step trains: a buffer between engines that go on and a policy that moves.
+"""Which groups of answers a step trains: a buffer between engines that go on and a policy that
+moves.
 
-A group is a prompt with its samples. As a step begins, prompts for this one and some steps more are handed out, and it
-takes the groups that have ended. An answer has the time of `trainer.max_staleness` steps; a step waits for one that
-takes longer, so that no token that is trained is more than so many versions old. With 0 a step waits for all that it
-hands out.
+A group is a prompt with its samples. As a step begins, prompts for this one and some steps more are
+handed out, and it takes the groups that have ended. An answer has the time of
+`trainer.max_staleness` steps; a step waits for one that takes longer, so that no token that is
+trained is more than so many versions old. With 0 a step waits for all that it hands out.
 
-For how many steps prompts are handed out in advance is `trainer.steps_ahead`. Without a number it is the mean time in
-which the groups that were trained last had ended, in steps that wait for nothing: by Little's law the groups of so many
-steps are under way when a step begins, so that those of one more have ended. Samples are thus no older than it takes
-to keep the trainer busy.
+For how many steps prompts are handed out in advance is `trainer.steps_ahead`. Without a number it
+is the mean time in which the groups that were trained last had ended, in steps that wait for
+nothing: by Little's law the groups of so many steps are under way when a step begins, so that those
+of one more have ended. Samples are thus no older than it takes to keep the trainer busy.
 
-With `trainer.tail_batching` (RollPacker, arXiv 2509.21009) a step of a synchronous run hands out more prompts
-than it trains, takes the groups that end first and cuts the others off. As soon as a step's worth of prompts has been
-cut off, one step (a long round) answers just these, from their first token on, and waits for all of them.
+With `trainer.tail_batching` (RollPacker, arXiv 2509.21009) a step of a synchronous run hands out
+more prompts than it trains, takes the groups that end first and cuts the others off. As soon as a
+step's worth of prompts has been cut off, one step (a long round) answers just these, from their
+first token on, and waits for all of them.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ from hybridflow.rollout.protocols import Rollouts, Sample
 from hybridflow.rollout.requests import concat
 from hybridflow.single_controller import in_thread
 
-_LATE = 0.1  # for so small a share of a step's groups that end late, prompts are not handed out a whole step earlier
+# for so small a share of a step's groups that end late, prompts are not handed out a whole step
+# earlier
+_LATE = 0.1
 
 
 @dataclass(eq=False)
 class _Group:
-    """Rows of `prompts` that were handed out with the weights of `version`, for a row of the dataset. `scoring` begins
-    when the last of the `samples` has ended, `steps` after they were handed out at `since`, in the time of
-    `_StepClock`."""
+    """Rows of `prompts` that were handed out with the weights of `version`, for a row of the
+    dataset. `scoring` begins when the last of the `samples` has ended, `steps` after they were
+    handed out at `since`, in the time of `_StepClock`."""
 
     index: int
     version: int
@@ -59,7 +63,8 @@ class _Group:
 
 
 class _StepClock:
-    """Time in steps: one for what the trainer does between two batches, and what it waits for answers in proportion."""
+    """Time in steps: one for what the trainer does between two batches, and what it waits for
+    answers in proportion."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -105,20 +110,27 @@ class Groups:
         scorer: Scorer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config, self.engines, self.dataset, self.keep, self.scorer = config, engines, dataset, keep, scorer
+        self.config = config
+        self.engines = engines
+        self.dataset = dataset
+        self.keep = keep
+        self.scorer = scorer
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._left: list[_Group] = []
-        self._next: list[int] = []  # rows of the dataset that are handed out before those of the sampler
+        # rows of the dataset that are handed out before those of the sampler
+        self._next: list[int] = []
         self._cut_off: list[int] = []  # rows of the dataset that wait for a long round
-        self._begun: tuple[list[int], DataProto] | None = None  # versions of the first of `_next`, and their answers
+        # versions of the first of `_next`, and their answers
+        self._begun: tuple[list[int], DataProto] | None = None
         self._scored: list[Scoring] = []  # of the groups of the last batch
-        self._ahead, self._steps = self._first_ahead(), _StepClock(clock)
+        self._ahead = self._first_ahead()
+        self._steps = _StepClock(clock)
         self._first = self.state()
         self.metrics: dict[str, float] = {}
 
     async def next_batch(self, version: int) -> DataProto:
-        """Prompts and answers of `data.train_batch_size` groups for the step that begins with these weights; `uid`
-        tells the samples of one prompt.
+        """Prompts and answers of `data.train_batch_size` groups for the step that begins with these
+        weights; `uid` tells the samples of one prompt.
 
         Raises:
             HybridFlowError: what `Rollouts.advance` raises.
@@ -139,7 +151,8 @@ class Groups:
         taken = set(map(id, chosen))
         self._left = [group for group in self._left if id(group) not in taken]
         if self.config.trainer.tail_batching:
-            await self._cut_off_rest()  # before the step begins: its places are idle, its memory may be wanted
+            # before the step begins: its places are idle, its memory may be wanted
+            await self._cut_off_rest()
         age = np.array([version - group.version for group in chosen])
         if self.config.trainer.max_staleness:
             self.metrics = {
@@ -150,15 +163,17 @@ class Groups:
             }
         prompts = concat([group.prompts.rows(group.rows) for group in chosen])
         samples = [one for group in chosen for one in group.samples]
-        answered = await in_thread(partial(self.engines.batch, samples))  # of conversations: it takes a while
+        # of conversations: it takes a while
+        answered = await in_thread(partial(self.engines.batch, samples))
         self._scored = [group.scoring for group in chosen if group.scoring is not None]
         uid = np.repeat(np.arange(len(chosen), dtype=np.int64), self.config.rollout.n)
         return self.keep(prompts.with_columns(uid=uid).union(answered))
 
     async def scores(self) -> DataProto:
-        """The scores of the batch that `next_batch` returned last, as `Scorer.score` returns them; waits for those that
-        are not there yet. They can be taken once."""
-        scored, self._scored = self._scored, []
+        """The scores of the batch that `next_batch` returned last, as `Scorer.score` returns them;
+        waits for those that are not there yet. They can be taken once."""
+        scored = self._scored
+        self._scored = []
         return await self.scorer.finish(scored)
 
     async def forget(self) -> None:
@@ -166,18 +181,27 @@ class Groups:
         self._forget_scoring()
         self.scorer.forget(self._scored)
         self._scored = []
-        self._left, self._next, self._cut_off, self._begun = [], [], [], None
+        self._left = []
+        self._next = []
+        self._cut_off = []
+        self._begun = None
         await self.engines.forget()
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, JSON-able: the order of the prompts, and those that are handed out and not trained."""
+        """What `restore` needs, JSON-able: the order of the prompts, and those that are handed out
+        and not trained."""
         left = [group.index for group in self._left]
-        state = {"sampler": self.sampler.state(), "handed_out": [*left, *self._next], "cut_off": list(self._cut_off)}
+        state = {
+            "sampler": self.sampler.state(),
+            "handed_out": [*left, *self._next],
+            "cut_off": list(self._cut_off),
+        }
         return state | self._kind() | {"versions": [group.version for group in self._left]}
 
     async def begun(self) -> DataProto | None:
-        """What has come of the prompts that are handed out and not trained, to be taken together with `state`: their
-        place in it (`group`), the sample, and the answer as far as it has come. None where nothing has."""
+        """What has come of the prompts that are handed out and not trained, to be taken together
+        with `state`: their place in it (`group`), the sample, and the answer as far as it has come.
+        None where nothing has."""
         samples = [one for group in self._left for one in group.samples]
         begun = await self.engines.begun(samples) if samples else None
         if begun is None:
@@ -185,13 +209,16 @@ class Groups:
         group, sample = np.divmod(begun["sample"], self.config.rollout.n)
         return begun.with_columns(group=group, sample=sample)
 
-    async def restore(self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0) -> None:
-        """Go on where `state` was taken, or without it at the first prompt. Prompts that were handed out then are
-        handed out again, and go on from `begun`: none is lost, and none is trained twice.
+    async def restore(
+        self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0
+    ) -> None:
+        """Go on where `state` was taken, or without it at the first prompt. Prompts that were
+        handed out then are handed out again, and go on from `begun`: none is lost, and none is
+        trained twice.
 
         Args:
-            begun: what `begun` returned then. It is left out as far as this run would train it too late, or has
-                answers of another kind.
+            begun: what `begun` returned then. It is left out as far as this run would train it too
+                late, or has answers of another kind.
             version: of the weights that the next step begins with.
 
         Raises:
@@ -207,25 +234,37 @@ class Groups:
         else:
             self._next += cut_off
         if self.config.trainer.steps_ahead is None:
-            steps = min(len(self._next) // self.config.data.train_batch_size, self.config.trainer.max_staleness)
+            steps = min(
+                len(self._next) // self.config.data.train_batch_size,
+                self.config.trainer.max_staleness,
+            )
             self._ahead = max(steps, self._first_ahead())
         if begun is not None and self._kind().items() <= state.items():
-            self._begun = [self._kept(made_by, state["versions"], version) for made_by in state["versions"]], begun
+            self._begun = (
+                [self._kept(made_by, state["versions"], version) for made_by in state["versions"]],
+                begun,
+            )
 
     def _kind(self) -> dict[str, Any]:
         """What must be the same for answers to go on."""
         routes = derived.needs_engine_routes(self.config)
-        return {"n": self.config.rollout.n, "loop": self.config.rollout.agent.loop, "routes": routes}
+        return {
+            "n": self.config.rollout.n,
+            "loop": self.config.rollout.agent.loop,
+            "routes": routes,
+        }
 
     def _kept(self, made_by: int, versions: list[int], version: int) -> int:
-        """The version of a group that was handed out with that of `made_by`; -1 where it could be trained later than
-        allowed, behind all groups that are as old."""
+        """The version of a group that was handed out with that of `made_by`; -1 where it could be
+        trained later than allowed, behind all groups that are as old."""
         steps = (sum(one <= made_by for one in versions) - 1) // self.config.data.train_batch_size
         return made_by if version + steps - made_by <= self.config.trainer.max_staleness else -1
 
     def _hand_out(self, version: int) -> None:
         """Submit prompts until as many are handed out as the version allows."""
-        size, n, trainer = self.config.data.train_batch_size, self.config.rollout.n, self.config.trainer
+        size = self.config.data.train_batch_size
+        n = self.config.rollout.n
+        trainer = self.config.trainer
         steps = (derived.total_steps(self.config, len(self.dataset)) or 1) - version
         if trainer.tail_batching:
             rows = self._round(steps * size)
@@ -239,19 +278,25 @@ class Groups:
         samples = self.engines.begin(batch, training=True, begun=begun)
         for number, index in enumerate(rows):
             own = slice(number * n, (number + 1) * n)
-            self._left.append(_Group(index, versions[number], batch, own, samples[own], self._steps.time))
+            self._left.append(
+                _Group(index, versions[number], batch, own, samples[own], self._steps.time)
+            )
 
     def _taken_up(self, count: int, version: int) -> tuple[list[int], DataProto | None]:
-        """The versions of so many prompts that are handed out now, and what an earlier process had begun of them."""
+        """The versions of so many prompts that are handed out now, and what an earlier process had
+        begun of them."""
         if self._begun is None:
             return [version] * count, None
-        (kept, begun), self._begun = self._begun, None
+        kept, begun = self._begun
+        self._begun = None
         kept = [*kept, *[-1] * count][:count]
         goes_on = np.array([*kept, -1])[np.minimum(begun["group"], count)] >= 0
         begun = begun.rows(np.flatnonzero(goes_on))
         row = begun["group"] * self.config.rollout.n + begun["sample"]
         versions = [version if made_by < 0 else made_by for made_by in kept]
-        return versions, begun.drop(["group", "sample"]).with_columns(row=row) if len(begun) else None
+        return versions, begun.drop(["group", "sample"]).with_columns(row=row) if len(
+            begun
+        ) else None
 
     def _begin_scoring(self) -> None:
         """Begin to score the groups that have ended since the last call."""
@@ -262,7 +307,8 @@ class Groups:
         answered = self.engines.shown([one for group in new for one in group.samples])
         parts = self.scorer.begin(prompts.union(answered), self.config.rollout.n)
         for group, part in zip(new, parts, strict=True):
-            group.scoring, group.steps = part, self._steps.time - group.since
+            group.steps = self._steps.time - group.since
+            group.scoring = part
 
     def _forget_scoring(self) -> None:
         self.scorer.forget([group.scoring for group in self._left if group.scoring is not None])
@@ -272,16 +318,22 @@ class Groups:
         while len(self._next) < count:
             self._next += next(self.sampler).tolist()
         count = max(count, 0)
-        rows, self._next = self._next[:count], self._next[count:]
+        rows = self._next[:count]
+        self._next = self._next[count:]
         return rows
 
     def _round(self, still: int) -> list[int]:
-        """The rows of a round with tail batching, where `still` prompts are to be trained: those that were cut off as
-        soon as they fill a step, else new ones; never more in all than are still trained."""
-        size, waiting = self.config.data.train_batch_size, len(self._cut_off)
-        new = min(derived.short_round_prompts(self.config), still - waiting) if waiting < size else 0
+        """The rows of a round with tail batching, where `still` prompts are to be trained: those
+        that were cut off as soon as they fill a step, else new ones; never more in all than are
+        still trained."""
+        size = self.config.data.train_batch_size
+        waiting = len(self._cut_off)
+        new = (
+            min(derived.short_round_prompts(self.config), still - waiting) if waiting < size else 0
+        )
         old = max(size - new, 0)
-        rows, self._cut_off = self._drawn(new) + self._cut_off[:old], self._cut_off[old:]
+        rows = self._drawn(new) + self._cut_off[:old]
+        self._cut_off = self._cut_off[old:]
         self.metrics = {"rollout/prompts_handed_out": float(len(rows))}
         return rows
 
@@ -294,30 +346,40 @@ class Groups:
         self.metrics["rollout/prompts_cut_off"] = float(len(self._cut_off))
 
     def _ready(self, version: int) -> list[_Group] | None:
-        """The groups that the step trains, in the order in which they were handed out; None while it has to wait.
+        """The groups that the step trains, in the order in which they were handed out; None while
+        it has to wait.
 
-        Of the groups that were handed out with the oldest weights it takes as many as cannot be trained in time
-        otherwise, and then those that have ended.
+        Of the groups that were handed out with the oldest weights it takes as many as cannot be
+        trained in time otherwise, and then those that have ended.
         """
         size = self.config.data.train_batch_size
         ended = {id(group) for group in self._left if group.scoring is not None}
         oldest_first = sorted(self._left, key=lambda group: (group.version, id(group) not in ended))
         due = self._due(oldest_first, version)
-        chosen = [*oldest_first[:due], *(group for group in oldest_first[due:] if id(group) in ended)][:size]
+        chosen = [
+            *oldest_first[:due],
+            *(group for group in oldest_first[due:] if id(group) in ended),
+        ][:size]
         found = {id(group) for group in chosen}
         if len(chosen) < size or not found <= ended:
             return None
         return [group for group in self._left if id(group) in found]
 
     def _due(self, oldest_first: Sequence[_Group], version: int) -> int:
-        """How many of these groups this step must train, so that each can be trained before it is too old."""
-        size, most = self.config.data.train_batch_size, self.config.trainer.max_staleness
-        # the group in place n must be among the first n + 1, of which later steps can train `size` each
+        """How many of these groups this step must train, so that each can be trained before it is
+        too old."""
+        size = self.config.data.train_batch_size
+        most = self.config.trainer.max_staleness
+        # the group in place n must be among the first n + 1, of which later steps can train `size`
+        # each
         places = enumerate(oldest_first, start=1)
-        return max([number - size * (group.version + most - version) for number, group in places] + [0])
+        return max(
+            [number - size * (group.version + most - version) for number, group in places] + [0]
+        )
 
     def _first_ahead(self) -> int:
-        """For how many steps prompts are handed out in advance before it is known how many are needed."""
+        """For how many steps prompts are handed out in advance before it is known how many are
+        needed."""
         trainer = self.config.trainer
         return min(trainer.max_staleness, 1) if trainer.steps_ahead is None else trainer.steps_ahead
 

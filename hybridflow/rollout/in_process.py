@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 
 class InProcessRollouts(Requests):
-    """`Rollouts` and `WeightSync`. The engine computes in the driver's thread, while that waits for answers.
+    """`Rollouts` and `WeightSync`. The engine computes in the driver's thread, while that waits for
+    answers.
 
     Args:
         engine: a started one.
-        copy_weights: writes the policy's present weights into the tensors that it is given; returns the bytes.
+        copy_weights: writes the policy's present weights into the tensors that it is given; returns
+            the bytes.
         stop_ids: tokens that end a response.
     """
 
@@ -39,7 +41,8 @@ class InProcessRollouts(Requests):
         stop_ids: Sequence[int],
     ) -> None:
         super().__init__(config)
-        self.engine, self.stop_ids = engine, list(stop_ids)
+        self.engine = engine
+        self.stop_ids = list(stop_ids)
         self._copy_weights = copy_weights
         self._asked: list[tuple[bool, DataProto]] = []
 
@@ -65,18 +68,26 @@ class InProcessRollouts(Requests):
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         self._asked += [(training, part) for part in parts.values()]
 
-    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
-        """Answer the requests that were asked together first; with tail batching as many as the engine runs at a time,
-        so that what is cut off has not been computed."""
-        number = next((n for n, (asked_training, _) in enumerate(self._asked) if asked_training == training), None)
+    async def _collect(
+        self, training: bool, engines: Sequence[int], wait_s: float
+    ) -> Sequence[DataProto]:
+        """Answer the requests that were asked together first; with tail batching as many as the
+        engine runs at a time, so that what is cut off has not been computed."""
+        number = next(
+            (n for n, (asked_training, _) in enumerate(self._asked) if asked_training == training),
+            None,
+        )
         if number is None:
             return []
         _, part = self._asked.pop(number)
-        if self.config.trainer.tail_batching and len(part) > (most := self.config.rollout.max_running_requests):
+        if self.config.trainer.tail_batching and len(part) > (
+            most := self.config.rollout.max_running_requests
+        ):
             self._asked.insert(number, (training, part.rows(np.arange(most, len(part)))))
             part = part.rows(np.arange(most))
         sampling = sampling_for(self.config, training, part)
-        rows, extras = [row.tolist() for row in part.jagged("prompt_ids")], extras_for(self.config, training)
+        rows = [row.tolist() for row in part.jagged("prompt_ids")]
+        extras = extras_for(self.config, training)
         with computing():
             most = int(part["max_new_tokens"].max())
             completions = generated(self.engine, rows, sampling, most, self.stop_ids, extras)
@@ -90,8 +101,14 @@ class InProcessRollouts(Requests):
 
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
         wanted = [ticket for part in tickets.values() for ticket in part]
-        kept = [(training, part, ~np.isin(part["ticket"], wanted)) for training, part in self._asked]
-        self._asked = [(training, part.rows(np.flatnonzero(stays))) for training, part, stays in kept if stays.any()]
+        kept = [
+            (training, part, ~np.isin(part["ticket"], wanted)) for training, part in self._asked
+        ]
+        self._asked = [
+            (training, part.rows(np.flatnonzero(stays)))
+            for training, part, stays in kept
+            if stays.any()
+        ]
 
     async def _forget(self, engines: Sequence[int]) -> None:
         self._asked = []

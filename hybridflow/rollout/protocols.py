@@ -1,4 +1,5 @@
-"""What the loop sees of rollouts: engines that answer prompts, and the sync that brings them weights."""
+"""What the loop sees of rollouts: engines that answer prompts, and the sync that brings them
+weights."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any, Protocol
 
 from hybridflow.batch import DataProto
 
-ROOM = "room"  # column of prompts that may not be answered with as many tokens as others [B]: the most
+# column of prompts that may not be answered with as many tokens as others [B]: the most
+ROOM = "room"
 
 
 class Sample(Protocol):
@@ -21,21 +23,24 @@ class Sample(Protocol):
 class Rollouts(Protocol):
     """Engines that answer prompts; methods take the samples that `begin` returned.
 
-    Engines work on what they were asked by themselves. They are asked for more, and their answers come in, while
-    somebody waits in `advance` or `answers`.
+    Engines work on what they were asked by themselves. They are asked for more, and their answers
+    come in, while somebody waits in `advance` or `answers`.
     """
 
-    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> Sequence[Sample]:
+    def begin(
+        self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
+    ) -> Sequence[Sample]:
         """Begin an answer to each row.
 
         Args:
-            prompts: with prompt_ids; rows of one `uid` are the samples of one prompt, which one engine gets. With
-                `ROOM` where answers have less room than `data.max_response_length`.
-            training: sample as `rollout.sampling` says, with routed_experts when they are replayed; else as
-                `rollout.val_sampling` says, or with a column `VAL_SET` as the entries of `data.val_sets` say that it
-                names.
-            begun: what `begun` returned of samples like these, perhaps in another process, with `row` [b], their row
-                of `prompts`: they go on from there.
+            prompts: with prompt_ids; rows of one `uid` are the samples of one prompt, which one
+                engine gets. With `ROOM` where answers have less room than
+                `data.max_response_length`.
+            training: sample as `rollout.sampling` says, with routed_experts when they are replayed;
+                else as `rollout.val_sampling` says, or with a column `VAL_SET` as the entries of
+                `data.val_sets` say that it names.
+            begun: what `begun` returned of samples like these, perhaps in another process, with
+                `row` [b], their row of `prompts`: they go on from there.
         """
 
     async def advance(self) -> None:
@@ -45,18 +50,20 @@ class Rollouts(Protocol):
         """`batch`, once all of the samples have ended."""
 
     def batch(self, samples: Sequence[Any]) -> DataProto:
-        """The answers of samples that have ended, in their order: response_ids, response_mask, rollout_log_probs,
-        response_versions, finish_reason, weight_version; of conversations also `conversations.COLUMNS`."""
+        """The answers of samples that have ended, in their order: response_ids, response_mask,
+        rollout_log_probs, response_versions, finish_reason, weight_version; of conversations also
+        `conversations.COLUMNS`."""
 
     def shown(self, samples: Sequence[Any]) -> DataProto:
         """What `batch` returns of samples that have ended, as far as a reward reads it."""
 
     async def begun(self, samples: Sequence[Any]) -> DataProto | None:
-        """The answers so far of samples that go on, for `begin`: rows with `sample` [b], their place among the samples.
-        None where no answer has begun."""
+        """The answers so far of samples that go on, for `begin`: rows with `sample` [b], their
+        place among the samples. None where no answer has begun."""
 
     async def abort(self, samples: Sequence[Any]) -> None:
-        """End these samples, and give their places at the engines to others. Their answers are lost."""
+        """End these samples, and give their places at the engines to others. Their answers are
+        lost."""
 
     async def forget(self) -> None:
         """End all samples."""
@@ -73,7 +80,8 @@ class Rollouts(Protocol):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a sync did: seconds, bytes of weights that reached engines, and for each engine that was left out, why."""
+    """What a sync did: seconds, bytes of weights that reached engines, and for each engine that was
+    left out, why."""
 
     version: int
     seconds: float
@@ -93,7 +101,8 @@ class WeightSync(Protocol):
     """Brings the policy's weights to the engines."""
 
     async def sync(self, version: int) -> SyncReport:
-        """After it returns, every engine that gets requests answers with these weights, and says so in weight_version.
+        """After it returns, every engine that gets requests answers with these weights, and says so
+        in weight_version.
 
         Raises:
             WeightSyncError: no engine could take them.

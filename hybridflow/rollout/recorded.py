@@ -1,4 +1,5 @@
-"""Recorded pairs of answers in place of groups that engines answer: a step reads its batch and generates nothing."""
+"""Recorded pairs of answers in place of groups that engines answer: a step reads its batch and
+generates nothing."""
 
 from __future__ import annotations
 
@@ -17,25 +18,31 @@ from hybridflow.dispatch import DataflowStep
 from hybridflow.workers.model_role import interleave_pairs
 
 READING = DataflowStep(
-    "read pairs", (), ("uid", "prompt_ids", "response_ids", RESPONSE_MASK, "scores", "finish_reason")
+    "read pairs",
+    (),
+    ("uid", "prompt_ids", "response_ids", RESPONSE_MASK, "scores", "finish_reason"),
 )
 
 
 class RecordedPairs:
     """The samples of a run with `data.answers=pairs` (`trainer.samples.Samples`)."""
 
-    def __init__(self, config: RunConfig, dataset: PreferenceDataset, keep: Callable[[DataProto], DataProto]) -> None:
-        self.dataset, self.keep = dataset, keep
+    def __init__(
+        self, config: RunConfig, dataset: PreferenceDataset, keep: Callable[[DataProto], DataProto]
+    ) -> None:
+        self.dataset = dataset
+        self.keep = keep
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._first = self.state()
         self.metrics: Mapping[str, float] = {}
         self.num_rows = len(dataset)
 
     async def take(self, step: int) -> DataProto:
-        """The two answers to each of `data.train_batch_size` prompts, chosen before rejected, with the scores 1 and 0,
-        whatever a reward would say; `uid` tells the pairs apart."""
+        """The two answers to each of `data.train_batch_size` prompts, chosen before rejected, with
+        the scores 1 and 0, whatever a reward would say; `uid` tells the pairs apart."""
         pairs = self.dataset.batch(next(self.sampler))
-        rows, count = interleave_pairs(pairs), len(pairs)
+        rows = interleave_pairs(pairs)
+        count = len(pairs)
         responses = rows.jagged("response_ids")
         return self.keep(
             rows.with_columns(
@@ -43,7 +50,11 @@ class RecordedPairs:
                 index=np.repeat(pairs["index"], 2),
                 scores=np.tile(np.array([1.0, 0.0], np.float32), count),
                 finish_reason=np.array(["stop"] * (2 * count), dtype=object),
-                **{RESPONSE_MASK: Jagged(np.ones(len(responses.values), np.bool_), responses.offsets)},
+                **{
+                    RESPONSE_MASK: Jagged(
+                        np.ones(len(responses.values), np.bool_), responses.offsets
+                    )
+                },
             )
         )
 
@@ -64,7 +75,9 @@ class RecordedPairs:
     async def begun(self) -> None:
         """No answer is under way."""
 
-    async def restore(self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0) -> None:
-        """Go on where `state` was taken, or without it at the first pair. CheckpointError: the dataset or its order is
-        another one."""
+    async def restore(
+        self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0
+    ) -> None:
+        """Go on where `state` was taken, or without it at the first pair. CheckpointError: the
+        dataset or its order is another one."""
         self.sampler.restore((state or self._first)["sampler"])

@@ -1,7 +1,9 @@
-"""Going on in the same step when no engine is left: engines and their workers start again and take the same weights.
+"""Going on in the same step when no engine is left: engines and their workers start again and take
+the same weights.
 
-The policy has not moved since the last sync, so the same version goes to the new engines, and what the lost ones had
-not ended is asked again. While another engine can answer, `EngineGroup` asks that one instead.
+The policy has not moved since the last sync, so the same version goes to the new engines, and what
+the lost ones had not ended is asked again. While another engine can answer, `EngineGroup` asks that
+one instead.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class RestartingSync:
-    """`WeightSync` to engines that start again when none is left, in a sync or while they answer (`recover`).
+    """`WeightSync` to engines that start again when none is left, in a sync or while they answer
+    (`recover`).
 
     Args:
         engines, weights: the engines, and the sync that is called.
@@ -27,19 +30,27 @@ class RestartingSync:
     """
 
     def __init__(
-        self, engines: EngineGroup, weights: WeightSync, max_restarts: int, told: Callable[[str], None]
+        self,
+        engines: EngineGroup,
+        weights: WeightSync,
+        max_restarts: int,
+        told: Callable[[str], None],
     ) -> None:
-        self.engines, self.weights, self._told = engines, weights, told
+        self.engines = engines
+        self.weights = weights
+        self._told = told
         self._restarts = RestartLimit(max_restarts)
         self._version = -1
-        engines.recover, engines.weights = self.recover, self
+        engines.recover = self.recover
+        engines.weights = self
 
     async def recover(self, error: HybridFlowError) -> None:
-        """After engines or workers were lost while they answered: bring them back with the weights of the last sync.
+        """After engines or workers were lost while they answered: bring them back with the weights
+        of the last sync.
 
         Raises:
-            HybridFlowError: the loss, when `max_restarts` are used up; or what went wrong in a restart: engines have
-                `rollout.start_timeout_s` to come up.
+            HybridFlowError: the loss, when `max_restarts` are used up; or what went wrong in a
+                restart: engines have `rollout.start_timeout_s` to come up.
         """
         if self._version < 0 or (isinstance(error, WorkerError) and self.engines.workers_alive()):
             raise error
@@ -47,8 +58,8 @@ class RestartingSync:
         await self.weights.sync(self._version)  # waits for engines that are starting
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring the weights to the engines. Workers that are lost start again; `weights` handles the loss of an engine
-        alone."""
+        """Bring the weights to the engines. Workers that are lost start again; `weights` handles
+        the loss of an engine alone."""
         self._version = version
         while True:
             try:
@@ -62,7 +73,11 @@ class RestartingSync:
         """Start lost workers again; raise `error` when no more restarts are allowed."""
         if not self._restarts.take():
             raise error
-        log.info("no engine is left; they start again (%d more times this hour): %s", self._restarts.left, error)
+        log.info(
+            "no engine is left; they start again (%d more times this hour): %s",
+            self._restarts.left,
+            error,
+        )
         self._told(str(error).splitlines()[0])
         if not self.engines.workers_alive():
             await self.engines.restart_workers()

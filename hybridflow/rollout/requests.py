@@ -1,8 +1,10 @@
-"""Requests for tokens on their way: waiting, under way at an engine, ended. Each is placed on its own.
+"""Requests for tokens on their way: waiting, under way at an engine, ended. Each is placed on its
+own.
 
-A request waits until an engine has room, goes to the engine that owes the fewest tokens, and with it the other samples
-of its prompt, whose prefix the engine then computes once. One that an engine has begun and lost is asked again from its
-last token on, of another engine. Requests move on in rounds (`advance`), while somebody waits for an answer.
+A request waits until an engine has room, goes to the engine that owes the fewest tokens, and with
+it the other samples of its prompt, whose prefix the engine then computes once. One that an engine
+has begun and lost is asked again from its last token on, of another engine. Requests move on in
+rounds (`advance`), while somebody waits for an answer.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
 _POLL_S = 0.25  # the longest time in which an engine that has ended a request waits for the next
-_RUNNING_SETS = 2  # an engine has the requests that it runs, and as many that wait there for a place
+# an engine has the requests that it runs, and as many that wait there for a place
+_RUNNING_SETS = 2
 
 
 @dataclass(eq=False)
@@ -37,11 +40,13 @@ class Request:
 
     Attributes:
         number: identifies the request to the engine's worker.
-        order: requests that come together are placed in this order, and those of one `group` together.
+        order: requests that come together are placed in this order, and those of one `group`
+            together.
         most: tokens that may still be sampled.
         prompts, row: the prompt is this row of a batch, which may lie in the object store.
         tokens: the prompt, where it is in this process instead.
-        begun: what lost engines had sampled of the answer; these tokens are part of the prompt then.
+        begun: what lost engines had sampled of the answer; these tokens are part of the prompt
+            then.
         answer: the answer is this row of a batch; None until it has ended.
         is_over: settled with the answer, where a task of this process awaits it.
     """
@@ -75,7 +80,8 @@ class Requests(ABC):
     """`Engines` whose answers are single requests; the part that is the same over any engines.
 
     Attributes:
-        recover: awaited with the error when no engine is left, or workers are lost; raises where that is the end.
+        recover: awaited with the error when no engine is left, or workers are lost; raises where
+            that is the end.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -91,18 +97,27 @@ class Requests(ABC):
 
     # ---- asking
 
-    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[Request]:
+    def begin(
+        self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
+    ) -> list[Request]:
         """`Rollouts.begin`: a request for each row."""
         rows = prompts.select(["prompt_ids"])
         uids = prompts["uid"].tolist() if "uid" in prompts else range(len(prompts))
-        most = prompts[ROOM].tolist() if ROOM in prompts else [self.config.data.max_response_length] * len(prompts)
+        most = (
+            prompts[ROOM].tolist()
+            if ROOM in prompts
+            else [self.config.data.max_response_length] * len(prompts)
+        )
         val_sets = prompts[VAL_SET].tolist() if VAL_SET in prompts else [""] * len(prompts)
-        known = {} if begun is None else {row: place for place, row in enumerate(begun["row"].tolist())}
+        known = (
+            {} if begun is None else {row: place for place, row in enumerate(begun["row"].tolist())}
+        )
         first = self._next_number
         requests = []
         for row, uid in enumerate(uids):
             one = self._request(training, val_sets[row], most[row], (first, uid))
-            one.prompts, one.row = rows, row
+            one.prompts = rows
+            one.row = row
             requests.append(one)
             if begun is None or row not in known:
                 self._new.append(one)
@@ -133,7 +148,8 @@ class Requests(ABC):
         """
         one = self._request(training, val_set, most, group)
         # an array already now: a round that makes thousands of them holds up all other tasks
-        one.order, one.tokens = order, np.asarray(tokens, np.int64)
+        one.tokens = np.asarray(tokens, np.int64)
+        one.order = order
         if begun is None or self._goes_on(one, begun, begun):
             one.is_over = asyncio.get_running_loop().create_future()
             self._new.append(one)
@@ -141,8 +157,8 @@ class Requests(ABC):
         return one
 
     async def answer(self, request: Request) -> tuple[DataProto, int]:
-        """The row of a batch that is the answer, once it has ended and is in this process; somebody else waits in
-        `advance`. Cancelling it aborts the request."""
+        """The row of a batch that is the answer, once it has ended and is in this process; somebody
+        else waits in `advance`. Cancelling it aborts the request."""
         try:
             if request.is_over is not None:
                 await request.is_over
@@ -175,16 +191,18 @@ class Requests(ABC):
     # ---- rounds
 
     async def advance(self) -> None:
-        """Send what engines have room for, and wait a moment for answers. Those who wait at the same time share the
-        round.
+        """Send what engines have room for, and wait a moment for answers. Those who wait at the
+        same time share the round.
 
         Raises:
-            EnginesLostError: no engine is left. The requests wait until one has taken weights again.
+            EnginesLostError: no engine is left. The requests wait until one has taken weights
+                again.
             EngineError: an engine refused a request, and still runs.
         """
         if self._round is None or self._round.done():
             self._round = asyncio.ensure_future(self._advance())
-            self._round.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # somebody has seen it
+            # somebody has seen it
+            self._round.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         await asyncio.shield(self._round)
 
     async def answers(self, samples: Sequence[Request]) -> DataProto:
@@ -199,7 +217,9 @@ class Requests(ABC):
             await self._send()
             cut = 0
             for training in (True, False):
-                engines = sorted({one.engine for one in self._under_way.values() if one.training == training})
+                engines = sorted(
+                    {one.engine for one in self._under_way.values() if one.training == training}
+                )
                 for answers in await self._collect(training, engines, _POLL_S) if engines else ():
                     cut += await self._receive(answers)
             if cut:
@@ -218,7 +238,8 @@ class Requests(ABC):
         return self._answers(samples, ["response_ids"])
 
     async def begun(self, samples: Sequence[Request]) -> DataProto | None:
-        """`Rollouts.begun`: the columns of `batch`, with the finish reason `CUT_SHORT` while an answer goes on."""
+        """`Rollouts.begun`: the columns of `batch`, with the finish reason `CUT_SHORT` while an
+        answer goes on."""
         places = {one.number: place for place, one in enumerate(samples)}
         ended = [one for one in samples if one.done()]
         parts = []
@@ -226,7 +247,9 @@ class Requests(ABC):
             at = np.array([places[one.number] for one in ended], np.int64)
             parts.append(self.batch(ended).fetch().with_columns(sample=at))
         left = {one.number: one for one in samples if not one.done()}
-        engines = sorted({one.engine for one in left.values() if one.number in self._under_way and one.training})
+        engines = sorted(
+            {one.engine for one in left.values() if one.number in self._under_way and one.training}
+        )
         for answers in await self._so_far(engines) if engines else ():
             found = answers.fetch()
             for row, number in enumerate(found["ticket"].tolist()):
@@ -272,13 +295,16 @@ class Requests(ABC):
     async def drop_unwanted(self) -> None:
         """Abort the requests that a task was cancelled over."""
         if self._unwanted:
-            unwanted, self._unwanted = self._unwanted, []
+            unwanted = self._unwanted
+            self._unwanted = []
             await self.abort(unwanted)
 
     async def forget(self) -> None:
         """`Rollouts.forget`: give up all requests."""
         engines = sorted({one.engine for one in self._under_way.values()})
-        self._new, self._unwanted, self._under_way = [], [], {}
+        self._new = []
+        self._unwanted = []
+        self._under_way = {}
         self._waiting.clear()
         if engines:
             await self._forget(engines)
@@ -294,7 +320,8 @@ class Requests(ABC):
             if one.engine in owed:
                 owed[one.engine] += one.most
         # an engine alone gets everything: there is no other that might be free earlier
-        sets = _RUNNING_SETS * (1 + self.config.trainer.max_staleness)  # nobody sends more while the policy trains
+        # nobody sends more while the policy trains
+        sets = _RUNNING_SETS * (1 + self.config.trainer.max_staleness)
         room = sets * self.config.rollout.max_running_requests * len(owed) - len(self._under_way)
         groups: list[list[Request]] = []
         while self._waiting and (room > 0 or len(owed) == 1):
@@ -311,14 +338,22 @@ class Requests(ABC):
                 parts = alike.setdefault((not one.training, one.val_set), {})
                 parts.setdefault(one.engine, []).append(one)
         for (validating, _), parts in sorted(alike.items()):
-            await asyncio.sleep(0)  # thousands of requests are placed and brought together: others go on in between
+            # thousands of requests are placed and brought together: others go on in between
+            await asyncio.sleep(0)
             # without those that were given up meanwhile
-            left = {engine: [one for one in part if one.number in self._under_way] for engine, part in parts.items()}
+            left = {
+                engine: [one for one in part if one.number in self._under_way]
+                for engine, part in parts.items()
+            }
             if any(left.values()):
-                await self._ask(not validating, {engine: _rows(part) for engine, part in sorted(left.items()) if part})
+                await self._ask(
+                    not validating,
+                    {engine: _rows(part) for engine, part in sorted(left.items()) if part},
+                )
 
     def _take_in(self) -> None:
-        """Let new requests wait, in their order and not in that in which environments happened to answer."""
+        """Let new requests wait, in their order and not in that in which environments happened to
+        answer."""
         together: dict[Hashable, list[Request]] = {}
         for one in sorted(self._new, key=lambda one: one.order):
             group = one.number if one.group is None else one.group
@@ -327,10 +362,12 @@ class Requests(ABC):
         self._waiting.extend(together.values())
 
     async def _receive(self, answers: DataProto) -> int:
-        """Take in a batch of answers with their tickets. Returns how many were cut short; those wait again."""
+        """Take in a batch of answers with their tickets. Returns how many were cut short; those
+        wait again."""
         if not len(answers):
             return 0
-        numbers, reasons = answers["ticket"].tolist(), answers["finish_reason"].tolist()
+        numbers = answers["ticket"].tolist()
+        reasons = answers["finish_reason"].tolist()
         answers = answers.drop(["ticket"])
         if any(number in self._under_way and self._under_way[number].is_over for number in numbers):
             answers = await in_thread(answers.fetch) if answers.deferred else answers
@@ -357,18 +394,22 @@ class Requests(ABC):
             one.is_over.set_result(None)
 
     def _goes_on(self, one: Request, begun: DataProto, added: DataProto) -> bool:
-        """Make a request one that goes on from its last token. False where it has ended with that."""
+        """Make a request one that goes on from its last token. False where it has ended with
+        that."""
         one.most -= int(added.lengths("response_ids")[0])
-        if one.most < 1:  # its engine was lost between the last token and the word that it is the last
+        # its engine was lost between the last token and the word that it is the last
+        if one.most < 1:
             self._end(one, _ended_as("length", begun))
             return False
-        one.prompts, one.row = continued(one.prompt().fetch(), added), 0
+        one.prompts = continued(one.prompt().fetch(), added)
+        one.row = 0
         one.begun = begun
         return True
 
     def _ask_again(self) -> None:
         """Let all requests under way wait again: the workers that had them are gone."""
-        lost, self._under_way = list(self._under_way.values()), {}
+        lost = list(self._under_way.values())
+        self._under_way = {}
         self._waiting.extendleft([one] for one in reversed(lost))
 
     async def close(self) -> None:
@@ -394,19 +435,25 @@ class Requests(ABC):
 
     @abstractmethod
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
-        """Bring each engine its rows: ticket, prompt_ids, max_new_tokens, and of a named set `VAL_SET`."""
+        """Bring each engine its rows: ticket, prompt_ids, max_new_tokens, and of a named set
+        `VAL_SET`."""
 
     @abstractmethod
-    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
-        """What of these engines has ended, after waiting up to `wait_s` for all: batches with the tickets."""
+    async def _collect(
+        self, training: bool, engines: Sequence[int], wait_s: float
+    ) -> Sequence[DataProto]:
+        """What of these engines has ended, after waiting up to `wait_s` for all: batches with the
+        tickets."""
 
     @abstractmethod
     async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
-        """What has come of all training requests of these engines, which go on; see `RolloutWorker.so_far`."""
+        """What has come of all training requests of these engines, which go on; see
+        `RolloutWorker.so_far`."""
 
     @abstractmethod
     async def _leave_out_lost(self, answers: int) -> None:
-        """Ask no engine again that has cut so many answers short; EnginesLostError where none is left."""
+        """Ask no engine again that has cut so many answers short; EnginesLostError where none is
+        left."""
 
     @abstractmethod
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
@@ -423,18 +470,27 @@ async def _give_up(error: HybridFlowError) -> None:
 
 def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> SamplingConfig:
     """How the rows that `Requests` asks of an engine at once are sampled."""
-    return config.rollout.sampling if training else sampling_of(config, asked[VAL_SET][0] if VAL_SET in asked else "")
+    return (
+        config.rollout.sampling
+        if training
+        else sampling_of(config, asked[VAL_SET][0] if VAL_SET in asked else "")
+    )
 
 
 def extras_for(config: RunConfig, training: bool) -> Extras:
-    """What engines bring besides tokens and log-probs. Validation has no use for any of it, and it is large."""
-    return Extras(training and derived.needs_engine_routes(config), training and derived.needs_support(config))
+    """What engines bring besides tokens and log-probs. Validation has no use for any of it, and it
+    is large."""
+    return Extras(
+        training and derived.needs_engine_routes(config), training and derived.needs_support(config)
+    )
 
 
 def concat(parts: Sequence[DataProto]) -> DataProto:
-    """The rows of all parts. Columns in the store and columns here do not make one column: where both come together,
-    all are fetched."""
-    return DataProto.concat([part.fetch() for part in parts] if len({part.deferred for part in parts}) > 1 else parts)
+    """The rows of all parts. Columns in the store and columns here do not make one column: where
+    both come together, all are fetched."""
+    return DataProto.concat(
+        [part.fetch() for part in parts] if len({part.deferred for part in parts}) > 1 else parts
+    )
 
 
 def _ended_as(reason: str, answer: DataProto) -> DataProto:
@@ -460,7 +516,11 @@ def _rows(requests: Sequence[Request]) -> DataProto:
         else:
             parts.append(prompts.rows(np.array([one.row for one in requests[start:end]])))
         start = end
-    named = {VAL_SET: np.array([one.val_set for one in requests], object)} if requests[0].val_set else {}
+    named = (
+        {VAL_SET: np.array([one.val_set for one in requests], object)}
+        if requests[0].val_set
+        else {}
+    )
     return concat(parts).with_columns(
         ticket=np.array([one.number for one in requests], np.int64),
         max_new_tokens=np.array([one.most for one in requests], np.int64),

@@ -1,7 +1,8 @@
-"""Which samples a step trains on: groups without a difference are replaced, answers that were cut off are left out.
+"""Which samples a step trains on: groups without a difference are replaced, answers that were cut
+off are left out.
 
-A sample that is left out keeps its row, so that every step has the same number of rows, and has no token of its
-`response_mask` left: it then enters no loss and no statistic.
+A sample that is left out keeps its row, so that every step has the same number of rows, and has no
+token of its `response_mask` left: it then enters no loss and no statistic.
 """
 
 from __future__ import annotations
@@ -28,21 +29,24 @@ def without_rows(batch: DataProto, left_out: np.ndarray) -> DataProto:
 
 
 def without_overlong(batch: DataProto) -> DataProto:
-    """Answers that reached the largest length are left out: how they would have ended, and thus their score, is unknown
-    (DAPO, arXiv 2503.14476, section 3.4: overlong filtering)."""
+    """Answers that reached the largest length are left out: how they would have ended, and thus
+    their score, is unknown (DAPO, arXiv 2503.14476, section 3.4: overlong filtering)."""
     cut_off = batch["finish_reason"] == "length"
     return without_rows(batch, cut_off) if cut_off.any() else batch
 
 
 def groups_that_differ(batch: DataProto) -> np.ndarray:
-    """Ids (`uid`) of the groups in which two samples that count have different scores, in order of appearance.
+    """Ids (`uid`) of the groups in which two samples that count have different scores, in order of
+    appearance.
 
     All samples of any other group have the group-relative advantage 0, and teach nothing.
     """
     counts = sampled_tokens(batch) > 0
-    uid, scores = batch["uid"][counts], batch["scores"][counts]
+    uid = batch["uid"][counts]
+    scores = batch["scores"][counts]
     ids, group = np.unique(uid, return_inverse=True)
-    low, high = np.full(len(ids), np.inf), np.full(len(ids), -np.inf)
+    low = np.full(len(ids), np.inf)
+    high = np.full(len(ids), -np.inf)
     np.minimum.at(low, group, scores)
     np.maximum.at(high, group, scores)
     return in_order(batch["uid"][np.isin(batch["uid"], ids[high > low])])
@@ -55,15 +59,16 @@ def in_order(ids: np.ndarray) -> np.ndarray:
 
 
 class DynamicSampling:
-    """Collects the groups of a step whose samples differ in score, over at most `algorithm.dynamic_sampling` batches
-    (DAPO, arXiv 2503.14476, section 3.2).
+    """Collects the groups of a step whose samples differ in score, over at most
+    `algorithm.dynamic_sampling` batches (DAPO, arXiv 2503.14476, section 3.2).
 
-    Where these do not suffice, groups without a difference fill the step up: its number of rows is always the same.
-    `metrics` say what was thrown away.
+    Where these do not suffice, groups without a difference fill the step up: its number of rows is
+    always the same. `metrics` say what was thrown away.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.rounds, self.prompts = config.algorithm.dynamic_sampling, config.data.train_batch_size
+        self.rounds = config.algorithm.dynamic_sampling
+        self.prompts = config.data.train_batch_size
         self.metrics: dict[str, float] = {}
         self._parts: list[DataProto] = []
         self._differ: list[np.ndarray] = []
@@ -82,7 +87,8 @@ class DynamicSampling:
         if sum(map(len, self._differ)) < self.prompts and len(self._parts) < self.rounds:
             return None
         whole = DataProto.concat(_alike(self._parts))
-        differ, order = np.concatenate(self._differ), in_order(whole["uid"])
+        differ = np.concatenate(self._differ)
+        order = in_order(whole["uid"])
         same = order[~np.isin(order, differ)]
         chosen = np.concatenate([differ, same])[: self.prompts]
         used = np.isin(whole["uid"], chosen)
@@ -90,7 +96,8 @@ class DynamicSampling:
         return whole.rows(np.flatnonzero(used))
 
     def _report(self, whole: DataProto, used: np.ndarray, differ: int, groups: int) -> None:
-        tokens, filled = whole.lengths("response_ids"), max(self.prompts - differ, 0)
+        tokens = whole.lengths("response_ids")
+        filled = max(self.prompts - differ, 0)
         self.metrics = {
             "sampling/batches": float(len(self._parts)),
             "sampling/groups_differ": differ / groups,
@@ -103,7 +110,8 @@ class DynamicSampling:
 
 
 def _alike(parts: list[DataProto]) -> list[DataProto]:
-    """The batches with the same columns: a reward returns something beside the score, or fails, in some of them."""
+    """The batches with the same columns: a reward returns something beside the score, or fails, in
+    some of them."""
     names = {name for part in parts for name in part.columns}
     found = []
     for part in parts:

@@ -1,5 +1,5 @@
-"""The loop's rollout service over the engines' workers: which of them may be asked, and what happens when one is
-lost."""
+"""The loop's rollout service over the engines' workers: which of them may be asked, and what
+happens when one is lost."""
 
 from __future__ import annotations
 
@@ -40,17 +40,26 @@ class EngineGroup(Requests):
     Args:
         group: one worker for each engine (`RolloutWorker`).
         stop_ids: tokens that end a response.
-        others: of engines over several nodes, the workers on the nodes but the first (`RolloutNodeWorker`).
+        others: of engines over several nodes, the workers on the nodes but the first
+            (`RolloutNodeWorker`).
     """
 
     def __init__(
-        self, group: WorkerGroup, config: RunConfig, stop_ids: Sequence[int], others: WorkerGroup | None = None
+        self,
+        group: WorkerGroup,
+        config: RunConfig,
+        stop_ids: Sequence[int],
+        others: WorkerGroup | None = None,
     ) -> None:
         super().__init__(config)
-        self.group, self.stop_ids, self.others = group, list(stop_ids), others
+        self.group = group
+        self.stop_ids = list(stop_ids)
+        self.others = others
         self.weights: WeightSync | None = None  # known once the policy's ranks are there
         self.stale = dict.fromkeys(range(group.world_size), "no weights yet")
-        self._ready: Future | None = group.call(RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30)
+        self._ready: Future | None = group.call(
+            RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30
+        )
 
     async def check_starting(self) -> None:
         """Raise at once when an engine has failed to start; return when all is well so far."""
@@ -68,30 +77,35 @@ class EngineGroup(Requests):
         return self.group.is_alive() and (self.others is None or self.others.is_alive())
 
     async def restart_workers(self) -> None:
-        """Start all workers, and with them all engines, again; the hooks of `WorkerGroup.restart` bring their weight
-        connections back."""
+        """Start all workers, and with them all engines, again; the hooks of `WorkerGroup.restart`
+        bring their weight connections back."""
         if self.others is not None and not self.others.is_alive():
-            await self.others.restart()  # before the first nodes: it is theirs to say when an engine starts
+            # before the first nodes: it is theirs to say when an engine starts
+            await self.others.restart()
         await self.group.restart()
 
     async def begin_again(self) -> None:
         """After the workers were started again: wait for their engines, which hold no weights."""
         self.stale = dict.fromkeys(range(self.group.world_size), "no weights yet")
         self._ask_again()
-        self._ready = self.group.call(RolloutWorker.wait_ready, timeout=self.config.rollout.start_timeout_s + 30)
+        self._ready = self.group.call(
+            RolloutWorker.wait_ready, timeout=self.config.rollout.start_timeout_s + 30
+        )
         await self.wait_ready()
 
     async def states(self, wait_s: float = 0.0) -> list[EngineState]:
-        """The state of each engine, after waiting up to `wait_s` for restarts in progress. Engines that have ended are
-        started again.
+        """The state of each engine, after waiting up to `wait_s` for restarts in progress. Engines
+        that have ended are started again.
 
         Raises:
-            WorkerError: a worker is lost. Without that of another node an engine cannot start again, and would wait for
-            it in vain.
+            WorkerError: a worker is lost. Without that of another node an engine cannot start
+            again, and would wait for it in vain.
         """
         if self.others is not None:
             await self.others.call(RolloutNodeWorker.is_following, timeout=60)
-        states: list[EngineState] = await self.group.call(RolloutWorker.engine_state, wait_s, timeout=wait_s + 60)
+        states: list[EngineState] = await self.group.call(
+            RolloutWorker.engine_state, wait_s, timeout=wait_s + 60
+        )
         return states
 
     def quarantine(self, stale: Mapping[int, str]) -> None:
@@ -124,18 +138,26 @@ class EngineGroup(Requests):
     def _serving(self) -> Sequence[int]:
         healthy = [number for number in range(self.group.world_size) if number not in self.stale]
         if not healthy:
-            raise EnginesLostError(f"no engine is left that could answer: {'; '.join(self.stale.values())}")
+            raise EnginesLostError(
+                f"no engine is left that could answer: {'; '.join(self.stale.values())}"
+            )
         return healthy
 
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         sampling = sampling_for(self.config, training, next(iter(parts.values())))
         same = [sampling], [self.stop_ids], [extras_for(self.config, training)]
         given = (values * len(parts) for values in same)
-        await self.group.call(RolloutWorker.ask, list(parts.values()), *given, timeout=_CALL_S, only=list(parts))
+        await self.group.call(
+            RolloutWorker.ask, list(parts.values()), *given, timeout=_CALL_S, only=list(parts)
+        )
 
-    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(
+        self, training: bool, engines: Sequence[int], wait_s: float
+    ) -> Sequence[DataProto]:
         method = collect_method(self.config) if training else RolloutWorker.collect
-        answers: list[DataProto] = await self.group.call(method, wait_s, timeout=wait_s + _CALL_S, only=engines)
+        answers: list[DataProto] = await self.group.call(
+            method, wait_s, timeout=wait_s + _CALL_S, only=engines
+        )
         return answers
 
     async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
@@ -149,18 +171,26 @@ class EngineGroup(Requests):
 
     async def _leave_out_lost(self, answers: int) -> None:
         lost = {
-            n: f"{state.name} is {'without weights' if state.state == UP else state.state}: {state.reason}"
+            n: (
+                f"{state.name} is {'without weights' if state.state == UP else state.state}: "
+                f"{state.reason}"
+            )
             for n, state in enumerate(await self.states())
             if not state.has_weights
         }
         self.quarantine(self.stale | lost)
         self._serving()
-        _log.warning("%d answers were cut short with their engine; the others go on with them", answers)
+        _log.warning(
+            "%d answers were cut short with their engine; the others go on with them", answers
+        )
 
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
         try:
             await self.group.call(
-                RolloutWorker.abort_requests, list(tickets.values()), timeout=_CALL_S, only=list(tickets)
+                RolloutWorker.abort_requests,
+                list(tickets.values()),
+                timeout=_CALL_S,
+                only=list(tickets),
             )
         except WorkerError:
             if self.workers_alive():
@@ -171,5 +201,6 @@ class EngineGroup(Requests):
 
 
 def collect_method(config: RunConfig) -> Callable[..., Any]:
-    """The worker method that brings answers for training, with what is needed besides tokens and log-probs."""
+    """The worker method that brings answers for training, with what is needed besides tokens and
+    log-probs."""
     return _COLLECT[extras_for(config, training=True)]

@@ -1,8 +1,9 @@
-"""A weight sync over all engines: who takes part, what is tried again, and who is left out until the next time.
+"""A weight sync over all engines: who takes part, what is tried again, and who is left out until
+the next time.
 
-Each engine is a transaction of its own (`Engine.receive`), driven by its worker while the policy's ranks send. An
-engine whose transaction fails stays paused and gets no requests; the others go on. One that has ended is started again
-by its worker and takes a later order.
+Each engine is a transaction of its own (`Engine.receive`), driven by its worker while the policy's
+ranks send. An engine whose transaction fails stays paused and gets no requests; the others go on.
+One that has ended is started again by its worker and takes a later order.
 """
 
 from __future__ import annotations
@@ -31,53 +32,65 @@ _MARGIN_S = 30.0  # over the deadlines inside a call: those have the better mess
 
 
 class SliceSync:
-    """`WeightSync` by a plan that is proven before the first step: each slice goes from a rank that has it to the
-    engine rank that needs it."""
+    """`WeightSync` by a plan that is proven before the first step: each slice goes from a rank that
+    has it to the engine rank that needs it."""
 
     def __init__(self, policy: WorkerGroup, engines: EngineGroup, config: RunConfig) -> None:
-        self.policy, self.engines, self.config, self.sync_config = policy, engines, config, config.rollout.sync
-        self._run = secrets.token_hex(4)  # sessions of a resumed job must not meet files of an earlier one
+        self.policy = policy
+        self.engines = engines
+        self.config = config
+        self.sync_config = config.rollout.sync
+        # sessions of a resumed job must not meet files of an earlier one
+        self._run = secrets.token_hex(4)
         self._sessions = [0] * config.rollout.num_engines
         self._restarts = [0] * config.rollout.num_engines
-        self._transport = ""  # follows from the devices of the policy's ranks; the driver's machine may have none
+        # follows from the devices of the policy's ranks; the driver's machine may have none
+        self._transport = ""
         self._staged = True
         self._attempts = 0
         self._at = ("", 0)
         self._plan: PlanFacts | None = None
 
     async def prepare(self) -> str:
-        """Make and prove the plan, before the first step and with all engines up. Returns one line about it.
+        """Make and prove the plan, before the first step and with all engines up. Returns one line
+        about it.
 
         Raises:
             WeightSyncError: no proven plan exists; nothing can be synced then.
         """
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
         platform = Platform(await self.policy.call(PolicyWorker.device_kind))
-        self._transport = chosen(self.sync_config.transport, platform, derived.shares_devices(self.config))
+        self._transport = chosen(
+            self.sync_config.transport, platform, derived.shares_devices(self.config)
+        )
         self._staged = derived.is_staged(self.config, platform.kind)
         self._at = await self.policy.call(PolicyWorker.open_sync_store)
-        described = await self.engines.group.call(RolloutWorker.describe_weights, *self._at, timeout=2 * wait)
+        described = await self.engines.group.call(
+            RolloutWorker.describe_weights, *self._at, timeout=2 * wait
+        )
         self._plan = (await self.policy.call(PolicyWorker.plan_weights, *self._at, described))[0]
         assert self._plan is not None
         await self.engines.group.call(RolloutWorker.adopt_plan, self._plan.digest)
         return self._plan.describe()
 
     async def reconnect(self) -> None:
-        """After the policy's ranks or the engines' workers were started again: a new store, new schedules and new
-        sessions."""
+        """After the policy's ranks or the engines' workers were started again: a new store, new
+        schedules and new sessions."""
         self._sessions = [number + 1 for number in self._sessions]
         await self.engines.states(wait_s=self.config.rollout.start_timeout_s)
         await self.prepare()
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring this version to every engine that is up; engines that did not take it are quarantined."""
+        """Bring this version to every engine that is up; engines that did not take it are
+        quarantined."""
         if self._plan is None:
             raise RuntimeError("sync before prepare")
         started = time.perf_counter()
         stale, nbytes = await self._round(version)
         nobody = len(stale) == len(self._sessions)
         if nobody and any(state.state == "starting" for state in await self.engines.states()):
-            await self.engines.states(wait_s=self.config.rollout.start_timeout_s)  # better late than not at all
+            # better late than not at all
+            await self.engines.states(wait_s=self.config.rollout.start_timeout_s)
             stale, nbytes = await self._round(version)
         self.engines.quarantine(stale)
         if len(stale) == len(self._sessions):
@@ -87,15 +100,21 @@ class SliceSync:
         return SyncReport(version, time.perf_counter() - started, nbytes, named)
 
     async def _round(self, version: int) -> tuple[dict[int, str], int]:
-        """Attempts at all engines that are up. Returns why engines did not take the weights, and bytes that reached
-        those that did."""
+        """Attempts at all engines that are up. Returns why engines did not take the weights, and
+        bytes that reached those that did."""
         states = await self.engines.states()
-        stale = {number: f"{s.name} is {s.state}: {s.reason}" for number, s in enumerate(states) if s.state != "up"}
+        stale = {
+            number: f"{s.name} is {s.state}: {s.reason}"
+            for number, s in enumerate(states)
+            if s.state != "up"
+        }
         for number, state in enumerate(states):
-            if state.restarts != self._restarts[number]:  # the session's other end died with the engine's processes
+            # the session's other end died with the engine's processes
+            if state.restarts != self._restarts[number]:
                 self._restarts[number] = state.restarts
                 self._sessions[number] += 1
-        pending, nbytes = [number for number in range(len(states)) if number not in stale], 0
+        pending = [number for number in range(len(states)) if number not in stale]
+        nbytes = 0
         for _ in range(1 + self.sync_config.max_retries):
             outcomes = await self._attempt(pending, version) if pending else []
             for outcome in outcomes:
@@ -107,11 +126,13 @@ class SliceSync:
         return stale, nbytes
 
     async def _attempt(self, numbers: Sequence[int], version: int) -> list[Outcome]:
-        """Have both ends carry out orders to these engines. Returns the engines' outcomes, with the senders' errors."""
+        """Have both ends carry out orders to these engines. Returns the engines' outcomes, with the
+        senders' errors."""
         self._attempts += 1
         orders = [self._order(number, version) for number in numbers]
         patience = answer_deadline(self.sync_config.timeout_s)
-        wait = 5 * patience + _MARGIN_S  # announce or pause, begin, load, the reports of a pipeline, end
+        # announce or pause, begin, load, the reports of a pipeline, end
+        wait = 5 * patience + _MARGIN_S
         sending = self.policy.call(PolicyWorker.send_weights, orders, 3 * patience, timeout=wait)
         try:
             received: list[Outcome] = await self.engines.group.call(
@@ -126,17 +147,27 @@ class SliceSync:
             raise
         try:
             sent: list[Outcome] = [outcome for rank in await sending for outcome in rank]
-        except HybridFlowError:  # a trainer rank is lost: the run ends with its error, the engines' side is in the log
+        except HybridFlowError:
+            # a trainer rank is lost: the run ends with its error, the engines' side is in the log
             self.engines.quarantine(
-                {**self.engines.stale, **{o.number: o.error for o in received if o.status != "served"}}
+                {
+                    **self.engines.stale,
+                    **{o.number: o.error for o in received if o.status != "served"},
+                }
             )
             raise
-        for number in {outcome.number for outcome in (*received, *sent) if outcome.status != "served"}:
+        for number in {
+            outcome.number for outcome in (*received, *sent) if outcome.status != "served"
+        }:
             self._sessions[number] += 1  # either end has given the session up
-        return [_joined(outcome, [one for one in sent if one.number == outcome.number]) for outcome in received]
+        return [
+            _joined(outcome, [one for one in sent if one.number == outcome.number])
+            for outcome in received
+        ]
 
     def _order(self, number: int, version: int) -> Order:
-        plan, sync = self._plan, self.sync_config
+        plan = self._plan
+        sync = self.sync_config
         assert plan is not None
         name = _name(number)
         endpoint = Endpoint(
@@ -150,11 +181,13 @@ class SliceSync:
             timeout_s=sync.timeout_s,
             slots=self._slots(number),
         )
-        return Order(name, number, endpoint, self._attempts, version, plan.digest, self._staged, sync.pause)
+        return Order(
+            name, number, endpoint, self._attempts, version, plan.digest, self._staged, sync.pause
+        )
 
     def _slots(self, number: int) -> int:
-        """Messages in flight: as many as the staging memory takes; all of them where an engine's rank stages in shared
-        memory."""
+        """Messages in flight: as many as the staging memory takes; all of them where an engine's
+        rank stages in shared memory."""
         assert self._plan is not None
         if TRANSPORTS.get(self._transport).keeps_messages and self._staged:
             return max(2, self._plan.messages[number])
@@ -172,4 +205,6 @@ def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
         return outcome
     also = [one.error for one in senders if one.error and outcome.error not in one.error]
     error = "; ".join([outcome.error, *also[:2]])
-    return Outcome(outcome.engine, outcome.number, outcome.status, error, outcome.nbytes, outcome.seconds)
+    return Outcome(
+        outcome.engine, outcome.number, outcome.status, error, outcome.nbytes, outcome.seconds
+    )

@@ -1,1 +1,2 @@
-"""Checkpoints as every training backend writes them: rectangles of global tensors, one file a rank, a manifest last."""
+"""Checkpoints as every training backend writes them: rectangles of global tensors, one file a rank,
+a manifest last."""

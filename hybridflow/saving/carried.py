@@ -1,5 +1,6 @@
-"""Weights of a published folder that training does not touch (layers for multi-token prediction, whatever else its
-family does not map): an export gets them as they came, and its config.json announces what is there.
+"""Weights of a published folder that training does not touch (layers for multi-token prediction,
+whatever else its family does not map): an export gets them as they came, and its config.json
+announces what is there.
 
 Checkpoints do not hold them; they are read from the folder again when an export is written.
 """
@@ -46,37 +47,51 @@ class Carried:
 
 
 def carried_from(folder: Path | None, family: Family) -> Carried:
-    """What an export of `family` takes from the folder that the model came from; nothing when the model has a scalar
-    head in place of the published one, or came from no folder."""
+    """What an export of `family` takes from the folder that the model came from; nothing when the
+    model has a scalar head in place of the published one, or came from no folder."""
     if folder is None or isinstance(family, ScalarHead):
         return Carried()
     try:
         source = SafetensorsFolder(folder)
     except ModelError as error:
-        return Carried(lines=(f"weights that training does not touch are not in the export: {error}",))
+        return Carried(
+            lines=(f"weights that training does not touch are not in the export: {error}",)
+        )
     mapped = family.tensors().keys()
-    names = [name for name in source.files if name not in mapped and name.removesuffix(SCALE_SUFFIX) not in mapped]
+    names = [
+        name
+        for name in source.files
+        if name not in mapped and name.removesuffix(SCALE_SUFFIX) not in mapped
+    ]
     lines = []
-    if _TIED in names and family.hf.get("tie_word_embeddings"):  # it would keep the values from before the training
+    # it would keep the values from before the training
+    if _TIED in names and family.hf.get("tie_word_embeddings"):
         names.remove(_TIED)
-        lines.append(f"{_TIED} is not in the export: tie_word_embeddings makes it model.embed_tokens.weight")
-    entries, unknown = [], []
+        lines.append(
+            f"{_TIED} is not in the export: tie_word_embeddings makes it model.embed_tokens.weight"
+        )
+    entries = []
+    unknown = []
     for name in names:
         try:
             shape, dtype = source.form(name)
         except ModelError as error:
-            return Carried(lines=(f"weights that training does not touch are not in the export: {error}",))
+            return Carried(
+                lines=(f"weights that training does not touch are not in the export: {error}",)
+            )
         if (known := dtype_of(dtype)) is None:
             unknown.append(f"{name} ({dtype})")
         else:
             entries.append(Entry(name, shape, known))
     if entries:
         lines.append(
-            f"{len(entries)} tensors that training does not touch were copied from {folder} as they came: "
-            f"{_groups(entry.name for entry in entries)}"
+            f"{len(entries)} tensors that training does not touch were copied from {folder} as "
+            f"they came: {_groups(entry.name for entry in entries)}"
         )
     if unknown:
-        lines.append(f"not in the export, of a precision that cannot be written: {', '.join(unknown[:4])}")
+        lines.append(
+            f"not in the export, of a precision that cannot be written: {', '.join(unknown[:4])}"
+        )
     return Carried(source, tuple(entries), tuple(lines))
 
 
@@ -85,17 +100,22 @@ def exported_config(
 ) -> tuple[dict[str, Any], list[str]]:
     """(config.json of an export with these tensors, a line for each field that had to change).
 
-    It states one precision, by the names of transformers 4 and 5; a quantisation only of tensors that are in fp8;
-    multi-token prediction only where its layers are there; and code only of files in `folder`.
+    It states one precision, by the names of transformers 4 and 5; a quantisation only of tensors
+    that are in fp8; multi-token prediction only where its layers are there; and code only of files
+    in `folder`.
     """
-    written, lines = {entry.name: entry for entry in entries}, []
+    written = {entry.name: entry for entry in entries}
+    lines = []
     precision = str(dtype).removeprefix("torch.")
     config = {**hf_config, "dtype": precision, "torch_dtype": precision}
     quantisation = config.pop("quantization_config", None)
     if quantisation and (skipped := _unquantised(written)):
         config["quantization_config"] = {**quantisation, "modules_to_not_convert": skipped}
     if config.get(_HEADS) and not _has_heads(hf_config, written.keys()):
-        lines.append(f"config.json of the export says {_HEADS} 0, not {config[_HEADS]}: their weights are not there")
+        lines.append(
+            f"config.json of the export says {_HEADS} 0, not {config[_HEADS]}: their weights are "
+            "not there"
+        )
         config[_HEADS] = 0
     code = {}
     for key, name in (config.pop("auto_map", None) or {}).items():
@@ -106,7 +126,10 @@ def exported_config(
 
 def _groups(names: Iterable[str]) -> str:
     """`model.layers.61 (784)`, by layer and else by name."""
-    found = Counter(".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name for name in names)
+    found = Counter(
+        ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name
+        for name in names
+    )
     shown = []
     for name, count in found.items():
         shown.append(f"{name} ({count})" if count > 1 else name)
@@ -122,7 +145,9 @@ def _unquantised(written: Mapping[str, Entry]) -> list[str]:
     if not quantised:
         return []
     layers = set(map(_layer, quantised))
-    plain = (name for name, entry in written.items() if len(entry.shape) == 2 and name not in quantised)
+    plain = (
+        name for name, entry in written.items() if len(entry.shape) == 2 and name not in quantised
+    )
     return list(dict.fromkeys(
         name.removesuffix(".weight") if _layer(name) in layers else _layer(name)
         for name in plain
@@ -132,20 +157,28 @@ def _unquantised(written: Mapping[str, Entry]) -> list[str]:
 
 def _layer(name: str) -> str:
     """`model.layers.3` of a tensor in it, else its module."""
-    return ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name.removesuffix(".weight")
+    return (
+        ".".join(name.split(".")[:3])
+        if name.startswith("model.layers.")
+        else name.removesuffix(".weight")
+    )
 
 
 def _has_heads(hf_config: Mapping[str, Any], written: Iterable[str]) -> bool:
-    """Whether every tensor of the multi-token-prediction layers that the config announces is written."""
+    """Whether every tensor of the multi-token-prediction layers that the config announces is
+    written."""
     try:
-        heads = family_of(hf_config, mtp=True).tensors().keys() - family_of(hf_config).tensors().keys()
+        heads = (
+            family_of(hf_config, mtp=True).tensors().keys() - family_of(hf_config).tensors().keys()
+        )
     except ModelError:
         return False
     return bool(heads) and not heads - set(written)
 
 
 def _is_there(code: object, folder: Path) -> bool:
-    """Whether the file of `module.Class` is in the folder; one that lies in a hub ("org/name--module.Class") is."""
+    """Whether the file of `module.Class` is in the folder; one that lies in a hub
+    ("org/name--module.Class") is."""
     names = []
     for one in code if isinstance(code, list) else [code]:
         if isinstance(one, str):

@@ -1,5 +1,5 @@
-"""What a run's numbers follow from: its settings, the content of the files that they name, tokenizer and packages. Each
-checkpoint holds it, and a start that goes on says what differs."""
+"""What a run's numbers follow from: its settings, the content of the files that they name,
+tokenizer and packages. Each checkpoint holds it, and a start that goes on says what differs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Fingerprint:
     packages: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: RunConfig, tokens: Mapping[str, str], packages: Mapping[str, str]) -> Fingerprint:
+    def of(
+        cls, config: RunConfig, tokens: Mapping[str, str], packages: Mapping[str, str]
+    ) -> Fingerprint:
         """Reads every file that the settings name: data, and the files of a user's own entries.
 
         Raises:
@@ -63,13 +65,15 @@ class Fingerprint:
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Fingerprint:
-        """What `asdict` made; an empty one for a checkpoint of a version that kept none. ValueError: it is something
-        else."""
+        """What `asdict` made; an empty one for a checkpoint of a version that kept none.
+        ValueError: it is something else."""
         found = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         if not all(isinstance(one, dict) for one in found.values()):
             raise ValueError("the fingerprint is not made of objects")
         for files in found.get("files", {}).values():
-            if not all(isinstance(word, str) for name_and_digest in files for word in name_and_digest):
+            if not all(
+                isinstance(word, str) for name_and_digest in files for word in name_and_digest
+            ):
                 raise ValueError("the fingerprint's files are not names and digests")
         return cls(**found)
 
@@ -88,16 +92,23 @@ class Fingerprint:
             ("package ", self.packages, before.packages),
         ):
             found += [
-                f"{what}{key} was {_shown(then, key)} when the checkpoint was saved and is {_shown(now, key)} now"
+                (
+                    f"{what}{key} was {_shown(then, key)} when the checkpoint was saved and is "
+                    f"{_shown(now, key)} now"
+                )
                 for key in sorted(now.keys() | then.keys())
-                if now.get(key) != then.get(key) and not (key in self.files and key.endswith("_files"))
+                if now.get(key) != then.get(key)
+                and not (key in self.files and key.endswith("_files"))
             ]
         return found
 
     def has_other_data(self, before: Fingerprint, phase: str) -> bool:
-        """Whether the phase of a checkpoint was trained on other rows than this run would go on with."""
+        """Whether the phase of a checkpoint was trained on other rows than this run would go on
+        with."""
         key = TRAINED_ON[phase]
-        return key in before.files and _contents(self.files.get(key, ())) != _contents(before.files[key])
+        return key in before.files and _contents(self.files.get(key, ())) != _contents(
+            before.files[key]
+        )
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -116,7 +127,11 @@ def _named(settings: Mapping[str, Any]) -> Iterator[tuple[str, list[Path]]]:
             if isinstance(word, str):
                 words.append(word)
         if not key.endswith("_files"):
-            words = [word.rpartition(":")[0] if is_user_entry(word) else word for word in words if ".py" in word]
+            words = [
+                word.rpartition(":")[0] if is_user_entry(word) else word
+                for word in words
+                if ".py" in word
+            ]
         if paths := [Path(word) for word in words if Path(word).is_file()]:
             yield key, paths
 

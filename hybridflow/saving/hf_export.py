@@ -1,7 +1,8 @@
-"""Write a model as a Hugging Face folder: every rank sends the slices it owns, several ranks write a file each, tensor
-by tensor.
+"""Write a model as a Hugging Face folder: every rank sends the slices it owns, several ranks write
+a file each, tensor by tensor.
 
-No rank ever holds more than one whole tensor and its own slices of the few that are written at the same time.
+No rank ever holds more than one whole tensor and its own slices of the few that are written at the
+same time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from hybridflow.process.exchange import Exchange, shared_exchange
 from hybridflow.saving.carried import Carried, carried_from, exported_config
 from hybridflow.saving.manifest import sync_folder
 from hybridflow.saving.ownership import OwnedPiece
-from hybridflow.saving.safetensors_file import Entry, ShardWriter, entries_of, shards_of, write_surroundings
+from hybridflow.saving.safetensors_file import (
+    Entry,
+    ShardWriter,
+    entries_of,
+    shards_of,
+    write_surroundings,
+)
 
 MAX_SHARD_BYTES = 4 << 30
 _WRITERS = 4  # files written at the same time; bounds what a rank has on its way
@@ -40,8 +47,8 @@ class _File:
 
 @dataclass(frozen=True)
 class Held:
-    """The model as it lies on the ranks: who sends which piece of each HF tensor (by rank), and this rank's tensors by
-    name."""
+    """The model as it lies on the ranks: who sends which piece of each HF tensor (by rank), and
+    this rank's tensors by name."""
 
     family: Family
     dtype: torch.dtype
@@ -58,17 +65,19 @@ def export_held(
     *,
     source: Path | None = None,
 ) -> list[str]:
-    """Write `folder` (safetensors shards, index, config.json, checksums, tokenizer files); it appears whole or not at
-    all. Collective.
+    """Write `folder` (safetensors shards, index, config.json, checksums, tokenizer files); it
+    appears whole or not at all. Collective.
 
     Args:
-        source: the folder that the model came from, whose weights that training does not touch are copied.
+        source: the folder that the model came from, whose weights that training does not touch are
+            copied.
 
     Returns:
         Lines about what was copied, left out or changed; the same on all ranks.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written; `folder` is then as it was before.
+        OSError: the disk is full or the folder cannot be written; `folder` is then as it was
+            before.
     """
     exchange = shared_exchange()
     carried = _agreed(carried_from(source, held.family), exchange)
@@ -102,7 +111,8 @@ def export_held(
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Give an export its name. An earlier one of that name is dropped after, so that a crash never loses both."""
+    """Give an export its name. An earlier one of that name is dropped after, so that a crash never
+    loses both."""
     earlier = folder.with_name(folder.name + ".earlier")
     shutil.rmtree(earlier, ignore_errors=True)
     sync_folder(partial)
@@ -119,17 +129,30 @@ def _agreed(carried: Carried, exchange: Exchange) -> Carried:
         return carried
     where = carried.source.folder if carried.source else "the folder that the model came from"
     return Carried(
-        lines=(f"weights that training does not touch are not in the export: ranks see different files in {where}",)
+        lines=(
+            (
+                "weights that training does not touch are not in the export: ranks see different "
+                f"files in {where}"
+            ),
+        )
     )
 
 
-def _write_files(held: Held, carried: Carried, folder: Path, files: Sequence[_File], exchange: Exchange) -> list[str]:
+def _write_files(
+    held: Held, carried: Carried, folder: Path, files: Sequence[_File], exchange: Exchange
+) -> list[str]:
     """All files, `_WRITERS` at a time; `name sha256` of those that this rank wrote."""
-    rank, owners, parameters = dist.get_rank(), held.owners, held.parameters
+    rank = dist.get_rank()
+    owners = held.owners
+    parameters = held.parameters
     written: list[str] = []
     waiting = iter(files)
     while wave := list(islice(waiting, min(_WRITERS, dist.get_world_size()))):
-        writers = {file.name: ShardWriter(folder / file.name, file.entries) for file in wave if file.writer == rank}
+        writers = {
+            file.name: ShardWriter(folder / file.name, file.entries)
+            for file in wave
+            if file.writer == rank
+        }
         for turn in zip_longest(*(file.entries for file in wave)):
             sends = []
             for file, entry in zip(wave, turn, strict=True):
@@ -139,7 +162,8 @@ def _write_files(held: Held, carried: Carried, folder: Path, files: Sequence[_Fi
                     and file.writer != rank
                     and (mine := _packed(owners[entry.name], parameters, entry, rank)) is not None
                 ):
-                    sends.append((dist.isend(mine, file.writer, group=exchange.group), mine))  # alive until it is sent
+                    # alive until it is sent
+                    sends.append((dist.isend(mine, file.writer, group=exchange.group), mine))
             for file, entry in zip(wave, turn, strict=True):
                 if entry is not None and file.writer == rank:
                     whole = (
@@ -161,12 +185,18 @@ def _packed(
     mine = []
     for one in owned:
         if one.rank == rank:
-            mine.append(parameters[one.parameter][one.piece.slices()].reshape(-1).to("cpu", entry.dtype))
+            mine.append(
+                parameters[one.parameter][one.piece.slices()].reshape(-1).to("cpu", entry.dtype)
+            )
     return torch.cat(mine) if mine else None
 
 
 def _assembled(
-    owned: Sequence[OwnedPiece], parameters: Mapping[str, torch.Tensor], entry: Entry, rank: int, exchange: Exchange
+    owned: Sequence[OwnedPiece],
+    parameters: Mapping[str, torch.Tensor],
+    entry: Entry,
+    rank: int,
+    exchange: Exchange,
 ) -> torch.Tensor:
     """The whole tensor, on its writer."""
     whole = torch.empty(entry.shape, dtype=entry.dtype)
@@ -178,7 +208,9 @@ def _assembled(
         else:
             packed = torch.empty(sum(piece.numel for piece in pieces), dtype=entry.dtype)
             dist.recv(packed, sender, group=exchange.group)
-        for piece, values in zip(pieces, packed.split([piece.numel for piece in pieces]), strict=True):
+        for piece, values in zip(
+            pieces, packed.split([piece.numel for piece in pieces]), strict=True
+        ):
             ranges = []
             for start, size in zip(piece.source_start, piece.shape, strict=True):
                 ranges.append(slice(start, start + size))

@@ -1,10 +1,11 @@
-"""The record that makes a checkpoint whole: what it holds, of which model, and every file with its size and hash.
+"""The record that makes a checkpoint whole: what it holds, of which model, and every file with its
+size and hash.
 
-`manifest.json` is the last file written into a checkpoint's folder, under its name only when it is on the disk: a
-folder without one is no checkpoint. Hashes are XXH3 (128 bits): a torn, truncated or flipped file is what they must
-find, not an adversary, and they keep pace with the disk where SHA-256 would slow every save. `xxhsum -H2 FILE` prints
-the same digits. The manifest itself, and the driver's part of a checkpoint, carry a hash of their own content. This
-module imports no torch.
+`manifest.json` is the last file written into a checkpoint's folder, under its name only when it is
+on the disk: a folder without one is no checkpoint. Hashes are XXH3 (128 bits): a torn, truncated or
+flipped file is what they must find, not an adversary, and they keep pace with the disk where
+SHA-256 would slow every save. `xxhsum -H2 FILE` prints the same digits. The manifest itself, and
+the driver's part of a checkpoint, carry a hash of their own content. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import xxhash
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import CheckpointError
 
-MANIFEST, INDEX = "manifest.json", "index.json"
+MANIFEST = "manifest.json"
+INDEX = "index.json"
 FORMAT = 2
 _SEAL = "xxh3"
 _KINDS = {
@@ -35,7 +37,9 @@ _KINDS = {
 _BLOCK = 4 << 20
 _MOST = 1 << 62  # of any size or offset
 _LARGE = 1 << 30
-_MOST_SEALED_BYTES, _MOST_INDEX_BYTES = 1 << 28, 1 << 29  # an index has about 150 bytes for a rectangle
+# an index has about 150 bytes for a rectangle
+_MOST_SEALED_BYTES = 1 << 28
+_MOST_INDEX_BYTES = 1 << 29
 # keys of a Hugging Face config that say nothing about the weights or what is computed with them
 _INCIDENTAL = frozenset(
     (
@@ -63,10 +67,11 @@ class FileRecord:
 class Manifest:
     """What a checkpoint is.
 
-    `contains` names the parts (model, optimizer, reference, rng); `backend` the training backend that wrote it;
-    `layout` the parallel sizes it was taken with; `hf_config` the model's Hugging Face config; `training` the number
-    of updates and the optimizer's settings then (empty without an optimizer); `lora` the adapters' rank, alpha and
-    targets (empty: the model has none); `files` is every other file of the folder, by name.
+    `contains` names the parts (model, optimizer, reference, rng); `backend` the training backend
+    that wrote it; `layout` the parallel sizes it was taken with; `hf_config` the model's Hugging
+    Face config; `training` the number of updates and the optimizer's settings then (empty without
+    an optimizer); `lora` the adapters' rank, alpha and targets (empty: the model has none); `files`
+    is every other file of the folder, by name.
     """
 
     phase: str
@@ -95,7 +100,10 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Put it into `folder`, whole and on the disk."""
-        value = asdict(self) | {"family": self.family, "config_digest": config_digest(self.hf_config)}
+        value = asdict(self) | {
+            "family": self.family,
+            "config_digest": config_digest(self.hf_config),
+        }
         write_sealed(folder / MANIFEST, value)
 
     @classmethod
@@ -109,7 +117,9 @@ class Manifest:
         try:
             value = read_sealed(file)
             if value["format"] != FORMAT:
-                raise CheckpointError(f"{file} has format {value['format']}, this version reads {FORMAT}")
+                raise CheckpointError(
+                    f"{file} has format {value['format']}, this version reads {FORMAT}"
+                )
             files = {}
             for name, record in value.pop("files").items():
                 files[plain_name(name)] = FileRecord(**record)
@@ -121,7 +131,8 @@ class Manifest:
             return cls(**{**known, "contains": tuple(map(str, known["contains"]))}, files=files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is torn or not ours"
+                f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is torn "
+                "or not ours"
             ) from error
 
 
@@ -136,12 +147,16 @@ def structure(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_digest(hf_config: Mapping[str, Any]) -> str:
     """SHA-256 of `structure`, canonical JSON: equal digests are equal models."""
-    return sha256(json.dumps(structure(hf_config), sort_keys=True, default=str).encode()).hexdigest()
+    return sha256(
+        json.dumps(structure(hf_config), sort_keys=True, default=str).encode()
+    ).hexdigest()
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Each key in which two Hugging Face configs describe another model, as `key is X there, Y here`."""
-    one, two = structure(theirs), structure(ours)
+    """Each key in which two Hugging Face configs describe another model, as `key is X there, Y
+    here`."""
+    one = structure(theirs)
+    two = structure(ours)
     found: list[str] = []
     for key in sorted(one.keys() | two.keys()):
         if json.dumps(one.get(key), default=str) != json.dumps(two.get(key), default=str):
@@ -151,7 +166,8 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
 
 def digest_of(file: Path) -> FileRecord:
     """Read a file once; its size and digest."""
-    hasher, size = xxhash.xxh3_128(), 0
+    hasher = xxhash.xxh3_128()
+    size = 0
     with file.open("rb", buffering=0) as stream:
         while block := stream.read(_BLOCK):
             hasher.update(block)
@@ -160,8 +176,8 @@ def digest_of(file: Path) -> FileRecord:
 
 
 def problems_of(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with the files (all of them, or `names`): missing, of another size, of other content. Empty when
-    all is well."""
+    """What is wrong with the files (all of them, or `names`): missing, of another size, of other
+    content. Empty when all is well."""
     wanted = manifest.files if names is None else names
     return problems_in(folder, {name: manifest.files[name] for name in wanted})
 
@@ -180,7 +196,10 @@ def _problem_of(file: Path, expected: FileRecord) -> str:
         if status.st_size != expected.size:
             return f"{file} has {status.st_size} bytes, the manifest says {expected.size}"
         if _is_hollow(file, status):
-            return f"{file} says that it has {status.st_size} bytes, of which there are none on the disk"
+            return (
+                f"{file} says that it has {status.st_size} bytes, of which there are none on the "
+                "disk"
+            )
         if digest_of(file).xxh3 != expected.xxh3:
             return f"{file} does not have the content the manifest describes (hash differs)"
     except OSError as error:
@@ -189,7 +208,8 @@ def _problem_of(file: Path, expected: FileRecord) -> str:
 
 
 def _is_hollow(file: Path, status: os.stat_result) -> bool:
-    """Whether a large file is one hole, which no save writes, and whose zeros take hours to hash."""
+    """Whether a large file is one hole, which no save writes, and whose zeros take hours to
+    hash."""
     if status.st_size < _LARGE or status.st_blocks * 512 > status.st_size >> 10:
         return False
     with file.open("rb") as stream:
@@ -211,27 +231,37 @@ def read_index(folder: Path) -> dict[str, Any]:
         for chunk in value["chunks"]:
             _check_chunk(chunk)
         for source, source_start, shape, key, start in value["hf"]:
-            if not (isinstance(source, str) and isinstance(key, str) and len(source_start) == len(shape)):
+            if not (
+                isinstance(source, str) and isinstance(key, str) and len(source_start) == len(shape)
+            ):
                 raise ValueError(f"no slice of a tensor: {source!r} {source_start} {shape}")
             _check_sizes(source_start, shape, start)
         return {"chunks": value["chunks"], "hf": value["hf"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); `hybridflow checkpoint verify` says more") from error
+        raise CheckpointError(
+            f"{file} cannot be read ({error}); `hybridflow checkpoint verify` says more"
+        ) from error
 
 
 def _check_chunk(chunk: Any) -> None:
     if not all(isinstance(chunk[name], str) for name in ("key", "dtype", "file")):
         raise ValueError(f"no rectangle: {str(chunk)[:100]}")
-    shape, start, size = chunk["shape"], chunk["start"], chunk["size"]
+    shape = chunk["shape"]
+    start = chunk["start"]
+    size = chunk["size"]
     _check_sizes(shape, start, size, (chunk["offset"], chunk["length"]))
     ends = [at + extent for at, extent in zip(start, size, strict=True)]
     if any(end > extent for end, extent in zip(ends, shape, strict=True)):
-        raise ValueError(f"the rectangle {start}+{size} leaves its tensor {chunk['key'][:80]} {shape}")
+        raise ValueError(
+            f"the rectangle {start}+{size} leaves its tensor {chunk['key'][:80]} {shape}"
+        )
 
 
 def _check_sizes(*lists: Any) -> None:
     for one in lists:
-        if not isinstance(one, list | tuple) or not all(type(number) is int and 0 <= number < _MOST for number in one):
+        if not isinstance(one, list | tuple) or not all(
+            type(number) is int and 0 <= number < _MOST for number in one
+        ):
             raise ValueError(f"no list of sizes: {str(one)[:100]}")
 
 
@@ -251,13 +281,18 @@ def read_sealed(file: Path) -> dict[str, Any]:
         value: dict[str, Any] = read_outside_json(file, _MOST_SEALED_BYTES, unique=True)
         seal = value.pop(_SEAL, None)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file.parent} is not a whole checkpoint (no {file.name} in it)") from error
+        raise CheckpointError(
+            f"{file.parent} is not a whole checkpoint (no {file.name} in it)"
+        ) from error
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is torn or not ours"
+            f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is torn or "
+            "not ours"
         ) from error
     if seal is None:
-        raise CheckpointError(f"{file} has no hash of itself: it is not ours, or an earlier version wrote it")
+        raise CheckpointError(
+            f"{file} has no hash of itself: it is not ours, or an earlier version wrote it"
+        )
     if seal != _seal(value):
         raise CheckpointError(f"{file} does not have the content that was written (hash differs)")
     return value
@@ -268,7 +303,8 @@ def _seal(value: Mapping[str, Any]) -> str:
 
 
 def plain_name(name: str) -> str:
-    """The name of a file or folder right inside another. ValueError for anything that leads elsewhere."""
+    """The name of a file or folder right inside another. ValueError for anything that leads
+    elsewhere."""
     if name in ("", ".", "..") or Path(name).name != name:
         raise ValueError(f"{name!r} is no name of a file inside the folder")
     return name
@@ -288,9 +324,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def say_saved(folder: Path) -> None:
-    """Tell the driver, by a file beside `folder`, that every rank has its part on the disk and is done with it.
+    """Tell the driver, by a file beside `folder`, that every rank has its part on the disk and is
+    done with it.
 
-    That its manifest is there says less: rank 0 syncs after the rename that shows it, and may fail in that.
+    That its manifest is there says less: rank 0 syncs after the rename that shows it, and may fail
+    in that.
     """
     _said_by(folder).touch()
 

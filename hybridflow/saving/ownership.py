@@ -1,8 +1,8 @@
 """Which rank writes which slice of a Hugging Face tensor in an export: each element has one owner.
 
-This is pure arithmetic: every rank computes the same owners from the same coordinates. Of replicas (tensor-parallel
-copies of norms, embeddings that two stages share, data-parallel copies of everything) the rank with the fewest bytes so
-far owns a slice.
+This is pure arithmetic: every rank computes the same owners from the same coordinates. Of replicas
+(tensor-parallel copies of norms, embeddings that two stages share, data-parallel copies of
+everything) the rank with the fewest bytes so far owns a slice.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def fsdp_owners(family: Family, ranks: int) -> Owners:
     found: Owners = {}
     for rank in range(ranks):
         for local in fsdp_tensors(family, rank, ranks):
-            found.setdefault(local.name, []).extend(OwnedPiece(rank, local.name, piece) for piece in local.pieces)
+            found.setdefault(local.name, []).extend(
+                OwnedPiece(rank, local.name, piece) for piece in local.pieces
+            )
     return found
 
 
@@ -60,7 +62,9 @@ def _assign_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
                 # embeddings that two stages share are written by ranks of the first of them
                 stage = first_stage.setdefault(piece.source, at.pp_rank)
                 if stage == at.pp_rank:
-                    candidates.setdefault(piece.region, []).append(OwnedPiece(rank, local.name, piece))
+                    candidates.setdefault(piece.region, []).append(
+                        OwnedPiece(rank, local.name, piece)
+                    )
     load = [0] * len(ranks)
     owned: Owners = {}
     for options in candidates.values():
@@ -70,11 +74,15 @@ def _assign_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
     return owned
 
 
-def _prove_cover(shapes: Mapping[str, tuple[int, ...]], owned: Mapping[str, Sequence[OwnedPiece]]) -> None:
-    unknown, missing = sorted(owned.keys() - shapes.keys()), sorted(shapes.keys() - owned.keys())
+def _prove_cover(
+    shapes: Mapping[str, tuple[int, ...]], owned: Mapping[str, Sequence[OwnedPiece]]
+) -> None:
+    unknown = sorted(owned.keys() - shapes.keys())
+    missing = sorted(shapes.keys() - owned.keys())
     if unknown or missing:
         raise ModelError(
-            f"the family's map names tensors that are not in its checkpoint {unknown[:4]}, or leaves out {missing[:4]}"
+            f"the family's map names tensors that are not in its checkpoint {unknown[:4]}, or "
+            f"leaves out {missing[:4]}"
         )
     names = list(shapes)
     axes = max(map(len, shapes.values()))
@@ -93,4 +101,6 @@ def _prove_cover(shapes: Mapping[str, tuple[int, ...]], owned: Mapping[str, Sequ
         name = names[fault.key]
         if fault.kind == "beyond":
             raise ModelError(f"a piece of {name} reaches beyond its shape {shapes[name]}")
-        raise ModelError(f"the pieces of {name} {shapes[name]} do not cover every element exactly once")
+        raise ModelError(
+            f"the pieces of {name} {shapes[name]} do not cover every element exactly once"
+        )

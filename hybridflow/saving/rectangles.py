@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint on the disk: one file for each rank, holding rectangles of global tensors as bare bytes,
-hashed as they are written.
+"""The tensors of a checkpoint on the disk: one file for each rank, holding rectangles of global
+tensors as bare bytes, hashed as they are written.
 
-Megatron's own writer forks two processes a rank out of one that runs gloo's threads, and starts a manager of 270 MB
-that outlives a killed rank (filesystem_async.py:266 and :55). Here a rank writes one file itself, in whatever thread
-calls, and no file needs a pickle to be read.
+Megatron's own writer forks two processes a rank out of one that runs gloo's threads, and starts a
+manager of 270 MB that outlives a killed rank (filesystem_async.py:266 and :55). Here a rank writes
+one file itself, in whatever thread calls, and no file needs a pickle to be read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Chunk = dict[str, Any]  # key, dtype, shape (global), start, size, file, offset,
 
 @dataclass(frozen=True)
 class Rectangle:
-    """`data` is `key[global_offset : +local_shape]` of a tensor of `global_shape`. Megatron's ShardedTensor has the
-    same attributes."""
+    """`data` is `key[global_offset : +local_shape]` of a tensor of `global_shape`. Megatron's
+    ShardedTensor has the same attributes."""
 
     key: str
     data: torch.Tensor
@@ -50,8 +50,8 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class HfSlice:
-    """`source[source_start : +shape]` of the Hugging Face model is `key[start : +shape]` of the checkpoint, apart from
-    leading axes of length one that only the key has."""
+    """`source[source_start : +shape]` of the Hugging Face model is `key[start : +shape]` of the
+    checkpoint, apart from leading axes of length one that only the key has."""
 
     source: str
     source_start: tuple[int, ...]
@@ -65,7 +65,9 @@ def size_of(tensor: Any) -> tuple[int, ...]:
     return (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
 
 
-def write_tensors(folder: Path, rank: int, tensors: Iterable[Any]) -> tuple[list[Chunk], dict[str, FileRecord]]:
+def write_tensors(
+    folder: Path, rank: int, tensors: Iterable[Any]
+) -> tuple[list[Chunk], dict[str, FileRecord]]:
     """Write this rank's rectangles (`Rectangle`, or Megatron's ShardedTensor) to `rank_R.bin`.
 
     Returns what lies where in it, and the file's size and hash.
@@ -73,7 +75,9 @@ def write_tensors(folder: Path, rank: int, tensors: Iterable[Any]) -> tuple[list
     Raises:
         OSError: as the system gave it (a full disk, for example).
     """
-    name, hasher, offset = f"rank_{rank}.bin", xxhash.xxh3_128(), 0
+    name = f"rank_{rank}.bin"
+    hasher = xxhash.xxh3_128()
+    offset = 0
     chunks: list[Chunk] = []
     with (folder / name).open("xb", buffering=1 << 20) as stream:
         for tensor in tensors:
@@ -107,15 +111,24 @@ def check_cover(chunks: Sequence[Chunk]) -> None:
     seen: dict[str, tuple[list[int], int]] = {}
     starts = set()
     for chunk in chunks:
-        key, place = chunk["key"], (chunk["key"], *chunk["start"])
+        key = chunk["key"]
+        place = (chunk["key"], *chunk["start"])
         shape, covered = seen.get(key, (chunk["shape"], 0))
         ends = []
         for start, size in zip(chunk["start"], chunk["size"], strict=True):
             ends.append(start + size)
-        if shape != chunk["shape"] or place in starts or any(end > full for end, full in zip(ends, shape, strict=True)):
-            raise CheckpointError(f"two ranks disagree about {key} {shape}: {chunk['shape']} at {chunk['start']}")
+        if (
+            shape != chunk["shape"]
+            or place in starts
+            or any(end > full for end, full in zip(ends, shape, strict=True))
+        ):
+            raise CheckpointError(
+                f"two ranks disagree about {key} {shape}: {chunk['shape']} at {chunk['start']}"
+            )
         starts.add(place)
         seen[key] = shape, covered + prod(chunk["size"])
     for key, (shape, covered) in seen.items():
         if covered != prod(shape):
-            raise CheckpointError(f"the ranks hold {covered} elements of {key} {shape}, which has {prod(shape)}")
+            raise CheckpointError(
+                f"the ranks hold {covered} elements of {key} {shape}, which has {prod(shape)}"
+            )

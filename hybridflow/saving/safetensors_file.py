@@ -1,7 +1,8 @@
-"""Write a Hugging Face folder tensor by tensor: sharded safetensors, index, and checksums; never more than one tensor
-in memory.
+"""Write a Hugging Face folder tensor by tensor: sharded safetensors, index, and checksums; never
+more than one tensor in memory.
 
-Files for others are hashed with SHA-256, since `sha256sum -c checksums.sha256` and the hubs speak that.
+Files for others are hashed with SHA-256, since `sha256sum -c checksums.sha256` and the hubs speak
+that.
 """
 
 from __future__ import annotations
@@ -23,15 +24,27 @@ from hybridflow.models.model_folder import INDEX
 
 CHECKSUMS = "checksums.sha256"
 _NAMES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.bool: "BOOL"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint8: "U8", torch.int8: "I8"},
+    **{
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.bfloat16: "BF16",
+        torch.float16: "F16",
+        torch.bool: "BOOL",
+    },
+    **{
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+        torch.uint8: "U8",
+        torch.int8: "I8",
+    },
     **{torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"},
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The dtype that a safetensors file calls `name`; None: it is not one of those that can be written."""
+    """The dtype that a safetensors file calls `name`; None: it is not one of those that can be
+    written."""
     return _DTYPES.get(name)
 
 
@@ -59,7 +72,8 @@ def entries_of(family: Family, dtype: torch.dtype) -> list[Entry]:
 
 
 def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
-    """{file name: its tensors, in order}; no file holds more than `max_bytes`, unless a single tensor does."""
+    """{file name: its tensors, in order}; no file holds more than `max_bytes`, unless a single
+    tensor does."""
     files: list[list[Entry]] = []
     room = -1
     for entry in entries:
@@ -78,8 +92,10 @@ class ShardWriter:
     """One safetensors file; its tensors are added in the order that was announced."""
 
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
-        self.path, self._left = path, list(reversed(entries))
-        self._stream, self._hash = path.open("xb"), sha256()
+        self.path = path
+        self._left = list(reversed(entries))
+        self._stream = path.open("xb")
+        self._hash = sha256()
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for entry in entries:
@@ -98,7 +114,8 @@ class ShardWriter:
         entry = self._left.pop()
         if (name, tuple(tensor.shape)) != (entry.name, entry.shape):
             raise ModelError(
-                f"{self.path}: {entry.name} {entry.shape} was announced, {name} {tuple(tensor.shape)} was added"
+                f"{self.path}: {entry.name} {entry.shape} was announced, {name} "
+                f"{tuple(tensor.shape)} was added"
             )
         data = tensor.detach().to("cpu", entry.dtype).contiguous()
         if data.numel():
@@ -126,7 +143,8 @@ def write_surroundings(
     checksums: Mapping[str, str],
     config: Mapping[str, object],
 ) -> None:
-    """Write the index, config.json and checksums into the folder of the shards; they are on the disk then."""
+    """Write the index, config.json and checksums into the folder of the shards; they are on the
+    disk then."""
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
     total = sum(entry.size for entries in files.values() for entry in entries)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -1,9 +1,11 @@
-"""Checkpoints on the driver's side: names, what belongs to one, which is the last whole one, retention.
+"""Checkpoints on the driver's side: names, what belongs to one, which is the last whole one,
+retention.
 
-`checkpoints/global_step_N/` (and `sft_step_N/` of the warm start) holds `policy/` (what the ranks wrote), with a critic
-`critic/`, and `driver.json` (step, sampler, totals, as they were when the ranks copied their state), with prompts under
-way also `rollouts.parquet` (what engines had made of them). The folder gets its name when all of it is on the disk,
-then `latest.json` points to it. A crash at any moment leaves the previous one in force.
+`checkpoints/global_step_N/` (and `sft_step_N/` of the warm start) holds `policy/` (what the ranks
+wrote), with a critic `critic/`, and `driver.json` (step, sampler, totals, as they were when the
+ranks copied their state), with prompts under way also `rollouts.parquet` (what engines had made of
+them). The folder gets its name when all of it is on the disk, then `latest.json` points to it. A
+crash at any moment leaves the previous one in force.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ from hybridflow.saving.manifest import (
     write_sealed,
 )
 
-DRIVER, LATEST, ROLLOUTS = "driver.json", "latest.json", "rollouts.parquet"
+DRIVER = "driver.json"
+LATEST = "latest.json"
+ROLLOUTS = "rollouts.parquet"
 
 _PREFIX = {"sft": "sft_step_", "rl": "global_step_", "reward": "reward_step_"}
 _DROPPED = ".dropped"
@@ -80,33 +84,43 @@ class Checkpoint:
         return self.folder / "critic"
 
     def rollouts(self) -> DataProto | None:
-        """What engines had begun of the prompts in `state`; None where that was nothing. DataError: it is damaged."""
+        """What engines had begun of the prompts in `state`; None where that was nothing. DataError:
+        it is damaged."""
         path = self.folder / ROLLOUTS
         return read_parquet(path) if path.exists() else None
 
     def check_parts(self) -> None:
-        """CheckpointError when the parts are not those that the driver wrote beside its own (`problems_of_parts`)."""
+        """CheckpointError when the parts are not those that the driver wrote beside its own
+        (`problems_of_parts`)."""
         if found := problems_of_parts(self.folder):
             raise CheckpointError(f"{self.folder} was not resumed from: {'; '.join(found)}")
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Around what takes over the driver's state: a state that has the right hash and another content is a
-        CheckpointError."""
+        """Around what takes over the driver's state: a state that has the right hash and another
+        content is a CheckpointError."""
         try:
             yield
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            IndexError,
+            OverflowError,
+        ) as error:
             raise CheckpointError(
-                f"{self.folder / DRIVER} has its right hash and does not hold the state of such a run "
-                f"({type(error).__name__}: {error}): another version wrote it, or it was made up. Go on from another "
-                "checkpoint (latest.json names it), or start anew with trainer.resume=disable"
+                f"{self.folder / DRIVER} has its right hash and does not hold the state of such a "
+                f"run ({type(error).__name__}: {error}): another version wrote it, or it was made "
+                "up. Go on from another checkpoint (latest.json names it), or start anew with "
+                "trainer.resume=disable"
             ) from error
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The newest `last` checkpoints stay (0: all), and those of the main job whose step is a multiple of `every` (0:
-    none of them)."""
+    """The newest `last` checkpoints stay (0: all), and those of the main job whose step is a
+    multiple of `every` (0: none of them)."""
 
     last: int = 0
     every: int = 0
@@ -123,17 +137,27 @@ class Retention:
 
 
 class CheckpointStore:
-    """The `checkpoints/` folder of a run. With `background`, saves go on while the run trains, one at a time.
+    """The `checkpoints/` folder of a run. With `background`, saves go on while the run trains, one
+    at a time.
 
     Attributes:
         fingerprint: what the run's numbers follow from, which each checkpoint keeps.
     """
 
     def __init__(
-        self, folder: Path, retention: Retention, *, background: bool = False, timeout_s: float = 1800.0
+        self,
+        folder: Path,
+        retention: Retention,
+        *,
+        background: bool = False,
+        timeout_s: float = 1800.0,
     ) -> None:
-        """`timeout_s`: how long the next save, or the end of the run, waits for a save that is under way."""
-        self.folder, self.retention, self.background, self.timeout_s = folder, retention, background, timeout_s
+        """`timeout_s`: how long the next save, or the end of the run, waits for a save that is
+        under way."""
+        self.folder = folder
+        self.retention = retention
+        self.background = background
+        self.timeout_s = timeout_s
         self.fingerprint = Fingerprint()
         self._pending: _Pending | None = None
 
@@ -147,31 +171,39 @@ class CheckpointStore:
         rollouts: DataProto | None = None,
         **others: Saves,
     ) -> Path:
-        """Write a checkpoint, or begin to in the background: it counts when it is whole then, and `check` reports a
-        failure.
+        """Write a checkpoint, or begin to in the background: it counts when it is whole then, and
+        `check` reports a failure.
 
-        `critic=...` is another role whose ranks fill a folder of that name next to `policy/`; `rollouts` are answers
-        that belong to `state`. A number in `state` that is not finite is None when it is read again.
+        `critic=...` is another role whose ranks fill a folder of that name next to `policy/`;
+        `rollouts` are answers that belong to `state`. A number in `state` that is not finite is
+        None when it is read again.
 
         Raises:
-            CheckpointError: it (or the one before, in the background) could not be written; the previous one is in
-            force.
+            CheckpointError: it (or the one before, in the background) could not be written; the
+            previous one is in force.
         """
         await self.wait()
         final = self.folder / f"{_PREFIX[phase]}{step}"
         partial = final.with_name(final.name + ".partial")
         with self._nothing_left(final, partial):
             shutil.rmtree(partial, ignore_errors=True)
-            self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that was moved does not come back
+            # not its parents: a run folder that was moved does not come back
+            self.folder.mkdir(exist_ok=True)
             partial.mkdir()
             roles = {"policy": policy, **others}
-            known: dict[str, Any] = {"fingerprint": asdict(self.fingerprint), "roles": list(roles), "files": {}}
+            known: dict[str, Any] = {
+                "fingerprint": asdict(self.fingerprint),
+                "roles": list(roles),
+                "files": {},
+            }
             if rollouts is not None:
                 write_parquet(partial / ROLLOUTS, rollouts)
                 with (partial / ROLLOUTS).open("rb") as file:
                     os.fsync(file.fileno())
                 known["files"][ROLLOUTS] = asdict(digest_of(partial / ROLLOUTS))
-            write_sealed(partial / DRIVER, {"phase": phase, "step": step, "state": finite(state), **known})
+            write_sealed(
+                partial / DRIVER, {"phase": phase, "step": step, "state": finite(state), **known}
+            )
             for name, role in roles.items():
                 await role.save(partial / name, phase=phase, step=step, background=self.background)
             if not self.background:
@@ -192,21 +224,24 @@ class CheckpointStore:
         self._pending = None
 
     async def wait(self) -> None:
-        """Wait until no save is in progress. CheckpointError as from `check`, or after `timeout_s`."""
+        """Wait until no save is in progress. CheckpointError as from `check`, or after
+        `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         while self._pending is not None:
             await self.check()
             if self._pending is not None and time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"the checkpoint {self._pending.final} was not written within {self.timeout_s:.0f} s "
-                    "(trainer.checkpoint_timeout_s); is the file system hanging?"
+                    f"the checkpoint {self._pending.final} was not written within "
+                    f"{self.timeout_s:.0f} s (trainer.checkpoint_timeout_s); is the file system "
+                    "hanging?"
                 )
             await asyncio.sleep(_POLL_S / 5)
 
     def settle(self) -> None:
-        """To be called when the ranks have ended, or are about to: a save in progress counts if it is whole by now, and
-        never otherwise."""
-        pending, self._pending = self._pending, None
+        """To be called when the ranks have ended, or are about to: a save in progress counts if it
+        is whole by now, and never otherwise."""
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.stop()
             with suppress(OSError):  # the checkpoint before it is in force then
@@ -214,8 +249,9 @@ class CheckpointStore:
                     self._commit(pending.partial, pending.final)
 
     def latest(self) -> Checkpoint | None:
-        """The checkpoint in force, or None in a fresh run: the one that latest.json names, or the newest whole one
-        where there is no latest.json. May be asked for while another process goes on saving.
+        """The checkpoint in force, or None in a fresh run: the one that latest.json names, or the
+        newest whole one where there is no latest.json. May be asked for while another process goes
+        on saving.
 
         Raises:
             CheckpointError: latest.json leads to nothing, to something torn, or out of the folder.
@@ -227,15 +263,18 @@ class CheckpointStore:
                 said = latest_name(self.folder)
                 return _read(self.folder / said) if said else None
             except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
-                # unless another process has put a newer one in force meanwhile, and dropped what was being read
+                # unless another process has put a newer one in force meanwhile, and dropped what
+                # was being read
                 if said == before:
                     raise CheckpointError(
-                        f"{self.folder / LATEST} does not lead to a whole checkpoint ({error}). Let it name another "
-                        "folder of the same place, or start anew with trainer.resume=disable"
+                        f"{self.folder / LATEST} does not lead to a whole checkpoint ({error}). "
+                        "Let it name another folder of the same place, or start anew with "
+                        "trainer.resume=disable"
                     ) from error
 
     def left_out(self) -> list[str]:
-        """A line for each folder with the name of a checkpoint that lacks what a checkpoint needs."""
+        """A line for each folder with the name of a checkpoint that lacks what a checkpoint
+        needs."""
         return left_out(self.folder)
 
     def of_loop(self) -> dict[int, Checkpoint]:
@@ -249,7 +288,8 @@ class CheckpointStore:
     # ---- inside
 
     def _commit(self, partial: Path, final: Path) -> Path:
-        """All of it is on the disk: give it its name, point to it, drop what is no longer wanted."""
+        """All of it is on the disk: give it its name, point to it, drop what is no longer
+        wanted."""
         # the same step once more: the one in force stays until the new one is
         if final.exists() and self._points_to(final):
             final = final.with_name(f"{final.name}-{int(time.time())}")
@@ -263,9 +303,11 @@ class CheckpointStore:
         write_json(self.folder / LATEST, {"folder": final.name})
         for old in self.retention.dropped(self._whole()):
             if old.folder != final:
-                dropped = old.folder.with_name(old.folder.name + _DROPPED)  # never half a checkpoint under a good name
+                # never half a checkpoint under a good name
+                dropped = old.folder.with_name(old.folder.name + _DROPPED)
                 os.replace(old.folder, dropped)
-        for pattern in (f"*{_DROPPED}", "*.partial"):  # of saves that were cut short, too: no other is under way
+        # of saves that were cut short, too: no other is under way
+        for pattern in (f"*{_DROPPED}", "*.partial"):
             for left in self.folder.glob(pattern):
                 shutil.rmtree(left, ignore_errors=True)
         return final
@@ -278,8 +320,11 @@ class CheckpointStore:
         return list(map(_read, _whole(self.folder)))
 
     @contextmanager
-    def _nothing_left(self, final: Path, partial: Path, pending: _Pending | None = None) -> Iterator[None]:
-        """After a failure nothing of the checkpoint remains; what the system says becomes a CheckpointError."""
+    def _nothing_left(
+        self, final: Path, partial: Path, pending: _Pending | None = None
+    ) -> Iterator[None]:
+        """After a failure nothing of the checkpoint remains; what the system says becomes a
+        CheckpointError."""
         try:
             yield
         except BaseException as error:
@@ -289,18 +334,24 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError):
                 raise CheckpointError(
-                    f"the checkpoint {final} could not be written: {error}; the previous checkpoint is untouched. Free "
-                    "disk space and run the same command again to resume."
+                    f"the checkpoint {final} could not be written: {error}; the previous "
+                    "checkpoint is untouched. Free disk space and run the same command again to "
+                    "resume."
                 ) from error
             raise
 
 
 class _Pending:
-    """A save under way: a thread commits it as soon as the ranks of each role have said that it is on the disk, however
-    long the training's step takes."""
+    """A save under way: a thread commits it as soon as the ranks of each role have said that it is
+    on the disk, however long the training's step takes."""
 
-    def __init__(self, store: CheckpointStore, partial: Path, final: Path, roles: Mapping[str, Saves]) -> None:
-        self.store, self.partial, self.final, self.roles = store, partial, final, roles
+    def __init__(
+        self, store: CheckpointStore, partial: Path, final: Path, roles: Mapping[str, Saves]
+    ) -> None:
+        self.store = store
+        self.partial = partial
+        self.final = final
+        self.roles = roles
         self._error: BaseException | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="commit", daemon=True)
@@ -315,7 +366,8 @@ class _Pending:
         return True
 
     def is_whole(self) -> bool:
-        """Whether the ranks of every role have written all of it (and it has not been committed yet)."""
+        """Whether the ranks of every role have written all of it (and it has not been committed
+        yet)."""
         return all(is_said_saved(self.partial / name) for name in self.roles)
 
     def stop(self) -> None:
@@ -342,7 +394,8 @@ def latest_name(folder: Path) -> str:
     """The folder of the checkpoint in force inside `folder`; empty when there is none.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: latest.json cannot be read, or names something outside of `folder`.
+        OSError, ValueError, KeyError, TypeError: latest.json cannot be read, or names something
+            outside of `folder`.
     """
     try:
         return plain_name(str(read_outside_json(folder / LATEST, _MOST_LATEST_BYTES)["folder"]))
@@ -352,10 +405,13 @@ def latest_name(folder: Path) -> str:
 
 
 def left_out(folder: Path) -> list[str]:
-    """A line for each folder inside `folder` with the name of a checkpoint that lacks what a checkpoint needs."""
+    """A line for each folder inside `folder` with the name of a checkpoint that lacks what a
+    checkpoint needs."""
     lines = []
     for one in sorted(folder.glob("*_step_*")):
-        has_ended = is_name_of_checkpoint(one.name) and one.suffix not in _UNFINISHED and one.is_dir()
+        has_ended = (
+            is_name_of_checkpoint(one.name) and one.suffix not in _UNFINISHED and one.is_dir()
+        )
         if has_ended and (lacking := _lacks(one)):
             lines.append(f"{one} is left out, no run resumes from it: {lacking} is missing")
     return lines
@@ -369,15 +425,19 @@ def _whole(folder: Path) -> list[Path]:
 
 def _lacks(folder: Path) -> str:
     """The first file that a folder lacks for a checkpoint; empty for a whole one."""
-    return next((name for name in (DRIVER, f"policy/{MANIFEST}") if not (folder / name).exists()), "")
+    return next(
+        (name for name in (DRIVER, f"policy/{MANIFEST}") if not (folder / name).exists()), ""
+    )
 
 
 def problems_of_parts(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint beyond the files of each role: the driver's part, roles and files that belong to
-    it and are missing, or are of another step. Empty when all is well."""
+    """What is wrong with a checkpoint beyond the files of each role: the driver's part, roles and
+    files that belong to it and are missing, or are of another step. Empty when all is well."""
     file = folder / DRIVER
     if not file.exists():
-        return [f"{file} is missing: no run can resume from this checkpoint, which can only be exported"]
+        return [
+            f"{file} is missing: no run can resume from this checkpoint, which can only be exported"
+        ]
     try:
         _read(folder)
         driver = read_sealed(file)
@@ -386,8 +446,8 @@ def problems_of_parts(folder: Path) -> list[str]:
             manifest = Manifest.read(folder / role)
             if (manifest.phase, manifest.step) != (driver["phase"], driver["step"]):
                 found.append(
-                    f"{file} is of step {driver['step']} ({driver['phase']}), and {folder / role / MANIFEST} of step "
-                    f"{manifest.step} ({manifest.phase})"
+                    f"{file} is of step {driver['step']} ({driver['phase']}), and "
+                    f"{folder / role / MANIFEST} of step {manifest.step} ({manifest.phase})"
                 )
         files = {}
         for name, record in driver.get("files", {}).items():
@@ -402,11 +462,23 @@ def problems_of_parts(folder: Path) -> list[str]:
 def _read(folder: Path) -> Checkpoint:
     driver = read_sealed(folder / DRIVER)
     try:
-        phase, step, state = driver["phase"], driver["step"], driver["state"]
-        if phase not in _PREFIX or type(step) is not int or not 0 <= step < 1 << 53 or not isinstance(state, dict):
-            raise ValueError(f"phase {str(phase)[:40]!r}, step {str(step)[:40]!r}, state {str(state)[:40]!r}")
-        return Checkpoint(folder, phase, step, state, Fingerprint.read(driver.get("fingerprint", {})))
+        phase = driver["phase"]
+        step = driver["step"]
+        state = driver["state"]
+        if (
+            phase not in _PREFIX
+            or type(step) is not int
+            or not 0 <= step < 1 << 53
+            or not isinstance(state, dict)
+        ):
+            raise ValueError(
+                f"phase {str(phase)[:40]!r}, step {str(step)[:40]!r}, state {str(state)[:40]!r}"
+            )
+        return Checkpoint(
+            folder, phase, step, state, Fingerprint.read(driver.get("fingerprint", {}))
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder / DRIVER} has its right hash and does not describe a checkpoint ({type(error).__name__}: {error})"
+            f"{folder / DRIVER} has its right hash and does not describe a checkpoint "
+            f"({type(error).__name__}: {error})"
         ) from error

@@ -1,5 +1,5 @@
-"""What `hybridflow checkpoint` does: inspect and verify checkpoints, write them as Hugging Face folders, and check such
-folders, in one process without a GPU."""
+"""What `hybridflow checkpoint` does: inspect and verify checkpoints, write them as Hugging Face
+folders, and check such folders, in one process without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ from hybridflow.saving.manifest import (
     sync_folder,
     write_json,
 )
-from hybridflow.saving.store import DRIVER, LATEST, is_name_of_checkpoint, latest_name, left_out, problems_of_parts
+from hybridflow.saving.store import (
+    DRIVER,
+    LATEST,
+    is_name_of_checkpoint,
+    latest_name,
+    left_out,
+    problems_of_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,22 +45,24 @@ _MOST_LIST_BYTES = 16 << 20
 
 
 def locate(path: Path) -> Path:
-    """The ranks' folder (with the manifest) that `path` means: it itself, a checkpoint, a run or its `checkpoints/`
-    (the latest then).
+    """The ranks' folder (with the manifest) that `path` means: it itself, a checkpoint, a run or
+    its `checkpoints/` (the latest then).
 
     Raises:
         ConfigError: there is nothing of the kind; says what was looked for.
     """
     if not path.is_dir():
         raise ConfigError(
-            f"{path}: no such folder; give a run, a checkpoint (runs/NAME/checkpoints/global_step_N) or its policy "
-            "folder"
+            f"{path}: no such folder; give a run, a checkpoint "
+            "(runs/NAME/checkpoints/global_step_N) or its policy folder"
         )
     for folder in (path / "checkpoints", path):
         try:
             name = latest_name(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder / LATEST} is torn ({error}); give a checkpoint of that folder") from error
+            raise CheckpointError(
+                f"{folder / LATEST} is torn ({error}); give a checkpoint of that folder"
+            ) from error
         if name:
             return locate(folder / name)
     for folder in (path, path / "policy"):
@@ -61,24 +70,33 @@ def locate(path: Path) -> Path:
             return folder
     if path.name == "policy" or (path / "policy").is_dir() or (path / DRIVER).exists():
         raise CheckpointError(
-            f"{path} is not a whole checkpoint: no {MANIFEST} in it (the save was cut short, or an older version wrote "
-            "it)"
+            f"{path} is not a whole checkpoint: no {MANIFEST} in it (the save was cut short, or an "
+            "older version wrote it)"
         )
-    raise ConfigError(f"{path} holds no checkpoint: no {MANIFEST}, no policy/, no checkpoints/latest.json in it")
+    raise ConfigError(
+        f"{path} holds no checkpoint: no {MANIFEST}, no policy/, no checkpoints/latest.json in it"
+    )
 
 
 def roles(path: Path) -> list[Path]:
-    """The folders of every role (policy, critic) of the checkpoint that `path` means; of a role's folder, that one
-    alone."""
+    """The folders of every role (policy, critic) of the checkpoint that `path` means; of a role's
+    folder, that one alone."""
     folder = locate(path)
     if folder.resolve() == path.resolve():
         return [folder]
-    return [folder, *(file.parent for file in sorted(folder.parent.glob(f"*/{MANIFEST}")) if file.parent != folder)]
+    return [
+        folder,
+        *(
+            file.parent
+            for file in sorted(folder.parent.glob(f"*/{MANIFEST}"))
+            if file.parent != folder
+        ),
+    ]
 
 
 def incomplete_checkpoints(path: Path) -> list[str]:
-    """Where `path` is a run or its `checkpoints/`: a line for each folder there that should be a checkpoint and lacks
-    what one needs."""
+    """Where `path` is a run or its `checkpoints/`: a line for each folder there that should be a
+    checkpoint and lacks what one needs."""
     lines: list[str] = []
     for folder in (path / "checkpoints", path):
         lines.extend(left_out(folder))
@@ -89,7 +107,8 @@ def incomplete_checkpoints(path: Path) -> list[str]:
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """What a checkpoint is and holds: the manifest's figures, and tensors and bytes of each part."""
+    """What a checkpoint is and holds: the manifest's figures, and tensors and bytes of each
+    part."""
     manifest = Manifest.read(folder)
     parts: dict[str, dict[str, int]] = {}
     seen: set[str] = set()
@@ -133,11 +152,24 @@ def table(figures: Mapping[str, Any]) -> str:
     rows = [
         ("checkpoint", figures["folder"]),
         ("step", f"{figures['step']} ({figures['phase'] or 'no phase'}), {figures['created']}"),
-        ("model", f"{figures['family']}, {figures['dtype']}, config {figures['config_digest'][:16]}"),
-        ("written by", f"{layout}; " + ", ".join(f"{name} {version}" for name, version in figures["versions"].items())),
+        (
+            "model",
+            f"{figures['family']}, {figures['dtype']}, config {figures['config_digest'][:16]}",
+        ),
+        (
+            "written by",
+            f"{layout}; "
+            + ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),
+        ),
         ("files", f"{figures['files']}, {_mib(figures['bytes'])}"),
         *(
-            (part, f"{numbers['tensors']} tensors in {numbers['rectangles']} rectangles, {_mib(numbers['bytes'])}")
+            (
+                part,
+                (
+                    f"{numbers['tensors']} tensors in {numbers['rectangles']} rectangles, "
+                    f"{_mib(numbers['bytes'])}"
+                ),
+            )
             for part, numbers in figures["parts"].items()
         ),
     ]
@@ -163,7 +195,8 @@ def verify(folder: Path, whole: bool = False) -> tuple[Manifest, list[str]]:
 
 
 def _all_problems(folder: Path, manifest: Manifest) -> list[str]:
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing leaves the interpreter's lock
+    # hashing leaves the interpreter's lock
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda name: problems_of(folder, manifest, [name]), manifest.files)
         lines: list[str] = []
         for problems in found:
@@ -172,8 +205,10 @@ def _all_problems(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _wrong_checksums(folder: Path) -> list[str]:
-    """Files that are not what checksums.sha256 of their folder says; empty where there is no such list."""
-    listed, found = folder / "checksums.sha256", []
+    """Files that are not what checksums.sha256 of their folder says; empty where there is no such
+    list."""
+    listed = folder / "checksums.sha256"
+    found = []
     if not listed.exists():
         return []
     try:
@@ -216,22 +251,24 @@ def export(
     tokenizer: Path | None,
     published: Path | None = None,
 ) -> Written:
-    """Write a checkpoint's model as a Hugging Face folder. At most one tensor, and the rectangles it comes from, is in
-    memory at a time.
+    """Write a checkpoint's model as a Hugging Face folder. At most one tensor, and the rectangles
+    it comes from, is in memory at a time.
 
     Args:
         tokenizer: the folder whose tokenizer files are copied; None: the run's.
-        published: the folder that the model came from, whose weights that training does not touch are copied; None:
-            the run's `model.path`.
+        published: the folder that the model came from, whose weights that training does not touch
+            are copied; None: the run's `model.path`.
 
     Raises:
         CheckpointError: a file of the checkpoint is not what the manifest says.
     """
     source = _verified(folder)
-    if tokenizer is None:  # a run keeps a copy of its tokenizer next to the config that its engines start from
+    # a run keeps a copy of its tokenizer next to the config that its engines start from
+    if tokenizer is None:
         tokenizer = next(filter(Path.is_dir, _above(folder, "model")), None)
     published = _published_folder(folder) if published is None else published
-    hf_config, precision = source.manifest.hf_config, dtype or source.manifest.dtype
+    hf_config = source.manifest.hf_config
+    precision = dtype or source.manifest.dtype
     return _write(source, hf_config, out, precision, max_shard_bytes, tokenizer, published)
 
 
@@ -241,7 +278,8 @@ def _above(folder: Path, name: str) -> list[Path]:
 
 
 def _published_folder(folder: Path) -> Path | None:
-    """`model.path` of the run that a checkpoint lies in. CheckpointError: its config.yaml cannot be read."""
+    """`model.path` of the run that a checkpoint lies in. CheckpointError: its config.yaml cannot be
+    read."""
     file = next(filter(Path.exists, _above(folder, "config.yaml")), None)
     if file is None:
         return None
@@ -255,7 +293,8 @@ def _published_folder(folder: Path) -> Path | None:
 
 
 def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
-    """Write a checkpoint's adapters alone, as PEFT keeps them: adapter_model.safetensors and adapter_config.json.
+    """Write a checkpoint's adapters alone, as PEFT keeps them: adapter_model.safetensors and
+    adapter_config.json.
 
     Raises:
         ConfigError: the checkpoint has none.
@@ -270,14 +309,19 @@ def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
     shapes = source.factors()
     if not shapes:
         raise ConfigError(
-            f"{folder} holds no adapters (its run had actor.lora.rank=0); leave --adapter away for the whole model"
+            f"{folder} holds no adapters (its run had actor.lora.rank=0); leave --adapter away for "
+            "the whole model"
         )
     precision = _precision(dtype or source.manifest.dtype)
     tensors = {}
     for name, shape in shapes.items():
-        tensors[f"base_model.model.{name}"] = source.read(name, (0, 0), shape).to(precision).contiguous()
+        tensors[f"base_model.model.{name}"] = (
+            source.read(name, (0, 0), shape).to(precision).contiguous()
+        )
     config = peft_config(
-        source.manifest.lora, set(map(module_of, shapes)), family_of(source.manifest.hf_config).tensors()
+        source.manifest.lora,
+        set(map(module_of, shapes)),
+        family_of(source.manifest.hf_config).tensors(),
     )
     with _whole_or_nothing(out) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -296,11 +340,13 @@ def _verified(folder: Path) -> CheckpointFolder:
 
 
 def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) -> Written:
-    """Check a Hugging Face folder against its family's map and write it as a folder for `model.path`: every tensor that
-    training needs, in one precision, with checksums. Other tensors are copied as they are, and reported.
+    """Check a Hugging Face folder against its family's map and write it as a folder for
+    `model.path`: every tensor that training needs, in one precision, with checksums. Other tensors
+    are copied as they are, and reported.
 
     Raises:
-        ModelError: a tensor is missing, or a file is not what the folder's checksums.sha256 says (where it has one).
+        ModelError: a tensor is missing, or a file is not what the folder's checksums.sha256 says
+            (where it has one).
     """
     from hybridflow.models import family_of
     from hybridflow.models.model_folder import check_weights
@@ -333,7 +379,12 @@ def _write(
     from hybridflow.models import family_of
     from hybridflow.models.weights import copy_companions
     from hybridflow.saving.carried import carried_from, exported_config
-    from hybridflow.saving.safetensors_file import ShardWriter, entries_of, shards_of, write_surroundings
+    from hybridflow.saving.safetensors_file import (
+        ShardWriter,
+        entries_of,
+        shards_of,
+        write_surroundings,
+    )
 
     precision = _precision(dtype)
     family = family_of(hf_config)
@@ -347,7 +398,11 @@ def _write(
             writer = ShardWriter(partial / name, own)
             for entry in own:
                 whole = (0,) * len(entry.shape), entry.shape
-                read = carried.read(entry.name) if entry.name in copied else source.read(entry.name, *whole)
+                read = (
+                    carried.read(entry.name)
+                    if entry.name in copied
+                    else source.read(entry.name, *whole)
+                )
                 writer.add(entry.name, read)
             checksums[name] = writer.close()
         if tokenizer is not None:

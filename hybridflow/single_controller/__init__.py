@@ -1,8 +1,15 @@
-"""The controller: a Ray cluster, resource pools and groups of worker processes. The only package that imports ray."""
+"""The controller: a Ray cluster, resource pools and groups of worker processes. The only package
+that imports ray."""
 
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import colocated
-from hybridflow.single_controller.event_loop import block_on, cancel_all, computing, in_thread, waited_seconds
+from hybridflow.single_controller.event_loop import (
+    block_on,
+    cancel_all,
+    computing,
+    in_thread,
+    waited_seconds,
+)
 from hybridflow.single_controller.future import Future
 from hybridflow.single_controller.in_process import InProcessGroup
 from hybridflow.single_controller.resource_pool import ResourcePool, reserve

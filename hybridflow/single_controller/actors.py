@@ -22,12 +22,17 @@ _PINNED = "pinned_max_round_threshold_mb"  # an option of PYTORCH_ALLOC_CONF
 
 
 def start_actors(
-    cluster: Cluster, pool: ResourcePool, role: str, log_dir: Path, name: str | None, fork_server: str = ""
+    cluster: Cluster,
+    pool: ResourcePool,
+    role: str,
+    log_dir: Path,
+    name: str | None,
+    fork_server: str = "",
 ) -> list[Rank]:
     """Start one actor in each slot of the pool. Returns the ranks in slot order.
 
-    With `name` the actors are detached and outlive the driver; raises ResourceError if the name is taken. With
-    `fork_server` their processes are forked from that server (`process.fork_server`).
+    With `name` the actors are detached and outlive the driver; raises ResourceError if the name is
+    taken. With `fork_server` their processes are forked from that server (`process.fork_server`).
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -40,11 +45,14 @@ def start_actors(
     nodes = {node: cluster.processes_of(node) for node in {slot.node for slot in pool.slots}}
     ranks = []
     for r, slot in enumerate(pool.slots):
-        known = {"name": f"{name}:{r}", "namespace": NAMESPACE, "lifetime": "detached"} if name else {}
+        known = (
+            {"name": f"{name}:{r}", "namespace": NAMESPACE, "lifetime": "detached"} if name else {}
+        )
         options = host.options(
             **known,
             **environment,
-            num_cpus=share,  # no num_gpus: the bundle holds the GPUs, and each process gets an explicit list
+            # no num_gpus: the bundle holds the GPUs, and each process gets an explicit list
+            num_cpus=share,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 slot.placement_group, placement_group_bundle_index=slot.bundle_index
@@ -57,28 +65,42 @@ def start_actors(
                 f"a detached group named {name!r} exists already: join it, or choose another name"
             ) from error
         log = log_dir / f"{role}-rank{r}.log"
-        ranks.append(Rank(actor, slot.node, log, nodes[slot.node], log_from=log.stat().st_size if log.exists() else 0))
+        ranks.append(
+            Rank(
+                actor,
+                slot.node,
+                log,
+                nodes[slot.node],
+                log_from=log.stat().st_size if log.exists() else 0,
+            )
+        )
     return ranks
 
 
 def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
-    """Return the ranks of the detached group `name`, and its role. Raises ResourceError if there is no such group."""
+    """Return the ranks of the detached group `name`, and its role. Raises ResourceError if there is
+    no such group."""
     import ray
 
     try:
         first = ray.get_actor(f"{name}:0", NAMESPACE)
         known: Identity = ray.get(first.identity.remote(), timeout=cluster.config.start_timeout_s)
-        actors = [first, *(ray.get_actor(f"{name}:{r}", NAMESPACE) for r in range(1, known.world_size))]
+        actors = [
+            first,
+            *(ray.get_actor(f"{name}:{r}", NAMESPACE) for r in range(1, known.world_size)),
+        ]
         found: list[Identity] = ray.get(
             [actor.identity.remote() for actor in actors], timeout=cluster.config.start_timeout_s
         )
     except (ValueError, ray.exceptions.RayError) as error:
         raise ResourceError(
-            f"there is no detached group named {name!r} to join: {str(error).strip().splitlines()[0]}"
+            f"there is no detached group named {name!r} to join: "
+            f"{str(error).strip().splitlines()[0]}"
         ) from error
     nodes = {node: cluster.processes_of(node) for node in {one.node for one in found}}
     ranks = [
-        Rank(actor, one.node, one.log_path, nodes[one.node], one.pid) for actor, one in zip(actors, found, strict=True)
+        Rank(actor, one.node, one.log_path, nodes[one.node], one.pid)
+        for actor, one in zip(actors, found, strict=True)
     ]
     return ranks, known.role
 
@@ -86,8 +108,8 @@ def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
 def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]:
     """Return the environment variables that bind a process to its slot.
 
-    They set the device type, the visible devices, and the network interface of the node's address. Without the last,
-    gloo would listen on the address of the host name.
+    They set the device type, the visible devices, and the network interface of the node's address.
+    Without the last, gloo would listen on the address of the host name.
     """
     env = {"HYBRIDFLOW_PLATFORM": "cuda" if gpus else "cpu"}
     if gpus:
@@ -99,8 +121,8 @@ def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]
 def _pinned_as_asked(user: Mapping[str, str]) -> str:
     """Return the user's allocator settings, plus exact sizes for pinned blocks over 128 MB.
 
-    By default torch rounds pinned blocks up to a power of two (CachingHostAllocator.h:303). Offloaded weights and
-    checkpoints are such blocks.
+    By default torch rounds pinned blocks up to a power of two (CachingHostAllocator.h:303).
+    Offloaded weights and checkpoints are such blocks.
     """
     settings = user.get("PYTORCH_ALLOC_CONF") or user.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if _PINNED in settings:
@@ -109,7 +131,8 @@ def _pinned_as_asked(user: Mapping[str, str]) -> str:
 
 
 def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables read by torch.distributed, with one thread per process. `extra` takes precedence."""
+    """Return the variables read by torch.distributed, with one thread per process. `extra` takes
+    precedence."""
     env = {
         "RANK": str(context.rank),
         "WORLD_SIZE": str(context.world_size),
@@ -121,5 +144,6 @@ def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, s
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled_code(),
     }
     if context.master_addr in ("127.0.0.1", "::1"):
-        env["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens on the interface of the host name
+        # by default gloo listens on the interface of the host name
+        env["GLOO_SOCKET_IFNAME"] = "lo"
     return {**env, **extra}

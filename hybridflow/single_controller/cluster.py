@@ -1,7 +1,7 @@
 """Starting, joining and stopping a Ray cluster.
 
-A local cluster listens on loopback only, asks every client for a random token, has a temporary folder of its own, and
-ends with the driver, even when the driver was killed with SIGKILL.
+A local cluster listens on loopback only, asks every client for a random token, has a temporary
+folder of its own, and ends with the driver, even when the driver was killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ SYSTEM_CONFIG = {  # of every cluster that this project starts
     # Otherwise Ray starts a process for every logical CPU in advance.
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
-    # Children of a killed worker (the engines' guards) clear up and end. Killed by Ray they could not.
+    # Children of a killed worker (the engines' guards) clear up and end. Killed by Ray they could
+    # not.
     "kill_child_processes_on_worker_exit": False,
 }
-# Without 0 here Ray replaces 127.0.0.1 by the machine's external address and listens on all interfaces:
-# get_node_ip_address (ray/_private/services.py:811) returns loopback only when clusters over several machines are
-# disabled.
+# Without 0 here Ray replaces 127.0.0.1 by the machine's external address and listens on all
+# interfaces: get_node_ip_address (ray/_private/services.py:811) returns loopback only when clusters
+# over several machines are disabled.
 _ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _PREFIX = "hf-ray-"
 _LOCK = "owner.lock"
@@ -71,8 +72,8 @@ class NodeState:
 
 @dataclass
 class _Local:
-    """The private folder (mode 0700) of a local cluster, the lock that its owner holds, and the guard process that
-    clears up after a SIGKILL."""
+    """The private folder (mode 0700) of a local cluster, the lock that its owner holds, and the
+    guard process that clears up after a SIGKILL."""
 
     temp_dir: Path
     lock: int
@@ -87,7 +88,8 @@ class _Local:
         return cls(temp_dir, lock, _start_guard(temp_dir))
 
     def keep_guarded(self) -> list[int]:
-        """Replace the guard when it has ended: somebody killed it, or the kernel for its memory. Returns its pid."""
+        """Replace the guard when it has ended: somebody killed it, or the kernel for its memory.
+        Returns its pid."""
         if self.guard.poll() is not None:
             assert self.guard.stdin is not None
             self.guard.stdin.close()
@@ -109,10 +111,12 @@ class _Local:
 
 
 class Cluster:
-    """A started or joined Ray cluster: `with Cluster.start(...) as cluster`. A process has one at a time."""
+    """A started or joined Ray cluster: `with Cluster.start(...) as cluster`. A process has one at a
+    time."""
 
     def __init__(self, config: ClusterConfig, run_dir: Path, local: _Local | None) -> None:
-        self.config, self.run_dir = config, run_dir
+        self.config = config
+        self.run_dir = run_dir
         self.temp_dir = local.temp_dir if local else None
         self._local = local
         self._open = True
@@ -135,13 +139,18 @@ class Cluster:
         Args:
             config: address, sizes and deadlines.
             run_dir: Ray's own logs are copied to `run_dir/logs/ray` when it fails to start.
-            num_cpus: logical CPUs of a local cluster. They only count slots and may exceed the number of cores.
+            num_cpus: logical CPUs of a local cluster. They only count slots and may exceed the
+                number of cores.
 
         Raises:
             ResourceError: Ray cannot be started or reached, or is already running in this process.
         """
         run_dir = Path(run_dir)
-        return cls._join(config, run_dir) if config.address else cls._start_local(config, run_dir, num_cpus)
+        return (
+            cls._join(config, run_dir)
+            if config.address
+            else cls._start_local(config, run_dir, num_cpus)
+        )
 
     @classmethod
     def _start_local(cls, config: ClusterConfig, run_dir: Path, num_cpus: int | None) -> Cluster:
@@ -153,7 +162,9 @@ class Cluster:
         local = _Local.make()
         slots = config.nodes * config.procs_per_node
         before = signal.getsignal(signal.SIGTERM)
-        starting = watch.Watch(watch.Starting(_starting_processes, config.start_timeout_s), local.keep_guarded)
+        starting = watch.Watch(
+            watch.Starting(_starting_processes, config.start_timeout_s), local.keep_guarded
+        )
         try:
             ray.init(
                 address="local",  # whatever RAY_ADDRESS says
@@ -172,7 +183,8 @@ class Cluster:
             lost = starting.interrupted_over()
             _copy_ray_logs(local.temp_dir, run_dir)
             ray.shutdown()
-            guard.clear_up(local.temp_dir)  # an interrupted start leaves processes that Ray does not know of yet
+            # an interrupted start leaves processes that Ray does not know of yet
+            guard.clear_up(local.temp_dir)
             local.remove()
             if isinstance(error, SystemExit):  # how Ray answers SIGTERM while it starts
                 raise KeyboardInterrupt from error
@@ -200,17 +212,24 @@ class Cluster:
         before = signal.getsignal(signal.SIGTERM)
         starting = watch.Watch(watch.Starting(dict, config.start_timeout_s))
         try:
-            ray.init(address=address, job_config=plain_job_config(), log_to_driver=False, configure_logging=False)
+            ray.init(
+                address=address,
+                job_config=plain_job_config(),
+                log_to_driver=False,
+                configure_logging=False,
+            )
         except BaseException as error:
             starting.stop()
             lost = starting.interrupted_over()
             if not isinstance(error, Exception) and not lost:
                 raise
             hint = (
-                "check the address (cluster.address), and that RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH or "
-                f"{TOKEN_OF_SCRIPT} holds the cluster's token"
+                "check the address (cluster.address), and that RAY_AUTH_TOKEN, the file of "
+                f"RAY_AUTH_TOKEN_PATH or {TOKEN_OF_SCRIPT} holds the cluster's token"
             )
-            raise ResourceError(f"cannot join the Ray cluster at {address}: {lost or error}; {hint}") from error
+            raise ResourceError(
+                f"cannot join the Ray cluster at {address}: {lost or error}; {hint}"
+            ) from error
         finally:
             _restore_sigterm(before)
         starting.stop()
@@ -218,9 +237,9 @@ class Cluster:
         if not config.trusted_network and answers_strangers(cluster.address):
             cluster.shutdown()
             raise ResourceError(
-                f"the Ray cluster at {address} asks nobody for a token: whoever reaches it runs code as you; "
-                "start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set cluster.trusted_network=true if nobody "
-                "else can send to its machines"
+                f"the Ray cluster at {address} asks nobody for a token: whoever reaches it runs "
+                "code as you; start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set "
+                "cluster.trusted_network=true if nobody else can send to its machines"
             )
         return cluster
 
@@ -230,8 +249,9 @@ class Cluster:
         return self.temp_dir is not None
 
     def device_kind(self) -> Kind:
-        """The kind of device that the nodes have: in a local cluster this machine's, in a joined one cuda where a node
-        has GPUs or `cluster.devices_per_node` says that nodes must. `HYBRIDFLOW_PLATFORM` overrides it."""
+        """The kind of device that the nodes have: in a local cluster this machine's, in a joined
+        one cuda where a node has GPUs or `cluster.devices_per_node` says that nodes must.
+        `HYBRIDFLOW_PLATFORM` overrides it."""
         if self.is_local and self.config.devices_per_node is None:
             return Platform.detect().kind
         wish = os.environ.get("HYBRIDFLOW_PLATFORM")
@@ -242,20 +262,26 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """HOST:PORT at which another program joins this cluster, with the same Ray token in its environment."""
+        """HOST:PORT at which another program joins this cluster, with the same Ray token in its
+        environment."""
         self.require_open()
         return _gcs_address()
 
     def nodes(self) -> list[NodeState]:
         """Live nodes, ordered by IP address."""
         import ray
-        from ray._private.state import available_resources_per_node  # the public call sums over nodes
+
+        # the public call sums over nodes
+        from ray._private.state import available_resources_per_node
 
         self.require_open()
         free = available_resources_per_node()
         states = [
             NodeState(
-                node["NodeID"], node["NodeManagerAddress"], dict(node["Resources"]), dict(free.get(node["NodeID"], {}))
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                dict(node["Resources"]),
+                dict(free.get(node["NodeID"], {})),
             )
             for node in ray.nodes()
             if node["Alive"]
@@ -263,7 +289,8 @@ class Cluster:
         return sorted(states, key=lambda state: (_ip_key(state.address), state.node_id))
 
     def processes_of(self, address: str) -> RemoteNode | None:
-        """Where the processes of the node at this address are looked at; None for those of this machine.
+        """Where the processes of the node at this address are looked at; None for those of this
+        machine.
 
         Raises:
             ResourceError: the node has left the cluster.
@@ -274,9 +301,13 @@ class Cluster:
             return None
         alive = {state.address: state.node_id for state in self.nodes()}
         if address not in alive:
-            raise ResourceError(f"the node {address} has left the Ray cluster; nodes that are left: {', '.join(alive)}")
+            raise ResourceError(
+                f"the node {address} has left the Ray cluster; nodes that are left: "
+                f"{', '.join(alive)}"
+            )
         known = self._remote.get(address)
-        if known is None or known.node_id != alive[address]:  # another Ray node may come back at its address
+        # another Ray node may come back at its address
+        if known is None or known.node_id != alive[address]:
             known = self._remote[address] = RemoteNode(alive[address])
         return known
 
@@ -309,10 +340,17 @@ class Cluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         lost = self.lost() if error is not None else ""
-        if error is not None and self.temp_dir is not None and (lost or not isinstance(error, HybridFlowError)):
+        if (
+            error is not None
+            and self.temp_dir is not None
+            and (lost or not isinstance(error, HybridFlowError))
+        ):
             _copy_ray_logs(self.temp_dir, self.run_dir)
         self.shutdown()
         if lost:  # whatever was raised where the main thread happened to be
@@ -320,8 +358,11 @@ class Cluster:
             raise ClusterLostError(f"{lost}{logs}") from error
 
 
-def wait_for_nodes(address: str, nodes: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
-    """Wait until the cluster at HOST:PORT is healthy and `nodes` nodes have joined it; no driver is connected.
+def wait_for_nodes(
+    address: str, nodes: int, timeout_s: float, check: Callable[[], None] = lambda: None
+) -> None:
+    """Wait until the cluster at HOST:PORT is healthy and `nodes` nodes have joined it; no driver is
+    connected.
 
     Args:
         address: of the cluster's head; the Ray token is taken from the environment.
@@ -330,7 +371,8 @@ def wait_for_nodes(address: str, nodes: int, timeout_s: float, check: Callable[[
         check: called between questions; raises to give up early.
 
     Raises:
-        ResourceError: the head does not answer, or nodes are missing, by the deadline. Names those that joined.
+        ResourceError: the head does not answer, or nodes are missing, by the deadline. Names those
+            that joined.
     """
     from ray._private.services import GcsClient  # what `ray health-check` asks with
 
@@ -341,9 +383,11 @@ def wait_for_nodes(address: str, nodes: int, timeout_s: float, check: Callable[[
         check()
         try:
             found = within(
-                min(ASK_S, timeout_s), lambda: GcsClient(address=address).get_all_node_info(timeout=ASK_S).values()
+                min(ASK_S, timeout_s),
+                lambda: GcsClient(address=address).get_all_node_info(timeout=ASK_S).values(),
             )
-            joined = sorted(info.node_manager_address for info in found if info.state == 0)  # GcsNodeInfo.ALIVE
+            # GcsNodeInfo.ALIVE
+            joined = sorted(info.node_manager_address for info in found if info.state == 0)
             if len(joined) >= nodes:
                 return
             why = f"joined: {', '.join(joined) or 'none'}"
@@ -353,8 +397,9 @@ def wait_for_nodes(address: str, nodes: int, timeout_s: float, check: Callable[[
             why = f"{type(error).__name__}: {error}"
         if time.monotonic() >= deadline:
             raise ResourceError(
-                f"{len(joined)} of {nodes} nodes have joined Ray at {address} after {timeout_s:.0f} s ({why}); look at "
-                "the logs of the missing nodes, and whether all have the same token"
+                f"{len(joined)} of {nodes} nodes have joined Ray at {address} after "
+                f"{timeout_s:.0f} s ({why}); look at the logs of the missing nodes, and whether "
+                "all have the same token"
             )
         time.sleep(_POLL_S)
 
@@ -365,17 +410,22 @@ def _start_guard(temp_dir: Path) -> subprocess.Popen[bytes]:
 
 
 def _set_environment() -> None:
-    """Set the variables that Ray reads when it is imported and passes on to every process of the cluster."""
+    """Set the variables that Ray reads when it is imported and passes on to every process of the
+    cluster."""
     if "ray" in sys.modules and "RAY_AUTH_TOKEN" not in os.environ:
         raise ResourceError(
-            "ray was imported before Cluster.start: its token would not be used; import ray only in single_controller"
+            "ray was imported before Cluster.start: its token would not be used; import ray only "
+            "in single_controller"
         )
-    # When they are set after the import, the client ignores them and retries for 20 s (ray/_private/authentication).
+    # When they are set after the import, the client ignores them and retries for 20 s
+    # (ray/_private/authentication).
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    os.environ.pop("RAY_ADDRESS", None)  # of another cluster, which Ray's own calls in this process would ask
+    # of another cluster, which Ray's own calls in this process would ask
+    os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Without it a thread that calls Ray after its shutdown would start another cluster, of which nobody knows.
+    # Without it a thread that calls Ray after its shutdown would start another cluster, of which
+    # nobody knows.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     os.environ[_ONE_MACHINE] = "0"
 
@@ -387,7 +437,8 @@ def _gcs_address() -> str:
 
 
 def _ray_processes() -> dict[str, int]:
-    """The processes of a local cluster whose end is the end of the cluster. The agents' ends the raylet's."""
+    """The processes of a local cluster whose end is the end of the cluster. The agents' ends the
+    raylet's."""
     import ray
 
     running = ray._private.worker._global_node.live_processes()
@@ -395,7 +446,8 @@ def _ray_processes() -> dict[str, int]:
 
 
 def _starting_processes() -> dict[str, int]:
-    """The same processes while `ray.init` starts them: children of this process by their names, also such as ended."""
+    """The same processes while `ray.init` starts them: children of this process by their names,
+    also such as ended."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # the thread has ended
@@ -407,25 +459,33 @@ def _starting_processes() -> dict[str, int]:
 
 def _prepare_client(ray: Any) -> None:
     if ray.is_initialized():
-        raise ResourceError("Ray is already running in this process; shut the other Cluster down first")
-    # A thread of Ray prints what its processes have to say, when one is killed the end of its log. What is wrong is
-    # said once, by our errors, and Ray's logs are kept.
+        raise ResourceError(
+            "Ray is already running in this process; shut the other Cluster down first"
+        )
+    # A thread of Ray prints what its processes have to say, when one is killed the end of its log.
+    # What is wrong is said once, by our errors, and Ray's logs are kept.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _restore_sigterm(handler: Any) -> None:
-    """Put the trainer's SIGTERM handler back, which `ray.init` replaces (ray/_private/worker.py, `sigterm_handler`)."""
+    """Put the trainer's SIGTERM handler back, which `ray.init` replaces (ray/_private/worker.py,
+    `sigterm_handler`)."""
     if threading.current_thread() is threading.main_thread() and handler is not None:
         signal.signal(signal.SIGTERM, handler)
 
 
 def _sweep_stale_dirs() -> None:
-    """Remove folders of killed drivers: this user's, older than a minute, and with a lock that nobody holds."""
+    """Remove folders of killed drivers: this user's, older than a minute, and with a lock that
+    nobody holds."""
     for parent in {Path(tempfile.gettempdir()), Path("/tmp")}:
         for path in parent.glob(_PREFIX + "*"):
             try:
-                status = path.lstat()  # a link may lead to a folder that somebody else wants removed
-                if status.st_uid != os.getuid() or time.time() - status.st_mtime < _MIN_AGE_TO_SWEEP_S:
+                # a link may lead to a folder that somebody else wants removed
+                status = path.lstat()
+                if (
+                    status.st_uid != os.getuid()
+                    or time.time() - status.st_mtime < _MIN_AGE_TO_SWEEP_S
+                ):
                     continue
                 lock = os.open(path / _LOCK, os.O_RDWR)
             except OSError:

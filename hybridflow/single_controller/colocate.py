@@ -1,4 +1,5 @@
-"""Colocated roles: several worker classes in one process that share a rank, its device and its process groups."""
+"""Colocated roles: several worker classes in one process that share a rank, its device and its
+process groups."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class Colocated:
         try:
             return getattr(self.__dict__["_workers"][role], method)
         except KeyError:
-            raise AttributeError(f"{address!r} names none of the roles {', '.join(self.roles)}") from None
+            raise AttributeError(
+                f"{address!r} names none of the roles {', '.join(self.roles)}"
+            ) from None
 
 
 def colocated(**roles: type) -> type:
@@ -33,8 +36,9 @@ def colocated(**roles: type) -> type:
 
     The group's `args` has a tuple of arguments for each role.
 
-    Methods are called as usual: `group.run(Actor.update, ...)`. If several roles have the method, select one with
-    `role`: `group.run(Model.save, ..., role="critic")`. `mesh_position` is taken from the first role that defines it.
+    Methods are called as usual: `group.run(Actor.update, ...)`. If several roles have the method,
+    select one with `role`: `group.run(Model.save, ..., role="critic")`. `mesh_position` is taken
+    from the first role that defines it.
     """
     made: dict[str, Any] = {"roles": roles}
     placed = [name for name, role in roles.items() if hasattr(role, "mesh_position")]
@@ -49,7 +53,8 @@ def address_of(worker_class: type, method: Callable[..., Any], role: str | None)
     It includes the role if the class is colocated.
 
     Raises:
-        TypeError: the class or role has no such method, or several roles have it and `role` is None.
+        TypeError: the class or role has no such method, or several roles have it and `role` is
+            None.
     """
     spec: MethodSpec = method_spec(method)
     called = f"{getattr(method, '__qualname__', method)}"
@@ -57,9 +62,15 @@ def address_of(worker_class: type, method: Callable[..., Any], role: str | None)
         if not _owns(worker_class, method, spec):
             raise TypeError(f"{called} is not a method of {worker_class.__name__}")
         return spec.name
-    owners = [name for name, found in worker_class.roles.items() if role in (None, name) and _owns(found, method, spec)]
+    owners = [
+        name
+        for name, found in worker_class.roles.items()
+        if role in (None, name) and _owns(found, method, spec)
+    ]
     if len(owners) != 1:
-        problem = f"belongs to {' and '.join(owners)}: say role=" if owners else "is not a method of"
+        problem = (
+            f"belongs to {' and '.join(owners)}: say role=" if owners else "is not a method of"
+        )
         raise TypeError(f"{called} {problem} {role or ', '.join(worker_class.roles)}")
     return f"{owners[0]}.{spec.name}"
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_MOST_INTERRUPTS, _CANCEL_S = 4, 10.0
+_MOST_INTERRUPTS = 4
+_CANCEL_S = 10.0
 _computing_s = 0.0
 _log = logging.getLogger(__name__)
 
@@ -32,11 +33,13 @@ class _Selector(selectors.DefaultSelector):
 
 
 def _log_what_nobody_saw(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Note the failure of a task that nobody waits for any longer. The first failure has been raised where the driver
-    waits, and an interrupt ends every task."""
+    """Note the failure of a task that nobody waits for any longer. The first failure has been
+    raised where the driver waits, and an interrupt ends every task."""
     error = context.get("exception")
     if not isinstance(error, KeyboardInterrupt):
-        _log.info("after the run's end or first failure: %s", context.get("message"), exc_info=error)
+        _log.info(
+            "after the run's end or first failure: %s", context.get("message"), exc_info=error
+        )
 
 
 class _Loop(threading.local):
@@ -53,16 +56,19 @@ _of_thread = _Loop()
 
 @atexit.register
 def _close() -> None:
-    """End the tasks that nobody waits for any longer: Python reports each that is left at the exit."""
+    """End the tasks that nobody waits for any longer: Python reports each that is left at the
+    exit."""
     with suppress(BaseException):
         cancel_all(list(asyncio.all_tasks(_of_thread.loop)))
     _of_thread.loop.close()
 
 
 def block_on(awaitable: Awaitable[T]) -> T:
-    """Wait for the result from code that is not in an event loop: a script, a test, or the start of a run.
+    """Wait for the result from code that is not in an event loop: a script, a test, or the start of
+    a run.
 
-    Other tasks of this thread's loop go on meanwhile. An exception that interrupts the wait (Ctrl-C) cancels it.
+    Other tasks of this thread's loop go on meanwhile. An exception that interrupts the wait
+    (Ctrl-C) cancels it.
 
     Raises:
         RuntimeError: this thread's loop is running; there the call is awaited.
@@ -71,7 +77,9 @@ def block_on(awaitable: Awaitable[T]) -> T:
     if loop.is_running():
         if asyncio.iscoroutine(awaitable):
             awaitable.close()
-        raise RuntimeError("the event loop of this thread is running: await the call instead of waiting for it")
+        raise RuntimeError(
+            "the event loop of this thread is running: await the call instead of waiting for it"
+        )
     task = asyncio.ensure_future(_result(awaitable), loop=loop)
     try:
         return loop.run_until_complete(task)
@@ -83,14 +91,17 @@ def block_on(awaitable: Awaitable[T]) -> T:
 
 
 def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancel tasks of this thread's loop, from outside of it, and wait until they have ended, some seconds at most."""
+    """Cancel tasks of this thread's loop, from outside of it, and wait until they have ended, some
+    seconds at most."""
     loop = _of_thread.loop
     for task in tasks:
         task.cancel()
-    # the loop raises an interrupt of one task again in each that waits for it; more of them come from the user
+    # the loop raises an interrupt of one task again in each that waits for it; more of them come
+    # from the user
     deadline = time.monotonic() + _CANCEL_S
     for _ in range(_MOST_INTERRUPTS):
-        pending, left = [task for task in tasks if not task.done()], deadline - time.monotonic()
+        pending = [task for task in tasks if not task.done()]
+        left = deadline - time.monotonic()
         if not pending or left <= 0 or loop.is_running():
             return
         stop = loop.call_later(left, loop.stop)
@@ -104,7 +115,8 @@ async def _result(awaitable: Awaitable[T]) -> T:
 
 
 def waited_seconds() -> float:
-    """Seconds in which this thread's loop was idle or a worker in this process computed, since the thread started.
+    """Seconds in which this thread's loop was idle or a worker in this process computed, since the
+    thread started.
 
     This is the time in which workers and engines were working.
     """
@@ -113,7 +125,8 @@ def waited_seconds() -> float:
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Count the time inside as that of a worker or an engine in this process. Must not be nested."""
+    """Count the time inside as that of a worker or an engine in this process. Must not be
+    nested."""
     global _computing_s
     start = time.monotonic()
     try:
@@ -123,8 +136,8 @@ def computing() -> Iterator[None]:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """The result of blocking work, done in a daemon thread: neither the loop nor the exit of the process waits for it
-    once nobody wants the result."""
+    """The result of blocking work, done in a daemon thread: neither the loop nor the exit of the
+    process waits for it once nobody wants the result."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
@@ -137,7 +150,8 @@ async def in_thread(work: Callable[[], T]) -> T:
             result.set_exception(error)
 
     def run() -> None:
-        value, error = None, None
+        value = None
+        error = None
         try:
             value = work()
         except BaseException as raised:

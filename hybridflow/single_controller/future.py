@@ -24,7 +24,8 @@ _GRACE_S = 2.0  # a dead rank makes its peers raise; how long to look for it bef
 _NEWS_S = 30.0  # Ray reports an exited process within this time, even on a busy machine
 _POLL_S = 1.0
 _NEWS_POLL_S = 0.2
-_STOPPED_LOOKS = 10  # polls `_POLL_S` apart; a driver suspended together with the rank polls less often
+# polls `_POLL_S` apart; a driver suspended together with the rank polls less often
+_STOPPED_LOOKS = 10
 _TAIL_LINES = 40
 _TAIL_BYTES = 16384
 _STACK_DUMP_S = 0.5
@@ -37,18 +38,22 @@ class Rank:
     actor: Any
     node: str
     log_path: Path
-    remote: RemoteNode | None  # observer on the process's node; None: the process is on this machine
+    # observer on the process's node; None: the process is on this machine
+    remote: RemoteNode | None
     pid: int = 0
-    log_from: int = 0  # offset of this process's part of the log; earlier processes of the rank wrote before it
+    # offset of this process's part of the log; earlier processes of the rank wrote before it
+    log_from: int = 0
 
     def is_in(self, *states: str) -> bool:
-        """Return whether the process is known to be in one of these states of `process.children.state_of`."""
+        """Return whether the process is known to be in one of these states of
+        `process.children.state_of`."""
         if not self.pid:
             return False
         return (self.remote.state(self.pid) if self.remote else state_of(self.pid)) in states
 
     def log_tail(self) -> str:
-        """Return the last lines of the rank's log; empty if the file cannot be read from this machine."""
+        """Return the last lines of the rank's log; empty if the file cannot be read from this
+        machine."""
         try:
             with open(self.log_path, "rb") as log:
                 log.seek(0, os.SEEK_END)
@@ -59,10 +64,11 @@ class Rank:
 
 
 class Future:
-    """A call on the ranks of a group, made by `WorkerGroup.call`: awaiting it gives the collected value.
+    """A call on the ranks of a group, made by `WorkerGroup.call`: awaiting it gives the collected
+    value.
 
-    The call runs whether or not the result is awaited, and may be awaited several times. Its timeout begins with the
-    first wait.
+    The call runs whether or not the result is awaited, and may be awaited several times. Its
+    timeout begins with the first wait.
     """
 
     def __init__(
@@ -86,10 +92,15 @@ class Future:
             collect: combines the replies into one value.
             timeout_s: how long to wait for the replies.
             on_lost: called when a rank died or hangs, after which its group is unusable.
-            stored: for each rank whose columns stay in the object store, the object that holds each column.
-            check: called about every second while the call is awaited; raises if a reply can no longer arrive.
+            stored: for each rank whose columns stay in the object store, the object that holds each
+                column.
+            check: called about every second while the call is awaited; raises if a reply can no
+                longer arrive.
         """
-        self._role, self._method, self._ranks, self._collect = role, method, ranks, collect
+        self._role = role
+        self._method = method
+        self._ranks = ranks
+        self._collect = collect
         self._replies = {rank: ref.future() for rank, ref in refs.items()}
         self._open = set(refs)  # ranks whose reply has not been read
         self._results: dict[int, Any] = {}
@@ -116,8 +127,10 @@ class Future:
             timeout: seconds to wait from now; None: the group's `call_timeout_s`.
 
         Raises:
-            WorkerError: a rank died, raised, or did not answer in time; includes the tail of its log.
-            HybridFlowError: a rank raised one of our errors: the same type, with the rank added to the message.
+            WorkerError: a rank died, raised, or did not answer in time; includes the tail of its
+                log.
+            HybridFlowError: a rank raised one of our errors: the same type, with the rank added to
+                the message.
         """
         if timeout is not None:
             self._timeout_s = timeout
@@ -131,7 +144,8 @@ class Future:
         if not self._is_over:
             if self._waiting is None or self._waiting.get_loop() is not asyncio.get_running_loop():
                 self._waiting = asyncio.ensure_future(self._wait())
-            await asyncio.shield(self._waiting)  # who stops waiting does not stop the ranks, nor others who wait
+            # who stops waiting does not stop the ranks, nor others who wait
+            await asyncio.shield(self._waiting)
         if self._error is not None:
             raise self._error
         return self._value
@@ -141,7 +155,9 @@ class Future:
         self._listen()
         try:
             await self._receive_all(time.monotonic() + self._timeout_s)
-            headers = {rank: value for rank, value in self._results.items() if isinstance(value, Header)}
+            headers = {
+                rank: value for rank, value in self._results.items() if isinstance(value, Header)
+            }
             self._value = self._collect({**self._results, **stored_results(self._stored, headers)})
         except HybridFlowError as error:
             self._error = error
@@ -207,8 +223,8 @@ class Future:
     def _stopped(self, looks: dict[int, int]) -> int | None:
         """Return an open rank that has been in the stopped state for some time.
 
-        `looks` counts the consecutive polls of each rank. Only the process state is used: a call may legitimately take
-        long, so the lack of a reply means nothing.
+        `looks` counts the consecutive polls of each rank. Only the process state is used: a call
+        may legitimately take long, so the lack of a reply means nothing.
         """
         for rank in self._open:
             looks[rank] = looks.get(rank, 0) + 1 if self._ranks[rank].is_in(STOPPED) else 0
@@ -221,7 +237,8 @@ class Future:
     async def _first_cause(self, failed: dict[int, Failure | Exception]) -> HybridFlowError:
         """Build one error for the whole call.
 
-        A dead or stopped rank takes precedence, since it explains the lost connections that its peers report.
+        A dead or stopped rank takes precedence, since it explains the lost connections that its
+        peers report.
         """
         began = time.monotonic()
         while self._open and not any(map(_is_death, failed.values())):
@@ -233,7 +250,14 @@ class Future:
             for rank in sorted(self._open):
                 if self._ranks[rank].is_in(STOPPED):
                     return self._stands_still(rank)
-        rank = min(failed, key=lambda r: (not _is_death(failed[r]), not _is_ours(failed[r]), list(failed).index(r)))
+        rank = min(
+            failed,
+            key=lambda r: (
+                not _is_death(failed[r]),
+                not _is_ours(failed[r]),
+                list(failed).index(r),
+            ),
+        )
         others = sorted(set(failed) - {rank})
         also = f"; ranks {others} failed too" if others else ""
         return self._error_of(rank, failed[rank], also)
@@ -250,11 +274,14 @@ class Future:
         if _is_death(cause):
             self._lost = True
             return self._worker_error(f"the worker process died: {_how_it_died(cause)}{also}", rank)
-        return self._worker_error(f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}{also}", rank)
+        return self._worker_error(
+            f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}{also}", rank
+        )
 
     def _same_type(self, rank: int, cause: Failure, also: str) -> HybridFlowError:
         return from_json(
-            cause.ours or "", f"({self._role} rank {rank} on {self._ranks[rank].node}, in {self._method}{also})"
+            cause.ours or "",
+            f"({self._role} rank {rank} on {self._ranks[rank].node}, in {self._method}{also})",
         )
 
     async def _hung(self) -> WorkerError:
@@ -263,15 +290,18 @@ class Future:
         listed = f"rank(s) {', '.join(map(str, waiting))} of {len(self._ranks)}"
         if not any(self._ranks[rank].pid for rank in waiting):
             return self._worker_error(
-                f"the processes of {listed} have not come up. Ray gives workers a low priority, so that other work on "
-                "the machine delays them: end it, set RAY_worker_niceness=0, or raise cluster.start_timeout_s",
+                f"the processes of {listed} have not come up. Ray gives workers a low priority, so "
+                "that other work on the machine delays them: end it, set RAY_worker_niceness=0, or "
+                "raise cluster.start_timeout_s",
                 waiting[0],
                 waited=True,
             )
         for rank in waiting:
             _dump_stack(self._ranks[rank])
         await asyncio.sleep(_STACK_DUMP_S)
-        return self._worker_error(f"no answer from {listed}; stacks are in their logs", waiting[0], waited=True)
+        return self._worker_error(
+            f"no answer from {listed}; stacks are in their logs", waiting[0], waited=True
+        )
 
     def _worker_error(self, message: str, rank: int, waited: bool = False) -> WorkerError:
         state = self._ranks[rank]

@@ -2,9 +2,10 @@
 
 It runs as a script and imports only the standard library.
 
-Ray's gcs and raylet exit with the driver, but its agents linger for a minute, trying to send a last report to the dead
-gcs (ray/_private/process_watcher.py, report_raylet_error_logs). They are identified by their open file in the cluster's
-private temporary folder; every process of the cluster has one.
+Ray's gcs and raylet exit with the driver, but its agents linger for a minute, trying to send a last
+report to the dead gcs (ray/_private/process_watcher.py, report_raylet_error_logs). They are
+identified by their open file in the cluster's private temporary folder; every process of the
+cluster has one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _PATIENCE_S = 15.0
 
 
 def driver_is_done(driver: int) -> bool:
-    """Wait until the driver exits. Returns True if it wrote to our stdin first, False if it died without doing so."""
+    """Wait until the driver exits. Returns True if it wrote to our stdin first, False if it died
+    without doing so."""
     while os.getppid() == driver:
         readable, _, _ = select.select([0], [], [], _POLL_S)
         if readable:
@@ -31,13 +33,18 @@ def driver_is_done(driver: int) -> bool:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Return this user's processes with an open file under `folder`, excluding this process and its parent."""
-    found, spared = [], (os.getpid(), os.getppid())  # never kill the driver being guarded
+    """Return this user's processes with an open file under `folder`, excluding this process and its
+    parent."""
+    # never kill the driver being guarded
+    found = []
+    spared = (os.getpid(), os.getppid())
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in spared:
             continue
         try:
-            if entry.stat().st_uid == os.getuid() and any(_is_under(link, folder) for link in (entry / "fd").iterdir()):
+            if entry.stat().st_uid == os.getuid() and any(
+                _is_under(link, folder) for link in (entry / "fd").iterdir()
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue  # it has exited or access is denied

@@ -25,7 +25,11 @@ from typing import Any
 from hybridflow.batch import DataProto
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import HybridFlowError, StorageError, to_json
-from hybridflow.process.children import die_with_parent, print_whole_lines, use_threads_of_environment
+from hybridflow.process.children import (
+    die_with_parent,
+    print_whole_lines,
+    use_threads_of_environment,
+)
 from hybridflow.single_controller.pieces import Header, Request
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
@@ -69,7 +73,8 @@ class Identity:
 class Host:
     """One rank.
 
-    The controller calls `describe`, `set_up` and `construct` in this order, then `call` any number of times.
+    The controller calls `describe`, `set_up` and `construct` in this order, then `call` any number
+    of times.
     """
 
     def __init__(self) -> None:
@@ -78,7 +83,8 @@ class Host:
         self._identity: Identity | None = None
 
     def describe(self, address: str, ports: range) -> HostInfo:
-        """Return the process id, a free TCP port at `address`, and the interface of that address."""
+        """Return the process id, a free TCP port at `address`, and the interface of that
+        address."""
         interface = "" if os.environ.get("GLOO_SOCKET_IFNAME") else interface_of(address)
         return HostInfo(os.getpid(), free_port(address, ports), interface)
 
@@ -86,12 +92,15 @@ class Host:
         """Return the rank's identity; None before `set_up`."""
         return self._identity
 
-    def set_up(self, role: str, context: WorkerContext, env: Mapping[str, str], path: Sequence[str]) -> None:
+    def set_up(
+        self, role: str, context: WorkerContext, env: Mapping[str, str], path: Sequence[str]
+    ) -> None:
         """Set environment, import path, log file and crash reports.
 
         Must run before the worker class is unpickled, which may import torch.
         """
-        die_with_parent()  # the parent is the raylet; a worker stuck in a collective would outlive it
+        # the parent is the raylet; a worker stuck in a collective would outlive it
+        die_with_parent()
         log_path = context.log_path
         self._identity = Identity(role, context.world_size, context.node, log_path, os.getpid())
         os.environ.update(env)
@@ -99,14 +108,18 @@ class Host:
         # Ray itself propagates no import path (`plain_job_config`)
         sys.path += [entry for entry in path if entry not in sys.path]
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115  stays open as long as the process
+        # stays open as long as the process
+        self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115
         os.dup2(self._log.fileno(), 1)
         os.dup2(self._log.fileno(), 2)
         print_whole_lines()
         faulthandler.enable(self._log, all_threads=True)
-        faulthandler.register(signal.SIGUSR1, self._log, all_threads=True)  # used to find where a rank hangs
+        # used to find where a rank hangs
+        faulthandler.register(signal.SIGUSR1, self._log, all_threads=True)
 
-    def construct(self, worker_class: type, context: WorkerContext, args: Sequence[Any]) -> Failure | None:
+    def construct(
+        self, worker_class: type, context: WorkerContext, args: Sequence[Any]
+    ) -> Failure | None:
         """Construct the worker. Returns a `Failure` if the constructor raised."""
         try:
             self._worker = worker_class(context, *args)
@@ -115,7 +128,8 @@ class Host:
         return None
 
     def call(self, request: Request, *objects: Any) -> Any:
-        """Call a method and return its result; coroutines are awaited. An exception is returned as a `Failure`."""
+        """Call a method and return its result; coroutines are awaited. An exception is returned as
+        a `Failure`."""
         try:
             args, kwargs = request.arguments(objects)
             result = getattr(self._worker, request.method)(*args, **kwargs)
@@ -123,14 +137,17 @@ class Host:
         except Exception as error:
             return failure(error)
 
-    def call_stored(self, together: Sequence[Sequence[str]], inline_bytes: int, request: Request, *objects: Any) -> Any:
+    def call_stored(
+        self, together: Sequence[Sequence[str]], inline_bytes: int, request: Request, *objects: Any
+    ) -> Any:
         """Same as `call`, for a method that returns a batch.
 
-        Returns a `Header`, followed by one batch per group of columns, so that each group becomes an object in the
-        store.
+        Returns a `Header`, followed by one batch per group of columns, so that each group becomes
+        an object in the store.
 
         Args:
-            together: the groups of columns. If empty (a rank whose result is not collected), the result is dropped.
+            together: the groups of columns. If empty (a rank whose result is not collected), the
+                result is dropped.
             inline_bytes: columns up to this size are included in the header.
             request, objects: as for `call`.
         """

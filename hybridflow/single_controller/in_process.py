@@ -21,30 +21,46 @@ from hybridflow.single_controller.host import free_port
 
 
 class InProcessGroup:
-    """Calls `worker_class(context, *args)` through the same dispatch as a `WorkerGroup` with one rank.
+    """Calls `worker_class(context, *args)` through the same dispatch as a `WorkerGroup` with one
+    rank.
 
-    Exceptions of a method are propagated unchanged. A method that hangs or kills the process does the same to the
-    driver.
+    Exceptions of a method are propagated unchanged. A method that hangs or kills the process does
+    the same to the driver.
     """
 
-    def __init__(self, worker_class: type, *, role: str, args: Sequence[Any] = (), log_dir: str | Path) -> None:
+    def __init__(
+        self, worker_class: type, *, role: str, args: Sequence[Any] = (), log_dir: str | Path
+    ) -> None:
         """Construct the worker.
 
-        A process can have one such group at a time; its worker may be `colocated` from several roles.
+        A process can have one such group at a time; its worker may be `colocated` from several
+        roles.
         """
         self.worker_class = worker_class
         log_path = Path(log_dir).resolve() / f"{role}-rank0.log"
         context = WorkerContext(0, 1, 0, LOOPBACK, free_port(LOOPBACK, PORTS), LOOPBACK, log_path)
         # the thread settings of this process are kept
-        os.environ.update({name: value for name, value in environment(context, {}).items() if "THREADS" not in name})
+        os.environ.update(
+            {
+                name: value
+                for name, value in environment(context, {}).items()
+                if "THREADS" not in name
+            }
+        )
         try:
             self._worker = worker_class(context, *args)
         except BaseException:
             self.close()
             raise
-        self._mesh = Mesh((self._worker.mesh_position(),)) if hasattr(worker_class, "mesh_position") else None
+        self._mesh = (
+            Mesh((self._worker.mesh_position(),))
+            if hasattr(worker_class, "mesh_position")
+            else None
+        )
 
-    def run(self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any) -> Any:
+    def run(
+        self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any
+    ) -> Any:
         """Call a method of the worker class.
 
         `method`, `role` and the return value are the same as for `WorkerGroup.run`.
@@ -52,19 +68,23 @@ class InProcessGroup:
         Raises:
             SchemaError: arguments or results do not match the declaration of the method.
         """
-        spec, address = method_spec(method), address_of(self.worker_class, method, role)
+        spec = method_spec(method)
+        address = address_of(self.worker_class, method, role)
         plan = plan_call(spec, 1, self._mesh, args, kwargs)
         call = plan.calls[0]
         with computing():
             result = getattr(self._worker, address)(*call.args, **call.kwargs)
         return plan.collect({0: result})
 
-    def call(self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any) -> Awaitable[Any]:
+    def call(
+        self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any
+    ) -> Awaitable[Any]:
         """Call the method at once, as `run` does; awaiting the call gives its result."""
         return _Done(self.run(method, *args, role=role, **kwargs))
 
     def close(self) -> None:
-        """Leave the process groups that the worker joined, so that this process can create another group."""
+        """Leave the process groups that the worker joined, so that this process can create another
+        group."""
         leave_world()
 
 

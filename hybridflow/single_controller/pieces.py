@@ -1,7 +1,9 @@
-"""Messages between processes for columns that stay in the object store: plain data and numpy, without Ray.
+"""Messages between processes for columns that stay in the object store: plain data and numpy,
+without Ray.
 
-A rank that returns a batch sends a `Header`, and its columns in one or more objects. A rank that receives such columns
-gets a `Recipe`: which objects, which column of each, and which rows in which order.
+A rank that returns a batch sends a `Header`, and its columns in one or more objects. A rank that
+receives such columns gets a `Recipe`: which objects, which column of each, and which rows in which
+order.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Header:
         rows, meta: number of rows and meta of the batch.
         nbytes: size of each column.
         lengths: row lengths of the jagged columns.
-        small: columns sent to the driver immediately. They are in the store as well, for other groups.
+        small: columns sent to the driver immediately. They are in the store as well, for other
+            groups.
     """
 
     rows: int
@@ -36,21 +39,25 @@ class Header:
     def of(cls, batch: DataProto, inline_bytes: int = 0) -> Header:
         """Build the header of `batch`, including the columns of up to `inline_bytes`."""
         sizes = {name: column.nbytes for name, column in batch.items()}
-        lengths = {name: column.lengths for name, column in batch.items() if isinstance(column, Jagged)}
+        lengths = {
+            name: column.lengths for name, column in batch.items() if isinstance(column, Jagged)
+        }
         small = batch.select(name for name, nbytes in sizes.items() if nbytes <= inline_bytes)
         return cls(len(batch), dict(batch.meta), sizes, lengths, small)
 
 
 @dataclass(frozen=True)
 class At:
-    """Placeholder for an argument that is passed as a separate object: its position among those objects."""
+    """Placeholder for an argument that is passed as a separate object: its position among those
+    objects."""
 
     position: int
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call to one rank. It is a single value because Ray serializes each argument of a call separately."""
+    """One call to one rank. It is a single value because Ray serializes each argument of a call
+    separately."""
 
     method: str
     values: tuple[Any, ...]  # arguments; At and Recipe refer to objects sent along
@@ -69,7 +76,8 @@ class ColumnRecipe:
 
     Args:
         name: name of the column in the batch.
-        sources: for each part, the object's position among those sent along, and the column's name in that object.
+        sources: for each part, the object's position among those sent along, and the column's name
+            in that object.
         index: `[B]` row indices into the concatenation of all parts.
     """
 
@@ -82,7 +90,8 @@ class ColumnRecipe:
 class Recipe:
     """A batch argument, assembled by the receiver.
 
-    `local` columns are included, the others are gathered from stored parts, in the order of `names`.
+    `local` columns are included, the others are gathered from stored parts, in the order of
+    `names`.
     """
 
     local: DataProto | int  # an int is a position among the objects sent along
@@ -93,7 +102,10 @@ class Recipe:
         """Build the batch from the objects sent along."""
         batch = objects[self.local] if isinstance(self.local, int) else self.local
         for column in self.columns:
-            parts = [objects[at].select([name]).rename({name: column.name}) for at, name in column.sources]
+            parts = [
+                objects[at].select([name]).rename({name: column.name})
+                for at, name in column.sources
+            ]
             batch = batch.union(gather(parts, column.index))
         return batch.select(self.names)
 
@@ -105,7 +117,8 @@ def _built(value: Any, objects: Sequence[Any]) -> Any:
 
 
 def gather(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
-    """Return the rows at `index` `[K]` of the concatenation of all parts. Consecutive rows of one part are views.
+    """Return the rows at `index` `[K]` of the concatenation of all parts. Consecutive rows of one
+    part are views.
 
     Raises:
         IndexError: an index exceeds the number of rows in the parts.
@@ -115,5 +128,7 @@ def gather(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
     if len(index) and int(index.max()) >= starts[-1]:
         raise IndexError(f"row {int(index.max())} of parts of {starts[-1]} rows")
     part_of = np.searchsorted(starts, index, side="right") - 1
-    taken = DataProto.concat([part.rows(index[part_of == i] - starts[i]) for i, part in enumerate(parts)])
+    taken = DataProto.concat(
+        [part.rows(index[part_of == i] - starts[i]) for i, part in enumerate(parts)]
+    )
     return taken.reorder(np.argsort(np.argsort(part_of, kind="stable")))

@@ -2,8 +2,8 @@
 
 An actor there reads process states, requests stack dumps and ends processes.
 
-A stopped process does not reply, but neither does one that computes for minutes. Only the process state distinguishes
-them, and it can only be read on the process's own machine.
+A stopped process does not reply, but neither does one that computes for minutes. Only the process
+state distinguishes them, and it can only be read on the process's own machine.
 """
 
 from __future__ import annotations
@@ -41,32 +41,38 @@ class _Observer:
 
 
 class RemoteNode:
-    """The driver's handle of another node. The actor there is started once a call has taken several seconds."""
+    """The driver's handle of another node. The actor there is started once a call has taken several
+    seconds."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
         self._observer: Any = None
         self._pids: set[int] = set()  # processes queried since the last request
         self._asked: Any = None
-        self._asked_at, self._as_of = time.monotonic(), float("-inf")
+        self._asked_at = time.monotonic()
+        self._as_of = float("-inf")
         self._states: Mapping[int, str] = {}
 
     def state(self, pid: int) -> str | None:
-        """Return the state of a process as of a few seconds ago; None while no reply has arrived. Never blocks."""
+        """Return the state of a process as of a few seconds ago; None while no reply has arrived.
+        Never blocks."""
         self._take_answer()
         now = time.monotonic()
         if self._asked is None and self._pids and now - self._asked_at >= _ASK_S:
-            self._asked, self._asked_at = self._actor().states.remote(sorted(self._pids)), now
+            self._asked = self._actor().states.remote(sorted(self._pids))
+            self._asked_at = now
             self._pids = set()
         self._pids.add(pid)
         return self._states.get(pid) if now - self._as_of < _FRESH_S else None
 
     def dump_stacks(self, pids: Sequence[int]) -> None:
-        """Have the stacks of these processes written to their logs, if the node replies within a few seconds."""
+        """Have the stacks of these processes written to their logs, if the node replies within a
+        few seconds."""
         self._done(self._actor().dump_stacks.remote(list(pids)))
 
     def end(self, pids: Sequence[int]) -> None:
-        """Wait until these processes have exited; the rest get SIGKILL. Ray alone does not kill a stopped process."""
+        """Wait until these processes have exited; the rest get SIGKILL. Ray alone does not kill a
+        stopped process."""
         if self._observer is not None:
             self._done(self._observer.end.remote(list(pids)))
 
@@ -76,7 +82,8 @@ class RemoteNode:
         if self._asked is None or not ray.wait([self._asked], timeout=0)[0]:
             return
         try:
-            self._states, self._as_of = ray.get(self._asked), self._asked_at
+            self._states = ray.get(self._asked)
+            self._as_of = self._asked_at
         except ray.exceptions.RayError:
             self._states = {}  # the node or its actor is lost: Ray reports that to the call itself
         self._asked = None
@@ -93,6 +100,8 @@ class RemoteNode:
 
         if self._observer is None:
             here = NodeAffinitySchedulingStrategy(self.node_id, soft=False)
-            options = ray.remote(_Observer).options(num_cpus=0, max_restarts=-1, scheduling_strategy=here)
+            options = ray.remote(_Observer).options(
+                num_cpus=0, max_restarts=-1, scheduling_strategy=here
+            )
             self._observer = options.remote()
         return self._observer

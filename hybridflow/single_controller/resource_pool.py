@@ -1,7 +1,8 @@
-"""Slots for worker processes: the nodes and devices of a placement, reserved in a Ray placement group.
+"""Slots for worker processes: the nodes and devices of a placement, reserved in a Ray placement
+group.
 
-Ray reserves the devices of all pools at once, with one bundle per node. The device indices are queried afterwards. The
-processes do not request GPUs from Ray but get explicit device lists.
+Ray reserves the devices of all pools at once, with one bundle per node. The device indices are
+queried afterwards. The processes do not request GPUs from Ray but get explicit device lists.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Slot:
 class ResourcePool:
     """An ordered list of slots; rank r of a group runs in slot r.
 
-    Several groups may share a pool and its devices: each process takes 1/`max_colocate` of a slot's CPU.
+    Several groups may share a pool and its devices: each process takes 1/`max_colocate` of a slot's
+    CPU.
     """
 
     slots: tuple[Slot, ...]
@@ -68,23 +70,32 @@ class ResourcePool:
             nodes, procs_per_node: number of nodes, and of slots on each.
             gpus: whether each slot has a GPU.
             max_colocate: how many groups may share the slots.
-            timeout_s: seconds to wait for nodes and free resources; None: `cluster.config.start_timeout_s`.
-            detached: whether the reservation outlives this driver, for detached groups. `release` ends it.
+            timeout_s: seconds to wait for nodes and free resources; None:
+                `cluster.config.start_timeout_s`.
+            detached: whether the reservation outlives this driver, for detached groups. `release`
+                ends it.
 
         Raises:
-            ResourceError: the slots do not become free in time, or the request can never be met (raised immediately).
-                Lists the free resources of each node.
+            ResourceError: the slots do not become free in time, or the request can never be met
+                (raised immediately). Lists the free resources of each node.
         """
         if nodes < 1 or procs_per_node < 1 or max_colocate < 1:
             raise ResourceError(
-                f"a pool needs at least one node, process and group, got {nodes} x {procs_per_node}, {max_colocate} "
-                f"colocated"
+                f"a pool needs at least one node, process and group, got {nodes} x "
+                f"{procs_per_node}, {max_colocate} colocated"
             )
-        slots = Pool("the pool", (Group("slots", nodes * procs_per_node),), "pack", (nodes, procs_per_node))
+        slots = Pool(
+            "the pool", (Group("slots", nodes * procs_per_node),), "pack", (nodes, procs_per_node)
+        )
         kind: Kind = "cuda" if gpus else "cpu"
-        return reserve(cluster, [slots], kind, max_colocate=max_colocate, timeout_s=timeout_s, detached=detached)[1][
-            "slots"
-        ]
+        return reserve(
+            cluster,
+            [slots],
+            kind,
+            max_colocate=max_colocate,
+            timeout_s=timeout_s,
+            detached=detached,
+        )[1]["slots"]
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -97,7 +108,9 @@ class ResourcePool:
     def split(self, sizes: Sequence[int]) -> list[ResourcePool]:
         """Split into consecutive sub-pools. Their `sizes` must add up to all slots."""
         if sum(sizes) != len(self) or min(sizes, default=0) < 1:
-            raise ResourceError(f"sub-pools of {list(sizes)} slots do not make up a pool of {len(self)}")
+            raise ResourceError(
+                f"sub-pools of {list(sizes)} slots do not make up a pool of {len(self)}"
+            )
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return [
             ResourcePool(self.slots[end - size : end], self.gpus, self.max_colocate)
@@ -106,7 +119,8 @@ class ResourcePool:
 
     @staticmethod
     def merge(pools: Sequence[ResourcePool]) -> ResourcePool:
-        """Concatenate the slots of several pools. Raises ResourceError if the pools overlap or differ in kind."""
+        """Concatenate the slots of several pools. Raises ResourceError if the pools overlap or
+        differ in kind."""
         slots = [slot for pool in pools for slot in pool.slots]
         keys = {(slot.placement_group.id, slot.bundle_index, slot.local_rank) for slot in slots}
         if len(keys) != len(slots):
@@ -116,13 +130,16 @@ class ResourcePool:
         return ResourcePool(tuple(slots), pools[0].gpus, pools[0].max_colocate)
 
     def release(self) -> None:
-        """Release the reservation, including that of all pools reserved, split or merged with this one.
+        """Release the reservation, including that of all pools reserved, split or merged with this
+        one.
 
         Kill the groups first.
         """
         from ray.util.placement_group import remove_placement_group
 
-        for group in {slot.placement_group.id: slot.placement_group for slot in self.slots}.values():
+        for group in {
+            slot.placement_group.id: slot.placement_group for slot in self.slots
+        }.values():
             remove_placement_group(group)
 
 
@@ -139,19 +156,21 @@ def reserve(
 
     Returns the placement and the slots of each role.
 
-    The arguments are the same as for `ResourcePool.allocate`; `max_colocate` is raised to the number of roles on a
-    pool.
+    The arguments are the same as for `ResourcePool.allocate`; `max_colocate` is raised to the
+    number of roles on a pool.
 
     Raises:
-        ResourceError: the pools do not fit in time, or can never fit (raised immediately); a node has fewer GPUs than
-            `cluster.devices_per_node`; or a node's Ray has a setting that puts several processes on one device.
+        ResourceError: the pools do not fit in time, or can never fit (raised immediately); a node
+            has fewer GPUs than `cluster.devices_per_node`; or a node's Ray has a setting that puts
+            several processes on one device.
     """
     wait = cluster.config.start_timeout_s if timeout_s is None else timeout_s
     deadline = time.monotonic() + wait
     while True:
         states = _usable(cluster, kind)
         try:
-            if cluster.is_local:  # a local cluster is complete; nodes of a joined one may still be starting
+            # a local cluster is complete; nodes of a joined one may still be starting
+            if cluster.is_local:
                 place(_shape(cluster, states, kind, everything=True), pools)
         except ResourceError as error:
             raise ResourceError(f"{error}{_processors(states, kind)}") from None
@@ -159,7 +178,9 @@ def reserve(
             placement = place(_shape(cluster, states, kind), pools)
             group = _reserve(placement, states, deadline, detached)
             if group is not None:
-                return placement, _slots(placement, group, max(max_colocate, *(len(pool.groups) for pool in pools)))
+                return placement, _slots(
+                    placement, group, max(max_colocate, *(len(pool.groups) for pool in pools))
+                )
             reason = "Ray did not grant nodes that were free a moment before"
         except ResourceError as error:
             reason = str(error)
@@ -177,26 +198,36 @@ def _usable(cluster: Cluster, kind: str) -> list[NodeState]:
     states = cluster.nodes()
     if kind == "cpu":
         return states
-    states, said = [state for state in states if state.total.get("GPU", 0)], cluster.config.devices_per_node
+    states = [state for state in states if state.total.get("GPU", 0)]
+    said = cluster.config.devices_per_node
     for state in states:
         if said is not None and state.total["GPU"] < said:
             raise ResourceError(
-                f"node {state.address} offers {state.total['GPU']:g} GPUs, and cluster.devices_per_node={said}: look "
-                f"at nvidia-smi there and at the --num-gpus of its ray start, or lower cluster.devices_per_node"
+                f"node {state.address} offers {state.total['GPU']:g} GPUs, and "
+                f"cluster.devices_per_node={said}: look at nvidia-smi there and at the --num-gpus "
+                "of its ray start, or lower cluster.devices_per_node"
             )
     return states
 
 
-def _shape(cluster: Cluster, states: Sequence[NodeState], kind: Kind, everything: bool = False) -> ClusterShape:
+def _shape(
+    cluster: Cluster, states: Sequence[NodeState], kind: Kind, everything: bool = False
+) -> ClusterShape:
     """Return the free (or, with `everything`, the total) resources of each node.
 
     A process on a GPU also needs a CPU.
     """
     names = ("CPU", "GPU") if kind == "cuda" else ("CPU",)
     total = [int(min(state.total.get(name, 0) for name in names)) for state in states]
-    free = total if everything else [int(min(state.free.get(name, 0) for name in names)) for state in states]
+    free = (
+        total
+        if everything
+        else [int(min(state.free.get(name, 0) for name in names)) for state in states]
+    )
     nodes = zip(states, free, total, strict=True)
-    return ClusterShape(tuple(Node(s.address, now, all_ - now) for s, now, all_ in nodes), kind, cluster.is_local)
+    return ClusterShape(
+        tuple(Node(s.address, now, all_ - now) for s, now, all_ in nodes), kind, cluster.is_local
+    )
 
 
 def _reserve(
@@ -209,13 +240,17 @@ def _reserve(
     from ray.util.placement_group import placement_group, remove_placement_group
 
     gpus = placement.cluster.kind == "cuda"
-    bundles, selectors = [], []
+    bundles = []
+    selectors = []
     for node, devices in _used(placement).items():
         count = float(len(devices))
         bundles.append({"CPU": count} | ({"GPU": count} if gpus else {}))
         selectors.append({_NODE_ID: states[node].node_id})
     group = placement_group(
-        bundles, strategy="PACK", lifetime="detached" if detached else None, bundle_label_selector=selectors
+        bundles,
+        strategy="PACK",
+        lifetime="detached" if detached else None,
+        bundle_label_selector=selectors,
     )
     if group.wait(timeout_seconds=max(1.0, min(_PATIENCE_S, deadline - time.monotonic()))):
         return group
@@ -231,9 +266,12 @@ def _used(placement: Placement) -> dict[int, list[int]]:
     return {node: sorted(found[node]) for node in sorted(found)}
 
 
-def _slots(placement: Placement, group: PlacementGroup, max_colocate: int) -> dict[str, ResourcePool]:
+def _slots(
+    placement: Placement, group: PlacementGroup, max_colocate: int
+) -> dict[str, ResourcePool]:
     """Return the slots of each role, with the names of their devices."""
-    gpus, used = placement.cluster.kind == "cuda", _used(placement)
+    gpus = placement.cluster.kind == "cuda"
+    used = _used(placement)
     bundle_of = {node: index for index, node in enumerate(used)}
     names = _device_names(placement, group, used) if gpus else {}
 
@@ -243,10 +281,15 @@ def _slots(placement: Placement, group: PlacementGroup, max_colocate: int) -> di
         return Slot(address, one.local_rank, group, bundle_of[one.node], devices, one.ports)
 
     roles = dict.fromkeys(one.role for one in placement.processes)
-    return {role: ResourcePool(tuple(map(slot, placement.of(role))), gpus, max_colocate) for role in roles}
+    return {
+        role: ResourcePool(tuple(map(slot, placement.of(role))), gpus, max_colocate)
+        for role in roles
+    }
 
 
-def _device_names(placement: Placement, group: PlacementGroup, used: dict[int, list[int]]) -> dict[int, dict[int, str]]:
+def _device_names(
+    placement: Placement, group: PlacementGroup, used: dict[int, list[int]]
+) -> dict[int, dict[int, str]]:
     """Map the devices of the placement to the indices reserved by Ray: {node: {device: name}}.
 
     The names are as used in CUDA_VISIBLE_DEVICES.
@@ -263,7 +306,9 @@ def _device_names(placement: Placement, group: PlacementGroup, used: dict[int, l
         ask.options(
             num_cpus=0,
             num_gpus=len(devices),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            ),
         ).remote()
         for index, devices in enumerate(used.values())
     ]
@@ -271,13 +316,16 @@ def _device_names(placement: Placement, group: PlacementGroup, used: dict[int, l
         found = ray.get(answers, timeout=60 + len(answers))
     except ray.exceptions.RayError as error:
         remove_placement_group(group)
-        raise ResourceError(f"the nodes do not say which devices they have reserved: {error}") from error
+        raise ResourceError(
+            f"the nodes do not say which devices they have reserved: {error}"
+        ) from error
     for node, (_, settings) in zip(used, found, strict=True):
         if settings:
             remove_placement_group(group)
             raise ResourceError(
-                f"node {placement.cluster.nodes[node].address} runs Ray with {', '.join(settings)}: several ranks "
-                f"would be put on one device; unset it where `ray start` runs"
+                f"node {placement.cluster.nodes[node].address} runs Ray with "
+                f"{', '.join(settings)}: several ranks would be put on one device; unset it where "
+                "`ray start` runs"
             )
     return {
         node: dict(zip(devices, names, strict=True))
@@ -286,19 +334,25 @@ def _device_names(placement: Placement, group: PlacementGroup, used: dict[int, l
 
 
 def _reserved_devices() -> tuple[list[str], list[str]]:
-    """Runs on a node: return the devices that Ray assigned to this task, and which of `_REFUSED` are set."""
+    """Runs on a node: return the devices that Ray assigned to this task, and which of `_REFUSED`
+    are set."""
     import os
 
     import ray
 
     names = [str(one) for one in ray.get_gpu_ids()]
     settings = [name for name in _REFUSED if os.environ.get(name, "").lower() in ("1", "true")]
-    return sorted(names, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)), settings
+    return sorted(
+        names, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)
+    ), settings
 
 
 def _processors(states: Sequence[NodeState], kind: str) -> str:
-    """Describe the CPU counts of the GPU nodes, for errors caused by too few CPUs: a process needs both."""
-    if kind == "cpu" or all(state.total.get("CPU", 0) >= state.total.get("GPU", 0) for state in states):
+    """Describe the CPU counts of the GPU nodes, for errors caused by too few CPUs: a process needs
+    both."""
+    if kind == "cpu" or all(
+        state.total.get("CPU", 0) >= state.total.get("GPU", 0) for state in states
+    ):
         return ""
     each = ", ".join(f"{state.address}: {state.total.get('CPU', 0):g} CPUs" for state in states)
     return f" (a process on a GPU also needs a CPU; there are {each})"

@@ -1,4 +1,5 @@
-"""Columns that stay in Ray's object store. The driver holds references to them and passes those on."""
+"""Columns that stay in Ray's object store. The driver holds references to them and passes those
+on."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ INLINE_BYTES = 64 << 10  # result columns up to this size are sent to the driver
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One rank's rows of a column. The object `ref` holds a batch with a column `name`, described by `header`."""
+    """One rank's rows of a column. The object `ref` holds a batch with a column `name`, described
+    by `header`."""
 
     ref: Any
     name: str
@@ -48,8 +50,12 @@ class StoredColumn(Deferred):
     def concat(self, others: Sequence[Deferred]) -> StoredColumn:
         """Append the rows of the other columns to those of this one."""
         columns = [self, *(other for other in others if isinstance(other, StoredColumn))]
-        starts = np.cumsum([0, *(sum(part.header.rows for part in column.parts) for column in columns)])
-        index = np.concatenate([column.index + start for column, start in zip(columns, starts, strict=False)])
+        starts = np.cumsum(
+            [0, *(sum(part.header.rows for part in column.parts) for column in columns)]
+        )
+        index = np.concatenate(
+            [column.index + start for column, start in zip(columns, starts, strict=False)]
+        )
         return StoredColumn(tuple(part for column in columns for part in column.parts), index)
 
     def needed(self) -> StoredColumn:
@@ -58,7 +64,9 @@ class StoredColumn(Deferred):
         part_of = np.searchsorted(starts, self.index, side="right") - 1
         used = np.unique(part_of) if len(self.index) else np.zeros(1, np.int64)
         moved = np.zeros(len(self.parts), np.int64)
-        moved[used] = np.cumsum([0, *(self.parts[at].header.rows for at in used[:-1])]) - starts[used]
+        moved[used] = (
+            np.cumsum([0, *(self.parts[at].header.rows for at in used[:-1])]) - starts[used]
+        )
         return StoredColumn(tuple(self.parts[at] for at in used), self.index + moved[part_of])
 
     def fetch(self) -> tuple[Column, bool]:
@@ -74,7 +82,8 @@ class StoredColumn(Deferred):
             ) from error
         name = column.parts[0].name
         alike = [
-            held.select([part.name]).rename({part.name: name}) for part, held in zip(column.parts, objects, strict=True)
+            held.select([part.name]).rename({part.name: name})
+            for part, held in zip(column.parts, objects, strict=True)
         ]
         found = gather(alike, column.index)
         return found[name], name in found.bfloat16
@@ -96,7 +105,8 @@ class StoredColumn(Deferred):
 
 @dataclass
 class Outgoing:
-    """The objects sent along with one call. Batches with stored columns become recipes that refer to them."""
+    """The objects sent along with one call. Batches with stored columns become recipes that refer
+    to them."""
 
     objects: list[Any] = field(default_factory=list)
     _at: dict[Any, int] = field(default_factory=dict)
@@ -114,7 +124,9 @@ class Outgoing:
                 columns.append(ColumnRecipe(name, sources, column.index))
         local = batch.drop(column.name for column in columns)
         if local.deferred:
-            raise HybridFlowError(f"column {local.deferred[0]!r} is not in the object store and cannot be sent")
+            raise HybridFlowError(
+                f"column {local.deferred[0]!r} is not in the object store and cannot be sent"
+            )
         at = self.add(store(local)) if local.nbytes > INLINE_BYTES else None
         return Recipe(local if at is None else at, tuple(columns), batch.columns)
 
@@ -134,7 +146,9 @@ def keep_in_store(batch: DataProto) -> DataProto:
     import ray
 
     large = {
-        name: column for name, column in batch.items() if isinstance(column, Jagged) and column.nbytes > INLINE_BYTES
+        name: column
+        for name, column in batch.items()
+        if isinstance(column, Jagged) and column.nbytes > INLINE_BYTES
     }
     kept = {}
     for name, column in large.items():
@@ -143,8 +157,11 @@ def keep_in_store(batch: DataProto) -> DataProto:
     return DataProto({**dict(batch.items()), **kept}, batch.meta, batch.bfloat16 - set(large))
 
 
-def stored_results(refs: Mapping[int, Mapping[str, Any]], headers: Mapping[int, Header]) -> dict[int, DataProto]:
-    """Build the result of each rank: columns that every rank sent inline, and references to the others.
+def stored_results(
+    refs: Mapping[int, Mapping[str, Any]], headers: Mapping[int, Header]
+) -> dict[int, DataProto]:
+    """Build the result of each rank: columns that every rank sent inline, and references to the
+    others.
 
     Args:
         refs: for each rank, the object that holds each column.
@@ -156,7 +173,8 @@ def stored_results(refs: Mapping[int, Mapping[str, Any]], headers: Mapping[int, 
     for rank, header in headers.items():
         parts = {name: Part(ref, name, header) for name, ref in refs[rank].items()}
         columns = {
-            name: header.small[name] if name in near else StoredColumn.whole(part) for name, part in parts.items()
+            name: header.small[name] if name in near else StoredColumn.whole(part)
+            for name, part in parts.items()
         }
         results[rank] = DataProto(columns, header.meta, header.small.bfloat16 & near)
     return results
@@ -173,7 +191,8 @@ def is_small(value: Any) -> bool:
 
 
 def _weight(value: Any, limit: int) -> int:
-    """Return the approximate bytes of a plain value; more than `limit` for a value of unknown size."""
+    """Return the approximate bytes of a plain value; more than `limit` for a value of unknown
+    size."""
     if isinstance(value, (str, bytes)):
         return len(value) + 1
     if value is None or isinstance(value, (bool, int, float, Path)):
@@ -181,7 +200,11 @@ def _weight(value: Any, limit: int) -> int:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
     items = (
-        [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
+        [*value, *value.values()]
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (list, tuple))
+        else None
     )
     if items is None or 8 * len(items) > limit:
         return limit + 1

@@ -1,11 +1,12 @@
 """Detect that Ray itself is lost.
 
-The local Ray processes, or the address of a joined cluster, are checked every second and whenever one of the processes
-exits.
+The local Ray processes, or the address of a joined cluster, are checked every second and whenever
+one of the processes exits.
 
-Ray's own client waits a minute for a dead gcs and then aborts the driver; for a stopped gcs it waits forever. Here the
-main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster` raises the reason on exit. Only Ray's C++ code
-handles no signals; if the main thread is stuck there, the driver process is terminated.
+Ray's own client waits a minute for a dead gcs and then aborts the driver; for a stopped gcs it
+waits forever. Here the main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster`
+raises the reason on exit. Only Ray's C++ code handles no signals; if the main thread is stuck
+there, the driver process is terminated.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from typing import Protocol
 from hybridflow.process.children import STOPPED, is_running, state_of
 
 _POLL_S = 1.0
-_STOPPED_LOOKS = 10  # a process stopped for this many polls is lost; fewer polls happen if the driver was suspended too
+# a process stopped for this many polls is lost; fewer polls happen if the driver was suspended too
+_STOPPED_LOOKS = 10
 _FAILED_LOOKS = 3
 _CONNECT_S = 2.0
-_DEAF_S = 15.0  # a main thread that handles no signal within this time is in a call that never returns
+# a main thread that handles no signal within this time is in a call that never returns
+_DEAF_S = 15.0
 
 
 class Watch:
@@ -35,15 +38,19 @@ class Watch:
 
     Args:
         watched: the components to monitor.
-        keep: called on each poll to replace helper processes if necessary; returns the pids of those processes. Their
-            exit also triggers a poll.
+        keep: called on each poll to replace helper processes if necessary; returns the pids of
+            those processes. Their exit also triggers a poll.
     """
 
     def __init__(self, watched: Watched, keep: Callable[[], Sequence[int]] = tuple) -> None:
-        self._watched, self._keep, self._lost, self._over = watched, keep, "", threading.Event()
+        self._watched = watched
+        self._keep = keep
+        self._lost = ""
+        self._over = threading.Event()
         self._noticed: set[int] = set()  # processes known to have exited
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)  # becomes readable when the thread should stop
-        # SIGUSR2 is otherwise unused. Its handler raises in the main thread, even while that waits for Ray.
+        # SIGUSR2 is otherwise unused. Its handler raises in the main thread, even while that waits
+        # for Ray.
         self._heard = threading.Event()
         self._before = signal.signal(signal.SIGUSR2, self._interrupt) if _in_main_thread() else None
         self._thread = threading.Thread(target=self._watch, name="watch-ray", daemon=True)
@@ -70,12 +77,16 @@ class Watch:
     def _watch(self) -> None:
         kept: Sequence[int] = ()
         while not self._over.is_set():
-            with suppress(OSError):  # no process or file can be created right now; the next poll tries again
+            # no process or file can be created right now; the next poll tries again
+            with suppress(OSError):
                 kept = self._keep()
             self._lost = self._watched.ended() or self._watched.silent()
             if self._lost:
-                ours = self._before is not None and signal.getsignal(signal.SIGUSR2) == self._interrupt
-                if ours and not self._over.is_set():  # without our handler the signal would kill this process
+                ours = (
+                    self._before is not None and signal.getsignal(signal.SIGUSR2) == self._interrupt
+                )
+                # without our handler the signal would kill this process
+                if ours and not self._over.is_set():
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
                     if not self._heard.wait(_DEAF_S):
                         self._end()
@@ -87,9 +98,17 @@ class Watch:
         raise KeyboardInterrupt
 
     def _end(self) -> None:
-        """Terminate this process. A local cluster's guard cleans up afterwards, as after a SIGKILL."""
-        text = f"hybridflow: {self._lost}; the driver waited for it in a call that cannot be interrupted and was ended"
-        print(f"{text}; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
+        """Terminate this process. A local cluster's guard cleans up afterwards, as after a
+        SIGKILL."""
+        text = (
+            f"hybridflow: {self._lost}; the driver waited for it in a call that cannot be "
+            "interrupted and was ended"
+        )
+        print(
+            f"{text}; the same command resumes from the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
 
     def _wait(self, kept: Sequence[int]) -> None:
@@ -128,14 +147,16 @@ class Watched(Protocol):
         """Describe a component that has exited; empty if there is none."""
 
     def silent(self) -> str:
-        """Describe a component that has not responded for some time; empty if there is none. Called once per poll."""
+        """Describe a component that has not responded for some time; empty if there is none. Called
+        once per poll."""
 
 
 class Processes:
     """Named processes on this machine."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
-        self._pids, self._stopped = pids, dict.fromkeys(pids, 0)
+        self._pids = pids
+        self._stopped = dict.fromkeys(pids, 0)
 
     def pids(self) -> Sequence[int]:
         """Return all process ids."""
@@ -161,15 +182,17 @@ class Starting:
     """Processes during start-up: one that was seen running must not exit.
 
     Args:
-        running: returns the processes that exist now, by name. Processes that existed before, from an earlier cluster,
-            are ignored.
+        running: returns the processes that exist now, by name. Processes that existed before, from
+            an earlier cluster, are ignored.
         timeout_s: how long start-up may take, counted from now.
     """
 
     def __init__(self, running: Callable[[], Mapping[str, int]], timeout_s: float) -> None:
-        self._running, self._seen = running, dict[str, int]()
+        self._running = running
+        self._seen = dict[str, int]()
         self._before = frozenset(running().values())
-        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
 
     def pids(self) -> Sequence[int]:
         """Return the processes seen so far."""
@@ -177,7 +200,9 @@ class Starting:
 
     def ended(self) -> str:
         """Describe the first process that has exited."""
-        self._seen |= {name: pid for name, pid in self._running().items() if pid not in self._before}
+        self._seen |= {
+            name: pid for name, pid in self._running().items() if pid not in self._before
+        }
         return Processes(self._seen).ended()
 
     def silent(self) -> str:
@@ -191,7 +216,8 @@ class Address:
     """The gcs of a joined cluster, at HOST:PORT."""
 
     def __init__(self, address: str) -> None:
-        self._address, self._failures = address, 0
+        self._address = address
+        self._failures = 0
 
     def pids(self) -> Sequence[int]:
         """Return nothing: the gcs is on another machine."""

@@ -1,4 +1,5 @@
-"""`WorkerGroup`: one actor process per rank, called as a unit through the methods of the worker class."""
+"""`WorkerGroup`: one actor process per rank, called as a unit through the methods of the worker
+class."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ _MESH_SPEC = MethodSpec("mesh_position", Dispatch.ONE_TO_ALL, Execute.ALL, True,
 class WorkerGroup:
     """Worker processes, one in each slot of a pool, in rank order.
 
-    Calls on one rank are executed in the order in which they were submitted. A cluster or pool can have several groups.
+    Calls on one rank are executed in the order in which they were submitted. A cluster or pool can
+    have several groups.
     """
 
     def __init__(
@@ -71,21 +73,28 @@ class WorkerGroup:
             args: picklable arguments, the same for all ranks.
             env: environment of the processes, set before the worker's module is imported.
             log_dir: folder where `{role}-rank{r}.log` receives stdout and stderr of rank r.
-            name: makes the group detached: it outlives this driver, and another driver can `join` it. Its pool must be
-                detached as well.
-            fork_server: name of a fork server on this machine from which the processes are forked; "": start new
-                interpreters.
+            name: makes the group detached: it outlives this driver, and another driver can `join`
+                it. Its pool must be detached as well.
+            fork_server: name of a fork server on this machine from which the processes are forked;
+                "": start new interpreters.
 
         Raises:
             ResourceError: a group of this name exists.
-            WorkerError: a rank did not start within `cluster.config.start_timeout_s`, or its constructor raised.
+            WorkerError: a rank did not start within `cluster.config.start_timeout_s`, or its
+                constructor raised.
             HybridFlowError: a constructor raised one of our errors (same type).
         """
         cluster.require_open()
-        self.role, self.worker_class, self.world_size = role, worker_class, len(pool)
-        self._cluster, self._log_dir, self._name = cluster, Path(log_dir).resolve(), name
+        self.role = role
+        self.worker_class = worker_class
+        self.world_size = len(pool)
+        self._cluster = cluster
+        self._log_dir = Path(log_dir).resolve()
+        self._name = name
         self._pool: ResourcePool | None = pool
-        self._args, self._env, self._fork_server = tuple(args), dict(env or {}), fork_server
+        self._args = tuple(args)
+        self._env = dict(env or {})
+        self._fork_server = fork_server
         self._restart_hooks: list[Callable[[], Awaitable[None]]] = []
         self._config = cluster.config
         self._mesh: Mesh | None = None
@@ -103,15 +112,23 @@ class WorkerGroup:
         cluster.require_open()
         ranks, role = join_actors(cluster, name)
         group = cls.__new__(cls)
-        group.role, group.worker_class, group.world_size = role, worker_class, len(ranks)
-        group._cluster, group._pool, group._name = cluster, None, name
-        group._restart_hooks, group._mesh, group._broken = [], None, None
-        group._config, group._ranks = cluster.config, ranks
+        group.role = role
+        group.worker_class = worker_class
+        group.world_size = len(ranks)
+        group._cluster = cluster
+        group._pool = None
+        group._name = name
+        group._restart_hooks = []
+        group._mesh = None
+        group._broken = None
+        group._config = cluster.config
+        group._ranks = ranks
         block_on(group._find_positions())
         return group
 
     def on_restart(self, hook: Callable[[], Awaitable[None]]) -> None:
-        """Await `hook` after each `restart`, for example to load a checkpoint or to resend the weights.
+        """Await `hook` after each `restart`, for example to load a checkpoint or to resend the
+        weights.
 
         Hooks run in registration order.
         """
@@ -127,16 +144,20 @@ class WorkerGroup:
             WorkerError: a rank did not start.
         """
         if self._pool is None:
-            raise ResourceError(f"group {self._name!r} was joined; only the driver that started it can restart it")
+            raise ResourceError(
+                f"group {self._name!r} was joined; only the driver that started it can restart it"
+            )
         self._cluster.require_open()
         self.kill()
-        self._mesh, self._broken = None, None
+        self._mesh = None
+        self._broken = None
         await self._start(self._pool)
         for hook in self._restart_hooks:
             await hook()
 
     def is_alive(self) -> bool:
-        """Return whether every rank's process is running and no call has marked the group as broken.
+        """Return whether every rank's process is running and no call has marked the group as
+        broken.
 
         A busy rank counts as alive.
         """
@@ -164,8 +185,8 @@ class WorkerGroup:
     ) -> Any:
         """Make a call from code outside of an event loop, and wait for its result.
 
-        A method registered with `blocking=False` returns a `Future` immediately. Arguments and errors are those of
-        `call`.
+        A method registered with `blocking=False` returns a `Future` immediately. Arguments and
+        errors are those of `call`.
         """
         future = self.call(method, *args, timeout=timeout, only=only, role=role, **kwargs)
         return future.result() if method_spec(method).blocking else future
@@ -179,8 +200,8 @@ class WorkerGroup:
         role: str | None = None,
         **kwargs: Any,
     ) -> Future:
-        """Call a method of the worker class on the group. The ranks have the call when this returns; awaiting it gives
-        the result.
+        """Call a method of the worker class on the group. The ranks have the call when this
+        returns; awaiting it gives the result.
 
         Args:
             method: the function on the class, e.g. `PolicyWorker.compute_log_probs`.
@@ -194,7 +215,8 @@ class WorkerGroup:
             SchemaError: arguments or results do not match the declaration of the method.
             HybridFlowError: a rank raised one of our errors (same type).
         """
-        spec, address = method_spec(method), self._address(method, role)
+        spec = method_spec(method)
+        address = self._address(method, role)
         if self._broken is not None:
             raise self._broken
         ranks = range(self.world_size) if only is None else only
@@ -220,25 +242,33 @@ class WorkerGroup:
         return [rank.log_path for rank in self._ranks]
 
     def kill(self) -> None:
-        """Kill all processes of the group immediately, including their children. A second call does nothing."""
+        """Kill all processes of the group immediately, including their children. A second call does
+        nothing."""
         import ray
 
-        ranks, self._ranks = self._ranks, []
+        ranks = self._ranks
+        self._ranks = []
         lost = self._cluster.lost()
         if ray.is_initialized() and not lost:
             for rank in ranks:
                 ray.kill(rank.actor, no_restart=True)
         self._broken = self._broken or WorkerError("the group was killed", role=self.role)
-        end_processes([rank.pid for rank in ranks if rank.remote is None and rank.pid], *([0.0] if lost else []))
+        end_processes(
+            [rank.pid for rank in ranks if rank.remote is None and rank.pid],
+            *([0.0] if lost else []),
+        )
         if not lost:
             for node in {rank.remote for rank in ranks if rank.remote is not None}:
                 node.end([rank.pid for rank in ranks if rank.remote is node and rank.pid])
 
-    # --- private ---------------------------------------------------------------------------------------------
+    # --- private
+    # ---------------------------------------------------------------------------------------------
 
     async def _start(self, pool: ResourcePool) -> None:
         """Start the actors and initialise the ranks. If one fails, all are killed."""
-        self._ranks = start_actors(self._cluster, pool, self.role, self._log_dir, self._name, self._fork_server)
+        self._ranks = start_actors(
+            self._cluster, pool, self.role, self._log_dir, self._name, self._fork_server
+        )
         try:
             await self._bring_up(pool)
         except BaseException:
@@ -260,7 +290,9 @@ class WorkerGroup:
             for c, given in zip(contexts, placed, strict=True)
         ]
         await self._everywhere("set_up", settings, deadline)
-        await self._everywhere("construct", [(self.worker_class, c, self._args) for c in contexts], deadline)
+        await self._everywhere(
+            "construct", [(self.worker_class, c, self._args) for c in contexts], deadline
+        )
         await self._find_positions()
 
     async def _find_positions(self) -> None:
@@ -282,9 +314,13 @@ class WorkerGroup:
             slot.ports,
         )
 
-    def _everywhere(self, step: str, arguments: Sequence[tuple[Any, ...]], deadline: float) -> Future:
+    def _everywhere(
+        self, step: str, arguments: Sequence[tuple[Any, ...]], deadline: float
+    ) -> Future:
         """Run one step of `Host` on all ranks before the deadline."""
-        refs = {r: getattr(rank.actor, step).remote(*arguments[r]) for r, rank in enumerate(self._ranks)}
+        refs = {
+            r: getattr(rank.actor, step).remote(*arguments[r]) for r, rank in enumerate(self._ranks)
+        }
         name = "start-up" if step != "construct" else f"{self.worker_class.__name__}.__init__"
         left = max(0.0, deadline - time.monotonic())
         return self._future(name, left, refs=refs, collect=in_rank_order)
@@ -297,9 +333,11 @@ class WorkerGroup:
         writes: Sequence[str] = (),
         collectors: Sequence[int] = (),
     ) -> Future:
-        """Send the calls. With `writes`, these columns stay in the object store on each collecting rank."""
-        # An object costs about a millisecond, so on a single node all columns of a rank share one. On several nodes
-        # each column is a separate object, so that only columns that a call reads are sent to another node.
+        """Send the calls. With `writes`, these columns stay in the object store on each collecting
+        rank."""
+        # An object costs about a millisecond, so on a single node all columns of a rank share one.
+        # On several nodes each column is a separate object, so that only columns that a call reads
+        # are sent to another node.
         together = (tuple(writes),) if self._cluster.is_local else tuple((name,) for name in writes)
         sent: dict[int, Any] = {}  # ranks of a data-parallel group get the same chunk, stored once
         made: dict[int, tuple[Any, ...]] = {}  # ranks with the same arguments get the same message
@@ -308,7 +346,8 @@ class WorkerGroup:
         for r, call in plan.calls.items():
             if id(call) not in made:
                 made[id(call)] = _message(name, call, sent)
-            arguments, actor = made[id(call)], self._ranks[r].actor
+            arguments = made[id(call)]
+            actor = self._ranks[r].actor
             if not writes:
                 refs[r] = actor.call.remote(*arguments)
             elif r in collectors:
@@ -316,15 +355,20 @@ class WorkerGroup:
                 refs[r], *held = actor.call_stored.options(num_returns=1 + len(together)).remote(
                     together, inline, *arguments
                 )
-                stored[r] = {name: ref for names, ref in zip(together, held, strict=True) for name in names}
+                stored[r] = {
+                    name: ref for names, ref in zip(together, held, strict=True) for name in names
+                }
             else:
                 refs[r] = actor.call_stored.remote((), 0, *arguments)
         wait = self._config.call_timeout_s if timeout is None else timeout
         on_lost = partial(self._note_loss, self._ranks)
-        return self._future(name, wait, refs=refs, collect=plan.collect, on_lost=on_lost, stored=stored)
+        return self._future(
+            name, wait, refs=refs, collect=plan.collect, on_lost=on_lost, stored=stored
+        )
 
     def _future(self, name: str, wait_s: float, **call: Any) -> Future:
-        ranks, check = list(self._ranks), self._cluster.require_open
+        ranks = list(self._ranks)
+        check = self._cluster.require_open
         return Future(self.role, name, ranks=ranks, timeout_s=wait_s, check=check, **call)
 
     def _address(self, method: Callable[..., Any], role: str | None) -> str:
@@ -361,8 +405,8 @@ def _message(name: str, call: RankCall, sent: dict[int, Any]) -> tuple[Any, ...]
 def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:
     """Encode one argument of a call.
 
-    A small value is sent inline, a batch with stored columns becomes a recipe, and anything else becomes the position
-    of an object sent along.
+    A small value is sent inline, a batch with stored columns becomes a recipe, and anything else
+    becomes the position of an object sent along.
     """
     if isinstance(value, DataProto) and value.deferred:
         return outgoing.recipe(value, lambda local: _stored(local, sent, id(value)))

@@ -12,7 +12,10 @@ from hybridflow.sync.staging import rectangle
 
 @torch.no_grad()
 def copy_weights(
-    layout: RankLayout, catalog: Catalog, held: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
+    layout: RankLayout,
+    catalog: Catalog,
+    held: Mapping[str, torch.Tensor],
+    target: Mapping[str, torch.Tensor],
 ) -> int:
     """Copy every rectangle of the only trainer rank into whole tensors. Returns the bytes written.
 
@@ -25,7 +28,8 @@ def copy_weights(
         index = int(layout.tensor[number])
         if index < 0:  # padding rows
             continue
-        source, size = held[layout.names[int(layout.buffer[number])]], layout.size[number]
+        source = held[layout.names[int(layout.buffer[number])]]
+        size = layout.size[number]
         there = rectangle(target[catalog.names[index]], layout.start[number], size)
         there.copy_(rectangle(source, layout.local[number], size))
         written += there.nbytes

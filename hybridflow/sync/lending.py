@@ -1,16 +1,17 @@
 """Messages in memory shared by sender and receiver: one protocol for host and GPU memory.
 
-Every (sender, receiver) pair has a few slots and a small file with counters. The sender packs into a slot (`lend`) and
-the receiver writes the engine's buffers from it (`borrow`), so each byte is copied once on either side. A `SlotMemory`
-decides where the slots are stored and how one side detects that the other's work on a slot has completed: immediately
-on a CPU, with inter-process events on GPUs. Files are anonymous (`memfd_create`) and passed as `/proc/PID/fd/N`. They
-have no name to clean up and are freed with the last process that maps them, even after a crash.
+Every (sender, receiver) pair has a few slots and a small file with counters. The sender packs into
+a slot (`lend`) and the receiver writes the engine's buffers from it (`borrow`), so each byte is
+copied once on either side. A `SlotMemory` decides where the slots are stored and how one side
+detects that the other's work on a slot has completed: immediately on a CPU, with inter-process
+events on GPUs. Files are anonymous (`memfd_create`) and passed as `/proc/PID/fd/N`. They have no
+name to clean up and are freed with the last process that maps them, even after a crash.
 
-A waiter sleeps until notified (`Notifier`) and is woken immediately if the peer process exits. No device ever waits for
-another process: all waits are on the host, with a deadline.
+A waiter sleeps until notified (`Notifier`) and is woken immediately if the peer process exits. No
+device ever waits for another process: all waits are on the host, with a deadline.
 
-A counter is written after the data it refers to. x86 preserves that order for readers; on other machines a torn message
-fails its checksum and the sync fails.
+A counter is written after the data it refers to. x86 preserves that order for readers; on other
+machines a torn message fails its checksum and the sync fails.
 """
 
 from __future__ import annotations
@@ -35,23 +36,30 @@ from hybridflow.sync.transports.base import DONE, Endpoint, Work
 
 _PAGE = 4096
 # int64 indices in the header, one cache line apart; each is written by one side only
-_WRITTEN, _TAKEN, _SENDER_LEFT, _RECEIVER_LEFT, _LABELS = 0, 8, 16, 24, 32
+_WRITTEN = 0
+_TAKEN = 8
+_SENDER_LEFT = 16
+_RECEIVER_LEFT = 24
+_LABELS = 32
 _SPIN_S = 5e-5  # about the cost of going to sleep and being woken
 _SETTLE_S = 2e-4  # polling interval for a device, which cannot notify
-_LOOK_S = 0.1  # longest sleep: aborting the session from another thread of this process does not wake the waiter
+# longest sleep: aborting the session from another thread of this process does not wake the waiter
+_LOOK_S = 0.1
 
 
 class Slots(Protocol):
     """The slots of a pair, as seen from one side."""
 
     def at(self, slot: int, nbytes: int) -> Payload:
-        """Return the first `nbytes` of a slot; the same object as long as the slot's memory does not change."""
+        """Return the first `nbytes` of a slot; the same object as long as the slot's memory does
+        not change."""
 
     def hand_over(self, slot: int) -> None:
         """Order this side's pending work on the slot before the other side's next access."""
 
     def is_ready(self, slot: int) -> bool:
-        """Return True if the work that the other side started before its last hand-over of the slot has completed."""
+        """Return True if the work that the other side started before its last hand-over of the slot
+        has completed."""
 
     def close(self) -> None:
         """Release the memory. Idempotent."""
@@ -75,7 +83,8 @@ class SlotMemory(Protocol):
 
 
 def make_pipes() -> list[int]:
-    """Create the two pipes of a pair. Returns [sender reads, sender writes, receiver reads, receiver writes]."""
+    """Create the two pipes of a pair. Returns [sender reads, sender writes, receiver reads,
+    receiver writes]."""
     (sender_reads, receiver_writes), (receiver_reads, sender_writes) = (
         os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) for _ in range(2)
     )
@@ -90,7 +99,9 @@ def open_pipes(process: int, receiver: Sequence[int]) -> tuple[int, int]:
     """
     reads = os.open(f"/proc/{process}/fd/{receiver[0]}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return reads, os.open(f"/proc/{process}/fd/{receiver[1]}", os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return reads, os.open(
+            f"/proc/{process}/fd/{receiver[1]}", os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )
     except OSError:
         os.close(reads)
         raise
@@ -99,15 +110,16 @@ def open_pipes(process: int, receiver: Sequence[int]) -> tuple[int, int]:
 class Notifier:
     """Wakes the other side of a pair, which waits for the shared memory to change.
 
-    There is one pipe in each direction, polled together with the peer's process. Polling with sleeps would be too slow
-    for waits of microseconds and wasteful for waits of seconds. Pipes are used because another process can open them
-    through `/proc/PID/fd/N`, which is impossible for an eventfd. The notifier owns its two descriptors.
+    There is one pipe in each direction, polled together with the peer's process. Polling with
+    sleeps would be too slow for waits of microseconds and wasteful for waits of seconds. Pipes are
+    used because another process can open them through `/proc/PID/fd/N`, which is impossible for an
+    eventfd. The notifier owns its two descriptors.
     """
 
     def __init__(self, reads: int, writes: int, watch: PeerWatch) -> None:
         self._fds = [reads, writes]
-        # The session may be aborted by another thread, after which a closed descriptor number may refer to another
-        # file.
+        # The session may be aborted by another thread, after which a closed descriptor number may
+        # refer to another file.
         self._lock = threading.Lock()
         self._watch = watch
         self._poll = select.poll()
@@ -125,8 +137,8 @@ class Notifier:
     def wait(self, is_ready: Callable[[], bool], deadline: float) -> bool:
         """Wait until `is_ready`, and return its value.
 
-        Also returns when the other side notifies, when its process exits, and at the latest at the `deadline`
-        (monotonic).
+        Also returns when the other side notifies, when its process exits, and at the latest at the
+        `deadline` (monotonic).
         """
         if _spin(is_ready):
             return True
@@ -139,7 +151,8 @@ class Notifier:
     def close(self) -> None:
         """Close the pipes. Idempotent."""
         with self._lock:
-            fds, self._fds = self._fds, []
+            fds = self._fds
+            self._fds = []
             for fd in fds:
                 os.close(fd)
 
@@ -166,25 +179,34 @@ class _Segment:
         watch: PeerWatch,
         notifier: Notifier,
     ) -> None:
-        self._member, self._peer, self._watch, self._notifier = member, peer, watch, notifier
-        endpoint, header = member.endpoint, header_bytes(member.endpoint)
+        self._member = member
+        self._peer = peer
+        self._watch = watch
+        self._notifier = notifier
+        endpoint = member.endpoint
+        header = header_bytes(member.endpoint)
         size = header + memory.file_bytes(endpoint)
         file = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
         self._header = file[:header].view(torch.int64).numpy()
-        self._num_slots, self._slot_bytes = endpoint.slots, slot_bytes(endpoint)
+        self._num_slots = endpoint.slots
+        self._slot_bytes = slot_bytes(endpoint)
         self._slots = memory.open(member, peer, offered, file[header:])
         self._mine, self._theirs = (
-            (_SENDER_LEFT, _RECEIVER_LEFT) if member.side == "trainer" else (_RECEIVER_LEFT, _SENDER_LEFT)
+            (_SENDER_LEFT, _RECEIVER_LEFT)
+            if member.side == "trainer"
+            else (_RECEIVER_LEFT, _SENDER_LEFT)
         )
         self.count = 0  # messages that this side has written or started to read
         self._before = 0  # the count at the last rewind
 
     def free_slot(self, tag: int, nbytes: int) -> Payload:
-        """Wait until the receiver has taken the previous message in the next slot, and return the slot."""
+        """Wait until the receiver has taken the previous message in the next slot, and return the
+        slot."""
         if nbytes > self._slot_bytes:
             what = f"a message of {nbytes} bytes does not fit into a slot of {self._slot_bytes}"
             raise self._member.failure(self._peer, tag, what)
-        slot, taken = self.count % self._num_slots, max(self._before, self.count - self._num_slots + 1)
+        slot = self.count % self._num_slots
+        taken = max(self._before, self.count - self._num_slots + 1)
         self._wait(tag, lambda: int(self._header[_TAKEN]) >= taken)
         if taken > 0:
             self._settle(tag, slot)
@@ -209,8 +231,8 @@ class _Segment:
         found = (int(self._header[label]), int(self._header[label + 1]))
         if found != (tag, nbytes):
             what = (
-                f"{nbytes} bytes were expected, message {found[0]} of {found[1]} bytes came; the two sides have "
-                "different plans"
+                f"{nbytes} bytes were expected, message {found[0]} of {found[1]} bytes came; the "
+                "two sides have different plans"
             )
             raise self._member.failure(self._peer, tag, what)
         payload = self._slots.at(slot, nbytes)
@@ -224,7 +246,8 @@ class _Segment:
         self._notifier.notify()
 
     def rewind(self) -> None:
-        """Skip to the first slot. The sender waits there until all earlier messages have been taken."""
+        """Skip to the first slot. The sender waits there until all earlier messages have been
+        taken."""
         self._before = self.count
         self.count = -(-self.count // self._num_slots) * self._num_slots
         if self._mine == _RECEIVER_LEFT:
@@ -241,7 +264,8 @@ class _Segment:
     def _settle(self, tag: int, slot: int) -> None:
         """Wait until the other side's work on a slot has completed.
 
-        The wait is on the host, not on the device: a device that waits for an exited process would never return.
+        The wait is on the host, not on the device: a device that waits for an exited process would
+        never return.
         """
         deadline = time.monotonic() + self._member.endpoint.timeout_s
         while not self._slots.is_ready(slot):
@@ -260,12 +284,16 @@ class _Segment:
             return
         deadline = time.monotonic() + self._member.endpoint.timeout_s
         while not self._notifier.wait(is_ready, deadline):
-            ended, left = self._watch.has_ended(), bool(self._header[self._theirs])
+            ended = self._watch.has_ended()
+            left = bool(self._header[self._theirs])
             if self._header[self._mine]:
                 raise self._member.failure(self._peer, tag, "the session was given up meanwhile")
-            if (ended or left) and not is_ready():  # the peer may have finished its part just before
+            # the peer may have finished its part just before
+            if (ended or left) and not is_ready():
                 raise self._member.lost(
-                    self._peer, tag, "its process has ended" if ended else "it has closed the session"
+                    self._peer,
+                    tag,
+                    "its process has ended" if ended else "it has closed the session",
                 )
             if time.monotonic() > deadline:
                 raise self._member.late(self._peer, tag)
@@ -280,7 +308,9 @@ class _End:
     def _segment(self, peer: int, tag: int) -> _Segment:
         segment = self._segments.get(peer)
         if segment is None:
-            raise self.member.failure(peer, tag, "the session was given up before, or has no such rank")
+            raise self.member.failure(
+                peer, tag, "the session was given up before, or has no such rank"
+            )
         return segment
 
     def rewind(self) -> None:
@@ -292,7 +322,8 @@ class _End:
         self.abort()
 
     def abort(self) -> None:
-        segments, self._segments = self._segments, {}
+        segments = self._segments
+        self._segments = {}
         for segment in segments.values():
             segment.leave()
 
@@ -304,22 +335,30 @@ class Sender(_End):
         self.member = member
         # per receiver: its segment, the sender's pipe ends, the receiver's pipe ends
         fds = {
-            peer: [os.memfd_create(f"hybridflow-{member.rank}-{peer}", os.MFD_CLOEXEC), *make_pipes()]
+            peer: [
+                os.memfd_create(f"hybridflow-{member.rank}-{peer}", os.MFD_CLOEXEC),
+                *make_pipes(),
+            ]
             for peer in member.peers
         }
         self._segments = {}
         try:
             for segment, *_ in fds.values():
-                os.ftruncate(segment, header_bytes(member.endpoint) + memory.file_bytes(member.endpoint))
+                os.ftruncate(
+                    segment, header_bytes(member.endpoint) + memory.file_bytes(member.endpoint)
+                )
             segments = {peer: (each[0], *each[3:]) for peer, each in fds.items()}
             meeting = meet(member, segments=segments, offers=_offers(member, memory))
             watches = _watches(member, meeting)
-            # the receivers open these descriptors through our PID, so they must stay open until mapped
+            # the receivers open these descriptors through our PID, so they must stay open until
+            # mapped
             _wait_for_maps(member, meeting)
             for peer, each in fds.items():
                 notifier = Notifier(each.pop(1), each.pop(1), watches[peer])
                 offered = meeting.peers[peer]["offers"][str(member.rank)]
-                self._segments[peer] = _Segment(member, peer, each[0], memory, offered, watches[peer], notifier)
+                self._segments[peer] = _Segment(
+                    member, peer, each[0], memory, offered, watches[peer], notifier
+                )
         finally:
             for each in fds.values():
                 for fd in each:
@@ -355,11 +394,16 @@ class Receiver(_End):
                 try:
                     notifier = Notifier(*open_pipes(said["process"], pipes), watches[peer])
                     offered = said["offers"][str(member.rank)]
-                    self._segments[peer] = _Segment(member, peer, fd, memory, offered, watches[peer], notifier)
+                    self._segments[peer] = _Segment(
+                        member, peer, fd, memory, offered, watches[peer], notifier
+                    )
                 finally:
                     os.close(fd)
             except OSError as error:
-                what = f"its memory cannot be opened ({error}); both need one user, or use the transport p2p"
+                what = (
+                    f"its memory cannot be opened ({error}); both need one user, or use the "
+                    "transport p2p"
+                )
                 raise member.failure(peer, 0, what) from error
         meeting.store.set(f"mapped/{member.rank}", "")
 
@@ -405,9 +449,15 @@ class SlotLoan:
 
 
 class _Arrival:
-    def __init__(self, receiver: Receiver, segment: _Segment, peer: int, tag: int, into: Payload) -> None:
-        self.peer, self.is_done = peer, False
-        self._receiver, self._segment, self._tag, self._into = receiver, segment, tag, into
+    def __init__(
+        self, receiver: Receiver, segment: _Segment, peer: int, tag: int, into: Payload
+    ) -> None:
+        self.peer = peer
+        self.is_done = False
+        self._receiver = receiver
+        self._segment = segment
+        self._tag = tag
+        self._into = into
 
     def wait(self) -> None:
         self._receiver.take_up_to(self)
@@ -424,7 +474,8 @@ def slot_bytes(endpoint: Endpoint) -> int:
 
 
 def header_bytes(endpoint: Endpoint) -> int:
-    """Return the size in bytes of the counters and of the tag and size of the message in each slot."""
+    """Return the size in bytes of the counters and of the tag and size of the message in each
+    slot."""
     return -(-8 * (_LABELS + 2 * endpoint.slots) // _PAGE) * _PAGE
 
 
@@ -437,7 +488,10 @@ def _watches(member: Member, meeting: Meeting) -> dict[int, PeerWatch]:
     for peer, watch in watches.items():
         if not watch.is_local:
             raise member.failure(
-                peer, 0, "the two ranks are not on one host (or in one process namespace); use the transport p2p"
+                peer,
+                0,
+                "the two ranks are not on one host (or in one process namespace); use the "
+                "transport p2p",
             )
     return watches
 
@@ -447,8 +501,12 @@ def _wait_for_maps(member: Member, meeting: Meeting) -> None:
     try:
         meeting.store.wait(keys, timedelta(seconds=member.endpoint.timeout_s))
     except StoreError as error:
-        missing = [int(key.rpartition("/")[2]) for key in error.missing] if isinstance(error, StoreLate) else []
+        missing = (
+            [int(key.rpartition("/")[2]) for key in error.missing]
+            if isinstance(error, StoreLate)
+            else []
+        )
         raise WeightSyncError(
-            f"session {member.endpoint.session}: engine ranks {missing} did not map the memory of trainer rank "
-            f"{member.rank} within {member.endpoint.timeout_s:g} s; look at their logs"
+            f"session {member.endpoint.session}: engine ranks {missing} did not map the memory of "
+            f"trainer rank {member.rank} within {member.endpoint.timeout_s:g} s; look at their logs"
         ) from error

@@ -1,7 +1,8 @@
 """Rendezvous of a session's ranks, and detection of dead peers.
 
-Every rank announces itself and its process in the store under the session's name. Ranks on the same kernel can then
-watch each other's processes. For ranks elsewhere, only broken sockets and deadlines reveal a failure.
+Every rank announces itself and its process in the store under the session's name. Ranks on the same
+kernel can then watch each other's processes. For ranks elsewhere, only broken sockets and deadlines
+reveal a failure.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class Member:
     def failure(self, peer: int, tag: int, what: str) -> WeightSyncError:
         """Build an error that names the session, both ranks, the message and the deadline."""
         return WeightSyncError(
-            f"session {self.endpoint.session}: {self.side} rank {self.rank}, message {tag} with {self.peer_side} rank "
-            f"{peer} over {self.endpoint.transport}: {what} (deadline {self.endpoint.timeout_s:g} s); give the session "
-            "up and sync again"
+            f"session {self.endpoint.session}: {self.side} rank {self.rank}, message {tag} with "
+            f"{self.peer_side} rank {peer} over {self.endpoint.transport}: {what} (deadline "
+            f"{self.endpoint.timeout_s:g} s); give the session up and sync again"
         )
 
     def late(self, peer: int, tag: int) -> WeightSyncError:
@@ -64,7 +65,8 @@ class Member:
 
 
 def both_ends(open_end: Callable[[Member, torch.device], Any]) -> tuple[OpenEnd, OpenEnd]:
-    """Return `open_sender` and `open_receiver` of a `Transport` that opens both ends in the same way."""
+    """Return `open_sender` and `open_receiver` of a `Transport` that opens both ends in the same
+    way."""
 
     def opened_as(side: str) -> OpenEnd:
         return lambda endpoint, rank, device: open_end(Member(endpoint, side, rank), device)
@@ -76,8 +78,8 @@ def refuse_device(member: Member, device: torch.device, instead: str) -> None:
     """Raise WeightSyncError unless the buffers are on the CPU. The message suggests `instead`."""
     if device.type != "cpu":
         raise WeightSyncError(
-            f"the transport {member.endpoint.transport} carries CPU buffers, {member.side} rank {member.rank} has them "
-            f"on {device}; {instead}"
+            f"the transport {member.endpoint.transport} carries CPU buffers, {member.side} rank "
+            f"{member.rank} has them on {device}; {instead}"
         )
 
 
@@ -95,30 +97,37 @@ class Meeting:
 
 
 def meet(member: Member, **said: Any) -> Meeting:
-    """Announce this rank with `said` (JSON-able) and wait until all ranks of both sides have announced themselves.
+    """Announce this rank with `said` (JSON-able) and wait until all ranks of both sides have
+    announced themselves.
 
     Raises:
-        WeightSyncError: the store cannot be reached, or a rank has not arrived within the endpoint's `timeout_s`. Names
-            the missing ranks.
+        WeightSyncError: the store cannot be reached, or a rank has not arrived within the
+            endpoint's `timeout_s`. Names the missing ranks.
     """
-    endpoint, deadline = member.endpoint, time.monotonic() + member.endpoint.timeout_s
+    endpoint = member.endpoint
+    deadline = time.monotonic() + member.endpoint.timeout_s
     store = Keys(_store(endpoint, deadline).connection, f"transport/{endpoint.session}/")
-    ranks = [("trainer", rank) for rank in endpoint.senders] + [("engine", rank) for rank in endpoint.receivers]
+    ranks = [("trainer", rank) for rank in endpoint.senders] + [
+        ("engine", rank) for rank in endpoint.receivers
+    ]
     keys = [f"{side}/{rank}" for side, rank in ranks]
     try:
-        store.set(f"{member.side}/{member.rank}", json.dumps({"process": os.getpid(), "kernel": _kernel(), **said}))
+        store.set(
+            f"{member.side}/{member.rank}",
+            json.dumps({"process": os.getpid(), "kernel": _kernel(), **said}),
+        )
         store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         found = {rank: json.loads(store.get(f"{member.peer_side}/{rank}")) for rank in member.peers}
     except StoreLate as error:
         missing = [" rank ".join(key.split("/")[-2:]) for key in error.missing]
         raise WeightSyncError(
-            f"session {endpoint.session}, {member.side} rank {member.rank}: {', '.join(missing)} did not come within "
-            f"{endpoint.timeout_s:g} s; look at the logs of those ranks"
+            f"session {endpoint.session}, {member.side} rank {member.rank}: {', '.join(missing)} "
+            f"did not come within {endpoint.timeout_s:g} s; look at the logs of those ranks"
         ) from error
     except StoreError as error:
         raise WeightSyncError(
-            f"session {endpoint.session}, {member.side} rank {member.rank}: {error}; look at the log of the process "
-            "that holds the store"
+            f"session {endpoint.session}, {member.side} rank {member.rank}: {error}; look at the "
+            "log of the process that holds the store"
         ) from error
     return Meeting(store, found)
 
@@ -135,7 +144,9 @@ def _store(endpoint: Endpoint, deadline: float) -> StoreClient:
 
 def _kernel() -> str:
     """Return an id that is equal for processes in the same PID namespace of the same boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+        "/proc/self/ns/pid"
+    )
 
 
 class PeerWatch:
@@ -143,7 +154,9 @@ class PeerWatch:
 
     def __init__(self, peer: dict[str, Any]) -> None:
         self.is_local = peer["kernel"] == _kernel()
-        self.fd, self._ended = -1, False  # pidfd, readable once the process has exited; -1 if it is not watched
+        # pidfd, readable once the process has exited; -1 if it is not watched
+        self.fd = -1
+        self._ended = False
         if self.is_local:
             try:
                 self.fd = os.pidfd_open(peer["process"])
@@ -151,15 +164,19 @@ class PeerWatch:
                 self._ended = True
 
     def has_ended(self) -> bool:
-        """Return True if the process is known to have exited. Thread-safe, even against a concurrent `close`."""
-        poll, fd = select.poll(), self.fd  # a new poll object per call, as two threads cannot wait on the same one
+        """Return True if the process is known to have exited. Thread-safe, even against a
+        concurrent `close`."""
+        # a new poll object per call, as two threads cannot wait on the same one
+        poll = select.poll()
+        fd = self.fd
         if fd >= 0:
             poll.register(fd, select.POLLIN)
         return self._ended or any(event & select.POLLIN for _, event in poll.poll(0))
 
     def close(self) -> None:
         """Stop watching the process."""
-        fd, self.fd = self.fd, -1
+        fd = self.fd
+        self.fd = -1
         if fd >= 0:
             os.close(fd)
 
@@ -172,13 +189,17 @@ class Peers:
         self._watches = {rank: PeerWatch(said) for rank, said in meeting.peers.items()}
 
     def lost(self, peer: int, tag: int, reason: str) -> WeightSyncError:
-        """Build the error for a broken connection. It names the rank whose process has exited, if known.
+        """Build the error for a broken connection. It names the rank whose process has exited, if
+        known.
 
-        A connection also breaks if the peer aborted the session because a third rank died, so all peers are checked.
+        A connection also breaks if the peer aborted the session because a third rank died, so all
+        peers are checked.
         """
         if (ended := self.ended()) and peer not in ended:
             names = ", ".join(f"{self._member.peer_side} rank {rank}" for rank in ended)
-            return self._member.failure(peer, tag, f"given up, because the process of {names} has ended")
+            return self._member.failure(
+                peer, tag, f"given up, because the process of {names} has ended"
+            )
         return self._member.lost(peer, tag) if ended else self._member.lost(peer, tag, reason)
 
     def ended(self) -> list[int]:
@@ -201,6 +222,7 @@ class Peers:
 
     def forget(self) -> None:
         """Stop watching all processes."""
-        watches, self._watches = self._watches, {}
+        watches = self._watches
+        self._watches = {}
         for watch in watches.values():
             watch.close()

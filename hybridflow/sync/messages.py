@@ -1,10 +1,12 @@
-"""A rank's part of a plan: its messages in order, with the position of every slice in its own buffers.
+"""A rank's part of a plan: its messages in order, with the position of every slice in its own
+buffers.
 
-A message contains the slices of one bucket from one sender to one receiver, concatenated without gaps. Slices with
-wider elements come first, so every slice is aligned to its element size. A message can be split into parts that fit in
-a cache, each sent as a message: after packing, the part is still cached when its checksum is computed and when it is
-sent. Sender and receiver process messages in the order of (step, part, peer). A message with the lowest step and part
-can therefore always proceed, and no cycle of waits is possible.
+A message contains the slices of one bucket from one sender to one receiver, concatenated without
+gaps. Slices with wider elements come first, so every slice is aligned to its element size. A
+message can be split into parts that fit in a cache, each sent as a message: after packing, the part
+is still cached when its checksum is computed and when it is sent. Sender and receiver process
+messages in the order of (step, part, peer). A message with the lowest step and part can therefore
+always proceed, and no cycle of waits is possible.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ _LARGE = 4  # a slice of at least a fourth of a part becomes a separate part
 
 @dataclass(frozen=True)
 class Item:
-    """A slice in a rank's buffer: a rectangle of the buffer's shape, left-padded with ones to three dimensions.
+    """A slice in a rank's buffer: a rectangle of the buffer's shape, left-padded with ones to three
+    dimensions.
 
-    `dtype` is the wire dtype, which is the engine's. If the sender computes block-wise fp8, `blocks` is the region that
-    it reads from the buffer, and the rectangle is relative to the computed output.
+    `dtype` is the wire dtype, which is the engine's. If the sender computes block-wise fp8,
+    `blocks` is the region that it reads from the buffer, and the rectangle is relative to the
+    computed output.
     """
 
     buffer: str
@@ -45,10 +49,13 @@ class Item:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Item:
         """Rebuild an item from `dataclasses.asdict` after a JSON round trip."""
-        made, blocks = data["blocks"], None
+        made = data["blocks"]
+        blocks = None
         if made is not None:
             rows, columns = made["block"]
-            blocks = Blocks(made["makes"], tuple(made["start"]), tuple(made["size"]), (rows, columns))
+            blocks = Blocks(
+                made["makes"], tuple(made["start"]), tuple(made["size"]), (rows, columns)
+            )
         return cls(data["buffer"], tuple(data["start"]), tuple(data["size"]), data["dtype"], blocks)
 
 
@@ -82,9 +89,9 @@ class Messages:
     """View of a plan from single ranks.
 
     Args:
-        part_bytes: larger messages are split into parts of at most this size; 0 keeps buckets whole. A single row of a
-            slice is not split, nor is the output computed from fp8 blocks. Large slices become separate parts, because
-            a contiguous slice then needs no packing.
+        part_bytes: larger messages are split into parts of at most this size; 0 keeps buckets
+            whole. A single row of a slice is not split, nor is the output computed from fp8 blocks.
+            Large slices become separate parts, because a contiguous slice then needs no packing.
     """
 
     def __init__(self, plan: SlicePlan, part_bytes: int = 0) -> None:
@@ -94,7 +101,8 @@ class Messages:
         buckets = np.zeros(len(plan.target.classes), dtype=np.int64)
         np.maximum.at(buckets, table.receiver, table.bucket + 1)
         self.num_buckets = buckets
-        have, regions = piece_columns(plan.source), plan.regions
+        have = piece_columns(plan.source)
+        regions = plan.regions
         rows = []
         for x in (have, vars(regions)):
             rows.append(np.column_stack([x["tensor"], x["start"], x["size"]]))
@@ -109,13 +117,19 @@ class Messages:
 
     def outgoing(self, rank: int) -> list[Message]:
         """Return the messages that a trainer rank sends, in order."""
-        plan, sends, table = self.plan, self.plan.sends, self.plan.deliveries
+        plan = self.plan
+        sends = self.plan.sends
+        table = self.plan.deliveries
         mine = np.flatnonzero(sends.source == rank)
         counts = (sends.last - sends.first)[mine]
         row = np.repeat(sends.delivery[mine], counts)
         peers = []
         for s in mine.tolist():
-            peers.append(plan.receivers(int(table.receiver[sends.delivery[s]]))[sends.first[s] : sends.last[s]])
+            peers.append(
+                plan.receivers(int(table.receiver[sends.delivery[s]]))[
+                    sends.first[s] : sends.last[s]
+                ]
+            )
         peer = np.concatenate(peers) if peers else np.empty(0, dtype=np.int64)
         number = int(plan.source.rank_class[rank])
         layout = plan.source.classes[number]
@@ -126,19 +140,28 @@ class Messages:
 
     def incoming(self, rank: int) -> list[Message]:
         """Return the messages that an engine rank receives, in order."""
-        plan, sends, table = self.plan, self.plan.sends, self.plan.deliveries
+        plan = self.plan
+        sends = self.plan.sends
+        table = self.plan.deliveries
         number = int(plan.target.rank_class[rank])
         position = int(np.searchsorted(plan.receivers(number), rank))
-        mine = (table.receiver[sends.delivery] == number) & (sends.first <= position) & (position < sends.last)
-        row, peer = sends.delivery[mine], sends.source[mine]
-        layout, piece = plan.target.classes[number], table.piece[row]
+        mine = (
+            (table.receiver[sends.delivery] == number)
+            & (sends.first <= position)
+            & (position < sends.last)
+        )
+        row = sends.delivery[mine]
+        peer = sends.source[mine]
+        layout = plan.target.classes[number]
+        piece = table.piece[row]
         local = layout.local[piece] + table.start[row] - layout.start[piece]
         step = self._step(row, np.full(len(row), rank))
         return self._group(row, peer, step, plan.target, number, piece, local)
 
     def _wire_dtypes(self, row: np.ndarray) -> list[str]:
         """Return the engine's dtype of each delivery."""
-        table, classes = self.plan.deliveries, self.plan.target.classes
+        table = self.plan.deliveries
+        classes = self.plan.target.classes
         pairs = zip(table.receiver[row].tolist(), table.piece[row].tolist(), strict=True)
         dtypes: list[str] = []
         for number, piece in pairs:
@@ -146,8 +169,11 @@ class Messages:
         return dtypes
 
     def _step(self, row: np.ndarray, receiver: np.ndarray) -> np.ndarray:
-        table, plan = self.plan.deliveries, self.plan
-        return (table.bucket[row] - plan.phase[receiver]) % self.num_buckets[plan.target.rank_class[receiver]]
+        table = self.plan.deliveries
+        plan = self.plan
+        return (table.bucket[row] - plan.phase[receiver]) % self.num_buckets[
+            plan.target.rank_class[receiver]
+        ]
 
     def _group(
         self,
@@ -176,7 +202,9 @@ class Messages:
             parts = _cut(list(zip(items[low:high], whole[low:high], strict=True)), self._part_bytes)
             for part, those in enumerate(parts):
                 nbytes = sum(map(item_bytes, those))
-                messages.append(Message(int(step[low]), bucket, int(peer[low]), nbytes, those, part))
+                messages.append(
+                    Message(int(step[low]), bucket, int(peer[low]), nbytes, those, part)
+                )
         return sorted(messages, key=lambda message: (message.step, message.part, message.peer))
 
     def _items(
@@ -193,11 +221,15 @@ class Messages:
         start = table.start[row]
         size = table.size[row]
         sends = side is self.plan.source
-        made = made_by_sender(self.plan.catalog, layout, piece, start, size, dtypes) if sends else {}
+        made = (
+            made_by_sender(self.plan.catalog, layout, piece, start, size, dtypes) if sends else {}
+        )
         items = []
         for i, shape in enumerate(size.tolist()):
             read, place, blocks = made.get(i, (int(piece[i]), tuple(local[i].tolist()), None))
-            items.append(Item(layout.names[int(layout.buffer[read])], place, tuple(shape), dtypes[i], blocks))
+            items.append(
+                Item(layout.names[int(layout.buffer[read])], place, tuple(shape), dtypes[i], blocks)
+            )
         return items
 
     def _is_whole(self, tensor: np.ndarray, dtypes: list[str]) -> list[bool]:
@@ -217,7 +249,8 @@ def item_bytes(item: Item) -> int:
 
 
 def _cut(items: list[tuple[Item, bool]], limit: int) -> list[tuple[Item, ...]]:
-    """Split (item, True if it must stay whole) pairs into parts of at most `limit` bytes; 0 returns one part."""
+    """Split (item, True if it must stay whole) pairs into parts of at most `limit` bytes; 0 returns
+    one part."""
     if not limit:
         return [tuple(item for item, _ in items)]
     parts: list[tuple[Item, ...]] = []
@@ -235,7 +268,9 @@ def _cut(items: list[tuple[Item, bool]], limit: int) -> list[tuple[Item, ...]]:
         if nbytes >= limit // _LARGE or filled + nbytes > limit:
             close()
         if nbytes >= limit // _LARGE:
-            parts.extend((piece,) for piece in ([item] if is_whole else _rows(item, -(-nbytes // limit))))
+            parts.extend(
+                (piece,) for piece in ([item] if is_whole else _rows(item, -(-nbytes // limit)))
+            )
         else:
             together.append(item)
             filled += nbytes
@@ -255,6 +290,10 @@ def _rows(item: Item, count: int) -> list[Item]:
     for begin in range(0, length, step):
         start = (*item.start[:axis], item.start[axis] + begin, *item.start[axis + 1 :])
         pieces.append(
-            replace(item, start=start, size=(*item.size[:axis], min(step, length - begin), *item.size[axis + 1 :]))
+            replace(
+                item,
+                start=start,
+                size=(*item.size[:axis], min(step, length - begin), *item.size[axis + 1 :]),
+            )
         )
     return pieces

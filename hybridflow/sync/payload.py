@@ -1,9 +1,10 @@
-"""The bytes of a message, for torch and for Python's socket calls, and an eight-byte checksum per message.
+"""The bytes of a message, for torch and for Python's socket calls, and an eight-byte checksum per
+message.
 
-CPU payloads use xxh3, which runs at memory bandwidth. GPU payloads use a sum of mixed words, computed on the device.
-Both ends of a session have payloads of the same kind, so they use the same function. The seed encodes sender, receiver,
-tag and sync, so an intact message in the wrong place is detected as well. The checksums protect against faults, not
-against attackers.
+CPU payloads use xxh3, which runs at memory bandwidth. GPU payloads use a sum of mixed words,
+computed on the device. Both ends of a session have payloads of the same kind, so they use the same
+function. The seed encodes sender, receiver, tag and sync, so an intact message in the wrong place
+is detected as well. The checksums protect against faults, not against attackers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from hybridflow_kernels.digest import digest as device_digest
 
 
 class Payload:
-    """Memory that a message is sent from or received into. It is created once and reused in every sync of a session.
+    """Memory that a message is sent from or received into. It is created once and reused in every
+    sync of a session.
 
     Attributes:
         tensor: uint8 `[n]`, contiguous.
@@ -32,7 +34,9 @@ class Payload:
     __slots__ = ("memory", "nbytes", "on_host", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.nbytes, self.on_host = tensor, tensor.numel(), tensor.is_cpu
+        self.tensor = tensor
+        self.nbytes = tensor.numel()
+        self.on_host = tensor.is_cpu
         # a payload may be a parameter that is offloaded between two syncs
         self.memory = memory_of(tensor) if tensor.is_cpu else memoryview(b"")
 
@@ -54,7 +58,11 @@ def seeds_of(keys: Sequence[int], sync: int) -> list[int]:
 
 def digest(payload: Payload, seed: int) -> Digest:
     """Return the checksum of a payload. On a GPU this does not synchronise."""
-    return xxhash.xxh3_64_intdigest(payload.memory, seed) if payload.on_host else device_digest(payload.tensor, seed)
+    return (
+        xxhash.xxh3_64_intdigest(payload.memory, seed)
+        if payload.on_host
+        else device_digest(payload.tensor, seed)
+    )
 
 
 def joined(digests: Sequence[Digest], device: torch.device) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """From the engines' layouts to a proven plan, and from the plan to each rank's schedule.
 
-The first trainer rank does this once, before the first step, and posts one schedule per rank. A rank reads only its own
-messages, never the whole plan. All schedules contain the plan's digest, which lets both ends verify that they use the
-same plan.
+The first trainer rank does this once, before the first step, and posts one schedule per rank. A
+rank reads only its own messages, never the whole plan. All schedules contain the plan's digest,
+which lets both ends verify that they use the same plan.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from hybridflow.sync.messages import Item, Message, Messages
 from hybridflow.sync.session import CATALOG_KEY, PLAN_KEY, read
 from hybridflow.sync.staging import largest_message
 
-SENDER, RECEIVER = "sender", "receiver"
+SENDER = "sender"
+RECEIVER = "receiver"
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """The layout of one engine: its name and the layout digest of each rank (posted under `layout_key`)."""
+    """The layout of one engine: its name and the layout digest of each rank (posted under
+    `layout_key`)."""
 
     name: str
     layouts: tuple[str, ...]
@@ -75,7 +77,8 @@ class PlanFacts:
         senders: per engine, the trainer ranks that send to it, ascending.
         receivers: per engine, its ranks as numbered in the plan.
         message_bytes: largest message, per engine.
-        messages: per engine, the maximum number of messages between two ranks, including the one with checksums.
+        messages: per engine, the maximum number of messages between two ranks, including the one
+            with checksums.
     """
 
     digest: str
@@ -92,11 +95,13 @@ class PlanFacts:
         """Format the facts as one line."""
         total = sum(self.nbytes)
         unused = (
-            f"{len(self.unused)} tensors unused ({', '.join(self.unused[:3])})" if self.unused else "no tensor unused"
+            f"{len(self.unused)} tensors unused ({', '.join(self.unused[:3])})"
+            if self.unused
+            else "no tensor unused"
         )
         return (
-            f"weight sync plan {self.digest[:12]} proven: {self.slices} slices, {total / 1e6:.1f} MB to "
-            f"{len(self.nbytes)} engines, {self.padding} elements of padding, {unused}"
+            f"weight sync plan {self.digest[:12]} proven: {self.slices} slices, {total / 1e6:.1f} "
+            f"MB to {len(self.nbytes)} engines, {self.padding} elements of padding, {unused}"
         )
 
 
@@ -115,7 +120,9 @@ def schedule_key(plan: str, side: str, rank: int) -> str:
     return f"schedule/{plan}/{side}/{rank}"
 
 
-def post_layout(store: StoreClient, layout: RankLayout, parameters: Mapping[str, Sequence[int]]) -> str:
+def post_layout(
+    store: StoreClient, layout: RankLayout, parameters: Mapping[str, Sequence[int]]
+) -> str:
     """Post an engine rank's layout with the shapes of all its parameters. Returns the digest."""
     digest = layout_digest(layout)
     posted = {"layout": layout.to_dict(), "parameters": {k: list(v) for k, v in parameters.items()}}
@@ -127,7 +134,8 @@ def engine_layout(store: StoreClient, engines: Sequence[EngineLayout], timeout_s
     """Build the engines' side of the plan from the posted layouts.
 
     Raises:
-        WeightSyncError: an engine has a parameter that its own loader does not fill. Names engine, rank and parameter.
+        WeightSyncError: an engine has a parameter that its own loader does not fill. Names engine,
+            rank and parameter.
     """
     classes: dict[str, RankLayout] = {}
     for engine in engines:
@@ -150,13 +158,22 @@ def engine_layout(store: StoreClient, engines: Sequence[EngineLayout], timeout_s
         for digest in engine.layouts:
             rank_class.append(number[digest])
             replica.append(index)
-    return Layout(tuple(classes.values()), np.array(rank_class, dtype=np.int64), np.array(replica, dtype=np.int64))
+    return Layout(
+        tuple(classes.values()),
+        np.array(rank_class, dtype=np.int64),
+        np.array(replica, dtype=np.int64),
+    )
 
 
 def plan_and_prove(
-    catalog: Catalog, source: Layout, target: Layout, staging_bytes: int, allow_unused: Collection[str] = ()
+    catalog: Catalog,
+    source: Layout,
+    target: Layout,
+    staging_bytes: int,
+    allow_unused: Collection[str] = (),
 ) -> tuple[SlicePlan, Proof]:
-    """Make and prove a plan with which a trainer rank can serve all engines at once within `staging_bytes`.
+    """Make and prove a plan with which a trainer rank can serve all engines at once within
+    `staging_bytes`.
 
     Raises:
         WeightSyncError: planning or the proof fails. The message names tensors, buffers or ranks.
@@ -165,19 +182,26 @@ def plan_and_prove(
     try:
         plan = make_plan(catalog, source, target, staging_bytes // engines)
     except WeightSyncError as error:
-        hint = f" (the planner's staging bytes are rollout.sync.staging_bytes={staging_bytes} / {engines} engines)"
+        hint = (
+            f" (the planner's staging bytes are rollout.sync.staging_bytes={staging_bytes} / "
+            f"{engines} engines)"
+        )
         raise WeightSyncError(f"{error}{hint if 'staging bytes' in str(error) else ''}") from None
     return plan, prove(plan, allow_unused)
 
 
-def post_schedules(store: StoreClient, plan: SlicePlan, proof: Proof, part_bytes: int = 0) -> PlanFacts:
+def post_schedules(
+    store: StoreClient, plan: SlicePlan, proof: Proof, part_bytes: int = 0
+) -> PlanFacts:
     """Post the schedule of every rank of both sides. Returns the summary for the driver.
 
     `part_bytes` is passed to `Messages`.
     """
-    messages, digest = Messages(plan, part_bytes), proof.digest
+    messages = Messages(plan, part_bytes)
+    digest = proof.digest
     engines = [
-        tuple(np.flatnonzero(plan.target.replica == number).tolist()) for number in np.unique(plan.target.replica)
+        tuple(np.flatnonzero(plan.target.replica == number).tolist())
+        for number in np.unique(plan.target.replica)
     ]
     nbytes, largest, most = ([0] * len(engines) for _ in range(3))
     senders: list[set[int]] = [set() for _ in engines]
@@ -211,11 +235,19 @@ def post_schedules(store: StoreClient, plan: SlicePlan, proof: Proof, part_bytes
 
 
 def post_catalog(
-    store: StoreClient, tensors: Mapping[str, Sequence[int]], dtype: str, quantisation: BlockQuantisation | None = None
+    store: StoreClient,
+    tensors: Mapping[str, Sequence[int]],
+    dtype: str,
+    quantisation: BlockQuantisation | None = None,
 ) -> None:
-    """Post the HF tensors {name: shape} for tracing the engines' loaders. A quantisation adds their scales."""
+    """Post the HF tensors {name: shape} for tracing the engines' loaders. A quantisation adds their
+    scales."""
     shapes, dtypes = quantisation.checkpoint(tensors) if quantisation is not None else (tensors, {})
-    catalog = {"dtype": dtype, "dtypes": dtypes, "tensors": {name: list(shape) for name, shape in shapes.items()}}
+    catalog = {
+        "dtype": dtype,
+        "dtypes": dtypes,
+        "tensors": {name: list(shape) for name, shape in shapes.items()},
+    }
     store.set(CATALOG_KEY, json.dumps(catalog))
 
 
@@ -232,8 +264,8 @@ def make_weight_plan(
     """Make and prove the plan, and post the schedule of every rank.
 
     Args:
-        source: the trainer's layout, over `Catalog.of(family.tensors(), quantisation)` (`megatron_layout`,
-            `fsdp_layout`).
+        source: the trainer's layout, over `Catalog.of(family.tensors(), quantisation)`
+            (`megatron_layout`, `fsdp_layout`).
         engines: the posted layouts of each engine, in the plan's order.
         staging_bytes: memory per rank for messages in flight.
         wait_s: timeout for each posted layout.
@@ -244,7 +276,9 @@ def make_weight_plan(
         WeightSyncError: planning or the proof fails.
     """
     catalog = Catalog.of(family.tensors(), quantisation)
-    plan, proof = plan_and_prove(catalog, source, engine_layout(store, engines, wait_s), staging_bytes)
+    plan, proof = plan_and_prove(
+        catalog, source, engine_layout(store, engines, wait_s), staging_bytes
+    )
     facts = post_schedules(store, plan, proof, part_bytes)
     store.set(PLAN_KEY, json.dumps(facts.digest))
     return facts

@@ -1,7 +1,8 @@
-"""The trainer ranks' side of a weight sync: one thread per engine packs and streams this rank's slices.
+"""The trainer ranks' side of a weight sync: one thread per engine packs and streams this rank's
+slices.
 
-Each engine has a separate session, thread and store client. A stalled engine delays only its own thread, and at most
-until the deadline.
+Each engine has a separate session, thread and store client. A stalled engine delays only its own
+thread, and at most until the deadline.
 """
 
 from __future__ import annotations
@@ -39,9 +40,14 @@ class WeightSender:
     """
 
     def __init__(
-        self, rank: int, parameters: Callable[[], Mapping[str, torch.Tensor]], open_channel: OpenChannel = open_sender
+        self,
+        rank: int,
+        parameters: Callable[[], Mapping[str, torch.Tensor]],
+        open_channel: OpenChannel = open_sender,
     ) -> None:
-        self.rank, self._parameters, self._open = rank, parameters, open_channel
+        self.rank = rank
+        self._parameters = parameters
+        self._open = open_channel
         self._schedule: Schedule | None = None
         self._store: StoreClient | None = None
         self._links: dict[int, _Link] = {}
@@ -49,11 +55,14 @@ class WeightSender:
     def adopt(self, plan: str, host: str, port: int, timeout_s: float) -> None:
         """Read this rank's schedule of a plan. Sessions of an earlier plan are closed."""
         self._store = session.connect(host, port, timeout_s)
-        self._schedule = Schedule.from_dict(session.read(self._store, schedule_key(plan, SENDER, self.rank), timeout_s))
+        self._schedule = Schedule.from_dict(
+            session.read(self._store, schedule_key(plan, SENDER, self.rank), timeout_s)
+        )
         self.close()
 
     def send(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
-        """Carry out this rank's part of all orders concurrently. The parameters must not change during the call.
+        """Carry out this rank's part of all orders concurrently. The parameters must not change
+        during the call.
 
         Args:
             go_timeout_s: how long an engine may take to pause and get ready.
@@ -63,7 +72,8 @@ class WeightSender:
         """
         if self._schedule is None or self._store is None:
             raise WeightSyncError(f"trainer rank {self.rank} has no plan to send by")
-        parameters, running = self._parameters(), []
+        parameters = self._parameters()
+        running = []
         for order in orders:
             if self.rank not in order.endpoint.senders:
                 continue
@@ -71,7 +81,9 @@ class WeightSender:
             if link is None or link.endpoint.session != order.endpoint.session:
                 if link is not None:
                     link.abort()
-                link = self._links[order.number] = _Link(self.rank, order.endpoint, self._schedule, self._open)
+                link = self._links[order.number] = _Link(
+                    self.rank, order.endpoint, self._schedule, self._open
+                )
             running.append(_Sending(link, order, parameters, go_timeout_s))
         for sending in running:
             sending.thread.start()
@@ -94,10 +106,17 @@ class WeightSender:
 class _Link:
     """This rank's end of one engine's session."""
 
-    def __init__(self, rank: int, endpoint: Endpoint, schedule: Schedule, open_channel: OpenChannel) -> None:
-        self.rank, self.endpoint, self.plan, self._open = rank, endpoint, schedule.plan, open_channel
+    def __init__(
+        self, rank: int, endpoint: Endpoint, schedule: Schedule, open_channel: OpenChannel
+    ) -> None:
+        self.rank = rank
+        self.endpoint = endpoint
+        self.plan = schedule.plan
+        self._open = open_channel
         # the same object in every sync, because the stream caches prepared views by identity
-        self.messages: list[Message] = [message for message in schedule.messages if message.peer in endpoint.receivers]
+        self.messages: list[Message] = [
+            message for message in schedule.messages if message.peer in endpoint.receivers
+        ]
         self.staging = SendStaging(rank, endpoint.slots)
         self._channel: SendChannel | None = None
 
@@ -122,26 +141,43 @@ class _Link:
 class _Sending:
     """One order in progress on this rank."""
 
-    def __init__(self, link: _Link, order: Order, parameters: Mapping[str, torch.Tensor], go_timeout_s: float) -> None:
-        self.link, self.order, self.parameters, self.go_timeout_s = link, order, parameters, go_timeout_s
+    def __init__(
+        self, link: _Link, order: Order, parameters: Mapping[str, torch.Tensor], go_timeout_s: float
+    ) -> None:
+        self.link = link
+        self.order = order
+        self.parameters = parameters
+        self.go_timeout_s = go_timeout_s
         self.outcome = Outcome(order.engine, order.number, "stale", "did not end", rank=link.rank)
         self.thread = threading.Thread(target=self._run, name=f"send-{order.engine}", daemon=True)
         self._called_off = False
 
     def _run(self) -> None:
-        started, nbytes, error = time.perf_counter(), 0, ""
+        started = time.perf_counter()
+        nbytes = 0
+        error = ""
         try:
             board = Board.open(self.order)
             board.announce(self.link.rank, Announcement(self.link.plan, self.order.version))
             board.wait_for_go(self.go_timeout_s)
             nbytes = self.link.stream(self.parameters)
         except Exception as problem:  # an exception in a thread would be lost
-            error = f"{self.order.describe()}: trainer rank {self.link.rank}: {session.problem_of(problem)}"
-        status, seconds = "stale" if error else "served", time.perf_counter() - started
-        self.outcome = replace(self.outcome, status=status, error=error, nbytes=nbytes, seconds=seconds)
+            error = (
+                f"{self.order.describe()}: trainer rank {self.link.rank}: "
+                f"{session.problem_of(problem)}"
+            )
+        status = "stale" if error else "served"
+        seconds = time.perf_counter() - started
+        self.outcome = replace(
+            self.outcome, status=status, error=error, nbytes=nbytes, seconds=seconds
+        )
 
     def stop_if_called_off(self, store: Any) -> None:
         """Abort the stream to an engine that has called the order off."""
-        if not self._called_off and self.thread.is_alive() and Board(store, self.order).decision() == ABORT:
+        if (
+            not self._called_off
+            and self.thread.is_alive()
+            and Board(store, self.order).decision() == ABORT
+        ):
             self._called_off = True
             self.link.abort()

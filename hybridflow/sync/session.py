@@ -1,16 +1,16 @@
 """Control messages of a weight sync between trainer, engine workers and engine ranks.
 
-Messages are plain data, stored as JSON under keys of one store. At start-up the trainer posts the catalog of HF
-tensors, engine ranks post their layouts, and the trainer posts the plan's schedules. In a sync each engine has an
-`Order`, and a `Board` of keys for that order:
+Messages are plain data, stored as JSON under keys of one store. At start-up the trainer posts the
+catalog of HF tensors, engine ranks post their layouts, and the trainer posts the plan's schedules.
+In a sync each engine has an `Order`, and a `Board` of keys for that order:
 
     sender          announce(plan, version) ─ wait for go ─ open, send
     engine worker   compare announcements ─ pause, begin ─ go ─ call the ranks ─ reports ─ end
                     ─ version ─ continue
     engine rank     open, receive ─ staged ─ decide ─ copy ─ report
 
-`decide` is one compare-and-set: either all ranks of an engine copy or none does, no matter which one reaches a deadline
-first.
+`decide` is one compare-and-set: either all ranks of an engine copy or none does, no matter which
+one reaches a deadline first.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ from hybridflow.process.rendezvous import client_store
 from hybridflow.process.store import StoreClient
 from hybridflow.sync.transports.base import Endpoint
 
-CATALOG_KEY, PLAN_KEY = "catalog", "plan"
-COMMIT, ABORT = "commit", "abort"
-REPORT_GRACE_S = 5.0  # a rank reports before its engine answers, so a report later than this will not arrive
-_GO, _NOTHING = "go", "nothing"
+CATALOG_KEY = "catalog"
+PLAN_KEY = "plan"
+COMMIT = "commit"
+ABORT = "abort"
+# a rank reports before its engine answers, so a report later than this will not arrive
+REPORT_GRACE_S = 5.0
+_GO = "go"
+_NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,13 @@ class Order:
     Attributes:
         engine: name, for error messages.
         number: index among the engines of the plan.
-        endpoint: endpoint of the session that carries the messages. Its `timeout_s` limits every single wait of this
-            attempt.
+        endpoint: endpoint of the session that carries the messages. Its `timeout_s` limits every
+            single wait of this attempt.
         attempt: unique within the session.
         version: version of the weights.
         plan: digest of the slice plan.
-        staged: if True, receive everything before any rank of the engine copies; if False, write messages as they
-            arrive.
+        staged: if True, receive everything before any rank of the engine copies; if False, write
+            messages as they arrive.
         pause: retract | abort | in_place, SGLang's handling of requests in flight.
     """
 
@@ -69,7 +73,8 @@ class Order:
     def describe(self) -> str:
         """Format for messages: `weight version 3 to engine-0 (session engine-0.1, attempt 7)`."""
         return (
-            f"weight version {self.version} to {self.engine} (session {self.endpoint.session}, attempt {self.attempt})"
+            f"weight version {self.version} to {self.engine} (session {self.endpoint.session}, "
+            f"attempt {self.attempt})"
         )
 
 
@@ -77,7 +82,8 @@ class Order:
 class RankReport:
     """Result of an action on one engine rank. `error` is empty on success.
 
-    `called_off`: the order had already been called off, so the error is a consequence and not the cause.
+    `called_off`: the order had already been called off, so the error is a consequence and not the
+    cause.
     """
 
     rank: int
@@ -103,8 +109,9 @@ class Outcome:
 
     Attributes:
         rank: the trainer rank for a sender, -1 for the engine.
-        status: served (the engine uses the new weights), refused (nothing was modified), stale (paused, accepts the
-            next order), lost (exited or unresponsive: must be restarted). A sender reports only served and stale.
+        status: served (the engine uses the new weights), refused (nothing was modified), stale
+            (paused, accepts the next order), lost (exited or unresponsive: must be restarted). A
+            sender reports only served and stale.
     """
 
     engine: str
@@ -134,7 +141,10 @@ class Board:
         Raises:
             WeightSyncError: the store cannot be reached within the order's `timeout_s`.
         """
-        return cls(store or connect(order.endpoint.host, order.endpoint.port, order.endpoint.timeout_s), order)
+        return cls(
+            store or connect(order.endpoint.host, order.endpoint.port, order.endpoint.timeout_s),
+            order,
+        )
 
     # ---- senders
 
@@ -156,7 +166,8 @@ class Board:
     # ---- the engine worker
 
     def announcements(self, timeout_s: float) -> dict[int, Announcement]:
-        """Wait for the announcements of all senders. Raises WeightSyncError naming those missing at the deadline."""
+        """Wait for the announcements of all senders. Raises WeightSyncError naming those missing at
+        the deadline."""
         keys = {sender: self._key(f"announced/{sender}") for sender in self.order.endpoint.senders}
         names = {key: f"trainer rank {sender}" for sender, key in keys.items()}
         self._wait(names, timeout_s, "no announcement from")
@@ -170,18 +181,25 @@ class Board:
         self.store.compare_set(self._key("go"), "", _GO)
 
     def call_off(self, reason: str) -> None:
-        """Call the order off: no rank may copy any more, and senders waiting for go stop waiting."""
+        """Call the order off: no rank may copy any more, and senders waiting for go stop
+        waiting."""
         self.decide(ABORT)
         self.store.compare_set(self._key("go"), "", reason)
 
     def reports(self, timeout_s: float) -> dict[int, RankReport]:
-        """Return the reports of the engine's ranks by rank in the plan, without those missing at the timeout."""
+        """Return the reports of the engine's ranks by rank in the plan, without those missing at
+        the timeout."""
         return read_reports(self.store, self._key("done"), self.order.endpoint.receivers, timeout_s)
 
     def clear(self) -> None:
         """Delete the order's keys."""
-        ranks, senders = self.order.endpoint.receivers, self.order.endpoint.senders
-        names = ["go", "decision", *(f"{kind}/{rank}" for kind in ("staged", "done") for rank in ranks)]
+        ranks = self.order.endpoint.receivers
+        senders = self.order.endpoint.senders
+        names = [
+            "go",
+            "decision",
+            *(f"{kind}/{rank}" for kind in ("staged", "done") for rank in ranks),
+        ]
         for name in [*names, *(f"announced/{sender}" for sender in senders)]:
             self.store.delete_key(self._key(name))
 
@@ -197,20 +215,22 @@ class Board:
         self.store.set(self._key(f"staged/{rank}"), "1")
 
     def wait_all_staged(self, timeout_s: float) -> None:
-        """Wait until every rank of the engine is staged. Raises WeightSyncError naming those that are not."""
+        """Wait until every rank of the engine is staged. Raises WeightSyncError naming those that
+        are not."""
         names = {}
         for rank in self.order.endpoint.receivers:
             names[self._key(f"staged/{rank}")] = f"rank {rank}"
         self._wait(names, timeout_s, "not everything has arrived at")
 
     def decide(self, wish: str) -> str:
-        """Decide COMMIT or ABORT. The first caller's wish wins, and all callers get the same result."""
+        """Decide COMMIT or ABORT. The first caller's wish wins, and all callers get the same
+        result."""
         return self.store.compare_set(self._key("decision"), "", wish).decode()
 
     def decision(self) -> str:
         """Return the decision so far without waiting; empty if there is none."""
-        # `get` would block on a missing or deleted key. A compare-and-set that cannot succeed returns the expected
-        # value instead.
+        # `get` would block on a missing or deleted key. A compare-and-set that cannot succeed
+        # returns the expected value instead.
         answer = self.store.compare_set(self._key("decision"), _NOTHING, _NOTHING).decode()
         return "" if answer == _NOTHING else answer
 
@@ -220,7 +240,8 @@ class Board:
         return f"{self.order.endpoint.session}/{self.order.attempt}/{name}"
 
     def _wait(self, names: Mapping[str, str], timeout_s: float, what: str) -> None:
-        """Wait for the keys of `names`. The error contains `what` and the names of the missing keys."""
+        """Wait for the keys of `names`. The error contains `what` and the names of the missing
+        keys."""
         if wait_for(self.store, [*names], timeout_s):
             return
         silent = []
@@ -242,7 +263,8 @@ def connect(host: str, port: int, timeout_s: float) -> StoreClient:
 
 
 def wait_for(store: StoreClient, keys: Sequence[str], timeout_s: float) -> bool:
-    """Return True if all keys exist by the deadline. Raises WeightSyncError if the store itself cannot be reached."""
+    """Return True if all keys exist by the deadline. Raises WeightSyncError if the store itself
+    cannot be reached."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -253,7 +275,8 @@ def wait_for(store: StoreClient, keys: Sequence[str], timeout_s: float) -> bool:
 
 
 def read(store: StoreClient, key: str, timeout_s: float) -> Any:
-    """Read the JSON under a key. Raises WeightSyncError if the key does not exist by the deadline."""
+    """Read the JSON under a key. Raises WeightSyncError if the key does not exist by the
+    deadline."""
     if not wait_for(store, [key], timeout_s):
         raise WeightSyncError(f"{key} is not in the sync's store after {timeout_s:g} s")
     return json.loads(store.get(key))
@@ -264,7 +287,9 @@ def write_report(store: StoreClient, prefix: str, report: RankReport) -> None:
     store.set(f"{prefix}/{report.rank}", json.dumps(asdict(report)))
 
 
-def read_reports(store: StoreClient, prefix: str, ranks: Collection[int], timeout_s: float) -> dict[int, RankReport]:
+def read_reports(
+    store: StoreClient, prefix: str, ranks: Collection[int], timeout_s: float
+) -> dict[int, RankReport]:
     """Return the reports that exist by the deadline."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     wait_for(store, list(keys.values()), timeout_s)

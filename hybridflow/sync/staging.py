@@ -1,4 +1,5 @@
-"""A rank's staging memory for a sync, and views of message slices in that memory and in the rank's buffers.
+"""A rank's staging memory for a sync, and views of message slices in that memory and in the rank's
+buffers.
 
 Views are prepared once for all syncs of a session and copied in bulk.
 """
@@ -22,8 +23,8 @@ from hybridflow.sync.payload import DIGEST_BYTES, Digest, Payload, digest, messa
 from hybridflow_kernels.fp8_cast import write_scales, write_weights
 from hybridflow_kernels.slices import Slice, Slices
 
-# The sender creates fp8 and nothing else operates on it. It is copied as bytes, which every kernel on every device
-# supports.
+# The sender creates fp8 and nothing else operates on it. It is copied as bytes, which every kernel
+# on every device supports.
 _DTYPES = {name: torch.uint8 if name == FP8 else getattr(torch, name) for name in ITEM_BYTES}
 
 
@@ -38,24 +39,31 @@ class _Slice:
 class Copies:
     """Prepared copies between one set of buffers and its messages.
 
-    On a CPU, slices are copied in bulk and the checksum is computed while the message is still cached. On a GPU, one
-    kernel copies and computes the checksum in a single read.
+    On a CPU, slices are copied in bulk and the checksum is computed while the message is still
+    cached. On a GPU, one kernel copies and computes the checksum in a single read.
     """
 
     def __init__(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> None:
         self._messages = messages
         self._prepared: dict[int, Slices] = {}
         self._slices = list(map(_slices, messages))
-        self._local = [[_rectangle(buffers, piece.item) for piece in pieces] for pieces in self._slices]
-        self._made = [
-            {index for index, piece in enumerate(pieces) if piece.item.blocks is not None} for pieces in self._slices
+        self._local = [
+            [_rectangle(buffers, piece.item) for piece in pieces] for pieces in self._slices
         ]
-        self._whole = [_payload_of(pieces, local) for pieces, local in zip(self._slices, self._local, strict=True)]
+        self._made = [
+            {index for index, piece in enumerate(pieces) if piece.item.blocks is not None}
+            for pieces in self._slices
+        ]
+        self._whole = [
+            _payload_of(pieces, local)
+            for pieces, local in zip(self._slices, self._local, strict=True)
+        ]
         self._packed: dict[tuple[int, Payload], list[torch.Tensor]] = {}
         self.device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
 
     def whole(self, number: int) -> Payload | None:
-        """Return the message's bytes in the buffer, or None unless it is one contiguous slice without a cast."""
+        """Return the message's bytes in the buffer, or None unless it is one contiguous slice
+        without a cast."""
         return self._whole[number]
 
     def pack(self, number: int, payload: Payload, seed: int) -> Digest:
@@ -65,7 +73,8 @@ class Copies:
         """
         if self.device.type != "cpu":
             return self._in_one_read(number).pack(payload.tensor, seed)
-        views, local = self._views(number, payload), self._local[number]
+        views = self._views(number, payload)
+        local = self._local[number]
         if made := self._made[number]:
             for index in made:
                 _make(self._slices[number][index].item, local[index], views[index])
@@ -77,7 +86,8 @@ class Copies:
         return digest(payload, seed)
 
     def unpack(self, number: int, payload: Payload, seed: int) -> Digest:
-        """Copy the slices of a message from `payload` into the buffers. Returns the checksum of the bytes read."""
+        """Copy the slices of a message from `payload` into the buffers. Returns the checksum of the
+        bytes read."""
         if self.device.type != "cpu":
             return self._in_one_read(number).scatter(payload.tensor, seed)
         found = digest(payload, seed)
@@ -96,15 +106,20 @@ class Copies:
         if number not in self._prepared:
             pieces = zip(self._slices[number], self._local[number], strict=True)
             nbytes = self._messages[number].nbytes
-            self._prepared[number] = Slices([_kernel_slice(piece, view) for piece, view in pieces], nbytes)
+            self._prepared[number] = Slices(
+                [_kernel_slice(piece, view) for piece, view in pieces], nbytes
+            )
         return self._prepared[number]
 
     def _views(self, number: int, payload: Payload) -> list[torch.Tensor]:
-        """Return views of the slices in a payload. They are cached, because a message uses only a few payloads."""
+        """Return views of the slices in a payload. They are cached, because a message uses only a
+        few payloads."""
         key = (number, payload)
         if key not in self._packed:
             self._packed[key] = [
-                payload.tensor[piece.begin : piece.begin + prod(piece.item.size) * ITEM_BYTES[piece.item.dtype]]
+                payload.tensor[
+                    piece.begin : piece.begin + prod(piece.item.size) * ITEM_BYTES[piece.item.dtype]
+                ]
                 .view(_DTYPES[piece.item.dtype])
                 .view(piece.item.size)
                 for piece in self._slices[number]
@@ -113,7 +128,8 @@ class Copies:
 
 
 def _slices(message: Message) -> list[_Slice]:
-    """Return the message's slices in order, merging neighbours that form one rectangle of the buffer."""
+    """Return the message's slices in order, merging neighbours that form one rectangle of the
+    buffer."""
     pieces: list[_Slice] = []
     begin = 0
     for item in message.items:
@@ -137,7 +153,8 @@ def _payload_of(pieces: list[_Slice], local: list[torch.Tensor]) -> Payload | No
 
 
 def _joins(first: Item, second: Item) -> int | None:
-    """Return the axis along which `second` continues `first` in both buffer and message, or None if it does not."""
+    """Return the axis along which `second` continues `first` in both buffer and message, or None if
+    it does not."""
     if (
         first.buffer != second.buffer
         or first.dtype != second.dtype
@@ -149,7 +166,8 @@ def _joins(first: Item, second: Item) -> int | None:
     for d in range(DIMS):
         if first.start[d] != second.start[d] or first.size[d] != second.size[d]:
             apart.append(d)
-    # in row-major order the two are contiguous only if all dimensions before the axis have length one
+    # in row-major order the two are contiguous only if all dimensions before the axis have length
+    # one
     axis = next((d for d in range(DIMS) if first.start[d] != second.start[d]), None)
     if axis is None or apart != [axis] or prod(first.size[:axis]) != 1:
         return None
@@ -161,7 +179,9 @@ def _kernel_slice(piece: _Slice, view: torch.Tensor) -> Slice:
     if item.blocks is None:
         return Slice(view, piece.begin, item.size, _DTYPES[item.dtype])
     dtype = torch.float32 if item.blocks.makes == SCALES else torch.float8_e4m3fn
-    return Slice(view, piece.begin, item.size, dtype, item.blocks.block, item.start[1], item.start[2])
+    return Slice(
+        view, piece.begin, item.size, dtype, item.blocks.block, item.start[1], item.start[2]
+    )
 
 
 def _make(item: Item, weights: torch.Tensor, view: torch.Tensor) -> None:
@@ -170,30 +190,35 @@ def _make(item: Item, weights: torch.Tensor, view: torch.Tensor) -> None:
     if item.blocks.makes == SCALES:
         write_scales(weights, item.blocks.block, view)
     else:
-        write_weights(weights, item.blocks.block, item.start[1], item.start[2], view.view(torch.float8_e4m3fn))
+        write_weights(
+            weights, item.blocks.block, item.start[1], item.start[2], view.view(torch.float8_e4m3fn)
+        )
 
 
 def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
     """Return the region of the buffer that is read or written."""
-    starts, sizes = (item.blocks.start, item.blocks.size) if item.blocks else (item.start, item.size)
+    starts, sizes = (
+        (item.blocks.start, item.blocks.size) if item.blocks else (item.start, item.size)
+    )
     whole = buffers.get(item.buffer)
     if whole is None:
         raise WeightSyncError(
-            f"the plan names a buffer {item.buffer}, which this rank does not have; make the plan from this rank's "
-            "layout"
+            f"the plan names a buffer {item.buffer}, which this rank does not have; make the plan "
+            "from this rank's layout"
         )
     shape = (*(1,) * (DIMS - whole.dim()), *whole.shape)
     if any(start + size > full for start, size, full in zip(starts, sizes, shape, strict=True)):
         raise WeightSyncError(
-            f"{item.buffer} has shape {tuple(whole.shape)}, the plan takes {sizes} from {starts} on; make the plan "
-            "from this rank's layout"
+            f"{item.buffer} has shape {tuple(whole.shape)}, the plan takes {sizes} from {starts} "
+            "on; make the plan from this rank's layout"
         )
     view = rectangle(whole.detach(), starts, sizes)
     return view.view(torch.uint8) if item.dtype == FP8 and item.blocks is None else view
 
 
 def rectangle(buffer: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    """Return `buffer[start : +size]`, with the buffer viewed in the number of dimensions of layouts and plans."""
+    """Return `buffer[start : +size]`, with the buffer viewed in the number of dimensions of layouts
+    and plans."""
     view = buffer[(None,) * (DIMS - buffer.dim())]
     for axis, (first, length) in enumerate(zip(start, size, strict=True)):
         view = view.narrow(axis, int(first), int(length))
@@ -204,7 +229,8 @@ _ALIGN = 64  # alignment in bytes of the messages in a shared slab
 
 
 class _Staging:
-    """Staging memory of a rank for a session. It may outlive the session; a new channel restarts the count of syncs.
+    """Staging memory of a rank for a session. It may outlive the session; a new channel restarts
+    the count of syncs.
 
     Args:
         rank: number of the trainer or engine rank.
@@ -212,8 +238,10 @@ class _Staging:
     """
 
     def __init__(self, rank: int, slots: int = 2) -> None:
-        self.rank, self.slots = rank, slots
-        self._copies: Copies | None = None  # for the last messages and buffers, valid until these move
+        self.rank = rank
+        self.slots = slots
+        # for the last messages and buffers, valid until these move
+        self._copies: Copies | None = None
         # those messages, and the buffers' addresses
         self._prepared: tuple[Sequence[Message], list[tuple[str, int]]] = ((), [])
         self.slabs: list[torch.Tensor] = []
@@ -224,12 +252,15 @@ class _Staging:
         self._keys: list[int] = []
 
     def begin(self, channel: object, messages: Sequence[Message]) -> list[int]:
-        """Begin a sync and return the checksum seeds of its messages. Both ends count a session's syncs alike."""
+        """Begin a sync and return the checksum seeds of its messages. Both ends count a session's
+        syncs alike."""
         if channel is not self._channel:
             self.forget()  # some views may refer to the previous channel's memory
-            self._channel, self._syncs = channel, 0
+            self._channel = channel
+            self._syncs = 0
         if messages is not self._messages:
-            self._messages, self._keys = messages, list(map(self._key, messages))
+            self._keys = list(map(self._key, messages))
+            self._messages = messages
         self._syncs += 1
         return seeds_of(self._keys, self._syncs)
 
@@ -246,24 +277,31 @@ class _Staging:
         known, known_where = self._prepared
         if self._copies is None or known is not messages or known_where != where:
             self._copies = None
-            self._copies, self._prepared = Copies(messages, buffers), (messages, where)
+            self._copies = Copies(messages, buffers)
+            self._prepared = (messages, where)
         return self._copies
 
     def places(self, messages: Sequence[Message], copies: Copies, keep: bool) -> list[Payload]:
         """Return the memory of each message, the same objects in every sync.
 
         Args:
-            keep: if True, place all messages next to each other in one slab. If False, contiguous slices are sent in
-                place and the rest rotate through `slots` slabs.
+            keep: if True, place all messages next to each other in one slab. If False, contiguous
+                slices are sent in place and the rest rotate through `slots` slabs.
         """
         if self._placed is None or self._placed[:2] != (copies, keep):
-            self._placed = (copies, keep, (self._side_by_side if keep else self._in_turn)(messages, copies))
+            self._placed = (
+                copies,
+                keep,
+                (self._side_by_side if keep else self._in_turn)(messages, copies),
+            )
         return self._placed[2]
 
     def _in_turn(self, messages: Sequence[Message], copies: Copies) -> list[Payload]:
         wholes = list(map(copies.whole, range(len(messages))))
         packed = [message for message, whole in zip(messages, wholes, strict=True) if whole is None]
-        slabs = cycle(self._allocate(self.slots, largest_message(packed), copies.device) if packed else [])
+        slabs = cycle(
+            self._allocate(self.slots, largest_message(packed), copies.device) if packed else []
+        )
         payloads: list[Payload] = []
         for message, whole in zip(messages, wholes, strict=True):
             payloads.append(whole or Payload(next(slabs)[: message.nbytes]))
@@ -279,16 +317,22 @@ class _Staging:
 
     def _allocate(self, count: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
         """Return `count` slabs of at least `nbytes`, reusing those of the last sync if they fit."""
-        fits = len(self.slabs) == count and all(slab.numel() >= nbytes and slab.device == device for slab in self.slabs)
+        fits = len(self.slabs) == count and all(
+            slab.numel() >= nbytes and slab.device == device for slab in self.slabs
+        )
         if not fits:
             if self.slabs:
                 self.release()
-            self.slabs = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
+            self.slabs = [
+                torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)
+            ]
         return self.slabs
 
     def release(self) -> None:
-        """Free all slabs; the next sync allocates them again. Views of the rank's buffers are kept."""
-        self.slabs, self._placed = [], None
+        """Free all slabs; the next sync allocates them again. Views of the rank's buffers are
+        kept."""
+        self.slabs = []
+        self._placed = None
         if self._copies is not None:
             self._copies.forget_payloads()
 

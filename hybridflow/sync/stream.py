@@ -1,12 +1,15 @@
-"""Executes one rank's part of a slice plan over a channel: pack and send, receive and scatter, compare checksums.
+"""Executes one rank's part of a slice plan over a channel: pack and send, receive and scatter,
+compare checksums.
 
-Everything that depends only on the plan (views of slices, their positions in messages) is created in the first sync of
-a session and reused. A message that is one contiguous slice of a buffer is sent directly from there and, without
-staging, received directly into it. Others are packed with one list copy each. After the messages, each pair of ranks
-exchanges checksums; nothing counts as received until they match. Message memory is bounded: `slots` times the rank's
-largest message, or everything received for a receiver that stages.
+Everything that depends only on the plan (views of slices, their positions in messages) is created
+in the first sync of a session and reused. A message that is one contiguous slice of a buffer is
+sent directly from there and, without staging, received directly into it. Others are packed with one
+list copy each. After the messages, each pair of ranks exchanges checksums; nothing counts as
+received until they match. Message memory is bounded: `slots` times the rank's largest message, or
+everything received for a receiver that stages.
 
-Copying a 1 MiB message evicts the interpreter from the core's cache, so the per-message path is kept short.
+Copying a 1 MiB message evicts the interpreter from the core's cache, so the per-message path is
+kept short.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ class StreamStats:
     Attributes:
         payload_bytes: bytes of slices, in the engine's dtype.
         overhead_bytes: bytes of checksums.
-        peak_staging_bytes: bytes of the slabs and of the transport's slots that held this rank's messages. Sender
-            and receiver on one host share the slots.
+        peak_staging_bytes: bytes of the slabs and of the transport's slots that held this rank's
+            messages. Sender and receiver on one host share the slots.
         messages: number of messages.
         seconds: time from the first message to the last, without `Received.commit`.
     """
@@ -60,7 +63,8 @@ class StreamStats:
 class _RankSync:
     """State of one sync of a rank: per-message data and checksums.
 
-    `at` is the current message. If it is a peer's rank, the checksums exchanged with that peer are current.
+    `at` is the current message. If it is a peer's rank, the checksums exchanged with that peer are
+    current.
     """
 
     def __init__(
@@ -71,7 +75,8 @@ class _RankSync:
         staging: SendStaging | ReceiveStaging,
     ) -> None:
         self._start = time.perf_counter()
-        self.messages, self.staging = messages, staging
+        self.messages = messages
+        self.staging = staging
         self._seeds = staging.begin(channel, messages)
         self.copies = staging.prepare(messages, buffers)
         self._digests: list[Digest] = [0] * len(messages)
@@ -79,16 +84,19 @@ class _RankSync:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Add the contents of the current message to a transport's error, which contains only numbers."""
+        """Add the contents of the current message to a transport's error, which contains only
+        numbers."""
         try:
             yield
         except WeightSyncError as error:
-            first, where = self.at, ""
+            first = self.at
+            where = ""
             if isinstance(first, int):
                 where = " while checksums were exchanged"
                 first = next(message for message in self.messages if message.peer == self.at)
             raise WeightSyncError(
-                f"{error}{where} (bucket {first.bucket}, {first.items[0].buffer} and what follows it)"
+                f"{error}{where} (bucket {first.bucket}, {first.items[0].buffer} and what follows "
+                "it)"
             ) from error
 
     def take(self, number: int, payload: Payload) -> None:
@@ -123,7 +131,9 @@ class _RankSync:
         """Return the statistics so far, given that `used` bytes held messages."""
         payload = sum(message.nbytes for message in self.messages)
         count = len(self.messages)
-        return StreamStats(payload, seal_bytes(count), used, count, time.perf_counter() - self._start)
+        return StreamStats(
+            payload, seal_bytes(count), used, count, time.perf_counter() - self._start
+        )
 
 
 @torch.no_grad()
@@ -135,24 +145,33 @@ def send_stream(
     Slices are cast to the engine's dtypes while packing.
 
     Args:
-        messages: `Messages.outgoing(rank)`. Pass the same object in every sync, otherwise views are prepared again.
-        buffers: the rank's parameters by the names of the plan's layout. They must not change during the transfer.
+        messages: `Messages.outgoing(rank)`. Pass the same object in every sync, otherwise views are
+            prepared again.
+        buffers: the rank's parameters by the names of the plan's layout. They must not change
+            during the transfer.
 
     Raises:
-        WeightSyncError: a peer is lost or late, or a buffer is missing or has another shape. The session must be
-            aborted.
+        WeightSyncError: a peer is lost or late, or a buffer is missing or has another shape. The
+            session must be aborted.
     """
     sync = _RankSync(messages, buffers, channel, staging)
     with sync.named():
-        used = _send_lent(sync, channel) if isinstance(channel, LendingSendChannel) else _send_from_slabs(sync, channel)
+        used = (
+            _send_lent(sync, channel)
+            if isinstance(channel, LendingSendChannel)
+            else _send_from_slabs(sync, channel)
+        )
         for peer in sync.peers():
             sync.at = peer
-            channel.send(peer, LAST_TAG, Payload(joined(sync.digests(peer), sync.copies.device))).wait()
+            channel.send(
+                peer, LAST_TAG, Payload(joined(sync.digests(peer), sync.copies.device))
+            ).wait()
     return sync.stats(used)
 
 
 def _send_from_slabs(sync: _RankSync, channel: SendChannel) -> int:
-    copies, slots = sync.copies, sync.staging.slots
+    copies = sync.copies
+    slots = sync.staging.slots
     in_flight: deque[tuple[Message, Work]] = deque()
     for number, (message, payload) in enumerate(zip(sync.messages, sync.places(), strict=True)):
         if len(in_flight) == slots:
@@ -184,7 +203,8 @@ def _send_lent(sync: _RankSync, channel: LendingSendChannel) -> int:
 
 
 class Received:
-    """A received sync. If staged, the engine's buffers are not written before `commit`, which also frees the memory."""
+    """A received sync. If staged, the engine's buffers are not written before `commit`, which also
+    frees the memory."""
 
     def __init__(self, stats: StreamStats, commit: Commit | None) -> None:
         self.stats = stats
@@ -192,7 +212,8 @@ class Received:
 
     @torch.no_grad()
     def commit(self, buffers: Buffers) -> float:
-        """Write everything into `buffers` and return the seconds taken. Does nothing if it was received in place."""
+        """Write everything into `buffers` and return the seconds taken. Does nothing if it was
+        received in place."""
         start = time.perf_counter()
         if self._commit is not None:
             self._commit(buffers)
@@ -202,21 +223,26 @@ class Received:
 
 @torch.no_grad()
 def receive_stream(
-    messages: Sequence[Message], channel: ReceiveChannel, staging: ReceiveStaging, staged: bool, buffers: Buffers
+    messages: Sequence[Message],
+    channel: ReceiveChannel,
+    staging: ReceiveStaging,
+    staged: bool,
+    buffers: Buffers,
 ) -> Received:
     """Receive an engine rank's messages and compare their checksums with the sender's.
 
     Args:
-        messages: `Messages.incoming(rank)`. Pass the same object in every sync, otherwise views are prepared again.
-        staged: if True, keep everything until `Received.commit`. If False, write each message on arrival and verify at
-            the end.
-        buffers: the rank's parameters by the names of the plan's layout. The caller has checked that they have not
-            moved.
+        messages: `Messages.incoming(rank)`. Pass the same object in every sync, otherwise views are
+            prepared again.
+        staged: if True, keep everything until `Received.commit`. If False, write each message on
+            arrival and verify at the end.
+        buffers: the rank's parameters by the names of the plan's layout. The caller has checked
+            that they have not moved.
 
     Raises:
-        WeightSyncError: a peer is lost or late, a message differs from what was sent (named), or a buffer is missing or
-            has another shape. The session must be aborted. The buffers are untouched if `staged`, otherwise a mixture
-            of old and new.
+        WeightSyncError: a peer is lost or late, a message differs from what was sent (named), or a
+            buffer is missing or has another shape. The session must be aborted. The buffers are
+            untouched if `staged`, otherwise a mixture of old and new.
     """
     sync = _RankSync(messages, buffers, channel, staging)
     commit: Commit | None = None
@@ -238,8 +264,10 @@ def receive_stream(
 
 
 def _arrivals(sync: _RankSync, channel: ReceiveChannel, places: Sequence[Payload]) -> Iterator[int]:
-    """Yield the index of each message once it is in its place. The next `slots` messages are in flight."""
-    messages, slots = sync.messages, sync.staging.slots
+    """Yield the index of each message once it is in its place. The next `slots` messages are in
+    flight."""
+    messages = sync.messages
+    slots = sync.staging.slots
     in_flight: deque[Work] = deque()
     for number in range(len(messages) + slots):
         if number >= slots:
@@ -253,7 +281,8 @@ def _arrivals(sync: _RankSync, channel: ReceiveChannel, places: Sequence[Payload
 
 def _receive_in_place(sync: _RankSync, channel: ReceiveChannel) -> int:
     """Receive contiguous slices directly into their buffers, others into slabs."""
-    copies, places = sync.copies, sync.places()
+    copies = sync.copies
+    places = sync.places()
     for number in _arrivals(sync, channel, places):
         payload = places[number]
         if copies.whole(number) is payload:
@@ -264,8 +293,11 @@ def _receive_in_place(sync: _RankSync, channel: ReceiveChannel) -> int:
 
 
 def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]:
-    """Receive everything into one slab, which is freed after the commit: between syncs the engine needs the memory."""
-    messages, staging, places = sync.messages, sync.staging, sync.places(keep=True)
+    """Receive everything into one slab, which is freed after the commit: between syncs the engine
+    needs the memory."""
+    messages = sync.messages
+    staging = sync.staging
+    places = sync.places(keep=True)
     for number in _arrivals(sync, channel, places):
         sync.take(number, places[number])
 
@@ -280,14 +312,18 @@ def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]
 
 
 def _has_room(channel: LendingReceiveChannel, messages: Sequence[Message]) -> bool:
-    """Return True if the transport's memory can hold everything a peer sends in a sync, including checksums."""
+    """Return True if the transport's memory can hold everything a peer sends in a sync, including
+    checksums."""
     counts = Counter(message.peer for message in messages)
     return max(counts.values(), default=0) < channel.slots
 
 
 def _receive_and_keep(sync: _RankSync, channel: LendingReceiveChannel) -> tuple[int, Commit]:
-    """Leave received messages in the transport's memory, which serves as this rank's staging memory."""
-    messages, staging, loans = sync.messages, sync.staging, list[Loan]()
+    """Leave received messages in the transport's memory, which serves as this rank's staging
+    memory."""
+    messages = sync.messages
+    staging = sync.staging
+    loans = list[Loan]()
     for number, message in enumerate(messages):
         sync.at = message
         loans.append(channel.borrow(message.peer, message.tag, message.nbytes))
@@ -315,7 +351,8 @@ def _receive_lent(sync: _RankSync, channel: LendingReceiveChannel) -> int:
 
 
 def _note(used: dict[int, int], payload: Payload) -> None:
-    """Update `used`, {address in the transport's memory: maximum bytes used}, with the memory of a message."""
+    """Update `used`, {address in the transport's memory: maximum bytes used}, with the memory of a
+    message."""
     where = payload.tensor.data_ptr()
     used[where] = max(used.get(where, 0), payload.nbytes)
 
@@ -323,7 +360,9 @@ def _note(used: dict[int, int], payload: Payload) -> None:
 def _checksums(sync: _RankSync, channel: ReceiveChannel, peer: int) -> torch.Tensor:
     """Receive a peer's checksums."""
     sync.at = peer
-    sent = torch.empty(seal_bytes(len(sync.digests(peer))), dtype=torch.uint8, device=sync.copies.device)
+    sent = torch.empty(
+        seal_bytes(len(sync.digests(peer))), dtype=torch.uint8, device=sync.copies.device
+    )
     channel.receive(peer, LAST_TAG, Payload(sent)).wait()
     return sent
 
@@ -334,7 +373,7 @@ def _compare(sync: _RankSync, peer: int, sent: torch.Tensor) -> None:
     if wrong is not None:
         message = [message for message in sync.messages if message.peer == peer][wrong]
         raise WeightSyncError(
-            f"engine rank {sync.staging.rank}: what arrived from trainer rank {peer} of bucket {message.bucket} (from "
-            f"{message.items[0].buffer} on, {message.nbytes} bytes) has another checksum than what was sent; give the "
-            "session up and sync again"
+            f"engine rank {sync.staging.rank}: what arrived from trainer rank {peer} of bucket "
+            f"{message.bucket} (from {message.items[0].buffer} on, {message.nbytes} bytes) has "
+            "another checksum than what was sent; give the session up and sync again"
         )

@@ -1,5 +1,5 @@
-"""Scores of a batch become rewards, advantages and returns; holds what of it outlives a step: KL coefficient, spread of
-model scores."""
+"""Scores of a batch become rewards, advantages and returns; holds what of it outlives a step: KL
+coefficient, spread of model scores."""
 
 from __future__ import annotations
 
@@ -32,31 +32,44 @@ def advantages_step(config: RunConfig) -> DataflowStep:
     penalty = ("old_log_probs", "ref_log_probs") if config.algorithm.kl_coef else ()
     model = ("rm_scores",) if derived.has_reward_model(config) else ()
     returns = ("returns",) if estimator.needs_critic else ()
-    steered, forks = config.actor.entropy_target is not None, config.algorithm.top_entropy_share < 1
-    entropy, coefficients = ("entropys",) if steered or forks else (), ("entropy_coefs",) if steered else ()
+    steered = config.actor.entropy_target is not None
+    forks = config.algorithm.top_entropy_share < 1
+    entropy = ("entropys",) if steered or forks else ()
+    coefficients = ("entropy_coefs",) if steered else ()
     always = ("response_ids", RESPONSE_MASK, "scores", "uid")
     reads = dict.fromkeys((*always, *model, *penalty, *entropy, *estimator.reads))
-    return DataflowStep("advantages", tuple(reads), ("rewards", "advantages", *returns, *coefficients))
+    return DataflowStep(
+        "advantages", tuple(reads), ("rewards", "advantages", *returns, *coefficients)
+    )
 
 
 class Advantages:
     """Computes rewards and advantages as `algorithm` says; `metrics` are those of the last step."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.algorithm = config, config.algorithm
-        self.estimator, self.options = ESTIMATORS.get(self.algorithm.adv_estimator), estimator_options(self.algorithm)
-        self.control = KlControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
-        self.model_scores, actor = ModelScores(config.reward_model), config.actor
+        self.config = config
+        self.algorithm = config.algorithm
+        self.estimator = ESTIMATORS.get(self.algorithm.adv_estimator)
+        self.options = estimator_options(self.algorithm)
+        self.control = KlControl(
+            config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon
+        )
+        self.model_scores = ModelScores(config.reward_model)
+        actor = config.actor
         self.entropy: EntropyControl | None = None
         if actor.entropy_target is not None:
-            self.entropy = EntropyControl(actor.entropy_coef, actor.entropy_target, actor.entropy_coef_step)
+            self.entropy = EntropyControl(
+                actor.entropy_coef, actor.entropy_target, actor.entropy_coef_step
+            )
         self.metrics: dict[str, float] = {}
 
     def add(self, batch: DataProto) -> DataProto:
-        """Adds rewards [B] (the weighted scores less the KL penalties of the row) and advantages (jagged); with a
-        critic, returns too; with a target of the entropy, entropy_coefs, the coefficient at each token."""
+        """Adds rewards [B] (the weighted scores less the KL penalties of the row) and advantages
+        (jagged); with a critic, returns too; with a target of the entropy, entropy_coefs, the
+        coefficient at each token."""
         self.metrics = {}
-        lengths, scores = torch.tensor(batch.lengths("response_ids")), torch.from_numpy(self._scores(batch))
+        lengths = torch.tensor(batch.lengths("response_ids"))
+        scores = torch.from_numpy(self._scores(batch))
         penalties = self._penalties(batch, lengths)
         counts = samples_that_count(batch, compares=self.estimator.compares_samples)
         tokens = counts.repeat_interleave(lengths)
@@ -73,9 +86,14 @@ class Advantages:
             if returns is not None:
                 returns[tokens] = values.float()
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        columns = {"advantages": (advantages, offsets)} | ({} if returns is None else {"returns": (returns, offsets)})
+        columns = {"advantages": (advantages, offsets)} | (
+            {} if returns is None else {"returns": (returns, offsets)}
+        )
         if self.entropy is not None:
-            columns["entropy_coefs"] = (torch.full((len(tokens),), self._entropy_coefficient(batch)), offsets)
+            columns["entropy_coefs"] = (
+                torch.full((len(tokens),), self._entropy_coefficient(batch)),
+                offsets,
+            )
         return batch.with_torch(rewards=scores - sums_of_rows(penalties, lengths), **columns)
 
     def state(self) -> dict[str, float]:
@@ -91,12 +109,17 @@ class Advantages:
         self.model_scores.restore(state)
 
     def _scores(self, batch: DataProto) -> np.ndarray:
-        """[B] f32: `reward.weight` times the verifier's score plus, where there is one, `reward_model.weight` times the
-        reward model's; less the punishment of overlong answers."""
-        scores = np.float32(self.config.reward.weight) * np.asarray(batch["scores"], dtype=np.float32)
+        """[B] f32: `reward.weight` times the verifier's score plus, where there is one,
+        `reward_model.weight` times the reward model's; less the punishment of overlong answers."""
+        scores = np.float32(self.config.reward.weight) * np.asarray(
+            batch["scores"], dtype=np.float32
+        )
         if buffer := self.config.reward.overlong_tokens:
-            limit, lengths = self.config.data.max_response_length, torch.tensor(batch.lengths("response_ids"))
-            punished = overlong_penalties(lengths, limit, buffer, self.config.reward.overlong_penalty)
+            limit = self.config.data.max_response_length
+            lengths = torch.tensor(batch.lengths("response_ids"))
+            punished = overlong_penalties(
+                lengths, limit, buffer, self.config.reward.overlong_penalty
+            )
             self.metrics |= {"reward/overlong": float((punished > 0).float().mean())}
             scores = scores - punished.numpy()
         if "rm_scores" not in batch:
@@ -111,8 +134,10 @@ class Advantages:
         return scores + added
 
     def _samples(self, batch: DataProto, scores: torch.Tensor, penalties: torch.Tensor) -> Samples:
-        """What the estimator is given: rows with their scores [B] and the penalties of their tokens [T]."""
-        lengths, mask = torch.tensor(batch.lengths("response_ids")), batch.torch(RESPONSE_MASK)[0]
+        """What the estimator is given: rows with their scores [B] and the penalties of their tokens
+        [T]."""
+        lengths = torch.tensor(batch.lengths("response_ids"))
+        mask = batch.torch(RESPONSE_MASK)[0]
         given, ends = _part_rewards(batch) if self.estimator.takes_parts else (None, None)
         return Samples(
             scores=scores - sums_of_rows(penalties, lengths),
@@ -144,27 +169,35 @@ class Advantages:
         return coefficient
 
     def _penalties(self, batch: DataProto, lengths_B: torch.Tensor) -> torch.Tensor:
-        """[T] what each token's divergence from the reference takes off its reward; moves the KL coefficient on."""
-        coefficient, mask_T = self.control.value, batch.torch(RESPONSE_MASK)[0]
+        """[T] what each token's divergence from the reference takes off its reward; moves the KL
+        coefficient on."""
+        coefficient = self.control.value
+        mask_T = batch.torch(RESPONSE_MASK)[0]
         if not self.algorithm.kl_coef:
             return torch.zeros(len(mask_T))
         old, reference = (batch.torch(name)[0] for name in ("old_log_probs", "ref_log_probs"))
         divergence = kl_penalty(old, reference, self.algorithm.kl_penalty).where(mask_T, 0.0)
         sampled = sums_of_rows(mask_T.float(), lengths_B)
-        kl = float((sums_of_rows(divergence, lengths_B) / sampled.clamp(min=1)).sum()) / max(len(lengths_B), 1)
+        kl = float((sums_of_rows(divergence, lengths_B) / sampled.clamp(min=1)).sum()) / max(
+            len(lengths_B), 1
+        )
         self.control.update(kl, len(lengths_B))
-        self.metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+        self.metrics |= {
+            "actor/reward_kl_penalty": kl,
+            "actor/reward_kl_penalty_coeff": coefficient,
+        }
         return coefficient * divergence
 
 
 def samples_that_count(batch: DataProto, *, compares: bool) -> torch.Tensor:
-    """[B] bool: samples with a token that counts. Where samples of a prompt are compared, not the last one of a group
-    that has lost all others."""
+    """[B] bool: samples with a token that counts. Where samples of a prompt are compared, not the
+    last one of a group that has lost all others."""
     counts = torch.from_numpy(sampled_tokens(batch) > 0)
     if counts.all() or not compares:
         return counts
     _, group = torch.tensor(batch["uid"]).unique(return_inverse=True)
-    size, left = group.bincount(), group.bincount(weights=counts.double())
+    size = group.bincount()
+    left = group.bincount(weights=counts.double())
     return counts & ((left > 1) | (size == 1))[group]
 
 
@@ -175,8 +208,9 @@ def _values(batch: DataProto, name: str) -> torch.Tensor:
 
 
 def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
-    """[B] why a row counts as failed though it has a score, or None: the reward did not return the number beside it
-    that the estimator wants, or returned more rewards of turns or tokens than there are."""
+    """[B] why a row counts as failed though it has a score, or None: the reward did not return the
+    number beside it that the estimator wants, or returned more rewards of turns or tokens than
+    there are."""
     algorithm = config.algorithm
     names = getattr(estimator_options(algorithm), "rewards", ())
     texts: list[str | None] = [None] * len(batch)
@@ -189,14 +223,14 @@ def lost_parts(config: RunConfig, batch: DataProto) -> list[str | None]:
             continue
         if missing:
             texts[row] = (
-                f"the reward returned {missing[0]}={extra.get(missing[0])!r:.60}, and algorithm.adv_estimator_options."
-                "rewards wants a finite number of this name"
+                f"the reward returned {missing[0]}={extra.get(missing[0])!r:.60}, and "
+                "algorithm.adv_estimator_options.rewards wants a finite number of this name"
             )
         for name, counts in most.items():
             if len(extra.get(name) or ()) > counts[row]:
                 texts[row] = (
-                    f"the reward returned {len(extra[name])} {name}, and the answer has {counts[row]} "
-                    f"{name.partition('_')[0]}s that the policy sampled"
+                    f"the reward returned {len(extra[name])} {name}, and the answer has "
+                    f"{counts[row]} {name.partition('_')[0]}s that the policy sampled"
                 )
     return texts
 
@@ -208,24 +242,31 @@ def _failed(batch: DataProto) -> list[bool]:
 
 
 def _reward_parts(batch: DataProto) -> dict[str, torch.Tensor]:
-    """{name: [B] f32} of what the reward returned as a number for every sample beside the score; 0 of one whose scoring
-    failed."""
+    """{name: [B] f32} of what the reward returned as a number for every sample beside the score; 0
+    of one whose scoring failed."""
     if "reward_extra" not in batch:
         return {}
-    rows = [None if lost else row for row, lost in zip(batch["reward_extra"].tolist(), _failed(batch), strict=True)]
+    rows = [
+        None if lost else row
+        for row, lost in zip(batch["reward_extra"].tolist(), _failed(batch), strict=True)
+    ]
     names = (
         set.intersection(*(set(row) for row in rows if row is not None))
         if any(row is not None for row in rows)
         else set()
     )
-    found = {name: [0.0 if row is None else finite_number(row[name]) for row in rows] for name in sorted(names)}
+    found = {
+        name: [0.0 if row is None else finite_number(row[name]) for row in rows]
+        for name in sorted(names)
+    }
     return {name: torch.tensor(values) for name, values in found.items() if None not in values}
 
 
 def _part_ends(batch: DataProto, name: str) -> np.ndarray:
     """[T] bool: the last token of each turn, a run of sampled tokens, or each sampled token."""
     column = batch.jagged(RESPONSE_MASK)
-    mask, offsets = column.values, column.offsets
+    mask = column.values
+    offsets = column.offsets
     ends = mask.copy()
     if name == "turn_rewards":
         goes_on = np.append(mask[1:], False)
@@ -238,32 +279,41 @@ def _part_counts(batch: DataProto) -> dict[str, list[int]]:
     """{name: [B] how many turns, or tokens, the policy has sampled}."""
     offsets = batch.jagged(RESPONSE_MASK).offsets
     sums = {name: np.append(0, np.cumsum(_part_ends(batch, name))) for name in PART_REWARDS}
-    return {name: (sums[name][offsets[1:]] - sums[name][offsets[:-1]]).tolist() for name in PART_REWARDS}
+    return {
+        name: (sums[name][offsets[1:]] - sums[name][offsets[:-1]]).tolist() for name in PART_REWARDS
+    }
 
 
 def _part_rewards(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """[T] rewards of turns or tokens at the last token of each, [T] bool which tokens these are; None where the reward
-    returned neither `turn_rewards` nor `token_rewards`. A turn is a run of sampled tokens; one without a reward (a row
-    whose scoring failed, a conversation that was ended) has 0.
+    """[T] rewards of turns or tokens at the last token of each, [T] bool which tokens these are;
+    None where the reward returned neither `turn_rewards` nor `token_rewards`. A turn is a run of
+    sampled tokens; one without a reward (a row whose scoring failed, a conversation that was ended)
+    has 0.
 
     Raises:
-        DataError: something else than a list of numbers, or more of them than turns or tokens; names the row.
+        DataError: something else than a list of numbers, or more of them than turns or tokens;
+            names the row.
     """
     extras = batch["reward_extra"].tolist() if "reward_extra" in batch else []
     name = next((name for name in PART_REWARDS if any(name in extra for extra in extras)), None)
     if name is None:
         return None, None
-    ends, offsets = _part_ends(batch, name), batch.jagged(RESPONSE_MASK).offsets
+    ends = _part_ends(batch, name)
+    offsets = batch.jagged(RESPONSE_MASK).offsets
     rewards = np.zeros(len(ends), np.float32)
     for row, (extra, failed) in enumerate(zip(extras, _failed(batch), strict=True)):
         places = offsets[row] + np.flatnonzero(ends[offsets[row] : offsets[row + 1]])
         values = [] if failed else extra.get(name, [])
-        if not isinstance(values, list | tuple) or not all(isinstance(value, int | float) for value in values):
-            raise DataError(f"row {row}: the reward returned {name}={values!r}, which must be a list of numbers")
+        if not isinstance(values, list | tuple) or not all(
+            isinstance(value, int | float) for value in values
+        ):
+            raise DataError(
+                f"row {row}: the reward returned {name}={values!r}, which must be a list of numbers"
+            )
         if len(values) > len(places):
             raise DataError(
-                f"row {row}: the reward returned {len(values)} {name}, and the answer has {len(places)} "
-                f"{name.partition('_')[0]}s that the policy sampled"
+                f"row {row}: the reward returned {len(values)} {name}, and the answer has "
+                f"{len(places)} {name.partition('_')[0]}s that the policy sampled"
             )
         rewards[places[: len(values)]] = values
     return torch.from_numpy(rewards), torch.from_numpy(ends)

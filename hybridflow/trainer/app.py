@@ -1,5 +1,5 @@
-"""The composition root: builds the groups, services and trainers of a job from a checked configuration, and ends all
-of them with the job."""
+"""The composition root: builds the groups, services and trainers of a job from a checked
+configuration, and ends all of them with the job."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.process.surroundings import without_proxy
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.dumps import Dumps, identity
-from hybridflow.rollout.evaluation import Scorer, Validator, check_truths, open_val_sets, sources_to_score
+from hybridflow.rollout.evaluation import (
+    Scorer,
+    Validator,
+    check_truths,
+    open_val_sets,
+    sources_to_score,
+)
 from hybridflow.rollout.recorded import RecordedPairs
 from hybridflow.saving.store import Checkpoint, CheckpointStore
 from hybridflow.single_controller import (
@@ -60,8 +66,10 @@ from hybridflow.workers.role import RoleWorker
 
 
 def train(config: RunConfig, preload: Preload | None = None) -> None:
-    """The main job: warm start when configured, reinforcement learning, checkpoint, export, report."""
-    if config.cluster.address is None:  # the devices of a cluster to be joined are asked once it is there
+    """The main job: warm start when configured, reinforcement learning, checkpoint, export,
+    report."""
+    # the devices of a cluster to be joined are asked once it is there
+    if config.cluster.address is None:
         check_devices(config, Platform.detect().kind)
     _run_job(config, preload, _train, derived.total_steps(config, None))
 
@@ -74,11 +82,12 @@ def sft(config: RunConfig, preload: Preload | None = None) -> None:
 
 
 def train_reward(config: RunConfig, preload: Preload | None = None) -> None:
-    """A reward model from preference pairs: warm start when configured, `config.reward_training`, checkpoint,
-    export."""
+    """A reward model from preference pairs: warm start when configured, `config.reward_training`,
+    checkpoint, export."""
     if config.reward_training.steps < 1:
         raise ConfigError(
-            "reward_training.steps is 0: nothing to do; set reward_training.steps and reward_training.train_files"
+            "reward_training.steps is 0: nothing to do; set reward_training.steps and "
+            "reward_training.train_files"
         )
     _run_job(config, preload, _train_reward, config.reward_training.steps)
 
@@ -87,8 +96,11 @@ def train_reward(config: RunConfig, preload: Preload | None = None) -> None:
 
 
 def _train(job: Job) -> dict[str, Any]:
-    config, session = job.config, job.session
-    rewards = job.stack.enter_context(RewardManager(config.reward, session.folder / "logs" / "rewards.log"))
+    config = job.config
+    session = job.session
+    rewards = job.stack.enter_context(
+        RewardManager(config.reward, session.folder / "logs" / "rewards.log")
+    )
     dataset = open_training(job.tokenizer, config.data)
     held_out = open_val_sets(config, job.tokenizer) if derived.generates(config) else {}
     rewards.check_data_sources(sources_to_score(config, dataset, *held_out.values()))
@@ -124,14 +136,20 @@ def _train(job: Job) -> dict[str, Any]:
     if isinstance(dataset, PreferenceDataset):
         samples = RecordedPairs(config, dataset, keep)
     elif dumps is not None:
-        samples = Dumped(dumps, config, answering, dataset, scorer, session.timeline, keep, made_with)
+        samples = Dumped(
+            dumps, config, answering, dataset, scorer, session.timeline, keep, made_with
+        )
     else:
         samples = Sampled(config, answering, dataset, scorer, session.timeline, keep, made_with)
     trainer = RLTrainer(config, session, {"actor": policy, **others}, answering, samples, validator)
     if "reference" in apart:
         apart["reference"].on_restart(trainer.fill_reference)
     training = {role: apart[role] for role in roles if role in trained and role in apart}
-    groups = {role: group for role, group in training.items() if role == "actor" or group is not training["actor"]}
+    groups = {
+        role: group
+        for role, group in training.items()
+        if role == "actor" or group is not training["actor"]
+    }
 
     async def learn() -> str | None:
         if job.checkpoint is not None and job.checkpoint.phase == "rl":
@@ -139,7 +157,8 @@ def _train(job: Job) -> dict[str, Any]:
         else:
             await trainer.start_from_present_weights()
             if config.sft.steps:
-                await trainer.save()  # a run that is killed from here on does not repeat the warm start
+                # a run that is killed from here on does not repeat the warm start
+                await trainer.save()
         await trainer.phases.make_room()
         await engines.wait_ready(job.progress)
         await fit_with_restarts(trainer, groups, config.trainer.max_restarts, job.progress)
@@ -148,7 +167,9 @@ def _train(job: Job) -> dict[str, Any]:
         return folder
 
     exported = block_on(learn())
-    compared = block_on(planned.compare(config, job.hf_config, session, {"actor": policy, **others}))
+    compared = block_on(
+        planned.compare(config, job.hf_config, session, {"actor": policy, **others})
+    )
     return _summary(session, trainer.step) | {"exported_to": exported, "planned": compared}
 
 
@@ -170,11 +191,14 @@ def _summary(session: Session, steps: int) -> dict[str, Any]:
 
 def _open_dumps(job: Job, made_with: Mapping[str, Any]) -> Dumps | None:
     """The dumps that the run trains on instead of generating, if it does."""
-    config, checkpoint = job.config, job.checkpoint
+    config = job.config
+    checkpoint = job.checkpoint
     if config.trainer.rollouts_from is None:
         return None
     rows = config.data.train_batch_size * config.rollout.n
-    dumps = Dumps(Path(config.trainer.rollouts_from), made_with, rows, derived.needs_support(config))
+    dumps = Dumps(
+        Path(config.trainer.rollouts_from), made_with, rows, derived.needs_support(config)
+    )
     dumps.check(checkpoint.step if checkpoint is not None and checkpoint.phase == "rl" else 0)
     return dumps
 
@@ -185,19 +209,29 @@ def _sft(job: Job) -> dict[str, Any]:
     trainer = block_on(job.warm_start(policy))
     if trainer is None:
         raise ConfigError(
-            f"{job.session.folder} already holds a reinforcement-learning run; give this one another name"
+            f"{job.session.folder} already holds a reinforcement-learning run; give this one "
+            "another name"
         )
     with job.progress.stage("save the checkpoint"):
         block_on(trainer.save())
     exported = block_on(_finish(job, policy))
-    return {"seconds_sft": job.session.totals.get("seconds_sft", 0.0), "steps": trainer.step, "exported_to": exported}
+    return {
+        "seconds_sft": job.session.totals.get("seconds_sft", 0.0),
+        "steps": trainer.step,
+        "exported_to": exported,
+    }
 
 
 def _train_reward(job: Job) -> dict[str, Any]:
-    config, settings = job.config, job.config.reward_training
+    config = job.config
+    settings = job.config.reward_training
     names = (settings.chosen_key, settings.rejected_key)
     dataset = PreferenceDataset(settings.train_files, job.tokenizer, config.data, *names)
-    held_out = PreferenceDataset(settings.val_files, job.tokenizer, config.data, *names) if settings.val_files else None
+    held_out = (
+        PreferenceDataset(settings.val_files, job.tokenizer, config.data, *names)
+        if settings.val_files
+        else None
+    )
     roles = derived.roles_in_use(config, "train-reward")
     workers = job.start_roles(job.start_cluster("train-reward"), roles, roles)
     model = ModelGroup(workers["reward_model"], "reward_model", config)
@@ -247,10 +281,15 @@ async def _finish(job: Job, trained: ModelGroup) -> str | None:
 
 
 def _run_job(
-    config: RunConfig, preload: Preload | None, job: Callable[[Job], dict[str, Any]], total_steps: int | None
+    config: RunConfig,
+    preload: Preload | None,
+    job: Callable[[Job], dict[str, Any]],
+    total_steps: int | None,
 ) -> None:
-    """Open the run folder, run the job, write summary and report; on an interrupt, say how to resume."""
-    os.environ.update(without_proxy(os.environ))  # rewards, tools and episodes ask this machine's addresses as well
+    """Open the run folder, run the job, write summary and report; on an interrupt, say how to
+    resume."""
+    # rewards, tools and episodes ask this machine's addresses as well
+    os.environ.update(without_proxy(os.environ))
     folder = make_output_dir(config)
     with Progress(0, "") as progress, exclusive(folder, progress.message):
         make_room(config, folder, total_steps, progress)
@@ -300,13 +339,14 @@ def _with_clusters(
     session: Session,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Run the job; where Ray itself is lost and the run had started it, go on from the last checkpoint in a fresh
-    cluster, at most `trainer.max_restarts` times within an hour.
+    """Run the job; where Ray itself is lost and the run had started it, go on from the last
+    checkpoint in a fresh cluster, at most `trainer.max_restarts` times within an hour.
 
     Raises:
         ClusterLostError: otherwise; says how to resume.
     """
-    limit, goes_on = RestartLimit(config.trainer.max_restarts), False
+    limit = RestartLimit(config.trainer.max_restarts)
+    goes_on = False
     while True:
         try:
             with ExitStack() as stack:
@@ -316,20 +356,26 @@ def _with_clusters(
                 raise KeyboardInterrupt from error
             session.store.settle()
             if config.cluster.address is not None or not limit.take():
-                raise ClusterLostError(f"{error}, and the run with it: {_how_to_resume(session.store)}") from error
-            progress.message(f"{error}: a fresh cluster is started, and the run goes on from its last checkpoint")
+                raise ClusterLostError(
+                    f"{error}, and the run with it: {_how_to_resume(session.store)}"
+                ) from error
+            progress.message(
+                f"{error}: a fresh cluster is started, and the run goes on from its last checkpoint"
+            )
             goes_on = True
 
 
 def _interrupted(error: BaseException | None) -> bool:
     """Whether the error was raised while an interrupt was on its way out."""
-    return error is not None and (isinstance(error, KeyboardInterrupt) or _interrupted(error.__context__))
+    return error is not None and (
+        isinstance(error, KeyboardInterrupt) or _interrupted(error.__context__)
+    )
 
 
 @contextmanager
 def _stop_when_asked(session: Session) -> Iterator[None]:
-    """Treat SIGUSR1, which a job's script sends before Slurm takes the nodes, as a request: the run ends after the
-    present step and a checkpoint."""
+    """Treat SIGUSR1, which a job's script sends before Slurm takes the nodes, as a request: the run
+    ends after the present step and a checkpoint."""
 
     def ask(number: int, frame: Any) -> None:
         session.stop_asked = True

@@ -1,5 +1,5 @@
-"""What a job needs on the disk before anything starts: data, tokenizer, the resolved model config, the folder engines
-start from."""
+"""What a job needs on the disk before anything starts: data, tokenizer, the resolved model config,
+the folder engines start from."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ _ENGINE_TYPES = {"kimi_k2": "deepseek_v3"}
 
 
 def prepare_data(config: RunConfig) -> str | None:
-    """Run `data.prepare`, unless its output is there already. Returns a line to show, or None when no preparation is
-    configured."""
+    """Run `data.prepare`, unless its output is there already. Returns a line to show, or None when
+    no preparation is configured."""
     task = config.data.prepare.task
     if task is None:
         return None
     from hybridflow.data.prepare import prepare
 
     settings = config.data.prepare
-    done = prepare(task, Path(settings.out), Path(settings.source) if settings.source else None, settings.options)
+    done = prepare(
+        task,
+        Path(settings.out),
+        Path(settings.source) if settings.source else None,
+        settings.options,
+    )
     counts = ", ".join(f"{name} {rows}" for name, rows in done.rows.items())
     return f"{'data is in place' if done.reused else 'prepared data'} in {done.folder}: {counts}"
 
@@ -39,22 +44,27 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
     """`model.tokenizer`, else the one in `model.path`, with the declarations of the tools.
 
     Raises:
-        ConfigError: there is no tokenizer, or no tool or environment of a name that `rollout.agent` has.
+        ConfigError: there is no tokenizer, or no tool or environment of a name that `rollout.agent`
+            has.
     """
     folder = config.model.tokenizer or config.model.path
     if folder is None:
-        raise ConfigError("model.tokenizer is null and there is no model.path: give a Hugging Face tokenizer folder")
+        raise ConfigError(
+            "model.tokenizer is null and there is no model.path: give a Hugging Face tokenizer "
+            "folder"
+        )
     tokenizer = load_tokenizer(folder).with_template(config.data.chat_template_kwargs)
     agent = config.rollout.agent
     tokenizer.tools = toolbox(config).schemas()
     if agent.environment is not None:
-        ENVIRONMENTS.get(agent.environment)  # a wrong name is said now; its processes start with the first conversation
+        # a wrong name is said now; its processes start with the first conversation
+        ENVIRONMENTS.get(agent.environment)
     return tokenizer
 
 
 def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The Hugging Face config with the vocabulary and special tokens of the tokenizer filled in where it leaves them
-    open.
+    """The Hugging Face config with the vocabulary and special tokens of the tokenizer filled in
+    where it leaves them open.
 
     Raises:
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
@@ -68,27 +78,34 @@ def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]
     resolved.setdefault("architectures", [family_of(resolved).architecture])
     if resolved["vocab_size"] < tokenizer.vocab_size:
         raise ConfigError(
-            f"model vocab_size is {resolved['vocab_size']}, smaller than the {tokenizer.vocab_size} tokens of "
-            f"{tokenizer.path}"
+            f"model vocab_size is {resolved['vocab_size']}, smaller than the "
+            f"{tokenizer.vocab_size} tokens of {tokenizer.path}"
         )
     return resolved
 
 
 def write_engine_folder(
-    folder: Path, hf_config: Mapping[str, Any], dtype: str, tokenizer: Tokenizer, quantization: str | None = None
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    dtype: str,
+    tokenizer: Tokenizer,
+    quantization: str | None = None,
 ) -> Path:
-    """A Hugging Face folder without weights: engines start from it with random weights and receive the real ones.
+    """A Hugging Face folder without weights: engines start from it with random weights and receive
+    the real ones.
 
-    Its `quantization_config` is that of what they receive, whatever the checkpoint that the policy started from was
-    kept in.
+    Its `quantization_config` is that of what they receive, whatever the checkpoint that the policy
+    started from was kept in.
 
     Raises:
         ModelError: `quantization` is fp8 and the model's config names another form of it.
     """
     written = {**hf_config, "dtype": dtype, "torch_dtype": dtype}
-    # SGLang also ends a response at the end token of the config: that of the tokenizer is a stop token of ours
+    # SGLang also ends a response at the end token of the config: that of the tokenizer is a stop
+    # token of ours
     written["eos_token_id"] = tokenizer.eos_id
-    # engines run their own classes and no code of the folder, and know Kimi-K2 as what it is built like
+    # engines run their own classes and no code of the folder, and know Kimi-K2 as what it is built
+    # like
     written.pop("auto_map", None)
     if written.get("model_type") in _ENGINE_TYPES:
         written["model_type"] = _ENGINE_TYPES[written["model_type"]]

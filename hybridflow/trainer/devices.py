@@ -1,8 +1,9 @@
 """Calls of the roles, each begun as soon as the devices of its role are free.
 
-Roles that share devices work one after another, in the order in which they are called; roles on other devices work at
-the same time. This is the asynchronous execution of the HybridFlow paper (arXiv 2409.19256, section 4): the loop says
-what is computed of what, the placement says what of it happens at once.
+Roles that share devices work one after another, in the order in which they are called; roles on
+other devices work at the same time. This is the asynchronous execution of the HybridFlow paper
+(arXiv 2409.19256, section 4): the loop says what is computed of what, the placement says what of it
+happens at once.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ class Devices:
     """
 
     def __init__(self, pool_of: Callable[[str], str], timeline: Timeline) -> None:
-        self._pool_of, self._timeline = pool_of, timeline
-        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # a lock is given in the order of asking
+        self._pool_of = pool_of
+        self._timeline = timeline
+        # a lock is given in the order of asking
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._calls: dict[asyncio.Task[Any], str] = {}  # that have not ended, with their pools
         self._first_error: Exception | None = None  # until somebody is told
 
-    def call(self, role: str, phase: str, step: int, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def call(
+        self, role: str, phase: str, step: int, work: Coroutine[Any, Any, T]
+    ) -> asyncio.Task[T]:
         """Run `work` when the devices of the role are free, as this phase of the step."""
         pool = self._pool_of(role)
         call = asyncio.ensure_future(self._in_turn(pool, phase, step, work))
@@ -38,7 +43,9 @@ class Devices:
 
         def note_end(_: asyncio.Task[T]) -> None:
             del self._calls[call]
-            work.close()  # Python warns of a coroutine that never began, and of an exception that nobody retrieved
+            # Python warns of a coroutine that never began, and of an exception that nobody
+            # retrieved
+            work.close()
             if not call.cancelled():
                 call.exception()
 
@@ -58,7 +65,8 @@ class Devices:
         """
         while self._first_error is None and not all(call.done() for call in wanted):
             await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
-        error, self._first_error = self._first_error, None
+        error = self._first_error
+        self._first_error = None
         if error is not None:
             raise error
 
@@ -72,8 +80,9 @@ class Devices:
         return self._locks[self._pool_of(role)].locked()
 
     async def forget(self) -> None:
-        """Drop all calls; none goes on when this returns. Their ranks may still be at work: those of groups that start
-        again are killed, and others begin what they are called for later when they have ended this."""
+        """Drop all calls; none goes on when this returns. Their ranks may still be at work: those
+        of groups that start again are killed, and others begin what they are called for later when
+        they have ended this."""
         calls = list(self._calls)
         for call in calls:
             call.cancel()

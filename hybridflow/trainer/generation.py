@@ -1,4 +1,5 @@
-"""The engines' side of a job, from their start to their end: in processes of their own, or in the trainer's."""
+"""The engines' side of a job, from their start to their end: in processes of their own, or in the
+trainer's."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from hybridflow.workers.rollout import engine_spec
 First = TypeVar("First")
 Second = TypeVar("Second")
 _STOP_S = 10.0
-_LOCAL = ("start", "stop", "generate", "take", "sleep", "wake")  # what a run in one process calls of its engine
+# what a run in one process calls of its engine
+_LOCAL = ("start", "stop", "generate", "take", "sleep", "wake")
 
 
 class Generation(Protocol):
@@ -36,8 +38,11 @@ class Generation(Protocol):
     async def check_starting(self) -> None:
         """Raise at once when an engine has failed to start; return when all is well so far."""
 
-    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path) -> Engines:
-        """What the loop calls, once the policy is there; `logs` is the folder for what environments print."""
+    def connect(
+        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+    ) -> Engines:
+        """What the loop calls, once the policy is there; `logs` is the folder for what environments
+        print."""
 
     async def wait_ready(self, progress: Progress) -> None:
         """Return when the engines serve and can take weights."""
@@ -47,9 +52,12 @@ class Generation(Protocol):
 
 
 class NoEngines:
-    """What a run has that trains on dumps: nothing answers, nothing is waited for, and weights go nowhere."""
+    """What a run has that trains on dumps: nothing answers, nothing is waited for, and weights go
+    nowhere."""
 
-    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path) -> Engines:
+    def connect(
+        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+    ) -> Engines:
         """What the loop calls."""
         return self
 
@@ -60,11 +68,17 @@ class NoEngines:
     async def nothing(self, *_: object, **__: object) -> None:
         """Do nothing: no engine was started or asked, and nothing lies on a device."""
 
-    check_starting = wait_ready = stop = advance = begun = abort = forget = sleep = wake = close = nothing
+    check_starting = wait_ready = stop = advance = begun = abort = forget = sleep = wake = close = (
+        nothing
+    )
 
-    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> Sequence[Sample]:
+    def begin(
+        self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
+    ) -> Sequence[Sample]:
         """Raise HybridFlowError: nobody answers."""
-        raise HybridFlowError("trainer.rollouts_from is set, so this run has no engines that could answer")
+        raise HybridFlowError(
+            "trainer.rollouts_from is set, so this run has no engines that could answer"
+        )
 
     async def answers(self, samples: Sequence[Sample]) -> DataProto:
         """Raise HybridFlowError: nothing was asked."""
@@ -72,7 +86,9 @@ class NoEngines:
 
     def batch(self, samples: Sequence[Sample]) -> DataProto:
         """Raise HybridFlowError: nothing was asked."""
-        raise HybridFlowError("trainer.rollouts_from is set, so this run has no engines that answered")
+        raise HybridFlowError(
+            "trainer.rollouts_from is set, so this run has no engines that answered"
+        )
 
     shown = batch
 
@@ -93,12 +109,15 @@ class EngineProcesses:
         stop_ids: Sequence[int],
         told: Callable[[str], None],
     ) -> None:
-        self.workers, self.config, self._told = workers, config, told
+        self.workers = workers
+        self.config = config
+        self._told = told
         self.engines = EngineGroup(workers, config, stop_ids, others)
         self._weights: SliceSync | None = None
 
     def give_way(self, progress: Progress) -> EngineProcesses:
-        """Where the trainer's ranks come to the same devices, wait until the engines have started and released them."""
+        """Where the trainer's ranks come to the same devices, wait until the engines have started
+        and released them."""
         if derived.alternates(self.config):
             with progress.stage("wait for the engines to start and to release the GPUs"):
                 block_on(self.engines.wait_ready())
@@ -109,8 +128,11 @@ class EngineProcesses:
         """Raise at once when an engine has failed to start."""
         await self.engines.check_starting()
 
-    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path) -> Engines:
-        """The engines, which take slices from the policy's ranks, and start again when none is left."""
+    def connect(
+        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+    ) -> Engines:
+        """The engines, which take slices from the policy's ranks, and start again when none is
+        left."""
         assert isinstance(policy, WorkerGroup)
         self._weights = weights = SliceSync(policy, self.engines, self.config)
         policy.on_restart(weights.reconnect)
@@ -138,19 +160,23 @@ class EngineProcesses:
 class EngineHere:
     """One engine in this process, which takes the policy's weights by reference."""
 
-    def __init__(self, config: RunConfig, folder: Path, log_dir: Path, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, config: RunConfig, folder: Path, log_dir: Path, stop_ids: Sequence[int]
+    ) -> None:
         """Start it.
 
         Args:
             folder: model and tokenizer that it starts from.
         """
-        self.config, self.stop_ids = config, stop_ids
+        self.config = config
+        self.stop_ids = stop_ids
         spec = engine_spec(config.rollout, 0, folder, config.model.dtype, config.seed, False)
         made = ENGINES.get(config.rollout.engine)(spec, log_dir / f"{spec.name}.log", lambda: None)
         if missing := [name for name in _LOCAL if not callable(getattr(made, name, None))]:
             raise ConfigError(
-                f"rollout.engine={config.rollout.engine} has no {', '.join(missing)}, which an engine in the trainer's "
-                "process needs (hybridflow.engines.base.LocalEngine); add them, or set cluster.in_process=false"
+                f"rollout.engine={config.rollout.engine} has no {', '.join(missing)}, which an "
+                "engine in the trainer's process needs (hybridflow.engines.base.LocalEngine); add "
+                "them, or set cluster.in_process=false"
             )
         self.engine = cast(LocalEngine, made)
         self.engine.start()
@@ -158,7 +184,9 @@ class EngineHere:
     async def check_starting(self) -> None:
         """Return at once: the engine started when this object was made."""
 
-    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path) -> Engines:
+    def connect(
+        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+    ) -> Engines:
         """Calls of the engine, and copies from the policy's tensors."""
 
         def copy(target: object) -> int:
@@ -175,8 +203,11 @@ class EngineHere:
         self.engine.stop()
 
 
-def start_both(first: Callable[[], First], second: Callable[[], Second], *, at_once: bool) -> tuple[First, Second]:
-    """What both return; `at_once`: the first in a thread, where most of the time is spent in waiting for processes."""
+def start_both(
+    first: Callable[[], First], second: Callable[[], Second], *, at_once: bool
+) -> tuple[First, Second]:
+    """What both return; `at_once`: the first in a thread, where most of the time is spent in
+    waiting for processes."""
     if not at_once:
         return first(), second()
     begun = (threads := ThreadPoolExecutor(1, "start")).submit(first)
@@ -184,6 +215,7 @@ def start_both(first: Callable[[], First], second: Callable[[], Second], *, at_o
     try:
         found = second()
     except BaseException:
-        wait([begun], _STOP_S)  # Ray ends the whole process when a thread calls it after its shutdown
+        # Ray ends the whole process when a thread calls it after its shutdown
+        wait([begun], _STOP_S)
         raise
     return begun.result(), found

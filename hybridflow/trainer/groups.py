@@ -1,4 +1,5 @@
-"""The loop's roles over worker groups: which rows each rank gets, what is sent, and how results are merged."""
+"""The loop's roles over worker groups: which rows each rank gets, what is sent, and how results are
+merged."""
 
 from __future__ import annotations
 
@@ -33,18 +34,24 @@ from hybridflow.workers.role import RoleWorker
 
 
 def tell_backend(
-    actor: WorkerGroup | InProcessGroup, config: RunConfig, run_dir: Path, say: Callable[[str], None]
+    actor: WorkerGroup | InProcessGroup,
+    config: RunConfig,
+    run_dir: Path,
+    say: Callable[[str], None],
 ) -> None:
     """Say what computes the policy's layers, and record it in the run's `environment.json`."""
     facts: Mapping[str, str] = actor.run(PolicyWorker.describe)
     note_in_environment(run_dir, "policy", facts)
     say("the policy computes with " + ", ".join(f"{name} {value}" for name, value in facts.items()))
     if derived.needs_support(config):
-        say("log-probs are over what each token was sampled among (docs/algorithms.md), without the log-prob kernel")
+        say(
+            "log-probs are over what each token was sampled among (docs/algorithms.md), without "
+            "the log-prob kernel"
+        )
     if facts["backend"] == "torch (cuda)":
         say(
-            "warning: Transformer Engine could not be imported, so layers on GPUs are torch's: slower, without its "
-            "fused kernels; docs/platforms.md lists what is off"
+            "warning: Transformer Engine could not be imported, so layers on GPUs are torch's: "
+            "slower, without its fused kernels; docs/platforms.md lists what is off"
         )
 
 
@@ -52,12 +59,15 @@ class ModelGroup:
     """`Role` over Megatron ranks, in processes of the role's own or in the policy's."""
 
     def __init__(self, workers: WorkerGroup | InProcessGroup, role: str, config: RunConfig) -> None:
-        self.workers, self.role, self.config = workers, role, config
+        self.workers = workers
+        self.role = role
+        self.config = config
         self._cost = SequenceCost.of_model(derived.hf_config(config.model))
         self._data_parallel = derived.role_data_parallel_size(config, role)
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a worker method of the role. Paths arrive absolute: ranks have another working directory."""
+        """Call a worker method of the role. Paths arrive absolute: ranks have another working
+        directory."""
         return await self._begin(method, *args)
 
     def _begin(self, method: Callable[..., Any], *args: Any) -> Awaitable[Any]:
@@ -72,9 +82,11 @@ class ModelGroup:
         found: DataProto = await self.call(method, share)
         return found.reorder(np.argsort(order))
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
-        """Optimizer updates, merged over the data-parallel ranks. With a `seed` the role's epochs, whose mini-batches
-        the seed draws from the whole batch: the same on any number of ranks."""
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> list[Update]:
+        """Optimizer updates, merged over the data-parallel ranks. With a `seed` the role's epochs,
+        whose mini-batches the seed draws from the whole batch: the same on any number of ranks."""
         if seed is None:
             return merged([await self.call(method, batch)])
         return merged([await call for call in self._epochs(method, batch, seed)])
@@ -91,7 +103,9 @@ class ModelGroup:
         """Whether no rank is writing. CheckpointError when the last background save failed."""
         return all(await self.call(RoleWorker.is_saved))
 
-    def _epochs(self, method: Callable[..., Any], batch: DataProto, seed: int, first: int = 0) -> list[Awaitable[Any]]:
+    def _epochs(
+        self, method: Callable[..., Any], batch: DataProto, seed: int, first: int = 0
+    ) -> list[Awaitable[Any]]:
         """The calls of the epochs from the `first` on; the ranks have all of them."""
         return [
             self._train(method, batch.rows(self._order(batch, (seed, epoch)).reshape(-1)))
@@ -99,16 +113,22 @@ class ModelGroup:
         ]
 
     def _train(
-        self, method: Callable[..., Any], batch: DataProto, *args: Any, without: tuple[str, ...] = ()
+        self,
+        method: Callable[..., Any],
+        batch: DataProto,
+        *args: Any,
+        without: tuple[str, ...] = (),
     ) -> Awaitable[Any]:
-        """Updates over a batch whose consecutive pieces are the shares of the ranks; `without` some columns."""
+        """Updates over a batch whose consecutive pieces are the shares of the ranks; `without` some
+        columns."""
         rows = derived.role_samples_per_mini_batch(self.config, self.role) // self._data_parallel
         share = batch.select([name for name in self._reads(method) if name not in without])
         return self._begin(method, share, rows, *args)
 
     def _order(self, batch: DataProto, seed: Sequence[int]) -> np.ndarray:
         """[ranks, rows] the rows of an epoch's mini-batches, one mini-batch after another."""
-        rows, ranks = derived.role_samples_per_mini_batch(self.config, self.role), self._data_parallel
+        rows = derived.role_samples_per_mini_batch(self.config, self.role)
+        ranks = self._data_parallel
         return update_order(self._costs(batch), ranks, rows, seed).reshape(ranks, -1)
 
     def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
@@ -120,22 +140,28 @@ class ModelGroup:
 
 
 class FrozenGroup(ModelGroup):
-    """A role that does not train, in processes of its own. Ranks that are lost start again within the step: its weights
-    are all its state. Ranks read them at their start, or a restart hook of `workers` fills them.
+    """A role that does not train, in processes of its own. Ranks that are lost start again within
+    the step: its weights are all its state. Ranks read them at their start, or a restart hook of
+    `workers` fills them.
 
     Args:
         told: about each restart, in one line.
     """
 
-    def __init__(self, workers: WorkerGroup, role: str, config: RunConfig, told: Callable[[str], None]) -> None:
+    def __init__(
+        self, workers: WorkerGroup, role: str, config: RunConfig, told: Callable[[str], None]
+    ) -> None:
         super().__init__(workers, role, config)
-        self._group, self._restarts, self._told = workers, RestartLimit(config.trainer.max_restarts), told
+        self._group = workers
+        self._restarts = RestartLimit(config.trainer.max_restarts)
+        self._told = told
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a worker method of the role; the call is made again when ranks are lost in it.
 
         Raises:
-            HybridFlowError: what the ranks raised; or of their loss, when `trainer.max_restarts` are used up.
+            HybridFlowError: what the ranks raised; or of their loss, when `trainer.max_restarts`
+                are used up.
         """
         while True:
             try:
@@ -157,34 +183,42 @@ class PolicyGroup(ModelGroup):
 
     async def log_probs(self, batch: DataProto) -> DataProto:
         """old_log_probs and entropys; with router replay the experts of each token."""
-        # the last step did not update the policy (critic warm-up, a lost rank): its counts are of another batch
+        # the last step did not update the policy (critic warm-up, a lost rank): its counts are of
+        # another batch
         if self._unobserved:
             await self.call(PolicyWorker.take_observations)
         self._unobserved = True
         return await self.compute(log_prob_method(self.config), batch)
 
     async def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
-        """old_log_probs and entropys of the rows that are not in the first mini-batch of `seed`, as the ranks will hold
-        these rows."""
+        """old_log_probs and entropys of the rows that are not in the first mini-batch of `seed`, as
+        the ranks will hold these rows."""
         return await self.log_probs(batch.rows(self._first_and_later(batch, seed)[1]))
 
     async def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
     ) -> tuple[list[Update], DataProto]:
-        """All updates of a step whose first mini-batch no pass has scored. Returns them, and in the order of `batch`
-        the rows of that mini-batch (with `later`, all rows) with old_log_probs and entropys."""
-        method, (rows, others) = PolicyWorker.update_policy, self._first_and_later(batch, seed)
+        """All updates of a step whose first mini-batch no pass has scored. Returns them, and in the
+        order of `batch` the rows of that mini-batch (with `later`, all rows) with old_log_probs and
+        entropys."""
+        method = PolicyWorker.update_policy
+        rows, others = self._first_and_later(batch, seed)
         offload = self.config.actor.offload
         if later is not None and (offload.gradients or offload.optimizer):
             await self.call(
                 RoleWorker.wake, ("gradients", "optimizer")
             )  # once for both calls; training's end offloads them
         begun = rows if later is not None else self._order(batch, (seed, 0)).reshape(-1)
-        updates = merged([await self._train(method, batch.rows(begun), True, without=("old_log_probs",))])
-        found: DataProto = await self.call(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(rows))
+        updates = merged(
+            [await self._train(method, batch.rows(begun), True, without=("old_log_probs",))]
+        )
+        found: DataProto = await self.call(
+            PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(rows)
+        )
         if later is not None:
             updates += merged([await self._train(method, batch.rows(others).union(later))])
-            rows, found = np.concatenate([rows, others]), concat([found, later])
+            rows = np.concatenate([rows, others])
+            found = concat([found, later])
         by_row = np.argsort(rows)
         scored = batch.rows(rows[by_row]).union(found.rows(by_row))
         rest = self._epochs(method, scored if len(scored) == len(batch) else batch, seed, first=1)
@@ -192,13 +226,17 @@ class PolicyGroup(ModelGroup):
         return await self._observed(updates, batch), scored
 
     def _first_and_later(self, batch: DataProto, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of the first mini-batch of the first epoch, and all others, each as the ranks hold them."""
+        """The rows of the first mini-batch of the first epoch, and all others, each as the ranks
+        hold them."""
         share = derived.samples_per_mini_batch(self.config) // self._data_parallel
         order = self._order(batch, (seed, 0))
         return order[:, :share].reshape(-1), order[:, share:].reshape(-1)
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
-        """Optimizer updates; those of a step of reinforcement learning say how replay went and what memory was taken.
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> list[Update]:
+        """Optimizer updates; those of a step of reinforcement learning say how replay went and what
+        memory was taken.
 
         Raises:
             RouterReplayError: replay was not live in the step that `batch` went through.
@@ -210,19 +248,24 @@ class PolicyGroup(ModelGroup):
         """The updates with what the ranks have noticed since the step began."""
         observations = await self.call(PolicyWorker.take_observations)
         self._unobserved = False
-        lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
+        lengths = (batch.lengths("prompt_ids"), batch.lengths("response_ids"))
+        actor = self.config.actor
         observed = memory_metrics(observations, self.role) | model_metrics(observations)
         routed = [batch[ROUTED]] if ROUTED in batch else []
-        observed |= replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs, *routed)
-        return [Update({**one.means, **observed}, one.grad_norm, one.lr, one.applied) for one in updates]
+        observed |= replay_metrics(
+            observations, *lengths, actor.router_replay, actor.ppo_epochs, *routed
+        )
+        return [
+            Update({**one.means, **observed}, one.grad_norm, one.lr, one.applied) for one in updates
+        ]
 
     def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
         return update_step(self.config).reads
 
 
 def update_step(config: RunConfig) -> DataflowStep:
-    """The columns that an update of the policy reads: what its loss declares, and routes where they are replayed, and
-    the sampler's support where it is cut."""
+    """The columns that an update of the policy reads: what its loss declares, and routes where they
+    are replayed, and the sampler's support where it is cut."""
     routes = (ROUTES,) if derived.replays_routes(config) else ()
     support = SUPPORT if derived.needs_support(config) else ()
     columns = policy_loss_columns(config.actor, derived.old_log_probs_column(config))
@@ -238,20 +281,28 @@ def check_steps(config: RunConfig) -> None:
     critic = derived.has_critic(config)
     scored = derived.scores_before_update(config) or derived.scores_later_rows(config)
     reference = ModelWorker if derived.has_own_reference(config) else PolicyWorker
-    generating = DataflowStep("generate", ("prompt_ids",), method_spec(collect_method(config)).writes), SCORING
+    generating = (
+        DataflowStep("generate", ("prompt_ids",), method_spec(collect_method(config)).writes),
+        SCORING,
+    )
     check_dataflow(
         [
             *([READING] if config.data.answers == "pairs" else generating),
             *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
             *([log_prob_method(config)] if scored else []),
-            *([PolicyWorker.compute_sum_pi_squared] if derived.needs_sum_pi_squared(config) else []),
+            *(
+                [PolicyWorker.compute_sum_pi_squared]
+                if derived.needs_sum_pi_squared(config)
+                else []
+            ),
             *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
             *([teacher_method(config.actor.distillation)] if derived.has_teacher(config) else []),
             *([ModelWorker.compute_values] if critic else []),
             *([GREEDY] if "greedy_scores" in advantages_step(config).reads else []),
             advantages_step(config),
             *([ModelWorker.update_critic] if critic else []),
-            *([] if scored else [PolicyWorker.take_update_log_probs]),  # of the first update, for those after it
+            # of the first update, for those after it
+            *([] if scored else [PolicyWorker.take_update_log_probs]),
             update_step(config),
         ],
         available=("uid", *COLUMNS),
@@ -259,7 +310,8 @@ def check_steps(config: RunConfig) -> None:
 
 
 def log_prob_method(config: RunConfig) -> Callable[..., Any]:
-    """The worker method that computes old_log_probs under the router replay of the configuration."""
+    """The worker method that computes old_log_probs under the router replay of the
+    configuration."""
     if config.actor.router_replay == "r2":
         return PolicyWorker.compute_log_probs_and_routes
     if derived.needs_engine_routes(config):
@@ -273,7 +325,8 @@ def merged(results: Iterable[Sequence[Sequence[dict[str, Any]]]]) -> list[Update
 
 
 def merge(reports: Sequence[dict[str, Any]]) -> Update:
-    """One update's reports of all data-parallel ranks as means over tokens (or whatever each metric counts)."""
+    """One update's reports of all data-parallel ranks as means over tokens (or whatever each metric
+    counts)."""
     totals: dict[str, list[float]] = {}
     for report in reports:
         for name, (total, count) in report["sums"].items():

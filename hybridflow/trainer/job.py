@@ -1,4 +1,5 @@
-"""The parts that all jobs share: session, data, tokenizer, and the start of worker groups and engines."""
+"""The parts that all jobs share: session, data, tokenizer, and the start of worker groups and
+engines."""
 
 from __future__ import annotations
 
@@ -61,10 +62,16 @@ class Job:
         goes_on: bool = False,
     ) -> None:
         """`goes_on`: this session has trained already, and goes back to its last checkpoint."""
-        self.config, self.preload, self.session, self.stack, self.progress = config, preload, session, stack, progress
+        self.config = config
+        self.preload = preload
+        self.session = session
+        self.stack = stack
+        self.progress = progress
         cores = Platform.detect().cores if config.cluster.address is None else 1
         self.threads = threads_by_role(config, cores, user_limit())
-        self.checkpoint = session.store.latest() if goes_on or config.trainer.resume == "auto" else None
+        self.checkpoint = (
+            session.store.latest() if goes_on or config.trainer.resume == "auto" else None
+        )
         with progress.stage("prepare data"):
             message = assets.prepare_data(config)
         if message:
@@ -72,9 +79,14 @@ class Job:
         self.tokenizer: Tokenizer = assets.open_tokenizer(config)
         if not goes_on:
             changes = session.know(
-                Fingerprint.of(config, self.tokenizer.digests(), package_versions()), self.checkpoint
+                Fingerprint.of(config, self.tokenizer.digests(), package_versions()),
+                self.checkpoint,
             )
-            for line in (*changes, *session.store.left_out(), *session.lost_records(self.checkpoint)):
+            for line in (
+                *changes,
+                *session.store.left_out(),
+                *session.lost_records(self.checkpoint),
+            ):
                 progress.message(line)
         (session.go_back if goes_on else session.resume)(self.checkpoint)
         if self.checkpoint is not None:
@@ -83,12 +95,14 @@ class Job:
         self.config = StartAllowance.of(config, self.hf_config).applied(config)
 
     def start_cluster(self, job: str = "train") -> Cluster | None:
-        """Start Ray, or join the configured cluster, and reserve the devices of the whole job; None where it has one
-        process."""
+        """Start Ray, or join the configured cluster, and reserve the devices of the whole job; None
+        where it has one process."""
         if self.config.cluster.in_process:
             return None
         with self.progress.stage("start Ray"):
-            cluster = self.stack.enter_context(Cluster.start(self.config.cluster, self.session.folder))
+            cluster = self.stack.enter_context(
+                Cluster.start(self.config.cluster, self.session.folder)
+            )
             kind = cluster.device_kind()
             if job == "train":
                 check_devices(self.config, kind)
@@ -99,28 +113,40 @@ class Job:
     def start_roles(
         self, cluster: Cluster | None, roles: Sequence[str], trained: Sequence[str]
     ) -> dict[str, WorkerGroup | InProcessGroup]:
-        """The ranks of each of `roles`: those that live in the policy's processes (which are `actor`'s, the first
-        role's) share a group, the others have one each. Only `trained` ones may update their weights."""
+        """The ranks of each of `roles`: those that live in the policy's processes (which are
+        `actor`'s, the first role's) share a group, the others have one each. Only `trained` ones
+        may update their weights."""
         specs = {role: self._role_spec(role, role in trained) for role in roles}
         shared = [role for role in roles if derived.is_colocated(self.config, role)]
         groups: dict[str, WorkerGroup | InProcessGroup] = {}
         if shared:
-            groups |= dict.fromkeys(shared, self._start_shared(cluster, [specs[role] for role in shared]))
+            groups |= dict.fromkeys(
+                shared, self._start_shared(cluster, [specs[role] for role in shared])
+            )
             tell_backend(groups[shared[0]], self.config, self.session.folder, self.progress.message)
         own = [role for role in roles if role not in shared]
-        return groups | {role: self._start_own(cluster, specs[role]) for role in own if cluster is not None}
+        return groups | {
+            role: self._start_own(cluster, specs[role]) for role in own if cluster is not None
+        }
 
-    def _start_shared(self, cluster: Cluster | None, specs: Sequence[RoleSpec]) -> WorkerGroup | InProcessGroup:
+    def _start_shared(
+        self, cluster: Cluster | None, specs: Sequence[RoleSpec]
+    ) -> WorkerGroup | InProcessGroup:
         config = self.config
-        procs, backend = derived.world_size(config), config.actor.backend
+        procs = derived.world_size(config)
+        backend = config.actor.backend
         worker: type = PolicyWorker
         args: Sequence[Any] = specs
         if len(specs) > 1:
-            worker = colocated(actor=PolicyWorker, **dict.fromkeys([spec.role for spec in specs[1:]], ModelWorker))
+            worker = colocated(
+                actor=PolicyWorker, **dict.fromkeys([spec.role for spec in specs[1:]], ModelWorker)
+            )
             args = [(spec,) for spec in specs]
         if cluster is None:
             with self.progress.stage(f"build the model in this process ({backend})"):
-                group = InProcessGroup(worker, role="actor", args=args, log_dir=self.session.folder / "logs")
+                group = InProcessGroup(
+                    worker, role="actor", args=args, log_dir=self.session.folder / "logs"
+                )
                 self.stack.callback(group.close)
                 return group
         with self.progress.stage(f"start {procs} {backend} ranks ({layout_text(config)})"):
@@ -128,14 +154,18 @@ class Job:
 
     def _start_own(self, cluster: Cluster, spec: RoleSpec) -> WorkerGroup:
         procs = derived.role_world_size(self.config, spec.role)
-        with self.progress.stage(f"start {procs} Megatron ranks of the {spec.role.replace('_', ' ')}"):
+        with self.progress.stage(
+            f"start {procs} Megatron ranks of the {spec.role.replace('_', ' ')}"
+        ):
             return self._group(cluster, self.pools[spec.role], ModelWorker, spec.role, (spec,))
 
     def _role_spec(self, role: str, trains: bool) -> RoleSpec:
         path = self.config.model.path if role == "actor" else getattr(self.config, role).path
         is_policy = role == "actor" or path is None
         hf_config = self.hf_config if is_policy else dict(derived.hf_config(ModelConfig(path=path)))
-        actor = replace(self.config.actor, policy_loss=absolute_entry(self.config.actor.policy_loss))
+        actor = replace(
+            self.config.actor, policy_loss=absolute_entry(self.config.actor.policy_loss)
+        )
         model = self.config.model
         if model.family is not None:
             model = replace(model, family=absolute_entry(model.family))
@@ -143,44 +173,73 @@ class Job:
         return RoleSpec(config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
 
     def start_engines(self, cluster: Cluster | None) -> Generation:
-        """The engines, which go on starting in the background where they have processes of their own."""
+        """The engines, which go on starting in the background where they have processes of their
+        own."""
         if not derived.generates(self.config):
             return NoEngines()
-        target, dtype, fp8 = self.session.folder / "model", self.config.model.dtype, self.config.rollout.quantization
+        target = self.session.folder / "model"
+        dtype = self.config.model.dtype
+        fp8 = self.config.rollout.quantization
         folder = assets.write_engine_folder(target, self.hf_config, dtype, self.tokenizer, fp8)
         if cluster is None:
-            return EngineHere(self.config, folder.resolve(), self.session.folder / "logs", self.tokenizer.stop_ids)
-        told = self.session.note_restart("engine_restarts", self.progress.message, "engines start again: ")
+            return EngineHere(
+                self.config, folder.resolve(), self.session.folder / "logs", self.tokenizer.stop_ids
+            )
+        told = self.session.note_restart(
+            "engine_restarts", self.progress.message, "engines start again: "
+        )
         workers, others = self._start_engine_workers(cluster, folder)
         engines = EngineProcesses(workers, others, self.config, self.tokenizer.stop_ids, told)
         return engines.give_way(self.progress)
 
-    def _start_engine_workers(self, cluster: Cluster, folder: Path) -> tuple[WorkerGroup, WorkerGroup | None]:
+    def _start_engine_workers(
+        self, cluster: Cluster, folder: Path
+    ) -> tuple[WorkerGroup, WorkerGroup | None]:
         """The workers on the engines' first nodes, and on their others if they have any."""
-        config, dtype = self.config.rollout, self.config.model.dtype
+        config = self.config.rollout
+        dtype = self.config.model.dtype
         with self.progress.stage(f"start {config.num_engines} engine workers"):
             routes = derived.needs_engine_routes(self.config)
-            threads, fork_server = self.threads["rollout"], self._fork_server("engines")
+            threads = self.threads["rollout"]
+            fork_server = self._fork_server("engines")
             tokenizes = any(one.stop for one in check_sampling.sampled(self.config).values())
-            args = (config, folder.resolve(), dtype, self.config.seed, routes, threads, fork_server, tokenizes)
+            args = (
+                config,
+                folder.resolve(),
+                dtype,
+                self.config.seed,
+                routes,
+                threads,
+                fork_server,
+                tokenizes,
+            )
             if config.nodes_per_engine == 1:
-                return self._group(cluster, self.pools["rollout"], RolloutWorker, "rollout", args), None
+                return self._group(
+                    cluster, self.pools["rollout"], RolloutWorker, "rollout", args
+                ), None
             first, others = _first_nodes(self.pools["rollout"], config.nodes_per_engine)
             leading = self._group(cluster, first, RolloutWorker, "rollout", args)
             following = self._group(cluster, others, RolloutNodeWorker, "rollout-node", args)
 
             async def follow() -> None:
-                await following.call(RolloutNodeWorker.follow, await leading.call(RolloutWorker.node_store))
+                await following.call(
+                    RolloutNodeWorker.follow, await leading.call(RolloutWorker.node_store)
+                )
 
             block_on(follow())
             leading.on_restart(follow)
             return leading, following
 
-    def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: Sequence[Any]) -> WorkerGroup:
+    def _group(
+        self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: Sequence[Any]
+    ) -> WorkerGroup:
         serves = worker in _ENGINE_WORKERS  # the engine has processes of its own
-        env, logs = {"OMP_NUM_THREADS": str(1 if serves else self.threads[role])}, self.session.folder / "logs"
+        env = {"OMP_NUM_THREADS": str(1 if serves else self.threads[role])}
+        logs = self.session.folder / "logs"
         server = self._fork_server("torch" if serves else "ranks")
-        group = WorkerGroup(cluster, pool, worker, role=role, args=args, env=env, log_dir=logs, fork_server=server)
+        group = WorkerGroup(
+            cluster, pool, worker, role=role, args=args, env=env, log_dir=logs, fork_server=server
+        )
         self.stack.callback(group.kill)
         return group
 
@@ -190,8 +249,10 @@ class Job:
     async def warm_start(
         self, policy: PolicyGroup, check: Callable[[], Awaitable[None]] | None = None
     ) -> SftTrainer | None:
-        """Run the supervised phase. None where it is not configured or a checkpoint of a later phase exists."""
-        config, checkpoint = self.config, self.checkpoint
+        """Run the supervised phase. None where it is not configured or a checkpoint of a later
+        phase exists."""
+        config = self.config
+        checkpoint = self.checkpoint
         if config.sft.steps < 1 or (checkpoint is not None and checkpoint.phase != "sft"):
             return None
         dataset = SftDataset(config.sft.train_files, self.tokenizer, config.data, config.sft)
@@ -207,4 +268,6 @@ class Job:
 def _first_nodes(engines: ResourcePool, nodes: int) -> tuple[ResourcePool, ResourcePool]:
     """The slots of the engines' first nodes, and of their others."""
     slots = engines.split([1] * len(engines))
-    return ResourcePool.merge(slots[::nodes]), ResourcePool.merge([s for n, s in enumerate(slots) if n % nodes])
+    return ResourcePool.merge(slots[::nodes]), ResourcePool.merge(
+        [s for n, s in enumerate(slots) if n % nodes]
+    )

@@ -21,7 +21,11 @@ def layout_text(config: RunConfig) -> str:
         parts.append("SP")
     rollout = config.rollout
     engine = [f"TP{rollout.tensor}"]
-    sizes = (("PP", rollout.pipeline), ("EP", rollout.expert), ("DPA", rollout.data_parallel_attention))
+    sizes = (
+        ("PP", rollout.pipeline),
+        ("EP", rollout.expert),
+        ("DPA", rollout.data_parallel_attention),
+    )
     engine += [f"{short}{size}" for short, size in sizes if size > 1]
     if rollout.nodes_per_engine > 1:
         engine.append(f"{rollout.nodes_per_engine} nodes")

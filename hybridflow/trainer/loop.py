@@ -6,13 +6,13 @@
                  weights       │       update      advantages       old and reference log-probs
     sync  ◀──────────────── policy ◀─────── group-relative, or GAE ◀─────── policy, critic
 
-Token columns that workers and engines write stay in the object store; the batch holds references, and reading a column
-fetches it. One step consumes `data.train_batch_size` prompts (x `rollout.n` samples) and ends with new weights in every
-engine.
+Token columns that workers and engines write stay in the object store; the batch holds references,
+and reading a column fetches it. One step consumes `data.train_batch_size` prompts (x `rollout.n`
+samples) and ends with new weights in every engine.
 
-Passes of roles with devices of their own run at the same time (`devices`). The policy's weights are all that the next
-answers need, so that the update of a critic that shares no devices with policy and engines lasts into the generation of
-the next step, and its own step is recorded after that.
+Passes of roles with devices of their own run at the same time (`devices`). The policy's weights are
+all that the next answers need, so that the update of a critic that shares no devices with policy
+and engines lasts into the generation of the next step, and its own step is recorded after that.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Trained:
     """A step whose policy was updated, until it is recorded.
 
     Attributes:
-        scored: the rows of `batch` with old_log_probs: all of them, or where no pass computed these, those of the first
-            mini-batch.
+        scored: the rows of `batch` with old_log_probs: all of them, or where no pass computed
+            these, those of the first mini-batch.
         updates: of the roles whose update has ended. critic: the critic's, which may still run.
         metrics: what the next step would overwrite.
     """
@@ -76,8 +76,8 @@ class RLTrainer:
     """GRPO, or with a critic PPO, over the roles of the run and engines.
 
     Args:
-        roles: `actor`, and as far as the run has them critic, reward_model, teacher and a reference in processes of its
-            own.
+        roles: `actor`, and as far as the run has them critic, reward_model, teacher and a reference
+            in processes of its own.
         engines: answer, and take the policy's weights.
         samples: what each step trains on.
     """
@@ -91,16 +91,21 @@ class RLTrainer:
         samples: Samples,
         validator: Validator,
     ) -> None:
-        self.config, self.session, self.engines, self.samples = config, session, engines, samples
+        self.config = config
+        self.session = session
+        self.engines = engines
+        self.samples = samples
         self.validator = validator
         self.policy = cast(Policy, roles["actor"])
         self.others = {name: role for name, role in roles.items() if name != "actor"}
-        self.critic, self.reference = self.others.get("critic"), self.others.get("reference")
+        self.critic = self.others.get("critic")
+        self.reference = self.others.get("reference")
         self.advantages = Advantages(config)
         self.devices = Devices(lambda role: derived.pool_of(config, role), session.timeline)
         self.phases = Phases(config, self.policy, engines, self.others, self.devices.is_busy)
         self.passes = Passes(config, self.devices, self.policy, self.others)
-        self.step, self.last = 0, derived.total_steps(config, samples.num_rows) or 1
+        self.step = 0
+        self.last = derived.total_steps(config, samples.num_rows) or 1
         self.unrecorded: Trained | None = None
         self.left_out: set[str] = set()
 
@@ -108,10 +113,14 @@ class RLTrainer:
 
     async def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""
-        trainer, phase = self.config.trainer, self.session.timeline.phase
-        with self.session.progress(self.last, "PPO" if self.critic else "GRPO", self.step) as progress:
+        trainer = self.config.trainer
+        phase = self.session.timeline.phase
+        with self.session.progress(
+            self.last, "PPO" if self.critic else "GRPO", self.step
+        ) as progress:
             if self.step == 0 and self.config.sft.steps:
-                await self.session.store.wait()  # ranks that are lost from here on come back with the warm start
+                # ranks that are lost from here on come back with the warm start
+                await self.session.store.wait()
             await self.sync_weights(progress)
             if self.step == 0 and trainer.val_before_train:
                 await self.validate(progress)
@@ -119,7 +128,11 @@ class RLTrainer:
             last = self.last if ends_at is None else min(self.last, ends_at)
             while self.step < last:
                 self.step += 1
-                with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
+                with (
+                    self.session.timed("seconds_grpo"),
+                    phase("step", self.step),
+                    self.session.controlled(),
+                ):
                     batch = await self.samples.take(self.step)
                     if trainer.rollout_only:
                         batch = await self.passes.with_model_scores(batch, self.step)
@@ -134,17 +147,23 @@ class RLTrainer:
                 await self.save_if_due(last, progress)
 
     async def trained_on(self, batch: DataProto, progress: Progress) -> Trained:
-        """Train on a step's samples and bring the weights to the engines; validate where it is due."""
-        trainer, phase = self.config.trainer, self.session.timeline.phase
+        """Train on a step's samples and bring the weights to the engines; validate where it is
+        due."""
+        trainer = self.config.trainer
+        phase = self.session.timeline.phase
         async with self.phases.training():
-            batch, later = await self.passes.before_advantages(batch, self.step, self.update_seed(), self.scores_first)
+            batch, later = await self.passes.before_advantages(
+                batch, self.step, self.update_seed(), self.scores_first
+            )
             await self.record(progress)  # the critic has ended its update of the step before
             with phase("adv"):
                 batch = self.samples.keep(self.advantages.add(batch))
             if self.scores_first:
                 self.check_log_probs(batch)
             trained = await self.update(batch, later)
-        validates = self.step == self.last or self.session.is_due(trainer.test_every_steps, self.step)
+        validates = self.step == self.last or self.session.is_due(
+            trainer.test_every_steps, self.step
+        )
         if self.config.data.answers == "sampled" or validates:  # nobody asks the engines otherwise
             with phase("update_weights"):
                 trained.synced = await self.sync_weights(progress)
@@ -158,13 +177,17 @@ class RLTrainer:
 
     @property
     def scores_first(self) -> bool:
-        """Whether a pass of its own computes old log-probs of all rows of this step; otherwise its first update reports
-        those of its rows."""
-        return derived.scores_before_update(self.config) or self.step <= self.config.trainer.critic_warmup
+        """Whether a pass of its own computes old log-probs of all rows of this step; otherwise its
+        first update reports those of its rows."""
+        return (
+            derived.scores_before_update(self.config)
+            or self.step <= self.config.trainer.critic_warmup
+        )
 
     async def update(self, batch: DataProto, later: DataProto | None) -> Trained:
-        """The step's updates of critic and policy; `later` holds what a pass over some rows has computed. On devices of
-        its own the critic is updated beside the policy, and goes on when this returns."""
+        """The step's updates of critic and policy; `later` holds what a pass over some rows has
+        computed. On devices of its own the critic is updated beside the policy, and goes on when
+        this returns."""
         seed = self.update_seed()
         trained = Trained(self.step, batch, batch, {})
         if self.critic:
@@ -174,7 +197,8 @@ class RLTrainer:
             scoring = self.policy.update_and_score(batch, seed, later)
             call = self.devices.call("actor", "update_actor", self.step, scoring)
             trained.updates["actor"], trained.scored = await self.devices.result(call)
-            self.check_log_probs(trained.scored)  # an error here still comes before anybody gets the update
+            # an error here still comes before anybody gets the update
+            self.check_log_probs(trained.scored)
         elif self.step > self.config.trainer.critic_warmup:
             learning = self.policy.update(PolicyWorker.update_policy, batch, seed)
             update = self.devices.call("actor", "update_actor", self.step, learning)
@@ -191,39 +215,48 @@ class RLTrainer:
         """Record how far engines and trainer differ, of answers that an engine has sampled.
 
         Raises:
-            LogprobMismatchError: by more than the bound: the run would not train on what it samples.
+            LogprobMismatchError: by more than the bound: the run would not train on what it
+                samples.
         """
         if "rollout_log_probs" not in batch:
             return
-        made_by = self.step - 1 if self.config.trainer.max_staleness else None  # older weights differ by design
-        bound, (mean, largest) = derived.logprob_diff_bound(self.config), log_prob_difference(batch, made_by)
-        self.session.totals["logprob_diff_sum"] = self.session.totals.get("logprob_diff_sum", 0.0) + mean
+        # older weights differ by design
+        made_by = self.step - 1 if self.config.trainer.max_staleness else None
+        bound = derived.logprob_diff_bound(self.config)
+        mean, largest = log_prob_difference(batch, made_by)
+        self.session.totals["logprob_diff_sum"] = (
+            self.session.totals.get("logprob_diff_sum", 0.0) + mean
+        )
         self.session.note_max("logprob_diff_max", largest)
         # `not <=` rather than `>`: NaN is beyond the bound too
         if bound is not None and not mean <= bound:
             raise LogprobMismatchError(
-                f"step {self.step}: engines and trainer differ by {mean:.2e} in mean log-probability of the same "
-                f"tokens (bound {bound:.2e}, largest {largest:.2e}). The weights in the engines are not those of the "
-                "trainer, or the two compute another model; compare dtype and temperature, or raise "
-                "rollout.logprob_diff_bound if the difference is expected."
+                f"step {self.step}: engines and trainer differ by {mean:.2e} in mean "
+                f"log-probability of the same tokens (bound {bound:.2e}, largest {largest:.2e}). "
+                "The weights in the engines are not those of the trainer, or the two compute "
+                "another model; compare dtype and temperature, or raise rollout.logprob_diff_bound "
+                "if the difference is expected."
             )
 
     async def sync_weights(self, progress: Progress) -> SyncReport:
-        """Send the present weights to the engines; say which engines were left out or have joined again."""
+        """Send the present weights to the engines; say which engines were left out or have joined
+        again."""
         async with self.phases.sync():
             synced = await self.engines.sync(self.step)
         for engine, why in synced.stale.items():
             if engine in self.left_out:
                 continue  # said already
-            progress.message(f"step {self.step}: {engine} is left out until it takes new weights: {why}")
+            progress.message(
+                f"step {self.step}: {engine} is left out until it takes new weights: {why}"
+            )
         for engine in sorted(self.left_out - synced.stale.keys()):
             progress.message(f"step {self.step}: {engine} has taken weights again")
         self.left_out = set(synced.stale)
         return synced
 
     async def validate(self, progress: Progress) -> None:
-        """Scores answers to the held-out prompts; does nothing without any. The totals have the score of the first
-        set."""
+        """Scores answers to the held-out prompts; does nothing without any. The totals have the
+        score of the first set."""
         with self.session.timed("seconds_validation"):
             metrics = await self.validator.run(self.engines, self.step)
         if not metrics:
@@ -239,29 +272,38 @@ class RLTrainer:
             progress.message(f"held-out {what}{whose} after step {self.step}: {score:.3f}")
 
     async def record(self, progress: Progress) -> None:
-        """Write metrics, progress and rollout dump of the step that was trained last, if they are not written yet;
-        waits for its critic.
+        """Write metrics, progress and rollout dump of the step that was trained last, if they are
+        not written yet; waits for its critic.
 
         Raises:
             HybridFlowError: a gradient was not finite, and the configuration stops the run on that.
         """
         if self.unrecorded is None:
             return
-        trained, updates = self.unrecorded, self.unrecorded.updates
+        trained = self.unrecorded
+        updates = self.unrecorded.updates
         if trained.critic:
             updates["critic"] = await self.devices.result(trained.critic)
-        self.unrecorded, batch, scored, synced = None, trained.batch, trained.scored, trained.synced
+        self.unrecorded = None
+        batch = trained.batch
+        scored = trained.scored
+        synced = trained.synced
         seconds = self.session.timeline.metrics(trained.step)
         metrics = (
             batch_metrics(batch, scored)
             | update_metrics(updates.get("actor", ()))
             | critic_metrics(updates.get("critic", ()))
         )
-        metrics = over_roles([metrics, *[await role.memory() for role in self.others.values()]]) | trained.metrics
+        metrics = (
+            over_roles([metrics, *[await role.memory() for role in self.others.values()]])
+            | trained.metrics
+        )
         if self.advantages.estimator.preferences:
             metrics |= preference_metrics(batch)
         metrics |= (synced.metrics() if synced else {}) | extra_metrics(batch) | seconds
-        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
+        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(
+            seconds.get("timing_s/step", 0.0), 1e-9
+        )
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
         metrics["rollout/restarts"] = self.session.totals.get("engine_restarts", 0.0)
@@ -270,7 +312,11 @@ class RLTrainer:
             metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.log(trained.step, metrics)
         shown = {"reward": metrics["critic/score/mean"]}
-        optional = {"ppo_kl": "actor/ppo_kl", "ref_kl": "actor/ref_kl", "preferred": "preference/accuracy"}
+        optional = {
+            "ppo_kl": "actor/ppo_kl",
+            "ref_kl": "actor/ref_kl",
+            "preferred": "preference/accuracy",
+        }
         shown |= {name: metrics[key] for name, key in optional.items() if key in metrics}
         shown["length"] = metrics["response_length/mean"]
         if "score_after" in self.session.totals:
@@ -283,7 +329,9 @@ class RLTrainer:
     async def record_rollouts(self, batch: DataProto, progress: Progress) -> None:
         """Write metrics, progress and dump of a step without training."""
         seconds = self.session.timeline.metrics(self.step)
-        metrics = answer_metrics(batch) | dict(self.samples.metrics) | extra_metrics(batch) | seconds
+        metrics = (
+            answer_metrics(batch) | dict(self.samples.metrics) | extra_metrics(batch) | seconds
+        )
         self.session.log(self.step, metrics)
         shown = {"reward": metrics["critic/score/mean"], "length": metrics["response_length/mean"]}
         progress.update(self.step, shown, seconds)
@@ -303,15 +351,18 @@ class RLTrainer:
             if not all(update.applied for update in done):
                 raise HybridFlowError(
                     f"step {step}: a gradient of the {role} is not finite (norms "
-                    f"{[update.grad_norm for update in done]}); that update was not applied. Lower {role}.optim.lr and "
-                    "run the same command again to resume from the last checkpoint."
+                    f"{[update.grad_norm for update in done]}); that update was not applied. Lower "
+                    f"{role}.optim.lr and run the same command again to resume from the last "
+                    "checkpoint."
                 )
 
     # ---- checkpoints
 
     async def save_if_due(self, last_step: int, progress: Progress) -> None:
-        """Checkpoint where one is due, after the last step, and where the run was asked to stop, which it then does."""
-        last, every = self.step == last_step, self.config.trainer.save_every_steps
+        """Checkpoint where one is due, after the last step, and where the run was asked to stop,
+        which it then does."""
+        last = self.step == last_step
+        every = self.config.trainer.save_every_steps
         if self.session.is_due(every, self.step) or last or self.session.stop_asked:
             await self.record(progress)  # the critic's update ends first
             with self.session.timeline.phase("save_checkpoint", self.step):
@@ -328,7 +379,9 @@ class RLTrainer:
         }
         others = {"critic": self.critic} if self.critic else {}
         rollouts = await self.samples.begun()
-        return await self.session.store.save("rl", self.step, state, self.policy, rollouts=rollouts, **others)
+        return await self.session.store.save(
+            "rl", self.step, state, self.policy, rollouts=rollouts, **others
+        )
 
     async def resume(self, checkpoint: Checkpoint) -> None:
         """Go on after a checkpoint of this phase.
@@ -337,7 +390,9 @@ class RLTrainer:
             CheckpointError: it is of a run without a critic, and this one has one.
         """
         swapped = derived.needs_reference(self.config) and not self.reference
-        await self.policy.call(PolicyWorker.load, checkpoint.policy, self.config.actor.optim, swapped)
+        await self.policy.call(
+            PolicyWorker.load, checkpoint.policy, self.config.actor.optim, swapped
+        )
         await self.fill_reference()
         if self.critic:
             await self.critic.call(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
@@ -351,7 +406,8 @@ class RLTrainer:
         self.step = checkpoint.step
 
     async def go_back(self) -> None:
-        """After the ranks that train were started again: to the last checkpoint of this phase, or to its beginning.
+        """After the ranks that train were started again: to the last checkpoint of this phase, or
+        to its beginning.
 
         Raises:
             CheckpointError: the run had a warm start, and no checkpoint holds its weights.
@@ -363,8 +419,8 @@ class RLTrainer:
             checkpoint = None
         if checkpoint is None and self.config.sft.steps:
             raise CheckpointError(
-                f"{self.session.folder / 'checkpoints'}: no checkpoint holds the weights of the warm start, and the "
-                "ranks have lost them; run the same command again to repeat it"
+                f"{self.session.folder / 'checkpoints'}: no checkpoint holds the weights of the "
+                "warm start, and the ranks have lost them; run the same command again to repeat it"
             )
         self.session.go_back(checkpoint)
         if checkpoint is not None:
@@ -376,12 +432,15 @@ class RLTrainer:
         await self.start_from_present_weights()
 
     async def start_from_present_weights(self) -> None:
-        """Begin the phase with fresh optimizers. The present weights become the reference's, and the critic's unless it
-        has its own."""
+        """Begin the phase with fresh optimizers. The present weights become the reference's, and
+        the critic's unless it has its own."""
         if derived.needs_reference(self.config) and not self.reference:
             await self.policy.call(PolicyWorker.freeze_reference)
         await self.policy.call(PolicyWorker.set_optimizer, self.config.actor.optim)
-        roles = [(self.reference, self.config.reference.path), (self.critic, self.config.critic.path)]
+        roles = [
+            (self.reference, self.config.reference.path),
+            (self.critic, self.config.critic.path),
+        ]
         if any(role and path is None for role, path in roles):
             await self.policy.call(PolicyWorker.export, self.start_folder)
         await self.fill_reference()
@@ -391,12 +450,13 @@ class RLTrainer:
             await self.critic.call(ModelWorker.set_optimizer, self.config.critic.optim)
 
     async def fill_reference(self) -> None:
-        """Give a reference in processes of its own the weights of the policy as the phase began; another model has
-        its own already."""
+        """Give a reference in processes of its own the weights of the policy as the phase began;
+        another model has its own already."""
         if self.reference and self.config.reference.path is None:
             await self.reference.call(ModelWorker.fill, self.start_folder)
 
     @property
     def start_folder(self) -> Path:
-        """Hugging Face folder of the policy as the phase began, for roles that start from it in other processes."""
+        """Hugging Face folder of the policy as the phase began, for roles that start from it in
+        other processes."""
         return self.session.folder / "model" / "start"

@@ -14,24 +14,29 @@ from hybridflow.trainer.protocols import Update
 
 
 def log_prob_difference(batch: DataProto, version: int | None = None) -> tuple[float, float]:
-    """Mean and largest |engine - trainer| log-probability of the sampled tokens, with `version` of those that its
-    weights made; NaN where one is NaN, 0 without tokens."""
-    total, count, largest = 0.0, 0, [0.0]
+    """Mean and largest |engine - trainer| log-probability of the sampled tokens, with `version` of
+    those that its weights made; NaN where one is NaN, 0 without tokens."""
+    total = 0.0
+    count = 0
+    largest = [0.0]
     names = (RESPONSE_MASK, "rollout_log_probs", "old_log_probs")
     for piece in batch.pieces(names if version is None else (*names, "response_versions")):
         difference = np.abs(sampled(piece, "rollout_log_probs") - sampled(piece, "old_log_probs"))
         if version is not None:
             difference = difference[sampled(piece, "response_versions") == version]
-        total, count = total + float(difference.sum(dtype=np.float64)), count + len(difference)
+        total = total + float(difference.sum(dtype=np.float64))
+        count = count + len(difference)
         largest.append(float(difference.max(initial=0.0)))
     return total / max(count, 1), float(np.max(largest))
 
 
 def kl_sums(batch: DataProto) -> np.ndarray:
-    """[B] float64: old less reference log-probability, summed over the sampled tokens of each sample."""
+    """[B] float64: old less reference log-probability, summed over the sampled tokens of each
+    sample."""
     found = [np.zeros(0)]
     for piece in batch.pieces((RESPONSE_MASK, "old_log_probs", "ref_log_probs")):
-        old, mask = piece.jagged("old_log_probs"), piece.jagged(RESPONSE_MASK).values
+        old = piece.jagged("old_log_probs")
+        mask = piece.jagged(RESPONSE_MASK).values
         difference = np.where(mask, old.values - piece.jagged("ref_log_probs").values, 0)
         sums = np.concatenate([[0.0], np.cumsum(difference, dtype=np.float64)])
         found.append(sums[old.offsets[1:]] - sums[old.offsets[:-1]])
@@ -41,11 +46,12 @@ def kl_sums(batch: DataProto) -> np.ndarray:
 def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str, float]:
     """Scores, advantages, lengths, entropy and the log-prob difference of a finished batch.
 
-    Scores and rewards are those of samples with a response (as in verl); lengths and the total number of tokens count
-    everything that the model reads, all else sampled tokens alone.
+    Scores and rewards are those of samples with a response (as in verl); lengths and the total
+    number of tokens count everything that the model reads, all else sampled tokens alone.
 
     Args:
-        scored: the rows whose log-probs and entropies before the updates are known; None: all of them.
+        scored: the rows whose log-probs and entropies before the updates are known; None: all of
+            them.
     """
     scored = batch if scored is None else scored
     answered = batch.lengths("response_ids") > 0
@@ -61,14 +67,17 @@ def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str
     if "teacher_top_log_probs" in batch:
         metrics["teacher/top_mass"] = _top_mass(batch)
     if "values" in batch:
-        metrics |= _token_spread("critic/values", batch, "values") | _token_spread("critic/returns", batch, "returns")
+        metrics |= _token_spread("critic/values", batch, "values") | _token_spread(
+            "critic/returns", batch, "returns"
+        )
         metrics["critic/vf_explained_var"] = _explained_variance(batch)
     return metrics
 
 
 def answer_metrics(batch: DataProto) -> dict[str, float]:
     """Scores and lengths of a batch that was not trained on yet."""
-    responses, prompts = batch.lengths("response_ids"), batch.lengths("prompt_ids")
+    responses = batch.lengths("response_ids")
+    prompts = batch.lengths("prompt_ids")
     metrics = {
         "critic/score/mean": float("nan"),
         **spread("critic/score", batch["scores"][responses > 0]),
@@ -80,7 +89,9 @@ def answer_metrics(batch: DataProto) -> dict[str, float]:
         "critic/solved_groups": _share_of_groups(batch, 1.0),
         "critic/unsolved_groups": _share_of_groups(batch, 0.0),
     }
-    return metrics | (spread("reward_model/score", batch["rm_scores"]) if "rm_scores" in batch else {})
+    return metrics | (
+        spread("reward_model/score", batch["rm_scores"]) if "rm_scores" in batch else {}
+    )
 
 
 def _engine_metrics(scored: DataProto) -> dict[str, float]:
@@ -91,10 +102,13 @@ def _engine_metrics(scored: DataProto) -> dict[str, float]:
 
 
 def preference_metrics(batch: DataProto) -> dict[str, float]:
-    """How the policy of before the step's updates prefers answers, by their log-ratio to the reference:
-    preference/accuracy, the share of pairs of answers to one prompt that it orders as their scores do (ties: half), and
-    preference/margin, the mean difference of log-ratios of the best and the worst answer."""
-    ratios, scores, uid = kl_sums(batch), np.asarray(batch["scores"]), np.asarray(batch["uid"])
+    """How the policy of before the step's updates prefers answers, by their log-ratio to the
+    reference: preference/accuracy, the share of pairs of answers to one prompt that it orders as
+    their scores do (ties: half), and preference/margin, the mean difference of log-ratios of the
+    best and the worst answer."""
+    ratios = kl_sums(batch)
+    scores = np.asarray(batch["scores"])
+    uid = np.asarray(batch["uid"])
     order = np.lexsort((scores, uid))  # prompt after prompt, the worst answer first
     _, worst, count = np.unique(uid[order], return_index=True, return_counts=True)
     worst, best = order[worst], order[worst + count - 1]
@@ -110,17 +124,22 @@ def preference_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _top_mass(batch: DataProto) -> float:
-    """Probability that the teacher gives to its most likely tokens together; mean over sampled tokens."""
-    total, count = 0.0, 0
+    """Probability that the teacher gives to its most likely tokens together; mean over sampled
+    tokens."""
+    total = 0.0
+    count = 0
     for piece in batch.pieces((RESPONSE_MASK, "teacher_top_log_probs")):
         values = sampled(piece, "teacher_top_log_probs")
-        total, count = total + float(np.exp(values, dtype=np.float64).sum()), count + len(values)
+        total = total + float(np.exp(values, dtype=np.float64).sum())
+        count = count + len(values)
     return total / max(count, 1)
 
 
 def _explained_variance(batch: DataProto) -> float:
-    """How well values (before the step's updates) explain returns: 1 - var(returns - values) / var(returns)."""
-    sums, count = np.zeros(4), 0
+    """How well values (before the step's updates) explain returns: 1 - var(returns - values) /
+    var(returns)."""
+    sums = np.zeros(4)
+    count = 0
     for piece in batch.pieces((RESPONSE_MASK, "values", "returns")):
         returns = sampled(piece, "returns").astype(np.float64)
         rest = returns - sampled(piece, "values")
@@ -133,8 +152,9 @@ def _explained_variance(batch: DataProto) -> float:
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Means over the policy's updates of a step; `actor/first_ppo_kl` is that of the first, where old and new weights
-    are the same, where the loss reports `actor/ppo_kl`. It is 0 where that update compares with its own values.
+    """Means over the policy's updates of a step; `actor/first_ppo_kl` is that of the first, where
+    old and new weights are the same, where the loss reports `actor/ppo_kl`. It is 0 where that
+    update compares with its own values.
 
     Without updates (`trainer.critic_warmup`), nothing.
     """
@@ -155,7 +175,9 @@ def critic_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 def _update_means(updates: Sequence[Update], role: str, loss: str) -> dict[str, float]:
     names = dict.fromkeys(name for update in updates for name in update.means)
-    metrics = {name: float(np.mean([u.means[name] for u in updates if name in u.means])) for name in names}
+    metrics = {
+        name: float(np.mean([u.means[name] for u in updates if name in u.means])) for name in names
+    }
     metrics[loss] = metrics.pop("loss", float("nan"))
     norms = [update.grad_norm for update in updates if update.applied]
     metrics[f"{role}/grad_norm"] = float(np.mean(norms)) if norms else float("nan")
@@ -199,7 +221,9 @@ def sampled(piece: DataProto, column: str) -> np.ndarray:
 
 
 def _num_sampled(batch: DataProto) -> int:
-    return sum(int(piece.jagged(RESPONSE_MASK).values.sum()) for piece in batch.pieces([RESPONSE_MASK]))
+    return sum(
+        int(piece.jagged(RESPONSE_MASK).values.sum()) for piece in batch.pieces([RESPONSE_MASK])
+    )
 
 
 def _share_of_groups(batch: DataProto, score: float) -> float:

@@ -1,5 +1,5 @@
-"""How far the engines' log-probs of the sampled tokens are from the trainer's: as divergences, along the responses, and
-by the age of the weights that sampled."""
+"""How far the engines' log-probs of the sampled tokens are from the trainer's: as divergences,
+along the responses, and by the age of the weights that sampled."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ _QUARTERS = ("first", "second", "third", "last")
 
 
 def ratio_sums(engine_T: np.ndarray, trainer_T: np.ndarray) -> np.ndarray:
-    """[5] number of tokens that the engine sampled, and with r = trainer / engine sums of log r, r, r^2 and r - 1 -
-    log r over them. Log-ratios are clamped to +-20."""
+    """[5] number of tokens that the engine sampled, and with r = trainer / engine sums of log r, r,
+    r^2 and r - 1 - log r over them. Log-ratios are clamped to +-20."""
     log_ratio = np.clip(trainer_T.astype(np.float64) - engine_T, -20.0, 20.0)
     ratio = np.exp(log_ratio)
-    return np.array([len(ratio), log_ratio.sum(), ratio.sum(), (ratio**2).sum(), (ratio - 1.0 - log_ratio).sum()])
+    return np.array(
+        [
+            len(ratio),
+            log_ratio.sum(),
+            ratio.sum(),
+            (ratio**2).sum(),
+            (ratio - 1.0 - log_ratio).sum(),
+        ]
+    )
 
 
 def divergences(sums: np.ndarray) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, by `ratio_sums`: kl and k3 estimate the divergence from
-    the trainer, chi2 = mean(r^2) - 1, and ess = mean(r)^2 / mean(r^2) is the share of the tokens that importance
-    weights would leave."""
+    """How far the engine's log-probs are from the trainer's, by `ratio_sums`: kl and k3 estimate
+    the divergence from the trainer, chi2 = mean(r^2) - 1, and ess = mean(r)^2 / mean(r^2) is the
+    share of the tokens that importance weights would leave."""
     count, log_ratio, ratio, squared, k3 = sums.tolist()
     return {
         "kl": -log_ratio / count,
@@ -33,10 +41,12 @@ def divergences(sums: np.ndarray) -> dict[str, float]:
 
 
 def mismatch_metrics(batch: DataProto) -> dict[str, float]:
-    """rollout/mismatch/*: kl, k3, chi2 and ess; the mean |difference| in each quarter of a row's sampled tokens; and
-    where the weights that sampled are not all of one age, the same by the number of weight syncs they are behind the
-    newest. Holds a piece of the columns at a time."""
-    sums, quarters, by_version = np.zeros(5), np.zeros((2, 4)), dict[int, np.ndarray]()
+    """rollout/mismatch/*: kl, k3, chi2 and ess; the mean |difference| in each quarter of a row's
+    sampled tokens; and where the weights that sampled are not all of one age, the same by the
+    number of weight syncs they are behind the newest. Holds a piece of the columns at a time."""
+    sums = np.zeros(5)
+    quarters = np.zeros((2, 4))
+    by_version = dict[int, np.ndarray]()
     names = (RESPONSE_MASK, "rollout_log_probs", "old_log_probs")
     known = "response_versions" in batch
     for piece in batch.pieces((*names, "response_versions") if known else names):
@@ -49,8 +59,12 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
         difference = np.abs(engine - trainer)
         quarters += _totals(number * 4 // np.repeat(sampled, sampled), difference, 4)
         if known:
-            versions, places = np.unique(piece.jagged("response_versions").values[mask], return_inverse=True)
-            for version, total in zip(versions.tolist(), _totals(places, difference, len(versions)).T, strict=True):
+            versions, places = np.unique(
+                piece.jagged("response_versions").values[mask], return_inverse=True
+            )
+            for version, total in zip(
+                versions.tolist(), _totals(places, difference, len(versions)).T, strict=True
+            ):
                 by_version[version] = by_version.get(version, np.zeros(2)) + total
     if not sums[0]:
         return {}
@@ -60,7 +74,10 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
             found[f"{name}_quarter"] = total / count
     if len(by_version) > 1:
         newest = max(by_version)
-        lags = {newest - version: total / count for version, (total, count) in sorted(by_version.items(), reverse=True)}
+        lags = {
+            newest - version: total / count
+            for version, (total, count) in sorted(by_version.items(), reverse=True)
+        }
         found |= {f"{lag}_syncs_behind": value for lag, value in lags.items()}
     return {f"rollout/mismatch/{name}": float(value) for name, value in found.items()}
 

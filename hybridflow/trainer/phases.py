@@ -1,8 +1,8 @@
-"""Ownership of the devices' memory: the policy's while it trains, the engines' while they generate, shared during a
-weight sync.
+"""Ownership of the devices' memory: the policy's while it trains, the engines' while they generate,
+shared during a weight sync.
 
-Between the phases below the engines may answer. Where nothing is offloaded and engines keep their memory, a phase
-does nothing.
+Between the phases below the engines may answer. Where nothing is offloaded and engines keep their
+memory, a phase does nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hybridflow.workers.role import RoleWorker
 
 
 class Phases:
-    """The order in which memory changes hands: the engines' cache and the optimizer never share the devices."""
+    """The order in which memory changes hands: the engines' cache and the optimizer never share the
+    devices."""
 
     def __init__(
         self,
@@ -34,9 +35,13 @@ class Phases:
         others: the roles besides the policy, by their section of the configuration.
         is_busy: whether the devices of one of them are at work.
         """
-        self.policy, self.engines, self._is_busy = policy, engines, is_busy
+        self.policy = policy
+        self.engines = engines
+        self._is_busy = is_busy
         self._offloaded = {
-            name: role for name, role in (others or {}).items() if any(asdict(getattr(config, name).offload).values())
+            name: role
+            for name, role in (others or {}).items()
+            if any(asdict(getattr(config, name).offload).values())
         }
         offload = config.actor.offload
         self._policy_sleeps = offload.weights or offload.gradients or offload.optimizer
@@ -45,7 +50,8 @@ class Phases:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """The engines release their memory; the policy's weights stay on the device over several passes."""
+        """The engines release their memory; the policy's weights stay on the device over several
+        passes."""
         if self._engines_sleep:
             await self.engines.sleep()
             self._engines_asleep = True
@@ -58,8 +64,9 @@ class Phases:
     async def make_room(self) -> None:
         """Leave the policy's weights alone on the device.
 
-        The other roles are off it by then: their methods bring in what they need and take it off again. A role that is
-        not has just been started, or started again. One whose devices are at work has others than the policy.
+        The other roles are off it by then: their methods bring in what they need and take it off
+        again. A role that is not has just been started, or started again. One whose devices are at
+        work has others than the policy.
         """
         for name, role in self._offloaded.items():
             if not self._is_busy(name):
@@ -69,7 +76,8 @@ class Phases:
 
     @asynccontextmanager
     async def sync(self) -> AsyncIterator[None]:
-        """Weights on both sides; then the policy's leave, and only then do the engines allocate their cache again."""
+        """Weights on both sides; then the policy's leave, and only then do the engines allocate
+        their cache again."""
         await self.make_room()
         if self._engines_asleep:
             await self.engines.wake(("weights",))

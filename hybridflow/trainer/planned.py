@@ -34,15 +34,26 @@ PHASES = {
 
 
 async def compare(
-    config: RunConfig, hf_config: Mapping[str, Any], session: Session, roles: Mapping[str, ModelGroup]
+    config: RunConfig,
+    hf_config: Mapping[str, Any],
+    session: Session,
+    roles: Mapping[str, ModelGroup],
 ) -> dict[str, Any]:
-    """For `summary.json`: bytes of each part of each role on the rank with most, of the engines' weights on a rank, and
-    seconds of each phase in the mean of the steps after the first, planned (at the lengths that were sampled) and
-    measured. A plan that cannot be made says why and stops nothing.
+    """For `summary.json`: bytes of each part of each role on the rank with most, of the engines'
+    weights on a rank, and seconds of each phase in the mean of the steps after the first, planned
+    (at the lengths that were sampled) and measured. A plan that cannot be made says why and stops
+    nothing.
     """
     try:
-        held = {name: _most(await role.call(RoleWorker.take_observations)) for name, role in roles.items()}
-        steps = [line for line in read_jsonl(session.folder / "metrics.jsonl") if line.get("phase") == "train"]
+        held = {
+            name: _most(await role.call(RoleWorker.take_observations))
+            for name, role in roles.items()
+        }
+        steps = [
+            line
+            for line in read_jsonl(session.folder / "metrics.jsonl")
+            if line.get("phase") == "train"
+        ]
         plan = _plan(config, hf_config, steps)
     except HybridFlowError as error:
         return {"unknown": str(error)}
@@ -65,7 +76,8 @@ async def compare(
         phase["measured_begin"] = begin
     return {
         "device": plan.job.machines.name,
-        "plan": {"phases": phases, "device_bytes": figures["device_bytes"]},  # for the pictures of the report
+        # for the pictures of the report
+        "plan": {"phases": phases, "device_bytes": figures["device_bytes"]},
         "bytes": memory,
         "seconds": {
             PHASES[name]: _pair(seconds[PHASES[name]], value)
@@ -78,7 +90,9 @@ async def compare(
 def _measured_begins(plan: Plan, measured: Mapping[str, float]) -> list[float]:
     """When each phase begins in a step of the measured seconds."""
     took = {PHASES[name]: seconds for name, seconds in measured.items()}
-    return replace(plan, phases=tuple(replace(one, seconds=took.get(one.name, 0.0)) for one in plan.phases)).begins
+    return replace(
+        plan, phases=tuple(replace(one, seconds=took.get(one.name, 0.0)) for one in plan.phases)
+    ).begins
 
 
 def _plan(config: RunConfig, hf_config: Mapping[str, Any], steps: list[dict[str, Any]]) -> Plan:
@@ -95,16 +109,23 @@ def _plan(config: RunConfig, hf_config: Mapping[str, Any], steps: list[dict[str,
 
 
 def _engines(plan: Plan, steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Weights on a rank of the engines; measured: what all their ranks wrote in a sync, every element once."""
+    """Weights on a rank of the engines; measured: what all their ranks wrote in a sync, every
+    element once."""
     written = [line["sync/bytes"] for line in steps if line.get("sync/bytes")]
     if not written:
         return {}
-    return {"rollout": {"weights": _pair(plan.job.engine.weights, max(written) / plan.job.engine_devices)}}
+    return {
+        "rollout": {
+            "weights": _pair(plan.job.engine.weights, max(written) / plan.job.engine_devices)
+        }
+    }
 
 
 def _most(observations: list[Mapping[str, Any]]) -> dict[str, int]:
     """Bytes of each part on the rank that holds most in all."""
-    parts = max((observed["parts"] for observed in observations), key=lambda found: sum(found.values()))
+    parts = max(
+        (observed["parts"] for observed in observations), key=lambda found: sum(found.values())
+    )
     return dict(parts)
 
 

@@ -1,9 +1,9 @@
-"""Fork servers of a job on one machine without CUDA: what its ranks and engines import is imported once, in the
-background, while the driver itself starts.
+"""Fork servers of a job on one machine without CUDA: what its ranks and engines import is imported
+once, in the background, while the driver itself starts.
 
-One server loads torch; from it are forked the engines' workers, and a second and a third server, which load the
-training backend and the engines' library. Their processes share that memory. Without a server (another node, CUDA, a
-server that has ended) a process imports for itself.
+One server loads torch; from it are forked the engines' workers, and a second and a third server,
+which load the training backend and the engines' library. Their processes share that memory. Without
+a server (another node, CUDA, a server that has ended) a process imports for itself.
 """
 
 from __future__ import annotations
@@ -25,17 +25,22 @@ from hybridflow.process.fork_client import address_of
 
 _TORCH = ("torch._dynamo", "torch.distributed.tensor", "hybridflow.workers.rollout")
 _RANKS = {
-    "megatron": ("hybridflow.workers.policy", "hybridflow.workers.model_role", "hybridflow.mcore.backend"),
+    "megatron": (
+        "hybridflow.workers.policy",
+        "hybridflow.workers.model_role",
+        "hybridflow.mcore.backend",
+    ),
     "fsdp": ("hybridflow.workers.policy", "hybridflow.fsdp.policy"),
 }
 
 
 class Preload:
-    """The fork servers of a job, by what their forks find loaded: "torch", "ranks" and "engines". They end with `with`,
-    and with this process however it ends."""
+    """The fork servers of a job, by what their forks find loaded: "torch", "ranks" and "engines".
+    They end with `with`, and with this process however it ends."""
 
     def __init__(self, config: RunConfig, *, with_engines: bool) -> None:
-        """Start them in the background; none where the job has one process, or has them on other nodes or on CUDA."""
+        """Start them in the background; none where the job has one process, or has them on other
+        nodes or on CUDA."""
         self._names: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         if config.cluster.address is None and not config.cluster.in_process and _is_without_cuda():
@@ -46,7 +51,8 @@ class Preload:
         return self._names.get(loaded, "")
 
     def _start(self, modules: dict[str, tuple[str, ...]]) -> None:
-        listeners, words = [], list[str]()
+        listeners = []
+        words = list[str]()
         for loaded, names in modules.items():
             self._names[loaded] = secrets.token_hex(8)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -61,7 +67,8 @@ class Preload:
             stdin=subprocess.DEVNULL,
             pass_fds=[listener.fileno() for listener in listeners],
             start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509  the driver has one thread here
+            # the driver has one thread here
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509
         )
         for listener in listeners:
             listener.close()
@@ -70,7 +77,10 @@ class Preload:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._process is not None:
             self._process.kill()

@@ -1,4 +1,5 @@
-"""The samples that each step trains on: answers of engines with their scores, those of a dump, or recorded pairs."""
+"""The samples that each step trains on: answers of engines with their scores, those of a dump, or
+recorded pairs."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class Samples(Protocol):
     async def begun(self) -> DataProto | None:
         """Answers that go on, to be taken together with `state`."""
 
-    async def restore(self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0) -> None:
+    async def restore(
+        self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0
+    ) -> None:
         """Go on where `state` was taken, or without it from the beginning."""
 
     async def forget(self) -> None:
@@ -57,7 +60,8 @@ class Samples(Protocol):
 
 
 class Sampled:
-    """Answers of engines with their scores: of one batch of prompts, or with `algorithm.dynamic_sampling` of several.
+    """Answers of engines with their scores: of one batch of prompts, or with
+    `algorithm.dynamic_sampling` of several.
 
     Args:
         keep: moves token columns that the driver makes to where workers and engines read them.
@@ -74,11 +78,17 @@ class Sampled:
         keep: Callable[[DataProto], DataProto] = lambda batch: batch,
         made_with: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config, self.engines, self.scorer, self.timeline = config, engines, scorer, timeline
+        self.config = config
+        self.engines = engines
+        self.scorer = scorer
+        self.timeline = timeline
         self.groups = Groups(config, engines, dataset, keep, scorer)
         self.num_rows = len(dataset)
-        self.keep, self.made_with = keep, made_with
-        self.state, self.begun, self.forget = self.groups.state, self.groups.begun, self.groups.forget
+        self.keep = keep
+        self.made_with = made_with
+        self.state = self.groups.state
+        self.begun = self.groups.begun
+        self.forget = self.groups.forget
         self.restore = self.groups.restore
         self._compares_with_greedy = "greedy_scores" in Advantages(config).estimator.reads
         self._dynamic: Mapping[str, float] = {}
@@ -95,7 +105,8 @@ class Sampled:
         while batch is None:
             with self.timeline.phase("gen"):
                 answered = await self.groups.next_batch(step - 1)
-            with self.timeline.phase("reward"):  # what is left of it: groups are scored from when they have ended
+            # what is left of it: groups are scored from when they have ended
+            with self.timeline.phase("reward"):
                 batch = collected.add(self._counted(answered.union(await self.groups.scores())))
         self._dynamic = collected.metrics
         return await self._with_greedy_scores(batch) if self._compares_with_greedy else batch
@@ -118,12 +129,17 @@ class Sampled:
         return without_overlong(batch) if self.config.algorithm.overlong_filter else batch
 
     async def _with_greedy_scores(self, batch: DataProto) -> DataProto:
-        """Adds greedy_scores [B] f32: the weighted score of the most likely answer to the prompt of each row."""
+        """Adds greedy_scores [B] f32: the weighted score of the most likely answer to the prompt of
+        each row."""
         _, first, group = np.unique(batch["uid"], return_index=True, return_inverse=True)
         prompts = batch.rows(first).select(["uid", *COLUMNS])
         with self.timeline.phase("gen_greedy"):
-            answered = prompts.union(await self.engines.answers(self.engines.begin(prompts, training=False)))
-        scores = (await self.scorer.score(answered))["scores"] * np.float32(self.config.reward.weight)
+            answered = prompts.union(
+                await self.engines.answers(self.engines.begin(prompts, training=False))
+            )
+        scores = (await self.scorer.score(answered))["scores"] * np.float32(
+            self.config.reward.weight
+        )
         return batch.with_columns(greedy_scores=scores[group])
 
 

@@ -1,4 +1,5 @@
-"""The records of a running job: metrics, timeline, progress, checkpoints, and the totals that its summary reports."""
+"""The records of a running job: metrics, timeline, progress, checkpoints, and the totals that its
+summary reports."""
 
 from __future__ import annotations
 
@@ -35,25 +36,31 @@ class Session:
     """The run folder in use.
 
     Attributes:
-        totals: numbers that accumulate over the run and are kept in checkpoints: seconds of each phase, accuracies,
-            extremes.
+        totals: numbers that accumulate over the run and are kept in checkpoints: seconds of each
+            phase, accuracies, extremes.
         controller_share: see `controlled`.
         stop_asked: whether the run is to stop after the present step and a checkpoint (SIGUSR1).
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.config, self.folder = config, derived.run_dir(config)
+        self.config = config
+        self.folder = derived.run_dir(config)
         # `progress` shows on the console what its tracker would print
-        self.tracker = Tracker(self.folder, [name for name in config.trainer.loggers if name != "console"])
+        self.tracker = Tracker(
+            self.folder, [name for name in config.trainer.loggers if name != "console"]
+        )
         self.timeline = Timeline(self.folder / "timeline.jsonl")
         self.store = CheckpointStore(
             self.folder / "checkpoints",
-            Retention(config.trainer.max_checkpoints_to_keep, config.trainer.keep_checkpoint_every_steps),
+            Retention(
+                config.trainer.max_checkpoints_to_keep, config.trainer.keep_checkpoint_every_steps
+            ),
             background=config.trainer.async_checkpoints,
             timeout_s=config.trainer.checkpoint_timeout_s,
         )
         self.totals: dict[str, float] = {}
-        self._opened, self._seconds_before = time.perf_counter(), 0.0
+        self._opened = time.perf_counter()
+        self._seconds_before = 0.0
         self.controller_share = 0.0
         self.stop_asked = False
         self._known = False  # the run folder holds this run's files
@@ -69,14 +76,18 @@ class Session:
 
     @contextmanager
     def controlled(self) -> Iterator[None]:
-        """Set `controller_share` to the share of the time spent inside in which the driver waited for no worker and no
-        engine."""
-        start, waited = time.perf_counter(), waited_seconds()
+        """Set `controller_share` to the share of the time spent inside in which the driver waited
+        for no worker and no engine."""
+        start = time.perf_counter()
+        waited = waited_seconds()
         yield
-        self.controller_share = 1.0 - (waited_seconds() - waited) / max(time.perf_counter() - start, 1e-9)
+        self.controller_share = 1.0 - (waited_seconds() - waited) / max(
+            time.perf_counter() - start, 1e-9
+        )
 
     def totals_now(self) -> dict[str, float]:
-        """The totals with `seconds_total`: the time of all sessions of this run, without what a kill lost."""
+        """The totals with `seconds_total`: the time of all sessions of this run, without what a
+        kill lost."""
         self.totals["seconds_total"] = self._seconds_before + time.perf_counter() - self._opened
         return dict(self.totals)
 
@@ -84,7 +95,9 @@ class Session:
         """Keep the largest value seen."""
         self.totals[total] = max(self.totals.get(total, value), value)
 
-    def note_restart(self, total: str, say: Callable[[str], None], prefix: str = "") -> Callable[[str], None]:
+    def note_restart(
+        self, total: str, say: Callable[[str], None], prefix: str = ""
+    ) -> Callable[[str], None]:
         """A function that counts restarts in `totals[total]` and says why, after `prefix`."""
 
         def note(reason: str) -> None:
@@ -101,12 +114,14 @@ class Session:
     # ---- checkpoints
 
     def know(self, fingerprint: Fingerprint, checkpoint: Checkpoint | None) -> list[str]:
-        """Keep the configuration, the environment and what this run's numbers follow from; a line for each difference
-        from the checkpoint that it goes on from. The configuration of an earlier start stays beside the new one.
+        """Keep the configuration, the environment and what this run's numbers follow from; a line
+        for each difference from the checkpoint that it goes on from. The configuration of an
+        earlier start stays beside the new one.
 
         Raises:
             ConfigError: the checkpoint was trained on other data; nothing was changed.
-            CheckpointError: a part of the checkpoint is missing or of another one; nothing was changed.
+            CheckpointError: a part of the checkpoint is missing or of another one; nothing was
+                changed.
         """
         if checkpoint is not None:
             checkpoint.check_parts()
@@ -119,9 +134,9 @@ class Session:
         ):
             of_data = [line for line in changes if line.startswith(TRAINED_ON[checkpoint.phase])]
             raise ConfigError(
-                f"{'; '.join(of_data)}: {checkpoint.folder} was trained on other rows. Restore the data, start a new "
-                "run with another name=..., or go on with the new data from its first row: "
-                "trainer.resume_with_other_data=true"
+                f"{'; '.join(of_data)}: {checkpoint.folder} was trained on other rows. Restore the "
+                "data, start a new run with another name=..., or go on with the new data from its "
+                "first row: trainer.resume_with_other_data=true"
             )
         (self.folder / "summary.json").unlink(missing_ok=True)
         keep_config(self.folder, dump_yaml(self.config))
@@ -138,21 +153,28 @@ class Session:
         return self.store.fingerprint.has_other_data(checkpoint.fingerprint, checkpoint.phase)
 
     def lost_records(self, checkpoint: Checkpoint | None) -> list[str]:
-        """A line for each file of records that lacks steps before the checkpoint, which are not run again. A checkpoint
-        that is a link has its records elsewhere."""
+        """A line for each file of records that lacks steps before the checkpoint, which are not run
+        again. A checkpoint that is a link has its records elsewhere."""
         if checkpoint is None or checkpoint.folder.is_symlink():
             return []
         phase = _TRACKER_PHASE[checkpoint.phase]
         found: dict[str, set[Any]] = {}
         if "jsonl" in self.config.trainer.loggers:
             records = read_jsonl(self.folder / "metrics.jsonl")
-            found["metrics.jsonl"] = {record.get("step") for record in records if record.get("phase") == phase}
+            found["metrics.jsonl"] = {
+                record.get("step") for record in records if record.get("phase") == phase
+            }
         if phase == "train":
             spans = read_timeline(self.folder / "timeline.jsonl")
-            found["timeline.jsonl"] = {span.get("step") for span in spans if span["name"] == WHOLE_STEP}
+            found["timeline.jsonl"] = {
+                span.get("step") for span in spans if span["name"] == WHOLE_STEP
+            }
         return [
-            f"{self.folder / name} has no record of {phase} step {number_ranges(lost)}, which {checkpoint.folder.name} "
-            "comes after: records were lost, and charts and sums leave these steps out"
+            (
+                f"{self.folder / name} has no record of {phase} step {number_ranges(lost)}, which "
+                f"{checkpoint.folder.name} comes after: records were lost, and charts and sums "
+                "leave these steps out"
+            )
             for name, steps in found.items()
             if (lost := [step for step in range(1, checkpoint.step + 1) if step not in steps])
         ]
@@ -163,47 +185,58 @@ class Session:
         self.tracker.log(step, metrics, phase)
 
     def check_folder(self) -> None:
-        """What is open goes on being written in a folder that was moved, and is lost with one that was removed.
+        """What is open goes on being written in a folder that was moved, and is lost with one that
+        was removed.
 
         Raises:
             HybridFlowError: the run folder has been renamed, moved or emptied since `know`.
         """
-        if self._known and not any((self.folder / name).exists() for name in ("config.yaml", "timeline.jsonl")):
+        if self._known and not any(
+            (self.folder / name).exists() for name in ("config.yaml", "timeline.jsonl")
+        ):
             raise HybridFlowError(
-                f"{self.folder} is not there any more: it was renamed, moved or emptied while its run went on, so the "
-                "run was stopped. Bring it back and give the same command again: the run resumes from its last "
-                "checkpoint"
+                f"{self.folder} is not there any more: it was renamed, moved or emptied while its "
+                "run went on, so the run was stopped. Bring it back and give the same command "
+                "again: the run resumes from its last checkpoint"
             )
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
-        """Take over the totals of a checkpoint and drop the records written after it, so that no step is recorded
-        twice. Without a checkpoint, drop all records of an earlier attempt."""
+        """Take over the totals of a checkpoint and drop the records written after it, so that no
+        step is recorded twice. Without a checkpoint, drop all records of an earlier attempt."""
         if checkpoint is None:
             self.tracker.truncate_after("sft", 0)
             self.tracker.truncate_after("reward", 0)
             return self._forget_after(0)
         with checkpoint.restoring():
             totals = checkpoint.state["totals"].items()
-            self.totals = {name: math.nan if value is None else float(value) for name, value in totals}
+            self.totals = {
+                name: math.nan if value is None else float(value) for name, value in totals
+            }
         self._seconds_before = self.totals.get("seconds_total", 0.0)
         if checkpoint.phase == "sft":
             self.tracker.truncate_after("sft", checkpoint.step)
-        self.tracker.truncate_after("reward", checkpoint.step if checkpoint.phase == "reward" else 0)
+        self.tracker.truncate_after(
+            "reward", checkpoint.step if checkpoint.phase == "reward" else 0
+        )
         return self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
 
     def go_back(self, checkpoint: Checkpoint | None) -> None:
-        """Do what `resume` does in a session that continues: elapsed time stays counted, and `totals["restarts"]` grows
-        by one. Without a checkpoint, go back to before the first step."""
-        seconds, restarts = self.totals_now()["seconds_total"], self.totals.get("restarts", 0.0)
+        """Do what `resume` does in a session that continues: elapsed time stays counted, and
+        `totals["restarts"]` grows by one. Without a checkpoint, go back to before the first
+        step."""
+        seconds = self.totals_now()["seconds_total"]
+        restarts = self.totals.get("restarts", 0.0)
         engine_restarts = self.totals.get("engine_restarts", 0.0)
         self.totals = {}
         self.resume(checkpoint)
-        self._seconds_before, self._opened = seconds, time.perf_counter()
+        self._seconds_before = seconds
+        self._opened = time.perf_counter()
         self.totals["restarts"] = restarts + 1
         self.totals["engine_restarts"] = engine_restarts
 
     def _forget_after(self, step: int) -> None:
-        """Drop records and dumps of the loop after `step`; at step 0 also those of the validation before the first."""
+        """Drop records and dumps of the loop after `step`; at step 0 also those of the validation
+        before the first."""
         last_validated = step if step > 0 else -1
         self.tracker.truncate_after("train", step)
         self.tracker.truncate_after("val", last_validated)
@@ -229,7 +262,8 @@ class Session:
             raise RunStopped(f"stopped as asked; the same command resumes from {where}")
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
-        """Write a small file of the run folder atomically; a number that is not finite becomes null."""
+        """Write a small file of the run folder atomically; a number that is not finite becomes
+        null."""
         path = self.folder / name
         temporary = path.with_name(path.name + ".tmp")
         with naming(path):

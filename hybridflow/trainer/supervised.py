@@ -1,5 +1,5 @@
-"""Training on a dataset instead of answers: supervised fine-tuning, as the warm start of a run or a job of its own, and
-a reward model on preference pairs."""
+"""Training on a dataset instead of answers: supervised fine-tuning, as the warm start of a run or a
+job of its own, and a reward model on preference pairs."""
 
 from __future__ import annotations
 
@@ -44,11 +44,15 @@ class SupervisedTrainer:
         dataset: SftDataset | PreferenceDataset,
         seed: int,
     ) -> None:
-        self.config, self.session, self.model, self.dataset = config, session, model, dataset
+        self.config = config
+        self.session = session
+        self.model = model
+        self.dataset = dataset
         if config.batch_size > len(dataset):
             raise ConfigError(
-                f"{self.section}.batch_size={config.batch_size} is more than the {len(dataset)} rows of "
-                f"{self.section}.train_files: a step would hold rows several times; lower it, or give more data"
+                f"{self.section}.batch_size={config.batch_size} is more than the {len(dataset)} "
+                f"rows of {self.section}.train_files: a step would hold rows several times; lower "
+                "it, or give more data"
             )
         self.sampler = ResumableSampler(len(dataset), config.batch_size, True, seed)
         self.step = 0
@@ -62,34 +66,48 @@ class SupervisedTrainer:
         self.step = checkpoint.step
 
     async def fit(self, on_step: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Run all remaining steps. `on_step` is awaited between steps, for example to notice an engine that failed to
-        start."""
-        session, every = self.session, self.session.config.trainer.save_every_steps
+        """Run all remaining steps. `on_step` is awaited between steps, for example to notice an
+        engine that failed to start."""
+        session = self.session
+        every = self.session.config.trainer.save_every_steps
         with (
             session.timed(f"seconds_{self.phase}"),
             session.progress(self.config.steps, self.title, self.step, throttle_s=5.0) as progress,
         ):
             while self.step < self.config.steps:
                 started = time.perf_counter()
-                [update] = await self.model.update(type(self).train, self.dataset.batch(next(self.sampler)))
+                [update] = await self.model.update(
+                    type(self).train, self.dataset.batch(next(self.sampler))
+                )
                 self.step += 1
                 loss = update.means.get("loss", float("nan"))
                 if session.config.actor.on_nonfinite == "stop" and not update.applied:
                     raise HybridFlowError(
-                        f"{self.name} step {self.step}: the gradient is not finite (loss {loss}); lower "
-                        f"{self.section}.optim.lr"
+                        f"{self.name} step {self.step}: the gradient is not finite (loss {loss}); "
+                        f"lower {self.section}.optim.lr"
                     )
-                seconds, facts = time.perf_counter() - started, {"grad_norm": update.grad_norm, "lr": update.lr}
-                metrics = {f"{self.phase}/{name}": value for name, value in {"loss": loss, **facts}.items()}
+                seconds = time.perf_counter() - started
+                facts = {"grad_norm": update.grad_norm, "lr": update.lr}
+                metrics = {
+                    f"{self.phase}/{name}": value for name, value in {"loss": loss, **facts}.items()
+                }
                 metrics |= self.also(update.means) | {"timing_s/step": seconds}
                 session.log(self.step, metrics, phase=self.phase)
-                shown = {name: metrics[f"reward/{name}"] for name in ("accuracy",) if f"reward/{name}" in metrics}
+                shown = {
+                    name: metrics[f"reward/{name}"]
+                    for name in ("accuracy",)
+                    if f"reward/{name}" in metrics
+                }
                 progress.update(self.step, {"loss": loss, **shown}, {"step": seconds})
                 if on_step is not None:
                     await on_step()
                 await session.store.check()
                 is_last = self.step == self.config.steps
-                if self.saves_end if is_last else session.is_due(every, self.step) or session.stop_asked:
+                if (
+                    self.saves_end
+                    if is_last
+                    else session.is_due(every, self.step) or session.stop_asked
+                ):
                     await self.save()
                 if not is_last:
                     await session.stop_if_asked()
@@ -100,22 +118,33 @@ class SupervisedTrainer:
 
     async def save(self) -> Path:
         """Checkpoint this phase."""
-        state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals_now()}
+        state: dict[str, Any] = {
+            "sampler": self.sampler.state(),
+            "totals": self.session.totals_now(),
+        }
         return await self.session.store.save(self.phase, self.step, state, self.model)
 
 
 class SftTrainer(SupervisedTrainer):
     """Demonstrations for the policy."""
 
-    phase, section, name, title = "sft", "sft", "SFT", "SFT"
-    load, train = PolicyWorker.load, PolicyWorker.sft_step
+    phase = "sft"
+    section = "sft"
+    name = "SFT"
+    title = "SFT"
+    load = PolicyWorker.load
+    train = PolicyWorker.sft_step
 
 
 class RewardTrainer(SupervisedTrainer):
     """Preference pairs for the reward model; `fit` checkpoints the end."""
 
-    phase, section, name, title = "reward", "reward_training", "reward", "reward model"
-    load, train = ModelWorker.load, ModelWorker.pair_step
+    phase = "reward"
+    section = "reward_training"
+    name = "reward"
+    title = "reward model"
+    load = ModelWorker.load
+    train = ModelWorker.pair_step
     saves_end = True
 
     def also(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -136,5 +165,7 @@ async def pair_accuracy(model: Role, dataset: PreferenceDataset) -> dict[str, fl
 
 
 async def _scores(model: Role, batch: DataProto, name: str) -> np.ndarray:
-    rows = DataProto.from_columns({"prompt_ids": batch.jagged("prompt_ids"), "response_ids": batch.jagged(name)})
+    rows = DataProto.from_columns(
+        {"prompt_ids": batch.jagged("prompt_ids"), "response_ids": batch.jagged(name)}
+    )
     return np.asarray((await model.compute(ModelWorker.compute_scores, rows))["rm_scores"])

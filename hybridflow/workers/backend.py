@@ -1,4 +1,5 @@
-"""The interface between workers and training backends. `mcore` and `fsdp` implement `Backend`; mypy checks both."""
+"""The interface between workers and training backends. `mcore` and `fsdp` implement `Backend`; mypy
+checks both."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from hybridflow.saving.saver import Holder, Saver
 class Replay(Protocol):
     """Router replay. Backends that only train dense models raise an error."""
 
-    def during(self, action: Literal["replay", "record", "compare"]) -> AbstractContextManager[None]:
+    def during(
+        self, action: Literal["replay", "record", "compare"]
+    ) -> AbstractContextManager[None]:
         """Context manager: replay, record or compare routes in the forward passes inside."""
 
     def recorded(self) -> Jagged:
@@ -42,7 +45,8 @@ class Model(Holder, Protocol):
     """
 
     def mesh_position(self) -> tuple[int, int, bool]:
-        """Return (data-parallel rank, data-parallel size, whether this rank returns its group's results)."""
+        """Return (data-parallel rank, data-parallel size, whether this rank returns its group's
+        results)."""
 
     def set_optimizer(self, config: Any) -> None:
         """Create a fresh optimizer over the current weights. `config` is an `OptimConfig`."""
@@ -60,12 +64,19 @@ class Model(Holder, Protocol):
         """Return the object that writes this rank's checkpoints."""
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint in place. Raises CheckpointError if it is missing, torn or from another model."""
+        """Restore a checkpoint in place. Raises CheckpointError if it is missing, torn or from
+        another model."""
 
     def export(
-        self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None, *, source: Path | None = None
+        self,
+        folder: Path,
+        hf_config: Mapping[str, Any],
+        tokenizer: Path | None,
+        *,
+        source: Path | None = None,
     ) -> list[str]:
-        """Write a Hugging Face folder. Returns the lines about `source` that `export_held` returns."""
+        """Write a Hugging Face folder. Returns the lines about `source` that `export_held`
+        returns."""
 
 
 class Backend(Model, Protocol):
@@ -101,8 +112,8 @@ class Backend(Model, Protocol):
         Returns metrics as (sum, count) pairs, and {grad_norm, lr, applied}.
 
         Raises:
-            NonFiniteError: a loss or gradient is NaN or infinite and the policy is configured to stop. Raised on all
-                ranks; no weight was changed.
+            NonFiniteError: a loss or gradient is NaN or infinite and the policy is configured to
+                stop. Raised on all ranks; no weight was changed.
         """
 
     def freeze_reference(self) -> None:
@@ -114,11 +125,13 @@ class Backend(Model, Protocol):
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Return this rank's tensors by their layout names.
 
-        They are views of live memory, except that adapters are merged into copies; `release_copies` frees those.
+        They are views of live memory, except that adapters are merged into copies; `release_copies`
+        frees those.
         """
 
     def release_copies(self) -> None:
-        """Free the copies made by `parameters`. The tensors it returned stay empty until it is called again."""
+        """Free the copies made by `parameters`. The tensors it returned stay empty until it is
+        called again."""
 
     @property
     def copied_bytes(self) -> int:
@@ -135,11 +148,15 @@ class Backend(Model, Protocol):
         """
 
 
-def open_backend(config: RunConfig, hf_config: Mapping[str, Any], platform: Platform, local_rank: int) -> Backend:
+def open_backend(
+    config: RunConfig, hf_config: Mapping[str, Any], platform: Platform, local_rank: int
+) -> Backend:
     """Join the world and build the policy with the backend set by `actor.backend`. Collective."""
     use_family(config.model.family)
     family = family_of(hf_config)
-    source: WeightSource = RandomWeights(family.tensors(), config.seed, float(hf_config.get("initializer_range", 0.02)))
+    source: WeightSource = RandomWeights(
+        family.tensors(), config.seed, float(hf_config.get("initializer_range", 0.02))
+    )
     if config.model.path is not None:
         source = SafetensorsFolder(config.model.path)
     if config.actor.backend == "fsdp":
@@ -147,12 +164,16 @@ def open_backend(config: RunConfig, hf_config: Mapping[str, Any], platform: Plat
     return _megatron(config, family, source, platform)
 
 
-def _megatron(config: RunConfig, family: Family, source: WeightSource, platform: Platform) -> Backend:
+def _megatron(
+    config: RunConfig, family: Family, source: WeightSource, platform: Platform
+) -> Backend:
     from hybridflow.mcore import parallel
     from hybridflow.mcore.backend import MegatronPolicy
 
     actor: ActorConfig = config.actor
-    parallel.initialize(actor.parallel, config.seed, platform.collective_backend, config.cluster.call_timeout_s)
+    parallel.initialize(
+        actor.parallel, config.seed, platform.collective_backend, config.cluster.call_timeout_s
+    )
     return MegatronPolicy(
         family,
         actor.parallel,
@@ -168,7 +189,9 @@ def _megatron(config: RunConfig, family: Family, source: WeightSource, platform:
     )
 
 
-def _fsdp(config: RunConfig, family: Family, source: WeightSource, platform: Platform, local_rank: int) -> Backend:
+def _fsdp(
+    config: RunConfig, family: Family, source: WeightSource, platform: Platform, local_rank: int
+) -> Backend:
     from hybridflow.fsdp.policy import FsdpPolicy
 
     join_world(platform.collective_backend, config.cluster.call_timeout_s)

@@ -1,4 +1,5 @@
-"""Loss functions that the roles pass to the backend. They map packed response tokens to (sum, count, metrics)."""
+"""Loss functions that the roles pass to the backend. They map packed response tokens to (sum,
+count, metrics)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from hybridflow.algorithms.losses import (
 )
 from hybridflow.algorithms.policy_losses.base import Tokens
 from hybridflow.algorithms.rewards import sums_of_rows
-from hybridflow.algorithms.rollout_correction import importance_weights, kept_tokens, on_policy_tokens
+from hybridflow.algorithms.rollout_correction import (
+    importance_weights,
+    kept_tokens,
+    on_policy_tokens,
+)
 from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.entries import POLICY_LOSSES, policy_loss_options
@@ -37,11 +42,15 @@ def sft_loss(
 
 
 class PolicyLoss:
-    """The configured policy loss, with optional entropy bonus, KL penalty to the reference and distillation loss."""
+    """The configured policy loss, with optional entropy bonus, KL penalty to the reference and
+    distillation loss."""
 
     def __init__(self, config: ActorConfig, old: str | None = "old_log_probs") -> None:
-        """`old` is the column passed to the loss as old_log_probs. None: the loss gets its own log-probs, detached."""
-        self.config, self.options, self.old = config, policy_loss_options(config), old
+        """`old` is the column passed to the loss as old_log_probs. None: the loss gets its own
+        log-probs, detached."""
+        self.config = config
+        self.options = policy_loss_options(config)
+        self.old = old
         self.function = POLICY_LOSSES.get(config.policy_loss).function
         self.columns = policy_loss_columns(config, old)
         self.with_entropy = config.entropy_coef != 0 or config.entropy_target is not None
@@ -49,20 +58,25 @@ class PolicyLoss:
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens
     ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """Return the loss sum, count and metrics of a micro-batch, as defined by `algorithms.losses.LossFunction`."""
+        """Return the loss sum, count and metrics of a micro-batch, as defined by
+        `algorithms.losses.LossFunction`."""
         config = self.config
         old = log_probs.detach() if self.old is None else micro.columns.get(self.old)
         columns = micro.columns if old is None else {**micro.columns, "old_log_probs": old}
-        tokens, weights = Tokens(log_probs, micro.lengths, columns), None
+        tokens = Tokens(log_probs, micro.lengths, columns)
+        weights = None
         metrics: Metrics = {}
         if corrects(config):
             tokens, entropy, weights, metrics = self._corrected(tokens, entropy)
         loss, reported = self.function(tokens, self.options)
-        metrics |= {name: (values.detach().sum(), tokens.lengths.sum()) for name, values in reported.items()}
+        metrics |= {
+            name: (values.detach().sum(), tokens.lengths.sum()) for name, values in reported.items()
+        }
         if weights is not None:
             loss = loss * weights
         if (most := config.rollout_correction.off_policy) is not None:
-            engine, advantages = tokens.columns["rollout_log_probs"], tokens.columns["advantages"]
+            engine = tokens.columns["rollout_log_probs"]
+            advantages = tokens.columns["advantages"]
             kept = on_policy_tokens(tokens.log_probs, engine, advantages, tokens.lengths, most)
             metrics["rollout_correction/off_policy"] = ((~kept).sum(), tokens.lengths.sum())
             loss = loss * kept
@@ -71,7 +85,10 @@ class PolicyLoss:
         metrics["actor/pg_loss"] = self._aggregate(loss.detach(), tokens)
         if entropy is not None and self.with_entropy:
             steered = config.entropy_target is not None
-            loss = loss - (tokens.columns["entropy_coefs"] if steered else config.entropy_coef) * entropy
+            loss = (
+                loss
+                - (tokens.columns["entropy_coefs"] if steered else config.entropy_coef) * entropy
+            )
         if config.kl_loss_coef:
             penalty = self.kl_loss(tokens)
             metrics["actor/kl_loss"] = self._aggregate(penalty.detach(), tokens)
@@ -84,13 +101,16 @@ class PolicyLoss:
 
     def kl_loss(self, tokens: Tokens) -> torch.Tensor:
         """Estimate the KL divergence from the reference for each token [T]."""
-        given, kind = (tokens.log_probs, tokens.columns["ref_log_probs"]), self.config.kl_loss_type
+        given = (tokens.log_probs, tokens.columns["ref_log_probs"])
+        kind = self.config.kl_loss_type
         if self.config.kl_loss_unbiased:
             return unbiased_kl(*given, tokens.columns["old_log_probs"], kind)
         return kl_penalty(*given, kind)
 
     def _aggregate(self, values: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        return aggregate(values, tokens.lengths, self.config.loss_agg_mode, self.config.loss_norm_tokens)
+        return aggregate(
+            values, tokens.lengths, self.config.loss_agg_mode, self.config.loss_norm_tokens
+        )
 
     def count(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the loss count for samples of these lengths [s], assuming no token is rejected."""
@@ -99,7 +119,8 @@ class PolicyLoss:
 
     def _distilled(self, tokens: Tokens) -> torch.Tensor:
         """Return the divergence from the teacher for each token [T]."""
-        kind, columns = self.config.distillation.loss, tokens.columns
+        kind = self.config.distillation.loss
+        columns = tokens.columns
         if kind == "forward_kl_topk":
             return forward_kl_topk(columns[TEACHER_LOG_PROBS], columns[OF_TEACHER])
         return kl_penalty(tokens.log_probs, columns["teacher_log_probs"], kind)
@@ -109,15 +130,20 @@ class PolicyLoss:
     ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, Metrics]:
         """Apply rollout correction.
 
-        Returns the tokens that were not rejected, their entropies and importance weights, and metrics.
+        Returns the tokens that were not rejected, their entropies and importance weights, and
+        metrics.
 
-        The engine's log-probs are compared with those of the policy before this step's updates. If updates use the
-        engine's log-probs as the old ones (actor.old_log_probs=engine), they are compared with those of the current
-        policy instead.
+        The engine's log-probs are compared with those of the policy before this step's updates. If
+        updates use the engine's log-probs as the old ones (actor.old_log_probs=engine), they are
+        compared with those of the current policy instead.
         """
-        correction, count = self.config.rollout_correction, tokens.lengths.sum()
-        engine, trainer = tokens.columns["rollout_log_probs"], tokens.columns["old_log_probs"]
-        log_ratio = (tokens.log_probs.detach() if self.old == "rollout_log_probs" else trainer) - engine
+        correction = self.config.rollout_correction
+        count = tokens.lengths.sum()
+        engine = tokens.columns["rollout_log_probs"]
+        trainer = tokens.columns["old_log_probs"]
+        log_ratio = (
+            tokens.log_probs.detach() if self.old == "rollout_log_probs" else trainer
+        ) - engine
         metrics: Metrics = {}
         weights = None
         if correction.weight != "none":
@@ -125,22 +151,35 @@ class PolicyLoss:
             weights = importance_weights(log_ratio, tokens.lengths, correction.weight, *bounds)
             metrics["rollout_correction/weight"] = (weights.sum(), count)
             metrics["rollout_correction/weight_squared"] = ((weights**2).sum(), count)
-            metrics["rollout_correction/bounded"] = (((weights == 0) | (weights >= correction.upper)).sum(), count)
+            metrics["rollout_correction/bounded"] = (
+                ((weights == 0) | (weights >= correction.upper)).sum(),
+                count,
+            )
         if not correction.reject:
             return tokens, entropy, weights, metrics
         kept = kept_tokens(log_ratio, tokens.lengths, correction.reject)
         metrics["rollout_correction/rejected"] = ((~kept).sum(), count)
         lengths = sums_of_rows(kept.to(tokens.lengths.dtype), tokens.lengths)
         columns = {name: values[kept] for name, values in tokens.columns.items()}
-        entropy, weights = (None if values is None else values[kept] for values in (entropy, weights))
+        entropy, weights = (
+            None if values is None else values[kept] for values in (entropy, weights)
+        )
         return Tokens(tokens.log_probs[kept], lengths, columns), entropy, weights, metrics
 
 
 def policy_loss_columns(config: ActorConfig, old: str | None = "old_log_probs") -> tuple[str, ...]:
-    """Return the per-token columns that a policy update reads. `old` is the same as for `PolicyLoss`."""
-    reads = [old if name == "old_log_probs" else name for name in POLICY_LOSSES.get(config.policy_loss).reads]
+    """Return the per-token columns that a policy update reads. `old` is the same as for
+    `PolicyLoss`."""
+    reads = [
+        old if name == "old_log_probs" else name
+        for name in POLICY_LOSSES.get(config.policy_loss).reads
+    ]
     engine = ("rollout_log_probs", old) if corrects(config) else ()
-    drift = ("rollout_log_probs", "advantages") if config.rollout_correction.off_policy is not None else ()
+    drift = (
+        ("rollout_log_probs", "advantages")
+        if config.rollout_correction.off_policy is not None
+        else ()
+    )
     unbiased = (old,) if config.kl_loss_coef and config.kl_loss_unbiased else ()
     steered = ("entropy_coefs",) if config.entropy_target is not None else ()
     reference = ("ref_log_probs",) if config.kl_loss_coef else ()
@@ -160,7 +199,11 @@ def policy_loss_columns(config: ActorConfig, old: str | None = "old_log_probs") 
 def _teacher_columns(config: DistillationConfig) -> tuple[str, ...]:
     if not config.coef:
         return ()
-    return (TEACHER_LOG_PROBS, TEACHER_IDS) if config.loss == "forward_kl_topk" else ("teacher_log_probs",)
+    return (
+        (TEACHER_LOG_PROBS, TEACHER_IDS)
+        if config.loss == "forward_kl_topk"
+        else ("teacher_log_probs",)
+    )
 
 
 def corrects(config: ActorConfig) -> bool:
@@ -193,33 +236,47 @@ class Noted:
     def take(self, batch: DataProto) -> DataProto | None:
         """Return old_log_probs and entropys for the rows of `batch`, as seen by the loss.
 
-        Tokens that the policy did not sample are 0. Returns None on a rank without the output layer.
+        Tokens that the policy did not sample are 0. Returns None on a rank without the output
+        layer.
         """
         if not self._seen:
             return None
         micros, log_probs, entropies = zip(*self._seen, strict=True)
-        self._seen, responses = [], batch.jagged("response_ids")
-        sampled = batch.jagged(RESPONSE_MASK).values if RESPONSE_MASK in batch else np.ones(len(responses.values), bool)
+        responses = batch.jagged("response_ids")
+        self._seen = []
+        sampled = (
+            batch.jagged(RESPONSE_MASK).values
+            if RESPONSE_MASK in batch
+            else np.ones(len(responses.values), bool)
+        )
         columns = {}
         for name, values in (("old_log_probs", log_probs), ("entropys", entropies)):
             whole = np.zeros(len(sampled), np.float32)
-            whole[sampled] = unpack([one.cpu().numpy() for one in values], micros, len(batch)).values
+            whole[sampled] = unpack(
+                [one.cpu().numpy() for one in values], micros, len(batch)
+            ).values
             columns[name] = Jagged(whole, responses.offsets)
         return DataProto.from_columns(columns)
 
 
 class ValueLoss:
-    """The critic's clipped regression onto the returns. Implements `mcore.value_model.ScalarLoss`."""
+    """The critic's clipped regression onto the returns. Implements
+    `mcore.value_model.ScalarLoss`."""
 
     columns = (RESPONSE_MASK, "values", "returns")
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
 
-    def __call__(self, values: torch.Tensor, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    def __call__(
+        self, values: torch.Tensor, micro: ResponseTokens
+    ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         """Return the loss sum, count and metrics for the values [n] of the response tokens."""
         loss, metrics = value_token_loss(
-            values, micro.columns["values"], micro.columns["returns"], clip=self.config.cliprange_value
+            values,
+            micro.columns["values"],
+            micro.columns["returns"],
+            clip=self.config.cliprange_value,
         )
         return *aggregate(loss, micro.lengths, self.config.loss_agg_mode), metrics
 
@@ -227,7 +284,10 @@ class ValueLoss:
 class PairLoss:
     """The reward model's pairwise preference loss. Implements `mcore.value_model.ScalarLoss`."""
 
-    def __call__(self, scores: torch.Tensor, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """Return the loss sum, count and metrics for the scores [2 n] of consecutive (chosen, rejected) pairs."""
+    def __call__(
+        self, scores: torch.Tensor, micro: ResponseTokens
+    ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        """Return the loss sum, count and metrics for the scores [2 n] of consecutive (chosen,
+        rejected) pairs."""
         loss, metrics = preference_loss(scores)
         return loss.sum(), torch.tensor(len(loss), device=loss.device), metrics

@@ -1,4 +1,5 @@
-"""Per-role memory management: which parts a worker method needs on the device, peak usage, and out-of-memory errors."""
+"""Per-role memory management: which parts a worker method needs on the device, peak usage, and
+out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def needs(*parts: Part) -> Callable[[F], F]:
     """Decorator: keep these model parts on the device for the duration of the method.
 
-    The worker must have `memory: RoleMemory`. Place the decorator below `@register`. An out-of-memory error inside the
-    method becomes a MemoryExhaustedError with the method's name.
+    The worker must have `memory: RoleMemory`. Place the decorator below `@register`. An
+    out-of-memory error inside the method becomes a MemoryExhaustedError with the method's name.
     """
 
     def mark(function: F) -> F:
@@ -36,10 +37,23 @@ def needs(*parts: Part) -> Callable[[F], F]:
 class RoleMemory:
     """Memory of one role (`residency.role`) in one process."""
 
-    def __init__(self, residency: Residency, platform: Platform, offload: OffloadConfig, layout: str = "actor") -> None:
-        """`layout` is the configuration section whose `parallel` shards this role; used in messages."""
-        self.residency, self.platform, self.layout = residency, platform, layout
-        self._offloads = {"weights": offload.weights, "gradients": offload.gradients, "optimizer": offload.optimizer}
+    def __init__(
+        self,
+        residency: Residency,
+        platform: Platform,
+        offload: OffloadConfig,
+        layout: str = "actor",
+    ) -> None:
+        """`layout` is the configuration section whose `parallel` shards this role; used in
+        messages."""
+        self.residency = residency
+        self.platform = platform
+        self.layout = layout
+        self._offloads = {
+            "weights": offload.weights,
+            "gradients": offload.gradients,
+            "optimizer": offload.optimizer,
+        }
         self._offloads["reference"] = offload.weights
         self._peaks: dict[str, int] = {}
         self._reserved = self._offloaded = 0
@@ -53,16 +67,22 @@ class RoleMemory:
         """
         self.platform.reset_peak_memory()
         try:
-            # Translate errors twice. Inside, the parts are still resident, so the message lists what the method needs.
-            # Outside, errors from moving the parts to the device are caught as well.
-            with self._translated(name), self.residency.resident(**dict.fromkeys(parts, True)), self._translated(name):
+            # Translate errors twice. Inside, the parts are still resident, so the message lists
+            # what the method needs. Outside, errors from moving the parts to the device are caught
+            # as well.
+            with (
+                self._translated(name),
+                self.residency.resident(**dict.fromkeys(parts, True)),
+                self._translated(name),
+            ):
                 yield
         finally:
             self._peaks[name] = max(self._peaks.get(name, 0), self.platform.peak_memory_bytes())
             self._reserved = max(self._reserved, self.platform.reserved_memory_bytes())
 
     def sleep(self, parts: tuple[Part, ...]) -> int:
-        """Offload those of `parts` that the configuration allows to be offloaded. Returns the bytes freed."""
+        """Offload those of `parts` that the configuration allows to be offloaded. Returns the bytes
+        freed."""
         freed = self.residency.sleep(*(part for part in parts if self._offloads[part]))
         self._offloaded = max(self._offloaded, self.residency.asleep_bytes())
         return freed
@@ -70,12 +90,19 @@ class RoleMemory:
     def take(self) -> dict[str, Any]:
         """Return memory statistics and reset the peaks.
 
-        {memory: peak bytes per method, reserved: peak bytes reserved by the allocator, offloaded: peak bytes off the
-        device}, all since the last call; and parts: current bytes of each part, on the device or not.
+        {memory: peak bytes per method, reserved: peak bytes reserved by the allocator, offloaded:
+        peak bytes off the device}, all since the last call; and parts: current bytes of each part,
+        on the device or not.
         """
-        taken: dict[str, Any] = {"memory": self._peaks, "reserved": self._reserved, "offloaded": self._offloaded}
+        taken: dict[str, Any] = {
+            "memory": self._peaks,
+            "reserved": self._reserved,
+            "offloaded": self._offloaded,
+        }
         taken["parts"] = self.residency.part_bytes()
-        self._peaks, self._reserved, self._offloaded = {}, 0, self.residency.asleep_bytes()
+        self._offloaded = self.residency.asleep_bytes()
+        self._peaks = {}
+        self._reserved = 0
         return taken
 
     @contextmanager
@@ -88,17 +115,23 @@ class RoleMemory:
             raise self._exhausted(name, error) from error
 
     def _exhausted(self, name: str, error: BaseException) -> MemoryExhaustedError:
-        held = ", ".join(f"{part} {_gib(size)}" for part, size in self.residency.resident_bytes().items() if size)
+        held = ", ".join(
+            f"{part} {_gib(size)}" for part, size in self.residency.resident_bytes().items() if size
+        )
         role = self.residency.role
         keys = [
-            f"{role}.offload.{part}=true" for part in ("weights", "gradients", "optimizer") if not self._offloads[part]
+            f"{role}.offload.{part}=true"
+            for part in ("weights", "gradients", "optimizer")
+            if not self._offloads[part]
         ]
         offload = f", set {' '.join(keys)}" if keys else ""
         return MemoryExhaustedError(
             f"out of memory in {name}: peak {_gib(self.platform.peak_memory_bytes())} of "
-            f"{_gib(self.platform.total_memory_bytes())}, of which {held or 'nothing'} of the model. Lower "
-            f"{role}.max_tokens_per_micro_batch{offload}, raise {self.layout}.parallel.tensor, pipeline or expert, or "
-            f"lower rollout.mem_fraction_static where engines share the device. ({str(error).splitlines()[0][:200]})"
+            f"{_gib(self.platform.total_memory_bytes())}, of which {held or 'nothing'} of the "
+            f"model. Lower {role}.max_tokens_per_micro_batch{offload}, raise "
+            f"{self.layout}.parallel.tensor, pipeline or expert, or lower "
+            "rollout.mem_fraction_static where engines share the device. "
+            f"({str(error).splitlines()[0][:200]})"
         )
 
 
@@ -112,7 +145,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in text or "CUDA out of memory" in text)
+    return isinstance(error, RuntimeError) and (
+        "DefaultCPUAllocator" in text or "CUDA out of memory" in text
+    )
 
 
 def _gib(size: int) -> str:

@@ -1,4 +1,5 @@
-"""The worker for critic, reference, reward model and teacher, in separate processes or colocated in the policy's."""
+"""The worker for critic, reference, reward model and teacher, in separate processes or colocated in
+the policy's."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from hybridflow.workers.losses import PairLoss, ValueLoss
 from hybridflow.workers.memory import needs
 from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
-# roles with a scalar head, applied to each token or once per sequence; all other roles have a language-model head
+# roles with a scalar head, applied to each token or once per sequence; all other roles have a
+# language-model head
 HEADS = {"critic": TOKENS, "reward_model": SEQUENCE}
 
 
@@ -30,11 +32,14 @@ class ModelWorker(RoleWorker):
         from hybridflow.mcore.backend import MegatronPolicy
         from hybridflow.mcore.value_model import ValueModel
 
-        config, platform = spec.config, Platform.detect()
+        config = spec.config
+        platform = Platform.detect()
         layout = derived.role_layout(config, spec.role)
         platform.set_device(context.local_rank)
         if not parallel.is_initialized():  # another role in this process may have done it
-            parallel.initialize(layout, config.seed, platform.collective_backend, config.cluster.call_timeout_s)
+            parallel.initialize(
+                layout, config.seed, platform.collective_backend, config.cluster.call_timeout_s
+            )
         head = HEADS.get(spec.role)
         use_family(config.model.family)
         family = role_family(spec.hf_config, head)
@@ -54,8 +59,8 @@ class ModelWorker(RoleWorker):
     def fill(self, folder: Path) -> None:
         """Load the weights of a Hugging Face folder.
 
-        If the role needs a head that the folder does not have, a fresh one is created. Call `set_optimizer` again
-        afterwards.
+        If the role needs a head that the folder does not have, a fresh one is created. Call
+        `set_optimizer` again afterwards.
         """
         self.model.load_from(_source(self.model.family, str(folder), self.spec.config.seed))
 
@@ -73,7 +78,12 @@ class ModelWorker(RoleWorker):
         found = self.model.scores(batch, max_tokens=self.config.max_tokens_per_micro_batch)
         return None if found is None else DataProto.from_columns({"rm_scores": found})
 
-    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",), may_read=SUPPORT)
+    @register(
+        Dispatch.DP,
+        reads=("prompt_ids", "response_ids"),
+        writes=("ref_log_probs",),
+        may_read=SUPPORT,
+    )
     @needs("weights")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
         """Reference: return the log-probs of the response tokens."""
@@ -82,16 +92,22 @@ class ModelWorker(RoleWorker):
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("teacher_log_probs",))
     @needs("weights")
     def compute_teacher_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Teacher: return the log-probs of the response tokens at the policy's sampling temperature."""
+        """Teacher: return the log-probs of the response tokens at the policy's sampling
+        temperature."""
         return self._log_probs(batch, "teacher_log_probs")
 
-    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("teacher_top_log_probs", "teacher_top_ids"))
+    @register(
+        Dispatch.DP,
+        reads=("prompt_ids", "response_ids"),
+        writes=("teacher_top_log_probs", "teacher_top_ids"),
+    )
     @needs("weights")
     def compute_teacher_top(self, batch: DataProto) -> DataProto | None:
-        """Teacher: return the log-probs and ids of the `teacher.top_k` most likely tokens at every response token.
+        """Teacher: return the log-probs and ids of the `teacher.top_k` most likely tokens at every
+        response token.
 
-        Both are jagged [t, k], sorted by decreasing probability. Log-probs are normalised over the whole vocabulary at
-        the policy's sampling temperature.
+        Both are jagged [t, k], sorted by decreasing probability. Log-probs are normalised over the
+        whole vocabulary at the policy's sampling temperature.
         """
         found = self.model.top_log_probs(
             batch,
@@ -101,16 +117,20 @@ class ModelWorker(RoleWorker):
         )
         if found is None:
             return None
-        return DataProto.from_columns({"teacher_top_log_probs": found[0], "teacher_top_ids": found[1]})
+        return DataProto.from_columns(
+            {"teacher_top_log_probs": found[0], "teacher_top_ids": found[1]}
+        )
 
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids", *ValueLoss.columns))
     @needs("weights", "gradients", "optimizer")
     def update_critic(self, batch: DataProto, rows_per_update: int) -> list[Report]:
-        """Critic: run regression updates over this rank's share in order, `rows_per_update` rows each.
+        """Critic: run regression updates over this rank's share in order, `rows_per_update` rows
+        each.
 
         Returns one report per update.
         """
-        config, reports = self.config, []
+        config = self.config
+        reports = []
         loss = ValueLoss(config)
         for mini_batch in batch.split(rows_per_update):
             sums, info = self.model.train_values(
@@ -124,7 +144,9 @@ class ModelWorker(RoleWorker):
     def pair_step(self, batch: DataProto) -> list[Report]:
         """Reward model: run one update on [B] preference pairs."""
         rows = interleave_pairs(own_rows(batch))
-        sums, info = self.model.train_pairs(rows, PairLoss(), max_tokens=self.config.max_tokens_per_micro_batch)
+        sums, info = self.model.train_pairs(
+            rows, PairLoss(), max_tokens=self.config.max_tokens_per_micro_batch
+        )
         return [{"sums": sums, "info": info}]
 
 
@@ -144,7 +166,8 @@ def interleave_pairs(batch: DataProto) -> DataProto:
     """
     prompts = batch.select(["prompt_ids"])
     chosen, rejected = (
-        prompts.with_columns(response_ids=batch.jagged(name)) for name in ("chosen_ids", "rejected_ids")
+        prompts.with_columns(response_ids=batch.jagged(name))
+        for name in ("chosen_ids", "rejected_ids")
     )
     rows = DataProto.concat([chosen, rejected])
     count = len(batch)

@@ -1,7 +1,7 @@
 """The policy worker.
 
-It trains the actor, computes log-probs under actor and reference weights, and sends weights to the engines, with any
-training backend.
+It trains the actor, computes log-probs under actor and reference weights, and sends weights to the
+engines, with any training backend.
 """
 
 from __future__ import annotations
@@ -41,16 +41,22 @@ if TYPE_CHECKING:
 
 
 class PolicyWorker(RoleWorker):
-    """One rank of the policy. Public methods are collectives: the controller calls them on all ranks."""
+    """One rank of the policy. Public methods are collectives: the controller calls them on all
+    ranks."""
 
     def __init__(self, context: WorkerContext, spec: RoleSpec) -> None:
-        config, platform = spec.config, Platform.detect()
+        config = spec.config
+        platform = Platform.detect()
         platform.set_device(context.local_rank)
         self.model: Backend = open_backend(config, spec.hf_config, platform, context.local_rank)
         super().__init__(spec, self.model, spec.hf_config, platform)
-        self.platform, self.host, self.sync = platform, context.master_addr, config.rollout.sync
+        self.platform = platform
+        self.host = context.master_addr
+        self.sync = config.rollout.sync
         # quantisation of the engines' weights
-        self._quantisation = BlockQuantisation.of(spec.hf_config) if config.rollout.quantization == "fp8" else None
+        self._quantisation = (
+            BlockQuantisation.of(spec.hf_config) if config.rollout.quantization == "fp8" else None
+        )
         self._noted: DataProto | None = None
         self._store: MasterStore | None = None
         self._sender = WeightSender(context.rank, self.model.parameters)
@@ -65,7 +71,8 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids"), may_read=(RESPONSE_MASK,))
     @needs("weights", "gradients", "optimizer")
     def sft_step(self, batch: DataProto) -> list[Report]:
-        """Run one supervised update on the response tokens, or on those that `response_mask` selects."""
+        """Run one supervised update on the response tokens, or on those that `response_mask`
+        selects."""
         sums, info = self.model.train_mini_batch(
             own_rows(batch),
             sft_loss,
@@ -78,20 +85,24 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.DP_METRIC)
     @needs("weights", "gradients", "optimizer")
-    def update_policy(self, batch: DataProto, rows_per_update: int, notes: bool = False) -> list[Report]:
+    def update_policy(
+        self, batch: DataProto, rows_per_update: int, notes: bool = False
+    ) -> list[Report]:
         """Run policy updates over this rank's share in order, `rows_per_update` rows each.
 
         Returns one report per update.
 
-        Reads prompt_ids, response_ids and the columns declared by the policy loss. Replays routed_experts if the batch
-        has it. With `notes`, the first update keeps its log-probs for `take_update_log_probs`. A batch without
-        old_log_probs must be a single update and uses its own log-probs as the old ones.
+        Reads prompt_ids, response_ids and the columns declared by the policy loss. Replays
+        routed_experts if the batch has it. With `notes`, the first update keeps its log-probs for
+        `take_update_log_probs`. A batch without old_log_probs must be a single update and uses its
+        own log-probs as the old ones.
         """
         with self.model.replay.during("replay") if ROUTES in batch else nullcontext():
             return self._update(batch, rows_per_update, notes)
 
     def _update(self, batch: DataProto, rows_per_update: int, notes: bool) -> list[Report]:
-        config, reports = self.spec.config, list[Report]()
+        config = self.spec.config
+        reports = list[Report]()
         old = derived.old_log_probs_column(config)
         loss = PolicyLoss(self.config, None if notes and old == "old_log_probs" else old)
         for mini_batch in batch.split(rows_per_update):
@@ -111,16 +122,23 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.DP, reads=("uid",), writes=("old_log_probs", "entropys"))
     def take_update_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Return the log-probs and entropies from the step's first update, computed before the weights changed.
+        """Return the log-probs and entropies from the step's first update, computed before the
+        weights changed.
 
         `batch` must have the same rows in the same order. Can be called once per update.
         """
-        noted, self._noted = self._noted, None
+        noted = self._noted
+        self._noted = None
         return noted
 
     # ---- log-probs
 
-    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys"), may_read=SUPPORT)
+    @register(
+        Dispatch.DP,
+        reads=("prompt_ids", "response_ids"),
+        writes=("old_log_probs", "entropys"),
+        may_read=SUPPORT,
+    )
     @needs("weights")
     def compute_log_probs(self, batch: DataProto) -> DataProto | None:
         """Compute log-probs and entropies of the response tokens under the current weights."""
@@ -134,7 +152,8 @@ class PolicyWorker(RoleWorker):
     )
     @needs("weights")
     def compute_log_probs_and_routes(self, batch: DataProto) -> DataProto | None:
-        """Compute log-probs and entropies under the current weights, and record the experts of each token (R2)."""
+        """Compute log-probs and entropies under the current weights, and record the experts of each
+        token (R2)."""
         with self.model.replay.during("record"):
             found = self._log_probs(batch, "old_log_probs", "entropys")
             routes = self.model.replay.recorded()
@@ -150,31 +169,47 @@ class PolicyWorker(RoleWorker):
     def compute_log_probs_along_routes(self, batch: DataProto) -> DataProto | None:
         """Compute log-probs and entropies while replaying the engine's experts (R3).
 
-        With `actor.router_replay=compare`, the engine's experts are only compared with the router's own choice.
+        With `actor.router_replay=compare`, the engine's experts are only compared with the router's
+        own choice.
         """
-        with self.model.replay.during("compare" if self.config.router_replay == "compare" else "replay"):
+        with self.model.replay.during(
+            "compare" if self.config.router_replay == "compare" else "replay"
+        ):
             return self._log_probs(batch, "old_log_probs", "entropys")
 
     @register(
-        Dispatch.DP, reads=("prompt_ids", "response_ids", "old_log_probs"), writes=("sum_pi_squared",), may_read=SUPPORT
+        Dispatch.DP,
+        reads=("prompt_ids", "response_ids", "old_log_probs"),
+        writes=("sum_pi_squared",),
+        may_read=SUPPORT,
     )
     @needs("weights")
     def compute_sum_pi_squared(self, batch: DataProto) -> DataProto | None:
         """Compute the sum of squared probabilities over the vocabulary at each response token.
 
-        Uses one forward pass at half the temperature T: log pi_{T/2}(token) = 2 log pi_T(token) - log sum pi_T^2.
+        Uses one forward pass at half the temperature T: log pi_{T/2}(token) = 2 log pi_T(token) -
+        log sum pi_T^2.
         """
-        found = self._log_probs(batch, "halved", None, 0.5 * self.spec.config.rollout.sampling.temperature)
+        found = self._log_probs(
+            batch, "halved", None, 0.5 * self.spec.config.rollout.sampling.temperature
+        )
         if found is None:
             return None
-        halved, old = found.jagged("halved"), batch.jagged("old_log_probs")
+        halved = found.jagged("halved")
+        old = batch.jagged("old_log_probs")
         sums = np.exp(2 * old.values - halved.values)
         return DataProto.from_columns({"sum_pi_squared": Jagged(sums, halved.offsets)})
 
-    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",), may_read=SUPPORT)
+    @register(
+        Dispatch.DP,
+        reads=("prompt_ids", "response_ids"),
+        writes=("ref_log_probs",),
+        may_read=SUPPORT,
+    )
     @needs("weights", "reference")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Compute log-probs of the response tokens under the reference weights. Routes are not replayed."""
+        """Compute log-probs of the response tokens under the reference weights. Routes are not
+        replayed."""
         with self.model.as_reference():
             return self._log_probs(batch, "ref_log_probs")
 
@@ -188,8 +223,9 @@ class PolicyWorker(RoleWorker):
     def take_observations(self) -> dict[str, Any]:
         """Return statistics since the last call.
 
-        These are the fields of `RoleMemory.take`, and routes from `RouterReplay.take_counts`. Also: trainable, the
-        number of trainable parameters; and copied, the bytes that a weight sync copies on this rank.
+        These are the fields of `RoleMemory.take`, and routes from `RouterReplay.take_counts`. Also:
+        trainable, the number of trainable parameters; and copied, the bytes that a weight sync
+        copies on this rank.
         """
         model = {"trainable": self.model.trainable_parameters, "copied": self.model.copied_bytes}
         return {**super().take_observations(), "routes": self.model.replay.take_counts(), **model}
@@ -198,12 +234,18 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.RANK_ZERO)
     def open_sync_store(self) -> tuple[str, int]:
-        """Open the store used by trainer and engines to coordinate syncs, and post the tensor catalog to it.
+        """Open the store used by trainer and engines to coordinate syncs, and post the tensor
+        catalog to it.
 
         Returns (host, port).
         """
         self._store = master_store(self.host, 0, self.sync.timeout_s)
-        post_catalog(self._store, self.model.family.tensors(), self.spec.config.model.dtype, self._quantisation)
+        post_catalog(
+            self._store,
+            self.model.family.tensors(),
+            self.spec.config.model.dtype,
+            self._quantisation,
+        )
         return self.host, self._store.port
 
     @register(Dispatch.RANK_ZERO)
@@ -212,18 +254,30 @@ class PolicyWorker(RoleWorker):
         return self.platform.kind
 
     @register(Dispatch.ONE_TO_ALL)
-    def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> PlanFacts | None:
+    def plan_weights(
+        self, host: str, port: int, engines: Sequence[EngineLayout]
+    ) -> PlanFacts | None:
         """Plan and verify the weight transfer.
 
         Runs once; every rank reads its part of the plan. Rank 0 returns a summary of the plan.
         """
-        layout, facts, wait_s = self.model.weight_layout(), None, self.sync.timeout_s
+        layout = self.model.weight_layout()
+        facts = None
+        wait_s = self.sync.timeout_s
         if self._store is not None:
             source = layout(Catalog.of(self.model.family.tensors(), self._quantisation))
-            staging, transport = self.sync.staging_bytes, chosen(self.sync.transport, self.platform)
+            staging = self.sync.staging_bytes
+            transport = chosen(self.sync.transport, self.platform)
             part = part_bytes(transport, self.platform)
             facts = make_weight_plan(
-                self._store, self.model.family, source, engines, staging, wait_s, part, self._quantisation
+                self._store,
+                self.model.family,
+                source,
+                engines,
+                staging,
+                wait_s,
+                part,
+                self._quantisation,
             )
         digest = session.read(session.connect(host, port, wait_s), session.PLAN_KEY, wait_s)
         self._sender.adopt(digest, host, port, wait_s)
@@ -244,7 +298,8 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.RANK_ZERO)
     @needs("weights")
     def copy_weights(self, target: Mapping[str, torch.Tensor]) -> int:
-        """Copy the weights into the tensors of an engine in this process, keyed by Hugging Face name.
+        """Copy the weights into the tensors of an engine in this process, keyed by Hugging Face
+        name.
 
         Returns the bytes copied. Requires a policy with a single rank.
         """

@@ -1,4 +1,5 @@
-"""Bookkeeping of one engine's requests: those in flight, and the results of those that have finished."""
+"""Bookkeeping of one engine's requests: those in flight, and the results of those that have
+finished."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ class Ended:
 class _Part:
     """Requests sent to the engine in one call.
 
-    `aborted` holds responses that the engine aborted without being told to. Whether they were aborted because the
-    engine shut down is known only when the whole part is done, so they are held back until then.
+    `aborted` holds responses that the engine aborted without being told to. Whether they were
+    aborted because the engine shut down is known only when the whole part is done, so they are held
+    back until then.
     """
 
     tickets: Sequence[int]
@@ -48,16 +50,21 @@ class EngineRequests:
         self._parts: list[_Part] = []
         self._ended: list[Ended] = []
 
-    def ask(self, engine: Engine, start: int, tickets: Sequence[int], requests: TokenRequests) -> None:
+    def ask(
+        self, engine: Engine, start: int, tickets: Sequence[int], requests: TokenRequests
+    ) -> None:
         """Send requests to the engine.
 
-        `start` is the number of times the engine was restarted. Raises EngineError if the engine rejects the requests.
+        `start` is the number of times the engine was restarted. Raises EngineError if the engine
+        rejects the requests.
         """
         part = _Part(tickets, requests, set(range(len(tickets))), start)
         with self._changed:
             self._parts.append(part)
         try:
-            part.asking = ask(engine, requests, lambda number, completion: self._told(part, number, completion))
+            part.asking = ask(
+                engine, requests, lambda number, completion: self._told(part, number, completion)
+            )
         except BaseException:
             self._forget(part)
             raise
@@ -73,7 +80,9 @@ class EngineRequests:
     def wait(self, seconds: float) -> None:
         """Wait until nothing is in flight, a request has failed, or `seconds` have passed."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._parts or any(map(_is_done, self._parts)), seconds)
+            self._changed.wait_for(
+                lambda: not self._parts or any(map(_is_done, self._parts)), seconds
+            )
 
     def failed(self) -> tuple[BaseException, int] | None:
         """Return an error that left requests unanswered, with the start number of their engine.
@@ -102,18 +111,22 @@ class EngineRequests:
     def abort(self, tickets: Collection[int]) -> None:
         """Abort these requests in the engine.
 
-        Returns once the engine has been notified. Each request finishes with the tokens generated so far and the finish
-        reason `abort`, unless it finishes on its own first.
+        Returns once the engine has been notified. Each request finishes with the tokens generated
+        so far and the finish reason `abort`, unless it finishes on its own first.
         """
         wanted: list[tuple[Asking, list[int]]] = []
         with self._changed:
             for part in self._parts:
-                numbers = [number for number in sorted(part.open) if part.tickets[number] in tickets]
+                numbers = [
+                    number for number in sorted(part.open) if part.tickets[number] in tickets
+                ]
                 part.unwanted |= set(numbers)
                 for number in [number for number in numbers if number in part.aborted]:
                     self._end(part, number, part.aborted.pop(number))
                 if part.asking is not None and part.open & part.unwanted:
-                    wanted.append((part.asking, [number for number in numbers if number in part.open]))
+                    wanted.append(
+                        (part.asking, [number for number in numbers if number in part.open])
+                    )
         for asking, numbers in wanted:  # not under the lock: `_told` acquires it
             asking.abort(numbers)
 
@@ -130,7 +143,8 @@ class EngineRequests:
         """Abort everything in flight and discard all results, including finished ones."""
         self.give_up()
         with self._changed:
-            self._parts, self._ended = [], []
+            self._parts = []
+            self._ended = []
 
     def take(self, extras: Extras) -> list[Ended]:
         """Return the requests with these extras that have finished since the last call."""
@@ -140,7 +154,8 @@ class EngineRequests:
         return taken
 
     def so_far(self, extras: Extras) -> list[Ended]:
-        """Return the partial results of requests with these extras that have not been taken, without stopping them.
+        """Return the partial results of requests with these extras that have not been taken,
+        without stopping them.
 
         Unfinished ones have the finish reason `CUT_SHORT`.
         """
@@ -155,8 +170,16 @@ class EngineRequests:
                         answer = replace(answer, finish_reason=CUT_SHORT)
                     elif extras.routes:
                         continue  # finishing right now; its experts are not available yet
-                    found.append(Ended(part.tickets[number], len(part.requests.prompts[number]), extras, answer))
-        return [one for one in found if len(one.completion.token_ids) or one.completion.finish_reason != CUT_SHORT]
+                    found.append(
+                        Ended(
+                            part.tickets[number], len(part.requests.prompts[number]), extras, answer
+                        )
+                    )
+        return [
+            one
+            for one in found
+            if len(one.completion.token_ids) or one.completion.finish_reason != CUT_SHORT
+        ]
 
     # ---- called with the lock held, or from the engine's thread
 
@@ -172,7 +195,9 @@ class EngineRequests:
     def _end(self, part: _Part, number: int, completion: Completion) -> None:
         part.open.discard(number)
         asked = part.requests
-        self._ended.append(Ended(part.tickets[number], len(asked.prompts[number]), asked.extras, completion))
+        self._ended.append(
+            Ended(part.tickets[number], len(asked.prompts[number]), asked.extras, completion)
+        )
 
     def _cut_short(self, part: _Part) -> None:
         assert part.asking is not None

@@ -1,7 +1,7 @@
 """Base class of all workers with a model: memory, optimizer, checkpoints and export.
 
-Worker modules import `hybridflow.mcore` lazily, inside the functions that run on a rank. The driver imports these
-modules only to refer to their methods, and importing Megatron would cost it 3 s.
+Worker modules import `hybridflow.mcore` lazily, inside the functions that run on a rank. The driver
+imports these modules only to refer to their methods, and importing Megatron would cost it 3 s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, register
 from hybridflow.workers.backend import Model
 from hybridflow.workers.memory import RoleMemory, needs
 
-Report = dict[str, Any]  # one optimizer update: {sums: {metric: (sum, count)}, info: {grad_norm, lr, applied}}
+# one optimizer update: {sums: {metric: (sum, count)}, info: {grad_norm, lr, applied}}
+Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class RoleSpec:
         hf_config: the Hugging Face config of the role's model.
         path: the Hugging Face folder to load weights from; None: random weights.
         tokenizer: the folder from which an export copies the tokenizer.
-        trains: whether the role ever updates its weights. If False, it has neither gradients nor checkpoints.
+        trains: whether the role ever updates its weights. If False, it has neither gradients nor
+            checkpoints.
     """
 
     config: RunConfig
@@ -45,11 +47,16 @@ class RoleSpec:
 
 
 class RoleWorker:
-    """One rank of a role. Public methods are collectives: the controller calls them on all ranks."""
+    """One rank of a role. Public methods are collectives: the controller calls them on all
+    ranks."""
 
-    def __init__(self, spec: RoleSpec, model: Model, hf_config: Mapping[str, Any], platform: Platform) -> None:
+    def __init__(
+        self, spec: RoleSpec, model: Model, hf_config: Mapping[str, Any], platform: Platform
+    ) -> None:
         """`hf_config` is written into exports."""
-        self.spec, self.model, self._hf_config = spec, model, hf_config
+        self.spec = spec
+        self.model = model
+        self._hf_config = hf_config
         self.config = getattr(spec.config, spec.role)
         residency = Residency(model.memory_parts(), platform, model.settle, spec.role)
         layout = derived.layout_section(spec.config, spec.role)
@@ -61,7 +68,11 @@ class RoleWorker:
         return MeshPosition(*self.model.mesh_position())
 
     def _log_probs(
-        self, batch: DataProto, name: str, entropy_name: str | None = None, temperature: float | None = None
+        self,
+        batch: DataProto,
+        name: str,
+        entropy_name: str | None = None,
+        temperature: float | None = None,
     ) -> DataProto | None:
         """Compute log-probs of the response tokens with a language-model head, stored under `name`.
 
@@ -93,7 +104,8 @@ class RoleWorker:
     def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
         """Offload those of `parts` that are enabled in the role's `offload`.
 
-        They stay off the device until a method needs them or `wake` is called. Returns the bytes freed.
+        They stay off the device until a method needs them or `wake` is called. Returns the bytes
+        freed.
         """
         return self.memory.sleep(parts)
 
@@ -128,7 +140,8 @@ class RoleWorker:
     @register(Dispatch.ONE_TO_ALL)
     @needs(*PARTS)
     def load(self, folder: Path, optim: OptimConfig) -> None:
-        """Restore a checkpoint that `save` wrote in the same phase, using that phase's optimizer."""
+        """Restore a checkpoint that `save` wrote in the same phase, using that phase's
+        optimizer."""
         self.model.set_optimizer(optim)
         self.model.load(folder)
 

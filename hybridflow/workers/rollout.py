@@ -35,8 +35,12 @@ from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import Order, Outcome, refuse
 from hybridflow.workers.requests import Ended, EngineRequests
 
-_SETTLE_S, _SETTLE_POLL_S = 10.0, 0.2  # a silent engine not seen to exit within this time counts as hung
-_ROUTES, _SUPPORT, _BOTH = Extras(routes=True), Extras(support=True), Extras(routes=True, support=True)
+# a silent engine not seen to exit within this time counts as hung
+_SETTLE_S = 10.0
+_SETTLE_POLL_S = 0.2
+_ROUTES = Extras(routes=True)
+_SUPPORT = Extras(support=True)
+_BOTH = Extras(routes=True, support=True)
 _MAX_SUPPORT = 4096  # SGLang's limit
 FP8_CAPABILITY = (8, 9)
 WRITES = (
@@ -76,8 +80,8 @@ def engine_spec(
         max_running_requests=config.max_running_requests,
         max_total_tokens=config.max_total_tokens,
         mem_fraction_static=config.mem_fraction_static,
-        # Requests paused in place prevent the cache from being flushed, so prefixes computed with old weights would be
-        # reused.
+        # Requests paused in place prevent the cache from being flushed, so prefixes computed with
+        # old weights would be reused.
         cache_prefixes=config.sync.pause != "in_place",
         extra_args=dict(config.extra_args),
         python=config.python or "",
@@ -96,7 +100,8 @@ def engine_spec(
 
 
 def placed(spec: EngineSpec, config: RolloutConfig, context: WorkerContext) -> EngineSpec:
-    """Set the spec's address and ports to those of its worker. Raises ConfigError if the node cannot run it."""
+    """Set the spec's address and ports to those of its worker. Raises ConfigError if the node
+    cannot run it."""
     check_node(config, Platform.detect(), context.node)
     return replace(spec, host=context.node, ports=context.ports)
 
@@ -105,19 +110,21 @@ def check_node(config: RolloutConfig, platform: Platform, node: str) -> None:
     """Raise ConfigError if the devices of `node`, as seen by this process, cannot run an engine."""
     if platform.kind == "cpu":
         return
-    ranks, found = config.tensor * config.pipeline // config.nodes_per_engine, platform.device_count()
+    ranks = config.tensor * config.pipeline // config.nodes_per_engine
+    found = platform.device_count()
     if found < ranks:
         raise ConfigError(
-            f"node {node} shows {found} GPUs to an engine with {ranks} ranks on it; look at nvidia-smi there, and at "
-            f"the GPUs that its ray start offers"
+            f"node {node} shows {found} GPUs to an engine with {ranks} ranks on it; look at "
+            "nvidia-smi there, and at the GPUs that its ray start offers"
         )
     if config.quantization == "fp8" and platform.capability() < FP8_CAPABILITY:
         # sglang/srt/layers/quantization/fp8_utils.py:2798
         raise ConfigError(
-            f"rollout.quantization=fp8 needs GPUs of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or "
-            f"later, and those of node {node} have {'.'.join(map(str, platform.capability()))}: there the engine "
-            f"rearranges fp8 weights for Marlin after each load, and slices would land in the wrong form; set "
-            f"rollout.quantization=null"
+            "rollout.quantization=fp8 needs GPUs of compute capability "
+            f"{'.'.join(map(str, FP8_CAPABILITY))} or later, and those of node {node} have "
+            f"{'.'.join(map(str, platform.capability()))}: there the engine rearranges fp8 weights "
+            "for Marlin after each load, and slices would land in the wrong form; set "
+            "rollout.quantization=null"
         )
 
 
@@ -127,20 +134,25 @@ class RolloutWorker:
     def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
         """Start the server process without waiting for it; `wait_ready` waits.
 
-        Engines thus start up in parallel with other work. `engine` are the arguments of `engine_spec` from
-        `model_folder` on.
+        Engines thus start up in parallel with other work. `engine` are the arguments of
+        `engine_spec` from `model_folder` on.
         """
-        self.rank, self.world_size, self.config = context.rank, context.world_size, config
+        self.rank = context.rank
+        self.world_size = context.world_size
+        self.config = config
         spec = placed(engine_spec(config, context.rank, *engine), config, context)
         nodes = None
         if config.nodes_per_engine > 1:
             spec = replace(spec, dist_init_addr=f"{context.node}:0")
             nodes = FirstNode(spec, context.node)
-        self._hf_config = json.loads(Path(spec.model_path, "config.json").read_text(encoding="utf-8"))
+        self._hf_config = json.loads(
+            Path(spec.model_path, "config.json").read_text(encoding="utf-8")
+        )
         # (engine start number, memory tags released since)
         self._asleep: tuple[int, tuple[str, ...]] = (-1, ())
         self.requests = EngineRequests()
-        self._sync_store, self._plan = ("", 0), ""
+        self._sync_store = ("", 0)
+        self._plan = ""
         self._described: EngineLayout | None = None
         self._served_start = -1  # start number of the engine that holds complete weights; -1: none
         log_path = context.log_path.with_name(f"{spec.name}.log")
@@ -169,13 +181,20 @@ class RolloutWorker:
     # ---- requests
 
     @register(Dispatch.ALL_TO_ALL)
-    def ask(self, batch: DataProto, sampling: SamplingConfig, stop_token_ids: Sequence[int], extras: Extras) -> None:
+    def ask(
+        self,
+        batch: DataProto,
+        sampling: SamplingConfig,
+        stop_token_ids: Sequence[int],
+        extras: Extras,
+    ) -> None:
         """Send the batch's prompt_ids to the engine without waiting for responses.
 
         A stop token is included in the response.
 
-        Each row has max_new_tokens and a ticket that identifies its response in `collect`. If the engine is lost, or
-        has not received complete weights since its last start, nothing is sent and the rows are cut short.
+        Each row has max_new_tokens and a ticket that identifies its response in `collect`. If the
+        engine is lost, or has not received complete weights since its last start, nothing is sent
+        and the rows are cut short.
         """
         prompts = batch.jagged("prompt_ids")
         requests = TokenRequests(
@@ -185,7 +204,8 @@ class RolloutWorker:
             list(stop_token_ids),
             extras,
         )
-        tickets, start = batch["ticket"].tolist(), self._served_start
+        tickets = batch["ticket"].tolist()
+        start = self._served_start
         if self._lost(start):
             self.requests.refuse(tickets, requests)
         else:
@@ -193,9 +213,11 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES))
     def collect(self, wait_s: float) -> DataProto:
-        """Return the responses finished since the last call. Waits `wait_s`, or less if nothing is in flight.
+        """Return the responses finished since the last call. Waits `wait_s`, or less if nothing is
+        in flight.
 
-        If the engine is lost, rows have the finish reason `CUT_SHORT` and the tokens received so far.
+        If the engine is lost, rows have the finish reason `CUT_SHORT` and the tokens received so
+        far.
 
         Raises:
             EngineError: the engine rejected a request but is still running.
@@ -212,7 +234,8 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, *SUPPORT))
     def collect_with_support(self, wait_s: float) -> DataProto:
-        """Same as `collect`, for requests that record the sampling support of each token (`batch.support`)."""
+        """Same as `collect`, for requests that record the sampling support of each token
+        (`batch.support`)."""
         return self._answers(self._ended(wait_s, _SUPPORT), _SUPPORT)
 
     @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES, *SUPPORT))
@@ -292,7 +315,10 @@ class RolloutWorker:
     def _answers(self, ended: Sequence[Ended], extras: Extras = NO_EXTRAS) -> DataProto:
         found = response_columns([one.completion for one in ended], extras)
         if extras.routes:
-            rows = [self._routes(one.completion, one.prompt_tokens + len(one.completion.token_ids)) for one in ended]
+            rows = [
+                self._routes(one.completion, one.prompt_tokens + len(one.completion.token_ids))
+                for one in ended
+            ]
             found = found.with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
         return found.with_columns(ticket=np.array([one.ticket for one in ended], dtype=np.int64))
 
@@ -300,7 +326,9 @@ class RolloutWorker:
         layers = int(self._hf_config["num_hidden_layers"])
         if completion.routes is None or not len(completion.token_ids):  # empty or cut short
             return unknown_routes(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
-        return with_free_end(completion.routes, tokens, layers, f"engine {self.supervisor.spec.name}")
+        return with_free_end(
+            completion.routes, tokens, layers, f"engine {self.supervisor.spec.name}"
+        )
 
     # ---- memory
 
@@ -316,10 +344,11 @@ class RolloutWorker:
     def wake(self, tags: Sequence[str]) -> None:
         """Reallocate the memory of these parts.
 
-        Weights stay empty until the next sync. Does nothing if the engine was restarted since, because a restarted
-        engine already has its memory.
+        Weights stay empty until the next sync. Does nothing if the engine was restarted since,
+        because a restarted engine already has its memory.
         """
-        state, (start, asleep) = self.supervisor.state(), self._asleep
+        state = self.supervisor.state()
+        start, asleep = self._asleep
         again = [tag for tag in tags if tag in asleep]
         if state.state == UP and state.restarts == start and again:
             self.supervisor.engine.wake(again)
@@ -341,7 +370,8 @@ class RolloutWorker:
 
     @register(Dispatch.ALL_TO_ALL)
     def receive_weights(self, order: Order) -> Outcome:
-        """Run one attempt of a weight sync. If the engine is lost during it, it is restarted in the background."""
+        """Run one attempt of a weight sync. If the engine is lost during it, it is restarted in the
+        background."""
         state = self.supervisor.state()
         self._served_start = -1
         if state.state != UP:
@@ -350,7 +380,8 @@ class RolloutWorker:
         if outcome.status == "served":
             self._served_start = state.restarts
         else:
-            self.requests.give_up()  # the engine stays paused until the next order; other engines resume these
+            # the engine stays paused until the next order; other engines resume these
+            self.requests.give_up()
         if outcome.status == "lost":
             self.supervisor.restart(outcome.error)
         return outcome
@@ -363,7 +394,9 @@ class RolloutWorker:
         """
         self.supervisor.state()
         state = self.supervisor.wait_restarted(wait_s)
-        return replace(state, has_weights=state.state == UP and state.restarts == self._served_start)
+        return replace(
+            state, has_weights=state.state == UP and state.restarts == self._served_start
+        )
 
     @register(Dispatch.ONE_TO_ALL)
     def stop(self) -> None:
@@ -377,24 +410,32 @@ class RolloutWorker:
         """Raise WeightSyncError if a restarted engine's weight layout does not match the plan."""
         if self._described is not None and self._describe(engine) != self._described:
             raise WeightSyncError(
-                f"{engine.spec.name} holds its weights otherwise than before its restart; start the run again"
+                f"{engine.spec.name} holds its weights otherwise than before its restart; start "
+                "the run again"
             )
 
 
 def response_columns(completions: list[Completion], extras: Extras = NO_EXTRAS) -> DataProto:
-    """Build the columns `WRITES` from an engine's completions, one row each, plus `SUPPORT` if it was requested."""
+    """Build the columns `WRITES` from an engine's completions, one row each, plus `SUPPORT` if it
+    was requested."""
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([c.token_ids for c in completions], np.int64),
         # tokens sampled by the policy: all of them, since the engine alone uses no tools
-        "response_mask": Jagged.from_rows([np.ones(len(c.token_ids)) for c in completions], np.bool_),
+        "response_mask": Jagged.from_rows(
+            [np.ones(len(c.token_ids)) for c in completions], np.bool_
+        ),
         "rollout_log_probs": Jagged.from_rows([c.log_probs for c in completions], np.float32),
         "finish_reason": objects([c.finish_reason for c in completions]),
         "response_versions": Jagged.from_rows([_versions(c) for c in completions], np.int64),
         # version that sampled the last token; a partial rollout spans several versions
-        "weight_version": objects([c.weight_versions[-1].version if c.weight_versions else "" for c in completions]),
+        "weight_version": objects(
+            [c.weight_versions[-1].version if c.weight_versions else "" for c in completions]
+        ),
     }
     if extras.support:
-        columns |= support_columns([c.support or Supports.unknown(len(c.token_ids)) for c in completions])
+        columns |= support_columns(
+            [c.support or Supports.unknown(len(c.token_ids)) for c in completions]
+        )
     return DataProto.from_columns(columns)
 
 

@@ -1,4 +1,5 @@
-"""The worker on every node of a multi-node engine except the first; `RolloutWorker` runs on the first."""
+"""The worker on every node of a multi-node engine except the first; `RolloutWorker` runs on the
+first."""
 
 from __future__ import annotations
 

@@ -12,5 +12,10 @@ JOURNEYS = {"A prompt on its way to a gradient": 30, "A weight on its way to an 
 
 def steps(journey: str) -> list[str]:
     """The files of a journey, in order."""
-    section = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split(f"## {journey}\n")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "design.md")
+        .read_text(encoding="utf-8")
+        .split(f"## {journey}\n")[1]
+        .split("\n## ")[0]
+    )
     return [line.split("`")[1] for line in section.splitlines() if re.match(r"\d+\. ", line)]

@@ -1,6 +1,8 @@
-"""Finds docstring fragments, docstrings that only point elsewhere, and this project's former private words.
+"""Finds docstring fragments, docstrings that only point elsewhere, and this project's former
+private words.
 
-`python tests/arch/language.py PATH ...` prints `file:line: problem` for each finding and exits with 1 if there is any.
+`python tests/arch/language.py PATH ...` prints `file:line: problem` for each finding and exits with
+1 if there is any.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from pathlib import Path
 
 Finding = tuple[int, str]  # line, problem
 
-# What to say instead: schedule, endpoint or slot, notification, order, in flight, outcome, lifetime or start, other.
+# What to say instead: schedule, endpoint or slot, notification, order, in flight, outcome, lifetime
+# or start, other.
 NAMES = {
     "course",
     "seat",
@@ -33,7 +36,10 @@ NAMES = {
 }
 # The names of tests are sentences, where some of these words are plain English.
 TEST_NAMES = NAMES - {"turns", "beside", "gone", "lives"}
-_ONE = "an?|the|its|this|that|one|each|every|first|second|next|last|earlier|later|new|whole|run's|engine's|process's"
+_ONE = (
+    "an?|the|its|this|that|one|each|every|first|second|next|last|earlier|later|new|whole|"
+    "run's|engine's|process's"
+)
 _SEVERAL = "two|both|three|several|its|their|many|earlier|later|all|of|between|over"
 TEXT = [
     (r"\bfates?\b", "fate: say outcome"),
@@ -65,14 +71,21 @@ _RELATIVE = frozenset(
     that which who whose whom where when while if after before until since
     """.split()  # noqa: SIM905
 )
-_PREPOSITION = re.compile(r"(By|For|From|In|On|With|At|Into|To|Under|Over|Between|Within|Without|After|Before) ")
+_PREPOSITION = re.compile(
+    r"(By|For|From|In|On|With|At|Into|To|Under|Over|Between|Within|Without|After|Before) "
+)
 _POSSESSIVE = re.compile(r"(Those|These|Its|Their|His|Theirs|Ours|Hers|Such) ")
-_POINTER = re.compile(r"(See(?: also)?|As|Like|Compare|Cf\.) (?:above\b.*|below\b.*|[`\w.]+[\w`)]*\.?)$")
+_POINTER = re.compile(
+    r"(See(?: also)?|As|Like|Compare|Cf\.) (?:above\b.*|below\b.*|[`\w.]+[\w`)]*\.?)$"
+)
 
 
 def has_verb(sentence: str) -> bool:
-    """Whether the sentence has a finite verb besides those of its subordinate clauses, as far as a list can tell."""
-    words = [word.lower() for word in re.findall(r"[A-Za-z']+", re.sub(r"`[^`]*`", "x", sentence))[1:]]
+    """Whether the sentence has a finite verb besides those of its subordinate clauses, as far as a
+    list can tell."""
+    words = [
+        word.lower() for word in re.findall(r"[A-Za-z']+", re.sub(r"`[^`]*`", "x", sentence))[1:]
+    ]
     return sum(word in _FINITE for word in words) > sum(word in _RELATIVE for word in words)
 
 
@@ -80,12 +93,20 @@ def docstring_problem(text: str) -> str | None:
     """What is wrong with the first sentence of a docstring, if anything is."""
     sentence = " ".join(re.split(r"(?<=[.!?])\s", text.strip(), maxsplit=1)[0].split())
     if sentence.startswith("See ") or _POINTER.match(sentence):
-        return f"a pointer alone: {sentence!r}; say what it does, or leave the docstring out where a protocol has it"
+        return (
+            f"a pointer alone: {sentence!r}; say what it does, or leave the docstring out where a "
+            "protocol has it"
+        )
     if sentence.startswith(("Of ", "Whose ", "Whom ")):
         return f"a fragment: {sentence!r}; begin with the noun it speaks of"
     if _POSSESSIVE.match(sentence) and not has_verb(sentence):
         return f"a fragment: {sentence!r}; begin with the noun it speaks of"
-    if _PREPOSITION.match(sentence) and len(sentence.split()) <= 12 and not has_verb(sentence) and "," not in sentence:
+    if (
+        _PREPOSITION.match(sentence)
+        and len(sentence.split()) <= 12
+        and not has_verb(sentence)
+        and "," not in sentence
+    ):
         return f"a fragment: {sentence!r}; say what it is"
     return None
 
@@ -108,8 +129,11 @@ def defined_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, node.attr, False
 
 
-def findings(source: str, stem: str = "", nodes: Sequence[ast.AST] | None = None) -> Iterator[Finding]:
-    """Every problem of a file, in no order. `nodes` are those of its syntax tree, where the caller has them."""
+def findings(
+    source: str, stem: str = "", nodes: Sequence[ast.AST] | None = None
+) -> Iterator[Finding]:
+    """Every problem of a file, in no order. `nodes` are those of its syntax tree, where the caller
+    has them."""
     nodes = tuple(ast.walk(ast.parse(source))) if nodes is None else nodes
     texts: list[Finding] = []
     if words_of(stem) & (TEST_NAMES if stem.startswith("test_") else NAMES):
@@ -125,7 +149,8 @@ def findings(source: str, stem: str = "", nodes: Sequence[ast.AST] | None = None
             texts.append((line, text))
             if problem := docstring_problem(text):
                 yield line, problem
-    if any(re.search(pattern, source) for pattern, _ in TEXT):  # tokenize takes much longer than this
+    # tokenize takes much longer than this
+    if any(re.search(pattern, source) for pattern, _ in TEXT):
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type == tokenize.COMMENT:
                 texts.append((token.start[0], token.string))

@@ -1,8 +1,10 @@
-"""Measures of how dense the code reads, printed for people: `python -m tests.arch.measures [FOLDER]`.
+"""Measures of how dense the code reads, printed for people: `python -m tests.arch.measures
+[FOLDER]`.
 
-One line per room: AST nodes, lines, tokens per line, and parallel assignments (`a, b = x, y`), comprehensions and lines
-of 110 columns or more per 1,000 lines. Below, how often docstrings use the words of docs/style.md's dialect, per
-1,000 words. `FOLDER` is another checkout, to compare two commits. `test_size_budget.py` bounds the rates of hybridflow.
+One line per room: AST nodes, lines, tokens per line, and parallel assignments (`a, b = x, y`),
+comprehensions and lines of 110 columns or more per 1,000 lines. Below, how often docstrings use the
+words of docs/style.md's dialect, per 1,000 words. `FOLDER` is another checkout, to compare two
+commits. `test_size_budget.py` bounds the rates of hybridflow.
 """
 
 from __future__ import annotations
@@ -20,9 +22,28 @@ from tests.arch.files import ROOT, nodes, parse
 
 FOLDERS = ("hybridflow", "benchmarks", "kernels", "tests")
 WIDE = 110
-DIALECT = ("what", "says", "where", ", which", "lie", "lies", "beside", "nobody", "somebody", "of its own", "asked")
+DIALECT = (
+    "what",
+    "says",
+    "where",
+    ", which",
+    "lie",
+    "lies",
+    "beside",
+    "nobody",
+    "somebody",
+    "of its own",
+    "asked",
+)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_LAYOUT = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER}
+_LAYOUT = {
+    tokenize.NEWLINE,
+    tokenize.NL,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.COMMENT,
+    tokenize.ENDMARKER,
+}
 
 
 def measure(file: Path) -> Counter[str]:
@@ -36,14 +57,18 @@ def measure(file: Path) -> Counter[str]:
         counts["nodes"] += 1
         counts["comprehensions"] += isinstance(node, COMPREHENSIONS)
         if isinstance(node, ast.Assign):
-            counts["parallel"] += isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
+            counts["parallel"] += isinstance(node.value, ast.Tuple) and isinstance(
+                node.targets[0], ast.Tuple
+            )
     return counts
 
 
 def rates(counts: Counter[str]) -> dict[str, float]:
     """Tokens per line; parallel assignments, comprehensions and wide lines per 1,000 lines."""
     lines = max(1, counts["lines"])
-    per_thousand = {name: 1000 * counts[name] / lines for name in ("parallel", "comprehensions", "wide")}
+    per_thousand = {
+        name: 1000 * counts[name] / lines for name in ("parallel", "comprehensions", "wide")
+    }
     return {"tokens": counts["tokens"] / lines, **per_thousand}
 
 
@@ -82,18 +107,28 @@ def main(root: Path) -> None:
                 words["all"] += len(text.split())
                 words.update(
                     {
-                        word: len(re.findall(rf"\b{word}\b" if word[0] != "," else rf"{word}\b", text.lower()))
+                        word: len(
+                            re.findall(
+                                rf"\b{word}\b" if word[0] != "," else rf"{word}\b", text.lower()
+                            )
+                        )
                         for word in DIALECT
                     }
                 )
-    product = sum((counts for room, counts in rooms.items() if room.startswith("hybridflow")), Counter())
-    print(f"{'room':32}{'nodes':>9}{'lines':>8}{'tokens/line':>13}{'parallel':>10}{'compr.':>8}{'wide':>7}")
+    product = sum(
+        (counts for room, counts in rooms.items() if room.startswith("hybridflow")), Counter()
+    )
+    print(
+        f"{'room':32}{'nodes':>9}{'lines':>8}{'tokens/line':>13}{'parallel':>10}{'compr.':>8}{'wide':>7}"
+    )
     for room, counts in [*rooms.items(), ("hybridflow, all", product)]:
         tokens, parallel, comprehensions, wide = rates(counts).values()
         density = f"{tokens:13.1f}{parallel:10.1f}{comprehensions:8.1f}{wide:7.1f}"
         print(f"{room:32}{counts['nodes']:9,}{counts['lines']:8,}{density}")
     print("\nper 1,000 words of docstrings in hybridflow:")
-    print(", ".join(f"{word!r} {1000 * words[word] / max(1, words['all']):.1f}" for word in DIALECT))
+    print(
+        ", ".join(f"{word!r} {1000 * words[word] / max(1, words['all']):.1f}" for word in DIALECT)
+    )
 
 
 if __name__ == "__main__":

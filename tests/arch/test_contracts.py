@@ -1,4 +1,5 @@
-"""The import contracts of pyproject.toml name rooms, every room is in them, and in the hall lie two modules alone."""
+"""The import contracts of pyproject.toml name rooms, every room is in them, and in the hall lie two
+modules alone."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hybridflow"
 HALL = {"errors", "dispatch"}
-CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+    "importlinter"
+]["contracts"]
 
 
 def rooms() -> set[str]:
@@ -20,7 +23,11 @@ def rooms() -> set[str]:
 def test_contracts_name_rooms() -> None:
     layers = [contract for contract in CONTRACTS if contract["type"] == "layers"]
     for contract in layers:
-        named = {name.removeprefix("hybridflow.") for row in contract["layers"] for name in re.findall(r"[\w.]+", row)}
+        named = {
+            name.removeprefix("hybridflow.")
+            for row in contract["layers"]
+            for name in re.findall(r"[\w.]+", row)
+        }
         assert named <= rooms() | HALL, contract["id"]
         assert rooms() | HALL <= named | {"observe"}, contract["id"]
     assert len(layers) == 2

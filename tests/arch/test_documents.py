@@ -10,7 +10,12 @@ import pytest
 from tests.arch.journeys import JOURNEYS, steps
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 DOCUMENTS += sorted((ROOT / "examples").glob("*/README.md"))
 DECISIONS = sorted((ROOT / "docs" / "adr").glob("*.md"))
 COLUMNS = 120
@@ -24,9 +29,14 @@ def test_a_journey_is_short_and_its_files_exist(journey: str) -> None:
 
 
 def missing_files(text: str) -> list[str]:
-    """Python files, and documents, that the text names in backticks or links and that do not exist."""
+    """Python files, and documents, that the text names in backticks or links and that do not
+    exist."""
     named = re.findall(r"`(?:hybridflow/)?([\w/]+\.(?:py|md|yaml))(?::\w+)?`", text)
-    rooms = {path.name for path in (ROOT / "hybridflow").iterdir() if path.is_dir()} | {"tests", "docs", "benchmarks"}
+    rooms = {path.name for path in (ROOT / "hybridflow").iterdir() if path.is_dir()} | {
+        "tests",
+        "docs",
+        "benchmarks",
+    }
     ours = [name for name in named if name.split("/")[0] in rooms and "/" in name]
     folders = [ROOT, ROOT / "hybridflow", ROOT / "docs"]
     return [name for name in ours if not any((folder / name).exists() for folder in folders)]
@@ -43,7 +53,11 @@ def test_a_document_names_files_that_exist(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_prose_fits_into_the_columns(document: Path) -> None:
     lines = document.read_text(encoding="utf-8").splitlines()
-    long = [number for number, line in enumerate(lines, 1) if len(line) > COLUMNS and not line.startswith("|")]
+    long = [
+        number
+        for number, line in enumerate(lines, 1)
+        if len(line) > COLUMNS and not line.startswith("|")
+    ]
     assert long == []
 
 
@@ -53,23 +67,35 @@ def test_the_readme_is_short() -> None:
 
 def test_the_readmes_transcript_is_a_row_of_the_results() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = dict(re.findall(r"^held-out accuracy after step (\d+): ([\d.]+)$", readme, re.MULTILINE))
+    shown = dict(
+        re.findall(r"^held-out accuracy after step (\d+): ([\d.]+)$", readme, re.MULTILINE)
+    )
     results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("\n## ")[1]
-    [columns] = re.findall(r"^\| seed \| after the warm start \| after (\d+) GRPO steps", results, re.MULTILINE)
+    [columns] = re.findall(
+        r"^\| seed \| after the warm start \| after (\d+) GRPO steps", results, re.MULTILINE
+    )
     rows = re.findall(r"^\| \d+ \| ([\d.]+) \| ([\d.]+) \|", results, re.MULTILINE)
     assert (shown["0"], shown[columns]) in rows
 
 
 def test_the_readme_says_where_the_command_is_before_it_uses_it() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert 0 < readme.find(".venv/bin/hybridflow") < re.search(r"^hybridflow ", readme, re.MULTILINE).start()  # type: ignore[union-attr]
+    assert (
+        0
+        < readme.find(".venv/bin/hybridflow")
+        < re.search(r"^hybridflow ", readme, re.MULTILINE).start()
+    )  # type: ignore[union-attr]
 
 
 def test_a_decision_that_was_replaced_says_so() -> None:
     numbers = [int(path.name[:4]) for path in DECISIONS]
     assert len(numbers) == len(set(numbers))
     for path in DECISIONS:
-        status = next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("Status:"))
+        status = next(
+            line
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if line.startswith("Status:")
+        )
         assert re.match(r"Status: (accepted|superseded by|proposed)", status), path.name
         for link in re.findall(r"\]\(([^)]+)\)", status):
             assert (path.parent / link).exists(), path.name

@@ -1,4 +1,5 @@
-"""What a room keeps to itself: the modules of the batch, the words `torch.cuda`, and the clock on the wall."""
+"""What a room keeps to itself: the modules of the batch, the words `torch.cuda`, and the clock on
+the wall."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.arch.files import ROOT, nodes, python_files
 
 # Megatron calls torch.cuda where there is no CUDA; this module gives those calls something to find.
 SAYS_CUDA = ("device/", "mcore/cpu_compat.py")
-# Everything else waits and measures by the monotonic clock, which no administrator and no time server moves.
+# Everything else waits and measures by the monotonic clock, which no administrator and no time
+# server moves.
 READS_THE_DATE = {
     "agents/completions.py": "the door's `created`",
     "bench/measurements/steps.py": "compared with `wall_time` of another process",
@@ -26,13 +28,16 @@ READS_THE_DATE = {
     "observe/tracker.py": "`wall_time` of a record",
     "observe/trackers/tensorboard.py": "`wall_time` of an event",
     "saving/store.py": "the name of a folder that is put aside",
-    "single_controller/cluster.py": "the age of a folder that a killed driver left; its lock decides",
+    "single_controller/cluster.py": (
+        "the age of a folder that a killed driver left; its lock decides"
+    ),
 }
 
 
 @functools.cache
 def modules_named(source: str) -> frozenset[str]:
-    """Dotted names that a file imports or reads: `a.b` for `import a.b`, `from a import b` and the expression `a.b`."""
+    """Dotted names that a file imports or reads: `a.b` for `import a.b`, `from a import b` and the
+    expression `a.b`."""
     found: set[str] = set()
     for node in nodes(source):
         if isinstance(node, ast.Import):
@@ -45,7 +50,8 @@ def modules_named(source: str) -> frozenset[str]:
 
 
 def through_the_wall(folder: Path, submodules: set[str], files: Iterable[Path]) -> list[str]:
-    """`file imports module` for each import of a module inside hybridflow/batch from outside of it."""
+    """`file imports module` for each import of a module inside hybridflow/batch from outside of
+    it."""
     inside = {f"hybridflow.batch.{name}" for name in submodules}
     return [
         f"{file.relative_to(folder)} imports {name}"
@@ -61,7 +67,10 @@ def who_says_cuda(package: Path) -> list[str]:
         file.relative_to(package).as_posix()
         for file in sorted(package.rglob("*.py"))
         if not file.relative_to(package).as_posix().startswith(SAYS_CUDA)
-        and any(name.startswith("torch.cuda") for name in modules_named(file.read_text(encoding="utf-8")))
+        and any(
+            name.startswith("torch.cuda")
+            for name in modules_named(file.read_text(encoding="utf-8"))
+        )
     ]
 
 
@@ -83,14 +92,20 @@ def test_deadlines_do_not_follow_the_clock_on_the_wall() -> None:
     found = {
         file.relative_to(package).as_posix()
         for file in python_files("hybridflow")
-        if modules_named(file.read_text(encoding="utf-8")) & {"time.time", "datetime.now", "datetime.utcnow"}
+        if modules_named(file.read_text(encoding="utf-8"))
+        & {"time.time", "datetime.now", "datetime.utcnow"}
     }
     assert found == set(READS_THE_DATE)
 
 
 @pytest.mark.parametrize(
     "line",
-    ["x = torch.cuda.is_available()", "import torch.cuda", "from torch import cuda", "from torch.cuda import Stream"],
+    [
+        "x = torch.cuda.is_available()",
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import Stream",
+    ],
 )
 def test_the_check_sees_every_way_to_say_cuda(tmp_path: Path, line: str) -> None:
     for folder in ("workers", "device"):
@@ -117,8 +132,10 @@ def test_the_check_sees_every_way_past_the_door(tmp_path: Path, line: str) -> No
 
 def test_the_door_opens_without_what_files_and_tensors_need() -> None:
     code = (
-        "import sys, hybridflow.batch as b; print(sorted({'torch', 'pyarrow', 'ray'} & set(sys.modules)));print([name "
-        "for name in b.__all__ if not hasattr(b, name)])"
+        "import sys, hybridflow.batch as b; print(sorted({'torch', 'pyarrow', 'ray'} & "
+        "set(sys.modules)));print([name for name in b.__all__ if not hasattr(b, name)])"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert found.stdout.split("\n")[:2] == ["[]", "[]"]

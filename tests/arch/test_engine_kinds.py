@@ -1,4 +1,5 @@
-"""Only its own room knows a kind of engine: elsewhere no name and no string says it, comments and docstrings apart."""
+"""Only its own room knows a kind of engine: elsewhere no name and no string says it, comments and
+docstrings apart."""
 
 from __future__ import annotations
 

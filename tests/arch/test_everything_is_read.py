@@ -1,4 +1,5 @@
-"""pytest and ruff leave out folders called `dist` by default; ours holds the tests with several processes."""
+"""pytest and ruff leave out folders called `dist` by default; ours holds the tests with several
+processes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ def test_pytest_goes_into_every_folder_of_tests(pytestconfig: pytest.Config) -> 
     names = {part for folder in folders for part in folder.relative_to(ROOT).parts}
     assert {"dist", "unit", "e2e", "arch"} <= names
     assert not [
-        (name, pattern) for name in names for pattern in pytestconfig.getini("norecursedirs") if fnmatch(name, pattern)
+        (name, pattern)
+        for name in names
+        for pattern in pytestconfig.getini("norecursedirs")
+        if fnmatch(name, pattern)
     ]
 
 
@@ -29,7 +33,9 @@ def test_ruff_reads_every_python_file() -> None:
         text=True,
         check=True,
     )
-    read = {Path(line).relative_to(ROOT) for line in found.stdout.splitlines() if line.endswith(".py")}
+    read = {
+        Path(line).relative_to(ROOT) for line in found.stdout.splitlines() if line.endswith(".py")
+    }
     tracked = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()

@@ -13,19 +13,28 @@ import pytest
 
 from tests.arch.files import ROOT, nodes, python_files
 
-OWNERS = {"ray": "single_controller", "megatron": "mcore", "sglang": "engines/sglang", "vllm": "engines/vllm"}
+OWNERS = {
+    "ray": "single_controller",
+    "megatron": "mcore",
+    "sglang": "engines/sglang",
+    "vllm": "engines/vllm",
+}
 
 
 def imported_names(source: str) -> set[str]:
-    """Top-level packages that a file imports anywhere: at module scope, inside functions, or by name through
-    importlib."""
+    """Top-level packages that a file imports anywhere: at module scope, inside functions, or by
+    name through importlib."""
     found = set()
     for node in nodes(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             found.add(node.module or "")
-        elif isinstance(node, ast.Call) and node.args and _called(node.func) in {"import_module", "__import__"}:
+        elif (
+            isinstance(node, ast.Call)
+            and node.args
+            and _called(node.func) in {"import_module", "__import__"}
+        ):
             first = node.args[0]
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 found.add(first.value)
@@ -34,7 +43,11 @@ def imported_names(source: str) -> set[str]:
 
 def _called(function: ast.expr) -> str:
     return (
-        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+        function.attr
+        if isinstance(function, ast.Attribute)
+        else function.id
+        if isinstance(function, ast.Name)
+        else ""
     )
 
 
@@ -87,8 +100,8 @@ def test_the_rooms_import_downwards_only() -> None:
 
 
 def test_the_layer_contract_fails_on_an_upward_import(tmp_path: Path) -> None:
-    """The contract is only worth something if it can fail: the same configuration over a package that breaks each rule
-    once."""
+    """The contract is only worth something if it can fail: the same configuration over a package
+    that breaks each rule once."""
     for file, line in {
         "__init__": "",
         "config/__init__": "def f():\n    import hybridflow.trainer\n",
@@ -102,10 +115,15 @@ def test_the_layer_contract_fails_on_an_upward_import(tmp_path: Path) -> None:
         path.write_text(line)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     code = (
-        "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; lint_imports_command()"
+        "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; "
+        "lint_imports_command()"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code, "--no-cache"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, "--no-cache"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 1, result.stdout + result.stderr
     for contract in (
@@ -119,13 +137,17 @@ def test_the_layer_contract_fails_on_an_upward_import(tmp_path: Path) -> None:
 def circles(root: Path) -> list[list[str]]:
     """Modules of the package under `root` that import each other, also for types alone."""
     code = (
-        "import sys, json, grimp; sys.path.insert(0, '.'); graph = grimp.build_graph('hybridflow', cache_dir=None, "
-        "exclude_type_checking_imports=False); print(json.dumps([[a, b] for a in graph.modules for b in "
-        "graph.find_modules_directly_imported_by(a)]))"
+        "import sys, json, grimp; sys.path.insert(0, '.'); graph = grimp.build_graph('hybridflow', "
+        "cache_dir=None, exclude_type_checking_imports=False); print(json.dumps([[a, b] for a in "
+        "graph.modules for b in graph.find_modules_directly_imported_by(a)]))"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
     edges = networkx.DiGraph(json.loads(result.stdout))
-    return [sorted(group) for group in networkx.strongly_connected_components(edges) if len(group) > 1]
+    return [
+        sorted(group) for group in networkx.strongly_connected_components(edges) if len(group) > 1
+    ]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -155,18 +177,27 @@ def test_the_check_sees_a_circle_of_types_alone(tmp_path: Path) -> None:
 def test_what_must_answer_at_once_imports_nothing_heavy(module: str) -> None:
     heavy = {"torch", "ray", "pyarrow", "hydra", "megatron", "sglang", "transformers"}
     code = f"import sys, {module}; print(sorted({heavy!r} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.slow
 def test_the_driver_loads_what_ranks_and_engines_need_only_in_them() -> None:
-    """The driver names methods of worker classes; loading Megatron, which it never uses, would cost seconds a start."""
+    """The driver names methods of worker classes; loading Megatron, which it never uses, would cost
+    seconds a start."""
     code = (
-        "import sys, hybridflow.trainer.app; print(sorted({'megatron', 'sglang', 'transformers'} & set(sys.modules)))"
+        "import sys, hybridflow.trainer.app; print(sorted({'megatron', 'sglang', 'transformers'} & "
+        "set(sys.modules)))"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        timeout=120,
     )
     assert found.stdout.strip() == "[]"
 
@@ -188,7 +219,10 @@ def missing_imports(source: str) -> list[str]:
     """`module.name` for each name that a file imports from the package and that is not there."""
     missing = []
     for node in nodes(source):
-        if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] not in ("hybridflow", "tests"):
+        if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] not in (
+            "hybridflow",
+            "tests",
+        ):
             continue
         place = ROOT.joinpath(*node.module.split("."))
         file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
@@ -201,10 +235,15 @@ def missing_imports(source: str) -> list[str]:
 
 
 def test_what_tests_and_benchmarks_import_from_the_package_exists() -> None:
-    """mypy checks the package alone, and a test that cannot be imported is otherwise found after half an hour."""
+    """mypy checks the package alone, and a test that cannot be imported is otherwise found after
+    half an hour."""
     files = python_files("tests", "benchmarks", "hybridflow")
     assert len(files) > 500
-    assert {str(file.relative_to(ROOT)): found for file in files if (found := missing_imports(file.read_text()))} == {}
+    assert {
+        str(file.relative_to(ROOT)): found
+        for file in files
+        if (found := missing_imports(file.read_text()))
+    } == {}
     assert missing_imports("from hybridflow.process.private_folder import LONGEST") == [
         "hybridflow.process.private_folder.LONGEST"
     ]

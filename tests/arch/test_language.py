@@ -1,4 +1,5 @@
-"""Docstrings are sentences or noun phrases, they say something themselves, and no name is a private word."""
+"""Docstrings are sentences or noun phrases, they say something themselves, and no name is a private
+word."""
 
 from __future__ import annotations
 

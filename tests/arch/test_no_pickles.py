@@ -1,4 +1,5 @@
-"""No pickle is read, and no text is run as code, anywhere in our tree but where it is proven to be the job's own."""
+"""No pickle is read, and no text is run as code, anywhere in our tree but where it is proven to be
+the job's own."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ BUILT_IN = {"eval", "exec", "compile"}
 ALLOWED = {
     # checked against an HMAC under the job's secret before it is read
     "hybridflow/process/signed_objects.py": {"pickle.Unpickler"},
-    "hybridflow/rewards/sandbox_process.py": {"compile", "exec"},  # programs of a model, in their sandbox
+    # programs of a model, in their sandbox
+    "hybridflow/rewards/sandbox_process.py": {"compile", "exec"},
 }
 
 
@@ -49,7 +51,12 @@ def reads(source: str) -> set[str]:
         name = _dotted(node.func)
         last = ".".join(name.split(".")[-2:])
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
-        if name in BUILT_IN or last in RUNS_CODE or name in RUNS_CODE or name.split(".")[-1] in BY_METHOD:
+        if (
+            name in BUILT_IN
+            or last in RUNS_CODE
+            or name in RUNS_CODE
+            or name.split(".")[-1] in BY_METHOD
+        ):
             found.add(last)
         if last == "torch.load" and not _is(keywords.get("weights_only"), True):
             found.add(last)
@@ -90,7 +97,8 @@ def test_nothing_reads_pickles_or_runs_text() -> None:
     assert len(files) > 100
     found = {}
     for path in files:
-        name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+        name = path.relative_to(ROOT).as_posix()
+        source = path.read_text(encoding="utf-8")
         if bad := (reads(source) | imported(source)) - ALLOWED.get(name, set()):
             found[name] = bad
     assert found == {}
@@ -118,7 +126,13 @@ def test_the_check_sees(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["model.eval()", "torch.load(path, weights_only=True)", "yaml.safe_load(text)", "re.compile(text)"]
+    "line",
+    [
+        "model.eval()",
+        "torch.load(path, weights_only=True)",
+        "yaml.safe_load(text)",
+        "re.compile(text)",
+    ],
 )
 def test_the_check_lets_pass(line: str) -> None:
     assert not reads(line) | imported(line)

@@ -1,4 +1,5 @@
-"""Responses are read in one place: no other module has a pattern for a box, a fence or a marker of thinking."""
+"""Responses are read in one place: no other module has a pattern for a box, a fence or a marker of
+thinking."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from collections.abc import Iterator
 from tests.arch.files import ROOT
 
 READING = "hybridflow/rewards/reading.py"
-# what writes them: calls of one format and answers of a task are fenced, prompts of data sets ask for a box, and chat
-# templates are shown an answer with its thinking
+# what writes them: calls of one format and answers of a task are fenced, prompts of data sets ask
+# for a box, and chat templates are shown an answer with its thinking
 OTHERS = {
     "hybridflow/agents/formats/deepseek.py",
     "hybridflow/data/chat_template.py",
@@ -30,7 +31,11 @@ def constants(tree: ast.Module) -> Iterator[str]:
         and isinstance(node.body[0], ast.Expr)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documentation
+        ):
             yield node.value
 
 

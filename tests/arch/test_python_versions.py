@@ -1,4 +1,5 @@
-"""Every file is written for Python 3.11 to 3.13: it compiles, and uses nothing that 3.12 or 3.13 took out."""
+"""Every file is written for Python 3.11 to 3.13: it compiles, and uses nothing that 3.12 or 3.13
+took out."""
 
 from __future__ import annotations
 
@@ -18,17 +19,52 @@ FOLDERS = ("hybridflow", "kernels", "tests", "benchmarks", "examples", "requirem
 # https://docs.python.org/3.12/whatsnew/3.12.html and 3.13.html, "Removed"
 REMOVED_MODULES = {
     *("asynchat", "asyncore", "distutils", "imp", "smtpd"),  # 3.12
-    *("aifc", "audioop", "cgi", "cgitb", "chunk", "crypt", "imghdr", "lib2to3", "mailcap", "msilib", "nis", "nntplib"),
+    *(
+        "aifc",
+        "audioop",
+        "cgi",
+        "cgitb",
+        "chunk",
+        "crypt",
+        "imghdr",
+        "lib2to3",
+        "mailcap",
+        "msilib",
+        "nis",
+        "nntplib",
+    ),
     *("ossaudiodev", "pipes", "sndhdr", "spwd", "sunau", "telnetlib", "uu", "xdrlib"),
 }
 REMOVED_NAMES = {
-    *("pkgutil.ImpImporter", "pkgutil.ImpLoader", "ssl.wrap_socket", "ssl.match_hostname", "ssl.RAND_pseudo_bytes"),
-    *("configparser.SafeConfigParser", "sqlite3.enable_shared_cache", "sqlite3.OptimizedUnicode", "locale.format"),
+    *(
+        "pkgutil.ImpImporter",
+        "pkgutil.ImpLoader",
+        "ssl.wrap_socket",
+        "ssl.match_hostname",
+        "ssl.RAND_pseudo_bytes",
+    ),
+    *(
+        "configparser.SafeConfigParser",
+        "sqlite3.enable_shared_cache",
+        "sqlite3.OptimizedUnicode",
+        "locale.format",
+    ),
     *("importlib.find_loader", "importlib.resources.contents", "locale.resetlocale"),
-    *("ftplib.FTP_TLS.ssl_version", "unittest.makeSuite", "unittest.findTestCases", "webbrowser.MacOSX"),
+    *(
+        "ftplib.FTP_TLS.ssl_version",
+        "unittest.makeSuite",
+        "unittest.findTestCases",
+        "webbrowser.MacOSX",
+    ),
     *("typing.io", "typing.re", "re.template"),
 }
-REMOVED_ASSERTIONS = {"assertEquals", "assertNotEquals", "assertRegexpMatches", "assertRaisesRegexp", "failUnless"}
+REMOVED_ASSERTIONS = {
+    "assertEquals",
+    "assertNotEquals",
+    "assertRegexpMatches",
+    "assertRaisesRegexp",
+    "failUnless",
+}
 
 
 def used(source: str) -> Iterator[str]:
@@ -55,7 +91,11 @@ def interpreter(version: str) -> str | None:
     name = f"python{version}"
     installed = sorted(Path(sys.base_prefix).parent.glob(f"{version}.*/bin/{name}"))
     for candidate in (shutil.which(name), *map(str, installed)):
-        if candidate and subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0:
+        if (
+            candidate
+            and subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode
+            == 0
+        ):
             return candidate
     return None
 
@@ -63,7 +103,9 @@ def interpreter(version: str) -> str | None:
 def test_nothing_is_used_that_newer_pythons_took_out() -> None:
     files = python_files(*FOLDERS)
     assert len(files) > 500
-    wrong = {str(path.relative_to(ROOT)): found for path in files if (found := faults(path.read_text()))}
+    wrong = {
+        str(path.relative_to(ROOT)): found for path in files if (found := faults(path.read_text()))
+    }
     assert wrong == {}
 
 
@@ -71,7 +113,10 @@ def test_nothing_is_used_that_newer_pythons_took_out() -> None:
 def test_every_file_is_compiled_by_newer_pythons(version: str) -> None:
     python = interpreter(version)
     if python is None:
-        pytest.skip(f"no Python {version} here; its grammar takes all that the one of {sys.version_info[:2]} takes")
+        pytest.skip(
+            f"no Python {version} here; its grammar takes all that the one of "
+            f"{sys.version_info[:2]} takes"
+        )
     files = python_files(*FOLDERS)
     program = (
         "import sys\n"
@@ -79,7 +124,9 @@ def test_every_file_is_compiled_by_newer_pythons(version: str) -> None:
         "print(*sys.stdlib_module_names)"
     )
     command = [python, "-W", "error::SyntaxWarning", "-c", program]
-    done = subprocess.run(command, input="\n".join(map(str, files)), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input="\n".join(map(str, files)), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     removed = sys.stdlib_module_names - set(done.stdout.split())
     assert {name for name in removed if not name.startswith("_")} <= REMOVED_MODULES

@@ -1,5 +1,5 @@
-"""The repository names no machine of ours: no absolute paths of a home or work folder, no package or container
-registry."""
+"""The repository names no machine of ours: no absolute paths of a home or work folder, no package
+or container registry."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_absolute_paths_are_seen(text: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["data/work/x", "a network/root/b", "./home/x", "/tmp/x", "/usr/bin/env bash", "read/opt/x"]
+    "text",
+    ["data/work/x", "a network/root/b", "./home/x", "/tmp/x", "/usr/bin/env bash", "read/opt/x"],
 )
 def test_relative_paths_and_system_tools_are_fine(text: str) -> None:
     assert offending(text) == []
@@ -56,17 +57,29 @@ def test_relative_paths_and_system_tools_are_fine(text: str) -> None:
 
 def test_locks_are_exact_and_name_no_host() -> None:
     for lock in sorted((ROOT / "requirements").glob("*.txt")):
-        lines = [line for line in lock.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+        lines = [
+            line
+            for line in lock.read_text(encoding="utf-8").splitlines()
+            if line and not line.startswith("#")
+        ]
         assert lines, lock
-        assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line)] == [], lock
-        assert len({line.split("==")[0].lower() for line in lines}) == len(lines), f"{lock} pins a package twice"
+        assert [
+            line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line)
+        ] == [], lock
+        assert len({line.split("==")[0].lower() for line in lines}) == len(lines), (
+            f"{lock} pins a package twice"
+        )
 
 
 def test_the_cpu_lock_holds_no_cuda_package() -> None:
     names = re.findall(
-        r"^([^#=\s]+)==", (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8"), flags=re.MULTILINE
+        r"^([^#=\s]+)==",
+        (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
     )
     assert [
-        name for name in names if re.match(r"nvidia|cuda|flashinfer|sglang-kernel|torchvision|torch$", name.lower())
+        name
+        for name in names
+        if re.match(r"nvidia|cuda|flashinfer|sglang-kernel|torchvision|torch$", name.lower())
     ] == []
     assert {"sglang", "triton", "xgrammar", "megatron-core", "ray"} <= set(names)

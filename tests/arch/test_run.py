@@ -1,4 +1,5 @@
-"""The runner of both parts: one closing line, and a failure of either part or of a check fails the whole."""
+"""The runner of both parts: one closing line, and a failure of either part or of a check fails the
+whole."""
 
 from __future__ import annotations
 
@@ -14,15 +15,18 @@ from tests.arch.files import ROOT
 
 pytestmark = pytest.mark.slow  # starts pytest again
 
-PASSES, FAILS = "def test_a():\n    pass\n", "def test_a():\n    assert False\n"
+PASSES = "def test_a():\n    pass\n"
+FAILS = "def test_a():\n    assert False\n"
 Tree = Callable[..., tuple[int, list[str]]]
 
 
 @pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Tree:
+def tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Tree:
     """Runs the runner over a tree of two test files: exit status and the lines that it printed."""
-    # Nearly all of the time is the start of processes: one of tests is enough for each part, and other plugins of the
-    # environment take seconds to load.
+    # Nearly all of the time is the start of processes: one of tests is enough for each part, and
+    # other plugins of the environment take seconds to load.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(run, "AT_A_TIME", 1)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
@@ -53,13 +57,17 @@ def test_the_closing_line_counts_both_parts(tree: Tree) -> None:
 def test_a_failure_of_either_part_fails_the_whole(tree: Tree, unit: str, dist: str) -> None:
     status, lines = tree(unit, dist)
     assert status == 1 and lines[-1].startswith("1 failed, 1 passed in ")
-    assert lines[-2] == f"FAILED tests/{'unit/test_u' if unit == FAILS else 'dist/test_d'}.py::test_a"
+    assert (
+        lines[-2] == f"FAILED tests/{'unit/test_u' if unit == FAILS else 'dist/test_d'}.py::test_a"
+    )
 
 
 def test_a_failure_is_shown_before_the_next_test_begins(tree: Tree) -> None:
     later = "import os\ndef test_b():\n    os.write(1, b'begun')\n"
     _, lines = tree(PASSES, FAILS + later, "-s", "-n", "0")
-    shown = next(i for i, line in enumerate(lines) if "test_d.py::test_a failed in its call" in line)
+    shown = next(
+        i for i, line in enumerate(lines) if "test_d.py::test_a failed in its call" in line
+    )
     assert shown < next(i for i, line in enumerate(lines) if "begun" in line)
 
 

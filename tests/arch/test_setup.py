@@ -1,5 +1,5 @@
-"""requirements/setup.sh installs once, again after a change or a failure; requirements/verify.py sees what does not
-belong."""
+"""requirements/setup.sh installs once, again after a change or a failure; requirements/verify.py
+sees what does not belong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        shutil.copytree(ROOT / "requirements", folder / "requirements", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "requirements",
+            folder / "requirements",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
         shutil.copy(ROOT / "setup.py", folder)
         stub = folder / ".venv" / "bin" / "python"
         stub.parent.mkdir(parents=True)
@@ -43,7 +47,9 @@ class Tree:
         command = [self.folder / "requirements" / "setup.sh", *words]
         env = {**os.environ, "UV": str(uv)}
         result = subprocess.run(command, env=env, capture_output=True, check=False)
-        return result.returncode, [line for line in calls.read_text().splitlines() if "--version" not in line]
+        return result.returncode, [
+            line for line in calls.read_text().splitlines() if "--version" not in line
+        ]
 
 
 @pytest.fixture
@@ -65,7 +71,12 @@ def test_torch_is_installed_first_and_checked_before_the_rest(tree: Tree) -> Non
     code, calls = tree.setup("cpu")
     assert code == 0
     installs = [call.split()[-1] for call in calls if " install " in call]
-    assert installs == ["requirements/build.txt", "requirements/torch-cpu.txt", "requirements/cpu.txt", "."]
+    assert installs == [
+        "requirements/build.txt",
+        "requirements/torch-cpu.txt",
+        "requirements/cpu.txt",
+        ".",
+    ]
     assert all("--no-deps" in call for call in calls if " install " in call)
     assert "verify.py cpu requirements/torch-cpu.txt" in calls[2]
 
@@ -85,9 +96,14 @@ def test_development_tools_come_on_top(tree: Tree) -> None:
 
 def test_the_other_lanes_megatron_is_unpacked_beside_the_cpu_lane_alone(tree: Tree) -> None:
     [unpacked] = [call for call in tree.setup("cpu", "dev")[1] if call.endswith(NEXT_MEGATRON)]
-    assert "--target .venv/megatron-0.19 --python-version 3.12 --ignore-requires-python --only-binary=:all:" in unpacked
+    assert (
+        "--target .venv/megatron-0.19 --python-version 3.12 --ignore-requires-python "
+        "--only-binary=:all:"
+    ) in unpacked
     assert not any(NEXT_MEGATRON in call for call in tree.setup("gpu", "dev")[1])
-    wanted = [line for line in (ROOT / NEXT_MEGATRON).read_text().splitlines() if not line.startswith("#")]
+    wanted = [
+        line for line in (ROOT / NEXT_MEGATRON).read_text().splitlines() if not line.startswith("#")
+    ]
     assert set(wanted) <= set((ROOT / "requirements" / "gpu.txt").read_text().splitlines())
 
 
@@ -102,9 +118,10 @@ def test_each_lane_takes_the_python_of_its_lock(
         # makes an environment, whose interpreter is the stub
         stub = shlex.quote(STUB)
         python.write_text(
-            f"#!/usr/bin/env bash\n"
+            "#!/usr/bin/env bash\n"
             f"[[ $1 == -c ]] && {{ echo {found}; exit; }}\n"
-            f'echo "$0 $*" >> made; mkdir -p "$3/bin"; printf %s {stub} > "$3/bin/python"; chmod +x "$3/bin/python"\n'
+            f'echo "$0 $*" >> made; mkdir -p "$3/bin"; printf %s {stub} > "$3/bin/python"; chmod '
+            '+x "$3/bin/python"\n'
         )
         python.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tree.folder / 'bin'}:{os.environ['PATH']}")
@@ -112,14 +129,16 @@ def test_each_lane_takes_the_python_of_its_lock(
     made = tree.folder / "made"
     assert tree.setup(lane)[0] == 0
     assert made.read_text().split()[0].endswith(f"/python{version}")
-    (tree.folder / ".venv" / "pyvenv.cfg").write_text("version = 3.10.2\n")  # of a lock for another Python
+    # of a lock for another Python
+    (tree.folder / ".venv" / "pyvenv.cfg").write_text("version = 3.10.2\n")
     (tree.folder / ".venv" / ".hybridflow-setup").unlink()
     assert tree.setup(lane)[0] == 0
     assert len(made.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(
-    "changed", ["requirements/cpu.txt", "requirements/torch-cpu.txt", "requirements/build.txt", "setup.py"]
+    "changed",
+    ["requirements/cpu.txt", "requirements/torch-cpu.txt", "requirements/build.txt", "setup.py"],
 )
 def test_a_changed_lock_installs_again(tree: Tree, changed: str) -> None:
     tree.setup("cpu", "dev")
@@ -130,20 +149,29 @@ def test_a_changed_lock_installs_again(tree: Tree, changed: str) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_uv_installs_the_locks_after_pips_torch_and_pip_what_uv_does_not_find(tree: Tree, fails: bool) -> None:
+def test_uv_installs_the_locks_after_pips_torch_and_pip_what_uv_does_not_find(
+    tree: Tree, fails: bool
+) -> None:
     uv = tree.folder / "uv"
     uv.write_text(f'#!/usr/bin/env bash\necho "uv $*" >> calls\nexit {int(fails)}\n')
     uv.chmod(0o755)
     code, calls = tree.setup("cpu", "dev", uv=uv)
     assert code == 0
-    installs = [f"{'uv' if call.startswith('uv') else 'pip'} {call.split()[-1]}" for call in calls if "install" in call]
+    installs = [
+        f"{'uv' if call.startswith('uv') else 'pip'} {call.split()[-1]}"
+        for call in calls
+        if "install" in call
+    ]
     locks = ["requirements/cpu.txt", "requirements/dev.txt"]
     assert [name for name in installs if name.startswith("uv")] == [f"uv {lock}" for lock in locks]
     assert [f"pip {lock}" in installs for lock in locks] == [fails, fails]
-    assert installs.index("pip requirements/torch-cpu.txt") < installs.index("uv requirements/cpu.txt")
+    assert installs.index("pip requirements/torch-cpu.txt") < installs.index(
+        "uv requirements/cpu.txt"
+    )
     assert all("--no-deps --no-build-isolation" in call for call in calls if call.startswith("uv"))
     assert calls[-1].endswith(
-        "verify.py cpu requirements/build.txt requirements/cpu.txt requirements/torch-cpu.txt requirements/dev.txt"
+        "verify.py cpu requirements/build.txt requirements/cpu.txt requirements/torch-cpu.txt "
+        "requirements/dev.txt"
     )
 
 
@@ -177,27 +205,37 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_transformer_engine_is_built_once_where_there_is_a_compiler(tree: Tree, compiler: Path) -> None:
+def test_transformer_engine_is_built_once_where_there_is_a_compiler(
+    tree: Tree, compiler: Path
+) -> None:
     _, calls = tree.setup("gpu")
     (build,) = [call for call in calls if ENGINE in call]
     assert " wheel " in build and "--no-build-isolation" in build and "--no-deps" in build
     folder = tree.folder / build.split(" -w ")[1].split()[0]
-    assert calls.index(build) > next(n for n, call in enumerate(calls) if call.endswith("requirements/gpu.txt"))
-    assert any(" install " in call and f"{folder.name}/" in call for call in calls[calls.index(build) :])
+    assert calls.index(build) > next(
+        n for n, call in enumerate(calls) if call.endswith("requirements/gpu.txt")
+    )
+    assert any(
+        " install " in call and f"{folder.name}/" in call for call in calls[calls.index(build) :]
+    )
     assert tree.setup("gpu") == (0, [])
     folder.mkdir(parents=True)
     (folder / "transformer_engine_torch-2.20.2-cp312-linux_x86_64.whl").touch()
     for stamp in (tree.folder / ".venv").glob(".hybridflow-setup*"):
         stamp.unlink()
     _, again = tree.setup("gpu")  # a new environment takes the wheel that was kept
-    assert not any(" wheel " in call for call in again) and any("transformer_engine_torch" in call for call in again)
+    assert not any(" wheel " in call for call in again) and any(
+        "transformer_engine_torch" in call for call in again
+    )
 
 
 def test_the_cpu_lane_builds_no_transformer_engine(tree: Tree, compiler: Path) -> None:
     assert not any(ENGINE in call for call in tree.setup("cpu")[1])
 
 
-def test_a_transformer_engine_that_does_not_build_stops_nothing_and_is_tried_again(tree: Tree, compiler: Path) -> None:
+def test_a_transformer_engine_that_does_not_build_stops_nothing_and_is_tried_again(
+    tree: Tree, compiler: Path
+) -> None:
     (tree.folder / "fail_on").write_text(" wheel ")
     assert tree.setup("gpu")[0] == 0
     (tree.folder / "fail_on").unlink()
@@ -211,7 +249,10 @@ def test_an_unknown_lane_is_refused(tree: Tree) -> None:
 
 def test_verify_names_absent_and_other_versions(verify: ModuleType, tmp_path: Path) -> None:
     lock = tmp_path / "lock.txt"
-    lock.write_text(f"# comment\nhydra-core=={metadata.version('hydra-core')}\nrich==0.0.1\nno-such-package==1\n")
+    lock.write_text(
+        "# "
+        f"comment\nhydra-core=={metadata.version('hydra-core')}\nrich==0.0.1\nno-such-package==1\n"
+    )
     absent, other = sorted(verify.lock_problems(lock))
     assert absent == f"no-such-package is not installed; {lock} asks for 1"
     assert other.startswith(f"rich {metadata.version('rich')} is installed")
@@ -238,10 +279,15 @@ def test_verify_sees_nvidia_packages_and_cuda_torch(
 
 
 @pytest.mark.parametrize(
-    ("holds", "words", "lane"), [(None, (), "cpu"), ("gpu", (), "gpu"), ("gpu", ("LANE=cpu",), "cpu")]
+    ("holds", "words", "lane"),
+    [(None, (), "cpu"), ("gpu", (), "gpu"), ("gpu", ("LANE=cpu",), "cpu")],
 )
 def test_make_keeps_to_the_lane_that_the_environment_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: str | None, words: tuple[str, ...], lane: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    holds: str | None,
+    words: tuple[str, ...],
+    lane: str,
 ) -> None:
     for name in ("LANE", "MAKEFLAGS", "MAKELEVEL"):  # of the make that runs the tests
         monkeypatch.delenv(name, raising=False)
@@ -250,6 +296,10 @@ def test_make_keeps_to_the_lane_that_the_environment_has(
         (tmp_path / ".venv").mkdir()
         (tmp_path / ".venv" / ".hybridflow-lane").write_text(f"{holds}\n")
     said = subprocess.run(
-        ["make", "-n", "setup-dev", *words], cwd=tmp_path, capture_output=True, text=True, check=True
+        ["make", "-n", "setup-dev", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert said.splitlines()[0] == f"requirements/setup.sh {lane} dev"

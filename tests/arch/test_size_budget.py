@@ -1,7 +1,7 @@
 """Functions stay small, classes short and lines sparse, so that code is read at one go.
 
-Functions are measured by their AST nodes: a formatter changes lines, and nodes stay the same. The bounds of hybridflow
-only go down, to the targets noted next to them.
+Functions are measured by their AST nodes: a formatter changes lines, and nodes stay the same. The
+bounds of hybridflow only go down, to the targets noted next to them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from tests.arch.measures import function_sizes, measure, rates
 
 MAX_METHODS = 40
 MAX_NODES = 350  # of a function
-LARGE_FUNCTIONS = 97  # of hybridflow have more; target 0
+LARGE_FUNCTIONS = 92  # of hybridflow have more; target 0
 LARGEST_FUNCTION = 871  # nodes; target MAX_NODES
 BOUNDS = {
-    "tokens": 6.75,  # per line; target 5.5
-    "parallel": 14.5,  # `a, b = x, y` per 1,000 lines; target 3
-    "comprehensions": 30.0,  # per 1,000 lines; target 20
-    "wide": 60.5,  # lines of 110 columns or more per 1,000 lines; target 0
+    "tokens": 5.85,  # per line; target 5.5
+    "parallel": 1.0,  # `a, b = x, y` per 1,000 lines; target 3
+    "comprehensions": 24.0,  # per 1,000 lines; target 20
+    "wide": 0.0,  # lines of 110 columns or more per 1,000 lines; target 0
 }
 
 
 def functions_over(folder: Path, limit: int) -> list[tuple[int, str]]:
-    """(nodes, `file:function:line`) of the functions with more than `limit` nodes, the largest first."""
+    """(nodes, `file:function:line`) of the functions with more than `limit` nodes, the largest
+    first."""
     found = []
     for file in sorted(folder.rglob("*.py")):
         for function, size in function_sizes(file).items():
@@ -41,7 +42,9 @@ def classes_over(folder: Path, limit: int) -> list[str]:
     for file in sorted(folder.rglob("*.py")):
         for node in nodes(file.read_text(encoding="utf-8")):
             if isinstance(node, ast.ClassDef):
-                methods = sum(isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)) for item in node.body)
+                methods = sum(
+                    isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)) for item in node.body
+                )
                 if methods > limit:
                     found.append(f"{file.relative_to(folder)}:{node.name}: {methods} methods")
     return found
@@ -77,9 +80,16 @@ def test_the_budget_sees_large_functions_and_classes(tmp_path: Path) -> None:
 
 def test_the_measures_count_what_they_name(tmp_path: Path) -> None:
     file = tmp_path / "dense.py"
-    file.write_text("a, b = 1, 2\nc = [x for x in {y for y in a}]\n" + f"d = {'1' * 106}\n" + "a, b = b\n")
+    file.write_text(
+        "a, b = 1, 2\nc = [x for x in {y for y in a}]\n" + f"d = {'1' * 106}\n" + "a, b = b\n"
+    )
     counts = measure(file)
-    assert (counts["lines"], counts["parallel"], counts["comprehensions"], counts["wide"]) == (4, 1, 2, 1)
+    assert (counts["lines"], counts["parallel"], counts["comprehensions"], counts["wide"]) == (
+        4,
+        1,
+        2,
+        1,
+    )
     assert rates(counts) == {
         "tokens": 30 / 4,
         "parallel": 250,

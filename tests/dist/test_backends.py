@@ -1,5 +1,5 @@
-"""The contract of training backends: the same cases on Megatron and on FSDP2, against transformers and against each
-other."""
+"""The contract of training backends: the same cases on Megatron and on FSDP2, against transformers
+and against each other."""
 
 from __future__ import annotations
 
@@ -34,12 +34,19 @@ TOLERANCE = 1e-5
 
 
 def run_backend(backend: str, ranks: int, case: str, **arguments: Any) -> list[dict[str, Any]]:
-    return run_ranks(ranks, f"tests.dist.cases.backend:{case}", loaded=LOADED[backend], backend=backend, **arguments)
+    return run_ranks(
+        ranks,
+        f"tests.dist.cases.backend:{case}",
+        loaded=LOADED[backend],
+        backend=backend,
+        **arguments,
+    )
 
 
 @pytest.fixture(scope="module")
 def contracts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`contract` of (backend, model, ranks), run when first asked for: (folder, each rank's result)."""
+    """`contract` of (backend, model, ranks), run when first asked for: (folder, each rank's
+    result)."""
     found: dict[tuple[str, str, int], tuple[Path, list[dict[str, Any]]]] = {}
 
     def contract(backend: str, model: str, ranks: int) -> tuple[Path, list[dict[str, Any]]]:
@@ -64,12 +71,18 @@ def steps_of(results: list[dict[str, Any]], name: str = "history") -> np.ndarray
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_log_probs_and_entropies_equal_transformers(contracts: Any, backend: str, model: str) -> None:
+def test_log_probs_and_entropies_equal_transformers(
+    contracts: Any, backend: str, model: str
+) -> None:
     folder, results = contracts(backend, model, RANKS)
     log_probs, entropies, _ = oracle(folder / "before", 0.7)
     assert np.abs(joined(results, "log_probs") - log_probs).max() < TOLERANCE
@@ -94,12 +107,11 @@ def test_three_updates_equal_those_of_megatron_on_one_process(
     expected = steps_of(one)
     np.testing.assert_allclose(steps_of(results), expected, rtol=0, atol=TOLERANCE)
     assert expected[:, 1].min() > 1.0  # or nothing would have been clipped
-    assert expected[:, 2] == pytest.approx([5e-3, 1e-2, 8.681981e-3], rel=1e-5)  # warm-up, then cosine
-    before, mine, theirs = (
-        tensors_of(folder / "before"),
-        tensors_of(folder / "trained"),
-        tensors_of(one_folder / "trained"),
-    )
+    # warm-up, then cosine
+    assert expected[:, 2] == pytest.approx([5e-3, 1e-2, 8.681981e-3], rel=1e-5)
+    before = tensors_of(folder / "before")
+    mine = tensors_of(folder / "trained")
+    theirs = tensors_of(one_folder / "trained")
     assert mine.keys() == theirs.keys() == family_of(MODELS[model]).tensors().keys()
     worst = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
     assert worst < TOLERANCE
@@ -109,39 +121,63 @@ def test_three_updates_equal_those_of_megatron_on_one_process(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("backend", "tensor"), [("fsdp", 1), ("megatron", 1), ("megatron", 2)])
-def test_an_update_by_distillation_is_that_of_whole_distributions(tmp_path: Path, backend: str, tensor: int) -> None:
-    """Loss and gradient norm on two ranks, which share the rows or the vocabulary, against transformers in float64."""
+def test_an_update_by_distillation_is_that_of_whole_distributions(
+    tmp_path: Path, backend: str, tensor: int
+) -> None:
+    """Loss and gradient norm on two ranks, which share the rows or the vocabulary, against
+    transformers in float64."""
     from transformers import AutoModelForCausalLM
 
-    results = run_backend(backend, RANKS, "distilled", hf=DENSE, folder=str(tmp_path), tensor=tensor)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    results = run_backend(
+        backend, RANKS, "distilled", hf=DENSE, folder=str(tmp_path), tensor=tensor
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, attn_implementation="eager"
+    )
     batch = with_mask(teacher_of(batch_of(12, 3), DENSE["vocab_size"], 5))
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
     for row in range(len(batch)):
-        prompt, response = batch["prompt_ids"].row(row), batch["response_ids"].row(row)
-        logits = model(torch.from_numpy(np.concatenate([prompt, response]))[None]).logits[0, len(prompt) - 1 : -1]
+        prompt = batch["prompt_ids"].row(row)
+        response = batch["response_ids"].row(row)
+        logits = model(torch.from_numpy(np.concatenate([prompt, response]))[None]).logits[
+            0, len(prompt) - 1 : -1
+        ]
         mask = batch["response_mask"].row(row)
-        best, ids = (torch.tensor(batch[name].row(row)[mask]) for name in ("teacher_top_log_probs", "teacher_top_ids"))
+        best, ids = (
+            torch.tensor(batch[name].row(row)[mask])
+            for name in ("teacher_top_log_probs", "teacher_top_ids")
+        )
         log_probs = (logits[torch.tensor(mask)] / 0.7).log_softmax(-1).gather(-1, ids)
         total = total + (best.double().exp() * (best.double() - log_probs)).sum()
         count += len(ids)
     (total / count).backward()
     norm = float(torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()]).norm())
     groups = results if tensor == 1 else results[:1]
-    assert sum(result["sums"][1] for result in groups) == count < batch.lengths("response_ids").sum()
-    assert sum(result["sums"][0] for result in groups) == pytest.approx(float(total.detach()), rel=1e-5)
+    assert (
+        sum(result["sums"][1] for result in groups) == count < batch.lengths("response_ids").sum()
+    )
+    assert sum(result["sums"][0] for result in groups) == pytest.approx(
+        float(total.detach()), rel=1e-5
+    )
     assert [result["norm"] for result in results] == pytest.approx([norm] * RANKS, rel=1e-5)
 
 
 def test_both_write_the_same_folder(contracts: Any) -> None:
     (one, _), (two, _) = (contracts(backend, "qwen3-tied", RANKS) for backend in BACKENDS)
-    assert (one / "before" / "checksums.sha256").read_text() == (two / "before" / "checksums.sha256").read_text()
-    assert (one / "before" / "config.json").read_text() == (two / "before" / "config.json").read_text()
+    assert (one / "before" / "checksums.sha256").read_text() == (
+        two / "before" / "checksums.sha256"
+    ).read_text()
+    assert (one / "before" / "config.json").read_text() == (
+        two / "before" / "config.json"
+    ).read_text()
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(contracts: Any, backend: str, model: str) -> None:
+def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(
+    contracts: Any, backend: str, model: str
+) -> None:
     _, results = contracts(backend, model, RANKS)
     for result in results:
         assert result["again"] == result["more"]
@@ -158,7 +194,9 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one(contracts: Any, backend: str) 
     np.testing.assert_allclose(steps_of(found), steps_of(results, "more"), rtol=0, atol=TOLERANCE)
     for name, sums in results[0]["end"].items():
         np.testing.assert_allclose(found[0]["end"][name], sums, rtol=1e-4, atol=1e-3, err_msg=name)
-    np.testing.assert_allclose(found[0]["reference"], joined(results, "reference"), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        found[0]["reference"], joined(results, "reference"), rtol=0, atol=TOLERANCE
+    )
     assert "another training backend wrote it" in found[0]["said"]
     assert "hybridflow checkpoint export" in found[0]["said"]
 
@@ -169,9 +207,16 @@ def test_the_tools_read_an_fsdp_checkpoint(contracts: Any, tmp_path: Path) -> No
     folder, _ = contracts("fsdp", "qwen3-tied", RANKS)
     assert verify(folder / "checkpoint")[1] == []
     parts = inspect(folder / "checkpoint")["parts"]
-    assert parts.keys() == {"model", "optimizer exp_avg", "optimizer exp_avg_sq", "reference", "random state"}
+    assert parts.keys() == {
+        "model",
+        "optimizer exp_avg",
+        "optimizer exp_avg_sq",
+        "reference",
+        "random state",
+    }
     export(folder / "checkpoint", tmp_path / "hf", None, 1 << 20, None)
-    exported, trained = tensors_of(tmp_path / "hf"), tensors_of(folder / "trained")
+    exported = tensors_of(tmp_path / "hf")
+    trained = tensors_of(folder / "trained")
     assert exported.keys() == trained.keys()
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
 
@@ -180,7 +225,9 @@ def test_the_tools_read_an_fsdp_checkpoint(contracts: Any, tmp_path: Path) -> No
 def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(backend: str) -> None:
     for result in run_backend(backend, RANKS, "updates", hf=DENSE):
         masked = result["masked"]
-        assert np.isfinite(masked["one"]).all() and masked["true"] == masked["none"] != masked["one"]
+        assert (
+            np.isfinite(masked["one"]).all() and masked["true"] == masked["none"] != masked["one"]
+        )
         np.testing.assert_allclose(masked["one"], masked["many"], rtol=1e-5, atol=1e-6)
         assert result["norm"] < 1e-6
         assert result["weights"] < 1e-6
@@ -191,18 +238,26 @@ def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(backend: str
         memory = result["memory"]
         assert memory["equal"]
         assert memory["freed"] == sum(memory["held"].values()) - sum(memory["left"].values()) > 0
-        assert all(memory["left"][part] < size for part, size in memory["held"].items() if part != "gradients")
+        assert all(
+            memory["left"][part] < size
+            for part, size in memory["held"].items()
+            if part != "gradients"
+        )
         assert result["unequal"][0] == result["unequal"][1]
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_first_update_computes_what_a_pass_before_it_would(backend: str) -> None:
-    """Its own log-probs may stand in for old_log_probs: the same values, gradients and metrics, and a ratio of 1."""
+    """Its own log-probs may stand in for old_log_probs: the same values, gradients and metrics, and
+    a ratio of 1."""
     for result in run_backend(backend, RANKS, "own_values", hf=DENSE):
-        scored, own = result["scored"], result["own"]
+        scored = result["scored"]
+        own = result["own"]
         np.testing.assert_array_equal(own["old_log_probs"], scored["old_log_probs"])
         np.testing.assert_allclose(own["old_log_probs"], result["pass"], rtol=0, atol=TOLERANCE)
-        np.testing.assert_allclose(own["entropys"], result["pass_entropies"], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(
+            own["entropys"], result["pass_entropies"], rtol=0, atol=TOLERANCE
+        )
         assert own["norm"] == pytest.approx(scored["norm"], rel=1e-5) and own["norm"] > 1e-3
         assert own["sums"]["actor/ppo_kl"][0] == 0
         assert own["sums"].keys() == scored["sums"].keys()
@@ -228,19 +283,23 @@ def test_bf16_keeps_fp32_weights_and_learns(tmp_path: Path) -> None:
 
 
 # ---- weights to the engines
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def sources(backend: str, hf: dict[str, Any]) -> tuple[Layout, list[list[LocalTensor]]]:
     family = family_of(hf)
     if backend == "fsdp":
-        return fsdp_layout(family, RANKS, "float32"), [fsdp_tensors(family, rank, RANKS) for rank in range(RANKS)]
+        return fsdp_layout(family, RANKS, "float32"), [
+            fsdp_tensors(family, rank, RANKS) for rank in range(RANKS)
+        ]
     ranks = ParallelShape(RANKS).coordinates()
     return megatron_layout(family, ranks, "float32"), [rank_tensors(family, at) for at in ranks]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_slice_plan_brings_whole_tensors_from_live_memory_to_engines(tmp_path: Path, backend: str) -> None:
+def test_the_slice_plan_brings_whole_tensors_from_live_memory_to_engines(
+    tmp_path: Path, backend: str
+) -> None:
     """Two engines at once, of TP 2 and of TP 1."""
     run_backend(backend, RANKS, "held", hf=LLAMA, folder=str(tmp_path))
     held = [dict(np.load(tmp_path / f"rank{rank}.npz")) for rank in range(RANKS)]
@@ -254,8 +313,11 @@ def test_the_slice_plan_brings_whole_tensors_from_live_memory_to_engines(tmp_pat
     plan, proof = plan_and_prove(catalog, source, target, 1 << 16)
     assert proof.unused == ()
     weights = {name: tensor.numpy() for name, tensor in tensors_of(tmp_path / "hf").items()}
-    got, expected = engine_buffers(target, catalog, None), engine_buffers(target, catalog, weights)
+    got = engine_buffers(target, catalog, None)
+    expected = engine_buffers(target, catalog, weights)
     execute(plan, held, got)
     for rank, (mine, wanted) in enumerate(zip(got, expected, strict=True)):
         for name in wanted:
-            np.testing.assert_array_equal(mine[name], wanted[name], err_msg=f"engine rank {rank}, {name}")
+            np.testing.assert_array_equal(
+                mine[name], wanted[name], err_msg=f"engine rank {rank}, {name}"
+            )

@@ -1,4 +1,5 @@
-"""Calls of roles on real ranks: at the same time on devices of their own, in turns on shared ones."""
+"""Calls of roles on real ranks: at the same time on devices of their own, in turns on shared
+ones."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Calls:
     """What is called in one step."""
 
     def __init__(self, groups: dict[str, WorkerGroup], folder: Path) -> None:
-        self.groups, self.folder = groups, folder
+        self.groups = groups
+        self.folder = folder
         self.timeline = Timeline(folder / "timeline.jsonl")
         self.devices = Devices(POOLS.__getitem__, self.timeline)
 
@@ -49,7 +51,10 @@ class Calls:
 
     def times(self) -> dict[str, tuple[float, float]]:
         self.timeline.close()
-        return {one["name"]: (one["start"], one["end"]) for one in read_timeline(self.folder / "timeline.jsonl")}
+        return {
+            one["name"]: (one["start"], one["end"])
+            for one in read_timeline(self.folder / "timeline.jsonl")
+        }
 
 
 async def test_pools_work_at_the_same_time_and_each_in_the_order_of_calling(
@@ -65,7 +70,10 @@ async def test_pools_work_at_the_same_time_and_each_in_the_order_of_calling(
     ]
     await calls.devices.finish(*meeting)
     assert [one.done() for one in meeting] == [True] * 4
-    assert meeting[0].result() == meeting[2].result() == ["met", "met"] and meeting[3].result() == [[2], [2]]
+    assert meeting[0].result() == meeting[2].result() == ["met", "met"] and meeting[3].result() == [
+        [2],
+        [2],
+    ]
     times = calls.times()
     assert max(times["actor"][0], times["critic"][0]) < min(times["actor"][1], times["critic"][1])
     for first, second in (("actor", "reference"), ("critic", "reward_model")):
@@ -89,7 +97,9 @@ async def test_the_end_of_a_call_is_noted_while_nobody_waits_for_it(
     assert 0.2 <= ended - begun < 1.5
 
 
-async def test_a_rank_that_dies_ends_the_wait_for_another_pool(groups: dict[str, WorkerGroup], tmp_path: Path) -> None:
+async def test_a_rank_that_dies_ends_the_wait_for_another_pool(
+    groups: dict[str, WorkerGroup], tmp_path: Path
+) -> None:
     calls = Calls(groups, tmp_path)
     slow = calls.call("actor", Worker.nap, 4, 20.0)
     dying = calls.call("critic", Worker.die_on, 1, "exit")

@@ -1,5 +1,5 @@
-"""Checkpoints of four ranks: training resumed in any layout is the uninterrupted one; broken ones are named, failed
-saves leave nothing."""
+"""Checkpoints of four ranks: training resumed in any layout is the uninterrupted one; broken ones
+are named, failed saves leave nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     """(folder, by rank: the uninterrupted run)."""
     folder = tmp_path_factory.mktemp("checkpoint")
     return folder, run_ranks(
-        4, "tests.dist.cases.checkpoint:save_and_go_on", parallel=FULL, hf=TINY, folder=str(folder), full_disk_on=3
+        4,
+        "tests.dist.cases.checkpoint:save_and_go_on",
+        parallel=FULL,
+        hf=TINY,
+        folder=str(folder),
+        full_disk_on=3,
     )
 
 
@@ -87,8 +92,8 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(results: Result
 def test_another_layout_goes_on_as_the_uninterrupted_run(
     saved: tuple[Path, list[dict[str, Any]]], world: int, parallel: dict[str, Any]
 ) -> None:
-    """Optimizer included: steps 4 to 6 (counted from one) of TP2·PP2·EP2, in one process, DP2, PP2·VPP2·EP2 and
-    others."""
+    """Optimizer included: steps 4 to 6 (counted from one) of TP2·PP2·EP2, in one process, DP2,
+    PP2·VPP2·EP2 and others."""
     folder, whole = saved
     resumed = run_ranks(
         world,
@@ -99,12 +104,17 @@ def test_another_layout_goes_on_as_the_uninterrupted_run(
         broken=[],
         other={},
     )
-    np.testing.assert_allclose([rank["history"] for rank in resumed], [whole[0]["history"]] * world, rtol=1e-5)
+    np.testing.assert_allclose(
+        [rank["history"] for rank in resumed], [whole[0]["history"]] * world, rtol=1e-5
+    )
     for part in ("weights", "reference"):
-        expected, found = merged(whole, part), merged(resumed, part)
+        expected = merged(whole, part)
+        found = merged(resumed, part)
         assert found.keys() == expected.keys() and len(found) > 40
         for name, values in expected.items():
-            np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-5, err_msg=f"{part} {name}")
+            np.testing.assert_allclose(
+                found[name], values, rtol=1e-5, atol=1e-5, err_msg=f"{part} {name}"
+            )
 
 
 def test_the_configured_optimizer_settings_count_after_a_resume(
@@ -113,7 +123,11 @@ def test_the_configured_optimizer_settings_count_after_a_resume(
     """The checkpoint was saved with lr 1e-2, a linear decay and weight decay 0.1."""
     folder, _ = saved
     [found] = run_ranks(
-        1, "tests.dist.cases.checkpoint:resume_with_other_settings", parallel={}, hf=TINY, folder=str(folder)
+        1,
+        "tests.dist.cases.checkpoint:resume_with_other_settings",
+        parallel={},
+        hf=TINY,
+        folder=str(folder),
     )
     assert found == {"rate": 1e-5, "decays": [0.0, 0.3]}
 
@@ -129,15 +143,22 @@ def test_a_failed_save_is_reported_on_every_rank(results: Results) -> None:
                 f"{name} could not be written" in rank["errors"][name]
                 and "previous checkpoint is untouched" in rank["errors"][name]
             )
-            assert "rank 3: File too large" in rank["errors"][name] and "unexpected pos" not in rank["errors"][name]
+            assert (
+                "rank 3: File too large" in rank["errors"][name]
+                and "unexpected pos" not in rank["errors"][name]
+            )
 
 
-def test_missing_torn_and_foreign_checkpoints_are_named_and_nothing_is_loaded(results: Results) -> None:
+def test_missing_torn_and_foreign_checkpoints_are_named_and_nothing_is_loaded(
+    results: Results,
+) -> None:
     for rank in results[2]:
         errors = rank["errors"]
         assert "missing is not a whole checkpoint" in errors["missing"]
         assert "unmarked is not a whole checkpoint (no manifest.json in it)" in errors["unmarked"]
-        assert "torn" in errors["torn"] and ".bin has 100 bytes, the manifest says" in errors["torn"]
+        assert (
+            "torn" in errors["torn"] and ".bin has 100 bytes, the manifest says" in errors["torn"]
+        )
         assert ".bin does not have the content" in errors["flipped"]
         assert ".bin cannot be read: No such file" in errors["empty"]
         assert "hidden_size is 32 there, 64 here" in errors["wider"]
@@ -148,9 +169,21 @@ def test_missing_torn_and_foreign_checkpoints_are_named_and_nothing_is_loaded(re
 def test_the_manifest_describes_what_was_saved(saved: tuple[Path, list[dict[str, Any]]]) -> None:
     folder = saved[0] / "good"
     manifest = Manifest.read(folder)
-    assert (manifest.phase, manifest.step, manifest.family, manifest.dtype) == ("rl", 2, "qwen3_moe", "float32")
+    assert (manifest.phase, manifest.step, manifest.family, manifest.dtype) == (
+        "rl",
+        2,
+        "qwen3_moe",
+        "float32",
+    )
     assert manifest.contains == ("model", "optimizer", "reference", "rng")
-    assert manifest.layout == {"world": 4, "tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 1, "context": 1}
+    assert manifest.layout == {
+        "world": 4,
+        "tensor": 2,
+        "pipeline": 2,
+        "expert": 2,
+        "expert_tensor": 1,
+        "context": 1,
+    }
     assert set(manifest.files) == {path.name for path in folder.iterdir()} - {"manifest.json"}
     assert problems_of(folder, manifest) == []
     assert set(manifest.versions) == {"hybridflow", "torch", "megatron_core"}

@@ -1,5 +1,5 @@
-"""Ranks killed at every moment of an asynchronous save: the checkpoint in force is whole, and the next world loads
-it."""
+"""Ranks killed at every moment of an asynchronous save: the checkpoint in force is whole, and the
+next world loads it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hybridflow.saving.manifest import Manifest, problems_of
 from tests.dist.harness.ranks import free_port
 
 pytestmark = pytest.mark.slow
-# what is seen in the folder when the kill comes (pieces of the paths of a save, in the order of their appearance), or
-# seconds of delay
+# what is seen in the folder when the kill comes (pieces of the paths of a save, in the order of
+# their appearance), or seconds of delay
 SEEN = (
     *(
         "_{}.partial",
@@ -31,11 +31,17 @@ SEEN = (
         "_{}.partial/policy",
         "_{}.partial/policy/rank_0.bin",
     ),
-    *("_{}.partial/policy/rank_1.bin", "_{}.partial/policy/index.json.tmp", "_{}.partial/policy/index.json"),
+    *(
+        "_{}.partial/policy/rank_1.bin",
+        "_{}.partial/policy/index.json.tmp",
+        "_{}.partial/policy/index.json",
+    ),
     *("_{}.partial/policy/manifest.json.tmp", "_{}.partial/policy/manifest.json", "_{}"),
 )
 DELAYS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.07, 0.09, 0.12, 0.16, 0.2)
-BOTH, FIRST, SECOND = (0, 1), (0,), (1,)
+BOTH = (0, 1)
+FIRST = (0,)
+SECOND = (1,)
 
 
 class World:
@@ -43,8 +49,14 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         root = Path(__file__).parents[2]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
-        self.folder, self.log = folder, (folder.parent / "log").open("w")
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(root),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        self.folder = folder
+        self.log = (folder.parent / "log").open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.dist.harness.kill_world"],
             **{
@@ -67,7 +79,9 @@ class World:
     def start(self) -> tuple[list[int], int]:
         """(process ids, the step of the checkpoint that both ranks have loaded)."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"port": free_port(), "folder": str(self.folder)}) + "\n")
+        self.process.stdin.write(
+            json.dumps({"port": free_port(), "folder": str(self.folder)}) + "\n"
+        )
         self.process.stdin.flush()
         lines = [self.lines.get(timeout=240) for _ in range(3)]
         assert all("ends" not in line for line in lines), f"a rank ended: {self.said()}"
@@ -132,7 +146,8 @@ def kill_points() -> list[tuple[str | float, tuple[int, ...]]]:
 
 
 def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(world: World) -> None:
-    """24 kill points; each world begins by loading, bit for bit, what the one before left. A save takes about 0.1 s."""
+    """24 kill points; each world begins by loading, bit for bit, what the one before left. A save
+    takes about 0.1 s."""
     pids, loaded = world.start()
     assert loaded == 0
     wait_until(lambda: "latest.json" in names(world.folder))
@@ -143,7 +158,8 @@ def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(world: World) -> None
         before = latest(world.folder)
         target = before + 3  # a save that begins under our eyes
         if isinstance(point, str):
-            seen, whole = world.folder / f"global_step{point.format(target)}", world.folder / f"global_step_{target}"
+            seen = world.folder / f"global_step{point.format(target)}"
+            whole = world.folder / f"global_step_{target}"
             wait_until(lambda seen=seen, whole=whole: os.path.lexists(seen) or whole.exists())
         else:
             began = world.folder / f"global_step_{target}.partial"

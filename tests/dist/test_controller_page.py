@@ -22,10 +22,20 @@ def test_the_example_runs_and_prints_what_it_computes(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
-        [sys.executable, "start.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "start.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.split(" ")[0] in {"scaled", "total", "label", "count"}]
+    lines = [
+        line
+        for line in done.stdout.splitlines()
+        if line.split(" ")[0] in {"scaled", "total", "label", "count"}
+    ]
     assert lines == [
         "scaled [0, 10, 20, 30, 40]",
         "total 150",

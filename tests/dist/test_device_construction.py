@@ -1,4 +1,5 @@
-"""On a stand-in for a GPU: construction leaves nothing on the CPU, and no layer makes the host wait."""
+"""On a stand-in for a GPU: construction leaves nothing on the CPU, and no layer makes the host
+wait."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", SYNCED)
 def test_nothing_is_left_on_the_cpu(family: str, dtype: str) -> None:
-    (found,) = run_ranks(1, "tests.dist.cases.construction:left_on_the_cpu", family=family, dtype=dtype)
+    (found,) = run_ranks(
+        1, "tests.dist.cases.construction:left_on_the_cpu", family=family, dtype=dtype
+    )
     assert len(found) == 6
     for role, (on_cpu, on_device) in found.items():
         assert on_cpu == [] and on_device > 20, role
@@ -22,7 +25,10 @@ def test_nothing_is_left_on_the_cpu(family: str, dtype: str) -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", SYNCED)
 def test_the_host_waits_in_no_layer(family: str, recompute: str) -> None:
-    """Reading a value raises, and so does a copy that the host would wait for. With experts on several ranks it must
-    know how many rows go where: Megatron's token dispatcher waits for that once a layer."""
-    (found,) = run_ranks(1, "tests.dist.cases.construction:host_waits", family=family, recompute=recompute)
+    """Reading a value raises, and so does a copy that the host would wait for. With experts on
+    several ranks it must know how many rows go where: Megatron's token dispatcher waits for that
+    once a layer."""
+    (found,) = run_ranks(
+        1, "tests.dist.cases.construction:host_waits", family=family, recompute=recompute
+    )
     assert found == {"moved": 0}

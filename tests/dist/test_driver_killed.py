@@ -1,5 +1,5 @@
-"""A driver killed with SIGKILL leaves nothing behind: no Ray process, no worker, no child of a worker. And a new start
-works."""
+"""A driver killed with SIGKILL leaves nothing behind: no Ray process, no worker, no child of a
+worker. And a new start works."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ pytestmark = pytest.mark.slow
 
 
 def start_driver(out: Path) -> tuple[subprocess.Popen[bytes], list[int], str]:
-    """The driver, the pids it reported (2 workers, then a child of each), and its cluster's temporary folder."""
+    """The driver, the pids it reported (2 workers, then a child of each), and its cluster's
+    temporary folder."""
     out.mkdir()
-    driver = subprocess.Popen([sys.executable, "-m", "tests.dist.harness.sc_workers", str(out)], cwd=ROOT)
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "tests.dist.harness.sc_workers", str(out)], cwd=ROOT
+    )
     deadline = time.monotonic() + 240
     while not (out / "pids").exists():
         assert driver.poll() is None, "the driver ended early"
@@ -45,9 +48,14 @@ def still_there(known: set[int], temp_dir: str) -> list[str]:
 def test_nothing_survives_a_killed_driver_and_a_restart_works(tmp_path: Path) -> None:
     for attempt in ("first", "again"):
         driver, pids, temp_dir = start_driver(tmp_path / attempt)
-        known = {driver.pid, *pids, *(child.pid for child in psutil.Process(driver.pid).children(recursive=True))}
+        known = {
+            driver.pid,
+            *pids,
+            *(child.pid for child in psutil.Process(driver.pid).children(recursive=True)),
+        }
         assert len(pids) == 4 and all(psutil.pid_exists(pid) for pid in pids)
-        assert len(known) >= 8  # driver, gcs, raylet, workers, sleepers, agents: the test does look at something
+        # driver, gcs, raylet, workers, sleepers, agents: the test does look at something
+        assert len(known) >= 8
         os.kill(driver.pid, signal.SIGKILL)
         driver.wait()
         killed = time.monotonic()
@@ -56,4 +64,7 @@ def test_nothing_survives_a_killed_driver_and_a_restart_works(tmp_path: Path) ->
         for process in left:  # a failing test leaves nothing behind either
             os.kill(int(process.split()[0]), signal.SIGKILL)
         assert not left, f"survived the {attempt} driver: {left}"
-        print(f"{attempt}: {len(known)} processes gone {time.monotonic() - killed:.1f} s after SIGKILL")
+        print(
+            f"{attempt}: {len(known)} processes gone {time.monotonic() - killed:.1f} s after "
+            "SIGKILL"
+        )

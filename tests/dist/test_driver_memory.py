@@ -1,5 +1,5 @@
-"""The driver works through a batch of token columns (metrics, scores, dump) without ever holding one: they stay in the
-object store."""
+"""The driver works through a batch of token columns (metrics, scores, dump) without ever holding
+one: they stay in the object store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from hybridflow.single_controller import Cluster, keep_in_store
 from hybridflow.trainer.metrics import batch_metrics, kl_sums, log_prob_difference
 
 pytestmark = pytest.mark.slow
-ROWS, TOKENS = 512, 12_000
+ROWS = 512
+TOKENS = 12_000
 COLUMNS = (
     "response_ids",
     "response_versions",
@@ -34,13 +35,15 @@ COLUMNS = (
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster.start(
-        ClusterConfig(start_timeout_s=90, object_store_bytes=512 << 20), tmp_path_factory.mktemp("run")
+        ClusterConfig(start_timeout_s=90, object_store_bytes=512 << 20),
+        tmp_path_factory.mktemp("run"),
     ) as started:
         yield started
 
 
 class Peak:
-    """Largest growth of the memory that is this process's own (not the store's, which is mapped) while inside."""
+    """Largest growth of the memory that is this process's own (not the store's, which is mapped)
+    while inside."""
 
     def __enter__(self) -> Peak:
         self._start = self.highest = _own_memory()
@@ -60,7 +63,11 @@ class Peak:
 
 
 def _own_memory() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) << 10
 
 
@@ -73,8 +80,13 @@ def objects(value: Any) -> np.ndarray:
 def finished_batch() -> DataProto:
     """What a step ends with, token columns in the store."""
     lengths = np.full(ROWS, TOKENS)
-    values = {name: np.random.default_rng(i).random(ROWS * TOKENS, np.float32) for i, name in enumerate(COLUMNS)}
-    values |= {name: values[name].astype(np.int64) for name in ("response_ids", "response_versions")}
+    values = {
+        name: np.random.default_rng(i).random(ROWS * TOKENS, np.float32)
+        for i, name in enumerate(COLUMNS)
+    }
+    values |= {
+        name: values[name].astype(np.int64) for name in ("response_ids", "response_versions")
+    }
     values["response_mask"] = np.ones(ROWS * TOKENS, np.bool_)
     tokens = {name: Jagged.from_lengths(column, lengths) for name, column in values.items()}
     plain = {
@@ -99,14 +111,17 @@ class Letters:
         return str(ids)
 
 
-def test_metrics_and_dump_hold_a_small_part_of_the_batch_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
+def test_metrics_and_dump_hold_a_small_part_of_the_batch_at_a_time(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     batch = finished_batch()
     assert set(batch.deferred) == {*COLUMNS, "response_mask"}
     shuffled = batch.reorder(np.random.default_rng(0).permutation(ROWS))
     size = batch.nbytes
     assert size > 150 << 20
     letters: Any = Letters()
-    dump_batch(tmp_path, 0, batch.rows(slice(0, 2)), letters)  # imports and allocates what a first dump does
+    # imports and allocates what a first dump does
+    dump_batch(tmp_path, 0, batch.rows(slice(0, 2)), letters)
     with Peak() as peak:
         for one in (batch, shuffled):
             log_prob_difference(one)
@@ -116,13 +131,24 @@ def test_metrics_and_dump_hold_a_small_part_of_the_batch_at_a_time(cluster: Clus
     whole = batch.fetch()
     difference = np.abs(whole["rollout_log_probs"].values - whole["old_log_probs"].values)
     mean, largest = log_prob_difference(shuffled)
-    assert mean == pytest.approx(difference.mean(dtype=np.float64), rel=1e-9) and largest == difference.max()
+    assert (
+        mean == pytest.approx(difference.mean(dtype=np.float64), rel=1e-9)
+        and largest == difference.max()
+    )
     metrics = batch_metrics(shuffled)
-    assert metrics["actor/entropy"] == pytest.approx(whole["entropys"].values.mean(dtype=np.float64), rel=1e-9)
+    assert metrics["actor/entropy"] == pytest.approx(
+        whole["entropys"].values.mean(dtype=np.float64), rel=1e-9
+    )
     assert metrics["critic/advantages/max"] == whole["advantages"].values.max()
-    sums = (whole["old_log_probs"].values.astype(np.float64) - whole["ref_log_probs"].values).reshape(ROWS, -1).sum(1)
+    sums = (
+        (whole["old_log_probs"].values.astype(np.float64) - whole["ref_log_probs"].values)
+        .reshape(ROWS, -1)
+        .sum(1)
+    )
     np.testing.assert_allclose(kl_sums(batch), sums, atol=2e-3)
     rows = read_rollouts(dump_path(tmp_path, 1))
     assert [row["uid"] for row in rows] == shuffled["uid"].tolist()
     per_row = difference.reshape(ROWS, -1)[shuffled["uid"]]
-    np.testing.assert_allclose([row["logprob_diff_mean"] for row in rows], per_row.mean(1), rtol=1e-5)
+    np.testing.assert_allclose(
+        [row["logprob_diff_mean"] for row in rows], per_row.mean(1), rtol=1e-5
+    )

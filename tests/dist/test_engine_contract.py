@@ -27,8 +27,10 @@ KINDS = [
         "vllm",
         marks=pytest.mark.skipif(
             not VLLM_PYTHON,
-            reason="vLLM is in no lock of ours, and HYBRIDFLOW_VLLM_PYTHON names no interpreter that has it; "
-            "tests/unit/engines/test_vllm.py has answers recorded from a real server",
+            reason=(
+                "vLLM is in no lock of ours, and HYBRIDFLOW_VLLM_PYTHON names no interpreter that "
+                "has it; tests/unit/engines/test_vllm.py has answers recorded from a real server"
+            ),
         ),
     ),
 ]
@@ -41,9 +43,18 @@ GREEDY = SamplingConfig(temperature=0.0)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense model whose vocabulary and heads suit all kinds."""
     folder = tmp_path_factory.mktemp("model")
-    sizes = {key: value for key, value in DENSE_UNTIED.items() if key not in ("model_type", "architectures")}
+    sizes = {
+        key: value
+        for key, value in DENSE_UNTIED.items()
+        if key not in ("model_type", "architectures")
+    }
     torch.manual_seed(0)
-    wide = {"head_dim": 32, "vocab_size": 96, "max_position_embeddings": 1024, "initializer_range": 0.2}
+    wide = {
+        "head_dim": 32,
+        "vocab_size": 96,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.2,
+    }
     config = Qwen3Config(**{**sizes, **wide, "eos_token_id": None})
     Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)
     return folder
@@ -55,7 +66,9 @@ def build(kind: str, model: Path, log: Path) -> Engine:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     built = build(request.param, model, tmp_path_factory.mktemp(request.param) / "engine.log")
     try:
         built.start()
@@ -67,7 +80,8 @@ def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
 
 
 def take_weights_of(engine: Any, model: Path) -> None:
-    """Servers read the folder themselves; an engine in this process takes the weights from its trainer."""
+    """Servers read the folder themselves; an engine in this process takes the weights from its
+    trainer."""
     if not hasattr(engine, "take"):
         return
     held = load_file(model / "model.safetensors")
@@ -80,18 +94,26 @@ def take_weights_of(engine: Any, model: Path) -> None:
     assert engine.take("default", fill) == len(held)
 
 
-def logits_of(model: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> list[torch.Tensor]:
+def logits_of(
+    model: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]
+) -> list[torch.Tensor]:
     """[t, v] of each response, from one forward pass of transformers over the whole row."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.no_grad():
-            found.append(reference(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1])
+            found.append(
+                reference(torch.tensor([[*prompt, *answer.token_ids]])).logits[
+                    0, len(prompt) - 1 : -1
+                ]
+            )
     return found
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_answers_come_in_order_with_the_policys_log_probs(engine: Engine, model: Path, temperature: float) -> None:
+def test_answers_come_in_order_with_the_policys_log_probs(
+    engine: Engine, model: Path, temperature: float
+) -> None:
     answers = engine.generate(PROMPTS, SamplingConfig(temperature=temperature), 12)
     rows = [
         ([*prompt, *answer.token_ids], len(prompt), answer.log_probs)
@@ -106,13 +128,18 @@ def test_answers_come_in_order_with_the_policys_log_probs(engine: Engine, model:
 
 def test_the_weights_of_every_token_are_named(engine: Engine) -> None:
     for answer in engine.generate(PROMPTS, SamplingConfig(), 5):
-        assert [(span.version, span.start, span.end) for span in answer.weight_versions] == [("default", 0, 5)]
+        assert [(span.version, span.start, span.end) for span in answer.weight_versions] == [
+            ("default", 0, 5)
+        ]
 
 
 def test_a_stop_token_ends_and_is_part_of_the_response(engine: Engine) -> None:
     whole = list(engine.generate([[5, 6]], GREEDY, 6)[0].token_ids)
     stopped, other = engine.generate([[5, 6], [7]], GREEDY, 6, [whole[2]])
-    assert stopped.finish_reason == "stop" and list(stopped.token_ids) == whole[: whole.index(whole[2]) + 1]
+    assert (
+        stopped.finish_reason == "stop"
+        and list(stopped.token_ids) == whole[: whole.index(whole[2]) + 1]
+    )
     assert len(stopped.log_probs) == len(stopped.token_ids)
     assert other.finish_reason == ("stop" if other.token_ids[-1] == whole[2] else "length")
 

@@ -1,5 +1,5 @@
-"""Unmodified SGLang servers of every shape on this machine against transformers, among them DeepSeek's latent
-attention."""
+"""Unmodified SGLang servers of every shape on this machine against transformers, among them
+DeepSeek's latent attention."""
 
 from __future__ import annotations
 
@@ -42,13 +42,18 @@ PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 90)), [9] * 25, [3, 1,
 
 
 def save(folder: Path, model: dict[str, Any], seed: int) -> Path:
-    """A random model whose norms and expert biases differ from one and zero, with a config as published checkpoints
-    have it."""
+    """A random model whose norms and expert biases differ from one and zero, with a config as
+    published checkpoints have it."""
     torch.manual_seed(seed)
     sizes = {key: value for key, value in model.items() if key != "model_type"}
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(model["model_type"], **sizes)).float()
+    network = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model["model_type"], **sizes)
+    ).float()
     with torch.no_grad():
-        for tensor in (*network.parameters(), *(b for name, b in network.named_buffers() if "correction" in name)):
+        for tensor in (
+            *network.parameters(),
+            *(b for name, b in network.named_buffers() if "correction" in name),
+        ):
             if tensor.ndim == 1:
                 tensor.add_(0.1 * torch.randn_like(tensor))
     network.save_pretrained(folder)
@@ -72,12 +77,18 @@ def worst_difference(
 
 
 def check(server: SglangEngine, model: Path) -> None:
-    """Prompt and generated log-probs are transformers', with an empty and with a filled prefix cache."""
+    """Prompt and generated log-probs are transformers', with an empty and with a filled prefix
+    cache."""
     client = EngineClient(server.url, server.admin_key, 60.0)
     for _ in range(2):
         completions = client.generate(PROMPTS, SamplingConfig(), 12)
         assert {len(c.token_ids) for c in completions} == {12}
-        assert worst_difference(model, completions, [prompt_log_probs(server, prompt) for prompt in PROMPTS]) <= FACTOR
+        assert (
+            worst_difference(
+                model, completions, [prompt_log_probs(server, prompt) for prompt in PROMPTS]
+            )
+            <= FACTOR
+        )
 
 
 def prompt_log_probs(server: SglangEngine, prompt: list[int]) -> list[float]:
@@ -94,7 +105,10 @@ def prompt_log_probs(server: SglangEngine, prompt: list[int]) -> list[float]:
 
 def post(server: SglangEngine, path: str, body: dict[str, Any]) -> Any:
     answer = requests.post(
-        f"{server.url}/{path}", json=body, headers={"Authorization": f"Bearer {server.admin_key}"}, timeout=60
+        f"{server.url}/{path}",
+        json=body,
+        headers={"Authorization": f"Bearer {server.admin_key}"},
+        timeout=60,
     )
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -105,10 +119,17 @@ def post(server: SglangEngine, path: str, body: dict[str, Any]) -> Any:
     [
         pytest.param(ENGINE_DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2"),
         pytest.param(ENGINE_DEEPSEEK, {"tensor": 2}, id="deepseek-tp2", marks=pytest.mark.full),
-        pytest.param(ENGINE_MOE, {"tensor": 2, "expert": 2}, id="qwen3-moe-tp2-ep2", marks=pytest.mark.full),
+        pytest.param(
+            ENGINE_MOE, {"tensor": 2, "expert": 2}, id="qwen3-moe-tp2-ep2", marks=pytest.mark.full
+        ),
         pytest.param(ENGINE_MOE, {"pipeline": 2}, id="qwen3-moe-pp2", marks=pytest.mark.full),
         pytest.param(ENGINE_DEEPSEEK, {"pipeline": 2}, id="deepseek-pp2", marks=pytest.mark.full),
-        pytest.param(ENGINE_MOE, {"tensor": 2, "data_attention": 2}, id="qwen3-moe-tp2-dpa2", marks=pytest.mark.full),
+        pytest.param(
+            ENGINE_MOE,
+            {"tensor": 2, "data_attention": 2},
+            id="qwen3-moe-tp2-dpa2",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             ENGINE_DEEPSEEK,
             {"tensor": 2, "data_attention": 2, "expert": 2},
@@ -117,9 +138,15 @@ def post(server: SglangEngine, path: str, body: dict[str, Any]) -> Any:
         ),
     ],
 )
-def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], shape: dict[str, int]) -> None:
-    first, second = (save(tmp_path / name, model, seed) for seed, name in enumerate(("first", "second")))
-    with SglangEngine(EngineSpec(name="engine", model_path=str(first), **shape), tmp_path / "engine.log") as server:
+def test_log_probs_equal_transformers(
+    tmp_path: Path, model: dict[str, Any], shape: dict[str, int]
+) -> None:
+    first, second = (
+        save(tmp_path / name, model, seed) for seed, name in enumerate(("first", "second"))
+    )
+    with SglangEngine(
+        EngineSpec(name="engine", model_path=str(first), **shape), tmp_path / "engine.log"
+    ) as server:
         server.start()
         server.wait_ready(400.0)
         check(server, first)
@@ -132,7 +159,12 @@ def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], sha
     ("model", "shape"),
     [
         # `test_weight_layouts` brings slices of this family to such an engine, too
-        pytest.param(ENGINE_DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2", marks=pytest.mark.full),
+        pytest.param(
+            ENGINE_DEEPSEEK,
+            {"tensor": 2, "expert": 2},
+            id="deepseek-tp2-ep2",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             ENGINE_DEEPSEEK,
             {"tensor": 2, "data_parallel_attention": 2, "expert": 2},
@@ -147,10 +179,14 @@ def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], sha
         ),
         pytest.param(ENGINE_MOE, {"pipeline": 2}, id="qwen3-moe-pp2", marks=pytest.mark.full),
         pytest.param(ENGINE_DEEPSEEK, {"pipeline": 2}, id="deepseek-pp2", marks=pytest.mark.full),
-        pytest.param(ENGINE_MOE, {"tensor": 2, "pipeline": 2}, id="qwen3-moe-tp2-pp2", marks=pytest.mark.full),
+        pytest.param(
+            ENGINE_MOE, {"tensor": 2, "pipeline": 2}, id="qwen3-moe-tp2-pp2", marks=pytest.mark.full
+        ),
     ],
 )
-def test_slices_reach_engines_of_each_shape(tmp_path: Path, model: dict[str, Any], shape: dict[str, int]) -> None:
+def test_slices_reach_engines_of_each_shape(
+    tmp_path: Path, model: dict[str, Any], shape: dict[str, int]
+) -> None:
     """From two pipeline stages of a trainer; the engine starts without weights."""
     world = SyncWorld({**model, **ONLY_PUBLISHED}, {"ranks": 2, "pipeline": 2}, [shape], tmp_path)
     try:
@@ -163,13 +199,20 @@ def test_slices_reach_engines_of_each_shape(tmp_path: Path, model: dict[str, Any
         world.close()
 
 
-def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_latent_attention_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Moonlight (no query latent, plain rotary embedding), updated by a loader of ours."""
-    first, second = (save(tmp_path / name, ENGINE_MOONLIGHT, seed) for seed, name in enumerate(("first", "second")))
+    first, second = (
+        save(tmp_path / name, ENGINE_MOONLIGHT, seed)
+        for seed, name in enumerate(("first", "second"))
+    )
     monkeypatch.setenv("TEST_WEIGHTS", str(second / "model.safetensors"))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     loader = "tests.dist.harness.engine_loaders.load_in_place"
-    spec = EngineSpec(name="engine", model_path=str(first), extra_args={"custom-weight-loader": [loader]})
+    spec = EngineSpec(
+        name="engine", model_path=str(first), extra_args={"custom-weight-loader": [loader]}
+    )
     with SglangEngine(spec, tmp_path / "engine.log") as server:
         server.start()
         server.wait_ready(400.0)
@@ -177,7 +220,9 @@ def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatc
         post(server, "begin_weight_update", {})
         nothing = base64.b64encode(pickle.dumps([])).decode()
         answer = post(
-            server, "update_weights_from_tensor", {"serialized_named_tensors": [nothing], "load_format": loader}
+            server,
+            "update_weights_from_tensor",
+            {"serialized_named_tensors": [nothing], "load_format": loader},
         )
         assert answer["success"], answer
         post(server, "end_weight_update", {})
@@ -190,9 +235,11 @@ def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatc
 def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(
     tmp_path: Path, shape: str, killed: bool
 ) -> None:
-    """As `rollout.nodes_per_engine` has it: a worker a node, a server each. The server of the second node may be killed
-    in between."""
-    world = SyncWorld(ENGINE_MOE, {"ranks": 2, "pipeline": 2}, [{shape: 2, "nodes_per_engine": 2}], tmp_path)
+    """As `rollout.nodes_per_engine` has it: a worker a node, a server each. The server of the
+    second node may be killed in between."""
+    world = SyncWorld(
+        ENGINE_MOE, {"ranks": 2, "pipeline": 2}, [{shape: 2, "nodes_per_engine": 2}], tmp_path
+    )
     try:
         world.configure(pause="abort")  # which a pipeline needs
         assert world.sync(world.train(1)).stale == {}
@@ -226,9 +273,16 @@ def test_an_engine_over_two_nodes(tmp_path: Path) -> None:
     """Two servers on this machine, one a node, with one rank each."""
     model = save(tmp_path / "model", ENGINE_DEEPSEEK, 0)
     spec = EngineSpec(
-        name="first", model_path=str(model), tensor=2, nnodes=2, dist_init_addr=f"127.0.0.1:{free_port()}"
+        name="first",
+        model_path=str(model),
+        tensor=2,
+        nnodes=2,
+        dist_init_addr=f"127.0.0.1:{free_port()}",
     )
-    servers = [SglangEngine(replace(spec, name=f"node{i}", node_rank=i), tmp_path / f"node{i}.log") for i in range(2)]
+    servers = [
+        SglangEngine(replace(spec, name=f"node{i}", node_rank=i), tmp_path / f"node{i}.log")
+        for i in range(2)
+    ]
     with ExitStack() as stack:
         for server in servers:
             stack.enter_context(server).start()
@@ -241,6 +295,8 @@ def test_an_engine_over_two_nodes(tmp_path: Path) -> None:
 
 
 def test_several_nodes_need_an_address(tmp_path: Path) -> None:
-    server = SglangEngine(EngineSpec(name="lost", model_path=str(tmp_path), tensor=2, nnodes=2), tmp_path / "log")
+    server = SglangEngine(
+        EngineSpec(name="lost", model_path=str(tmp_path), tensor=2, nnodes=2), tmp_path / "log"
+    )
     with pytest.raises(EngineError, match=r"nnodes=2 needs dist_init_addr=HOST:PORT"):
         server.start()

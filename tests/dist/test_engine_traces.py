@@ -1,5 +1,5 @@
-"""The engines' real layouts against the hand-written ones and against plans: every family, SGLang's own loaders on
-every rank."""
+"""The engines' real layouts against the hand-written ones and against plans: every family, SGLang's
+own loaders on every rank."""
 
 from __future__ import annotations
 
@@ -56,21 +56,33 @@ def checkpoint_config(model: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[TracedLayout]]:
     """What each rank's loader did, by (model, shape)."""
-    folder, asked = tmp_path_factory.mktemp("traces"), []
+    folder = tmp_path_factory.mktemp("traces")
+    asked = []
     in_fp8 = {"quantization_config": BlockQuantisation(FP8_BLOCK).config()}
-    everything: list[tuple[str, str, str, dict[str, Any]]] = [(model, name, name, {}) for model, name in CASES]
-    everything += [(model, name, f"{name}-fp8", in_fp8) for model, name in [*FP8_CASES, ("llama", "tp2")]]
+    everything: list[tuple[str, str, str, dict[str, Any]]] = [
+        (model, name, name, {}) for model, name in CASES
+    ]
+    everything += [
+        (model, name, f"{name}-fp8", in_fp8) for model, name in [*FP8_CASES, ("llama", "tp2")]
+    ]
     for model, shape_name, name, more in everything:
         place = folder / f"{model}-{name}-model"
         place.mkdir()
         (place / "config.json").write_text(json.dumps({**checkpoint_config(model), **more}))
         shape = SHAPES[shape_name][0]
-        sizes = {key: getattr(shape, key) for key in ("tensor", "expert", "pipeline", "data_attention")}
+        sizes = {
+            key: getattr(shape, key) for key in ("tensor", "expert", "pipeline", "data_attention")
+        }
         asked.append({"name": f"{model}-{name}", "model": str(place), **sizes})
     (folder / "cases.json").write_text(json.dumps(asked))
     command = [sys.executable, "-m", "tests.dist.harness.engine_traces", str(folder)]
     run = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2], check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=Path(__file__).parents[2],
+        check=False,
     )
     errors = {path.name: path.read_text()[-1500:] for path in folder.glob("*.error")}
     assert run.returncode == 0 and not errors, f"{errors}\n{run.stderr[-2000:]}"
@@ -84,12 +96,15 @@ def read_trace(path: Path) -> TracedLayout:
     data = json.loads(path.read_text())
     buffers = {name: (tuple(shape), dtype) for name, (shape, dtype) in data["buffers"].items()}
     pieces = tuple(
-        TracedPiece(**{k: tuple(v) if isinstance(v, list) else v for k, v in piece.items()}) for piece in data["pieces"]
+        TracedPiece(**{k: tuple(v) if isinstance(v, list) else v for k, v in piece.items()})
+        for piece in data["pieces"]
     )
     return TracedLayout(buffers, pieces, tuple(data["untouched"]))
 
 
-def contents(rank: RankLayout, catalog: Catalog, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def contents(
+    rank: RankLayout, catalog: Catalog, weights: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """The rank's buffers, filled."""
     layout = Layout((rank,), np.zeros(1, np.int64), np.zeros(1, np.int64))
     [buffers] = cases.engine_buffers(layout, catalog, weights)
@@ -101,11 +116,13 @@ def test_engines_hold_what_the_hand_written_layout_says(
     model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
 ) -> None:
     decoder = cases.decoder_of(model)
-    catalog, weights = Catalog.of(decoder.tensors()), cases.random_weights(decoder)
+    catalog = Catalog.of(decoder.tensors())
+    weights = cases.random_weights(decoder)
     written = engine_layout(decoder, (SHAPES[name][0],), "float32")
     for traced, number in zip(traces[model, name], written.rank_class.tolist(), strict=True):
         real = traced.rank_layout(catalog)
-        expected, found = contents(written.classes[number], catalog, weights), contents(real, catalog, weights)
+        expected = contents(written.classes[number], catalog, weights)
+        found = contents(real, catalog, weights)
         assert sorted(found) == sorted(expected)
         for buffer, values in expected.items():
             np.testing.assert_array_equal(found[buffer], values, err_msg=buffer)
@@ -119,16 +136,17 @@ def test_plans_to_the_real_layouts_are_proven_and_execute(
     model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
 ) -> None:
     decoder = cases.decoder_of(model)
-    catalog, weights = Catalog.of(decoder.tensors()), cases.random_weights(decoder)
+    catalog = Catalog.of(decoder.tensors())
+    weights = cases.random_weights(decoder)
     ranks = tuple(traced.rank_layout(catalog) for traced in traces[model, name])
     target = Layout(ranks, np.arange(2), np.zeros(2, np.int64))
     for shape in TRAINERS:
-        plan = make_plan(catalog, megatron_layout(decoder, shape.coordinates(), "float32"), target, 1 << 20)
-        assert prove(plan).unused == ()
-        trainers, engines = (
-            cases.trainer_buffers(decoder, shape.coordinates(), weights),
-            cases.engine_buffers(target, catalog, None),
+        plan = make_plan(
+            catalog, megatron_layout(decoder, shape.coordinates(), "float32"), target, 1 << 20
         )
+        assert prove(plan).unused == ()
+        trainers = cases.trainer_buffers(decoder, shape.coordinates(), weights)
+        engines = cases.engine_buffers(target, catalog, None)
         cases.execute(plan, trainers, engines)
         for want, got in zip(cases.engine_buffers(target, catalog, weights), engines, strict=True):
             assert all(np.array_equal(want[buffer], got[buffer]) for buffer in want)
@@ -138,10 +156,12 @@ def test_plans_to_the_real_layouts_are_proven_and_execute(
 def test_engines_in_fp8_get_their_slices_of_the_quantised_tensors(
     model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
 ) -> None:
-    """SGLang's own fp8 buffers, traced: those of the hand-written layout, and a plan to them brings what the whole
-    tensors' form has."""
-    decoder, quantisation = cases.decoder_of(model), BlockQuantisation(FP8_BLOCK)
-    catalog, weights = Catalog.of(decoder.tensors(), quantisation), cases.random_weights(decoder)
+    """SGLang's own fp8 buffers, traced: those of the hand-written layout, and a plan to them brings
+    what the whole tensors' form has."""
+    decoder = cases.decoder_of(model)
+    quantisation = BlockQuantisation(FP8_BLOCK)
+    catalog = Catalog.of(decoder.tensors(), quantisation)
+    weights = cases.random_weights(decoder)
     ranks = tuple(traced.rank_layout(catalog) for traced in traces[model, f"{name}-fp8"])
     target = Layout(ranks, np.arange(2), np.zeros(2, np.int64))
     want = fp8.engine_buffers(target, catalog, fp8.forms_of(weights, quantisation))
@@ -157,24 +177,40 @@ def test_engines_in_fp8_get_their_slices_of_the_quantised_tensors(
     }
     fp8.assert_equal([{n: v for n, v in mine.items() if n in quantised} for mine in by_hand], want)
     shape = ParallelShape(4, tensor=2, pipeline=2, expert=2)
-    plan = make_plan(catalog, megatron_layout(decoder, shape.coordinates(), "float32", catalog), target, 1 << 20)
+    plan = make_plan(
+        catalog, megatron_layout(decoder, shape.coordinates(), "float32", catalog), target, 1 << 20
+    )
     assert prove(plan).unused == ()
     held = cases.trainer_buffers(decoder, shape.coordinates(), weights)
     live = fp8.engine_buffers(target, catalog, None)
-    fp8.stream(plan, [{n: torch.from_numpy(v) for n, v in mine.items()} for mine in held], live, staged=True)
+    fp8.stream(
+        plan,
+        [{n: torch.from_numpy(v) for n, v in mine.items()} for mine in held],
+        live,
+        staged=True,
+    )
     fp8.assert_equal(want, live)
 
 
-def test_scales_that_an_engine_would_drop_are_found(traces: dict[tuple[str, str], list[TracedLayout]]) -> None:
+def test_scales_that_an_engine_would_drop_are_found(
+    traces: dict[tuple[str, str], list[TracedLayout]],
+) -> None:
     """SGLang's Llama renames `weight_scale_inv` while it loads, finds no such parameter and goes on
     (sglang/srt/models/llama.py:724)."""
     decoder = cases.decoder_of("llama")
     catalog = Catalog.of(decoder.tensors(), BlockQuantisation(FP8_BLOCK))
     target = Layout(
-        tuple(traced.rank_layout(catalog) for traced in traces["llama", "tp2-fp8"]), np.arange(2), np.zeros(2, np.int64)
+        tuple(traced.rank_layout(catalog) for traced in traces["llama", "tp2-fp8"]),
+        np.arange(2),
+        np.zeros(2, np.int64),
     )
     plan = make_plan(
-        catalog, megatron_layout(decoder, ParallelShape(1).coordinates(), "float32", catalog), target, 1 << 20
+        catalog,
+        megatron_layout(decoder, ParallelShape(1).coordinates(), "float32", catalog),
+        target,
+        1 << 20,
     )
-    with pytest.raises(WeightSyncError, match=r"no part of model\.layers\.0\.\S+_scale_inv is taken"):
+    with pytest.raises(
+        WeightSyncError, match=r"no part of model\.layers\.0\.\S+_scale_inv is taken"
+    ):
         prove(plan)

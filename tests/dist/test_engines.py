@@ -1,4 +1,5 @@
-"""Two real engines on this machine: log-probs against transformers, isolation, and the end of processes."""
+"""Two real engines on this machine: log-probs against transformers, isolation, and the end of
+processes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from tests.dist.harness.ranks import run_ranks
 from tests.dist.harness.rounding import FACTOR, distance
 
 pytestmark = pytest.mark.slow
-LAYERS, VOCABULARY = 4, 96
+LAYERS = 4
+VOCABULARY = 96
 PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 60)), [9] * 25, [3, 1, 4, 1, 5]] * 3
 
 
@@ -84,7 +86,10 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("logs")
-    specs = [EngineSpec(name=f"engine-{i}", model_path=str(models[0]), return_routed_experts=True) for i in range(2)]
+    specs = [
+        EngineSpec(name=f"engine-{i}", model_path=str(models[0]), return_routed_experts=True)
+        for i in range(2)
+    ]
     servers = [SglangEngine(spec, logs / f"{spec.name}.log") for spec in specs]
     try:
         for server in servers:
@@ -99,7 +104,10 @@ def pair(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def worst_difference(
-    model: Path, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    temperature: float,
 ) -> float:
     """`rounding.distance` from log softmax(logits / temperature) over all generated tokens."""
     rows = [
@@ -111,33 +119,57 @@ def worst_difference(
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingConfig(), SamplingConfig(temperature=0.7), SamplingConfig(0.7, 0.8, 12), SamplingConfig(temperature=0.0)],
+    [
+        SamplingConfig(),
+        SamplingConfig(temperature=0.7),
+        SamplingConfig(0.7, 0.8, 12),
+        SamplingConfig(temperature=0.0),
+    ],
 )
-def test_log_probs_are_those_of_the_tempered_softmax(pair: Pair, models: list[Path], sampling: SamplingConfig) -> None:
+def test_log_probs_are_those_of_the_tempered_softmax(
+    pair: Pair, models: list[Path], sampling: SamplingConfig
+) -> None:
     for completions in pair.each(lambda client: client.generate(PROMPTS, sampling, 12)):
-        assert {c.finish_reason for c in completions} == {"length"} and {len(c.token_ids) for c in completions} == {12}
-        assert worst_difference(models[0], PROMPTS, completions, sampling.temperature or 1.0) <= FACTOR
+        assert {c.finish_reason for c in completions} == {"length"} and {
+            len(c.token_ids) for c in completions
+        } == {12}
+        assert (
+            worst_difference(models[0], PROMPTS, completions, sampling.temperature or 1.0) <= FACTOR
+        )
 
 
-def test_supports_and_log_probs_are_those_of_the_cut_distribution(pair: Pair, models: list[Path]) -> None:
-    """The least set of most likely tokens with a mass of 0.8, 12 at most, and among them the softmax of transformers'
-    logits; the bound is 1e-5 where a run's is 1e-4."""
-    sampling, reference = SamplingConfig(0.7, 0.8, 12), AutoModelForCausalLM.from_pretrained(models[0]).eval()
-    found, sizes = pair.clients[0].generate(PROMPTS, sampling, 12, extras=Extras(support=True)), list[int]()
+def test_supports_and_log_probs_are_those_of_the_cut_distribution(
+    pair: Pair, models: list[Path]
+) -> None:
+    """The least set of most likely tokens with a mass of 0.8, 12 at most, and among them the
+    softmax of transformers' logits; the bound is 1e-5 where a run's is 1e-4."""
+    sampling = SamplingConfig(0.7, 0.8, 12)
+    reference = AutoModelForCausalLM.from_pretrained(models[0]).eval()
+    found = pair.clients[0].generate(PROMPTS, sampling, 12, extras=Extras(support=True))
+    sizes = list[int]()
     for prompt, completion in zip(PROMPTS, found, strict=True):
         with torch.no_grad():
             logits = (
-                reference(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1].double()
+                reference(torch.tensor([[*prompt, *completion.token_ids]]))
+                .logits[0, len(prompt) - 1 : -1]
+                .double()
             )
-        support, start = completion.support, 0
+        support = completion.support
+        start = 0
         assert support is not None
         for row, token, log_prob, size in zip(
-            (logits / 0.7).log_softmax(-1), completion.token_ids, completion.log_probs, support.sizes, strict=True
+            (logits / 0.7).log_softmax(-1),
+            completion.token_ids,
+            completion.log_probs,
+            support.sizes,
+            strict=True,
         ):
             ids = support.ids[start : start + size].tolist()
             assert set(ids) == set(row.topk(size).indices.tolist()) and token in ids
             mass = row[ids].exp().sum().item()
-            assert size == 12 or (mass >= 0.8 - 1e-5 and mass - row[ids].exp().min().item() <= 0.8 + 1e-5)
+            assert size == 12 or (
+                mass >= 0.8 - 1e-5 and mass - row[ids].exp().min().item() <= 0.8 + 1e-5
+            )
             assert abs(row[ids].log_softmax(-1)[ids.index(token)].item() - log_prob) <= 1e-5
             sizes.append(int(size))
             start += size
@@ -145,7 +177,9 @@ def test_supports_and_log_probs_are_those_of_the_cut_distribution(pair: Pair, mo
     assert min(sizes) < max(sizes) <= 12
 
 
-def test_routes_are_those_of_the_transformers_router_on_every_token(pair: Pair, models: list[Path]) -> None:
+def test_routes_are_those_of_the_transformers_router_on_every_token(
+    pair: Pair, models: list[Path]
+) -> None:
     reference = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
     for completions in pair.each(
         lambda client: client.generate(PROMPTS, SamplingConfig(), 12, extras=Extras(routes=True))
@@ -153,17 +187,23 @@ def test_routes_are_those_of_the_transformers_router_on_every_token(pair: Pair, 
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             tokens = [*prompt, *completion.token_ids]
             with torch.no_grad():
-                logits = reference(torch.tensor([tokens[:-1]]), output_router_logits=True).router_logits
+                logits = reference(
+                    torch.tensor([tokens[:-1]]), output_router_logits=True
+                ).router_logits
             expected = torch.stack([layer.topk(2).indices.sort().values for layer in logits], dim=1)
             routes = with_free_end(completion.routes, len(tokens), LAYERS, "engine")
             assert np.sort(routes[:-1]).tolist() == expected.tolist()
 
 
-def test_replay_removes_the_difference_that_other_routes_make(pair: Pair, models: list[Path], tmp_path: Path) -> None:
-    """Megatron with the engine's weights, and with those weights rounded to bfloat16, along its own routes and along
-    the engine's."""
+def test_replay_removes_the_difference_that_other_routes_make(
+    pair: Pair, models: list[Path], tmp_path: Path
+) -> None:
+    """Megatron with the engine's weights, and with those weights rounded to bfloat16, along its own
+    routes and along the engine's."""
     prompts = PROMPTS * 4
-    completions = pair.clients[0].generate(prompts, SamplingConfig(), 40, extras=Extras(routes=True))
+    completions = pair.clients[0].generate(
+        prompts, SamplingConfig(), 40, extras=Extras(routes=True)
+    )
     rows = [
         with_free_end(c.routes, len(p) + len(c.token_ids), LAYERS, "engine")
         for p, c in zip(prompts, completions, strict=True)
@@ -180,16 +220,20 @@ def test_replay_removes_the_difference_that_other_routes_make(pair: Pair, models
     arguments = {"hf": hf, "folder": str(models[0]), "engine": str(tmp_path / "samples.parquet")}
     [found] = run_ranks(1, "tests.dist.cases.replay:along_engine_routes", **arguments)
     token_layers = sum(len(row) - 1 for row in rows) * LAYERS
-    same, rounded = found["same"], found["rounded"]
+    same = found["same"]
+    rounded = found["rounded"]
     assert same["compared"] == rounded["compared"] == token_layers
-    assert same["differing"] <= 1e-3 * token_layers and max(same["along"]) <= 1e-4  # equal weights: equal choices
+    # equal weights: equal choices
+    assert same["differing"] <= 1e-3 * token_layers and max(same["along"]) <= 1e-4
     assert rounded["differing"] >= 20, "the mismatch that replay is about does not occur"
     assert np.mean(rounded["along"]) < 0.8 * np.mean(rounded["free"])
     assert np.max(rounded["along"]) < np.max(rounded["free"])
 
 
 def test_greedy_is_the_same_on_both_engines_and_in_one_or_many_requests(pair: Pair) -> None:
-    first, second = pair.each(lambda client: client.generate(PROMPTS, SamplingConfig(temperature=0.0), 8))
+    first, second = pair.each(
+        lambda client: client.generate(PROMPTS, SamplingConfig(temperature=0.0), 8)
+    )
     server = pair.servers[0]
     cut = EngineClient(server.url, server.admin_key, 60.0, batch_size=4).generate(
         PROMPTS, SamplingConfig(temperature=0.0), 8
@@ -202,7 +246,10 @@ def test_everything_listens_on_loopback(pair: Pair) -> None:
     for server in pair.servers:
         members = [psutil.Process(pid) for pid in (server.pid, *guard.session_members(server.pid))]
         heard = {
-            (c.laddr.ip, c.laddr.port) for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN
+            (c.laddr.ip, c.laddr.port)
+            for p in members
+            for c in p.net_connections()
+            if c.status == psutil.CONN_LISTEN
         }
         assert {ip for ip, _ in heard} == {"127.0.0.1"} and ("127.0.0.1", server.port) in heard
 
@@ -228,7 +275,12 @@ def test_everything_listens_on_loopback(pair: Pair) -> None:
 def test_no_call_without_the_key(pair: Pair, path: str) -> None:
     other = pair.servers[1].admin_key
     for headers in ({}, {"Authorization": f"Bearer {other}"}):
-        assert requests.post(f"{pair.servers[0].url}/{path}", json={}, headers=headers, timeout=60).status_code == 401
+        assert (
+            requests.post(
+                f"{pair.servers[0].url}/{path}", json={}, headers=headers, timeout=60
+            ).status_code
+            == 401
+        )
 
 
 def test_the_key_is_in_no_command_line_and_the_log_is_private(pair: Pair) -> None:
@@ -241,9 +293,13 @@ def test_the_key_is_in_no_command_line_and_the_log_is_private(pair: Pair) -> Non
 
 def test_a_broken_model_is_an_error_with_the_log_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": ')
-    server = SglangEngine(EngineSpec(name="broken", model_path=str(tmp_path)), tmp_path / "engine.log")
+    server = SglangEngine(
+        EngineSpec(name="broken", model_path=str(tmp_path)), tmp_path / "engine.log"
+    )
     server.start()
-    with pytest.raises(EngineError, match=r"engine broken: ended with status \d+(.|\n)*config.json"):
+    with pytest.raises(
+        EngineError, match=r"engine broken: ended with status \d+(.|\n)*config.json"
+    ):
         server.wait_ready(300.0)
     assert guard.session_members(server.pid) == [] and not psutil.pid_exists(server.pid)
 
@@ -285,8 +341,8 @@ def test_messages_to_the_ranks_outside_a_session_are_refused(pair: Pair) -> None
 
 
 def test_a_message_that_nobody_can_answer_does_not_end_the_engine(pair: Pair) -> None:
-    """The store is gone: no report can be posted. SGLang says success; that the engine lives on is our loader's
-    doing."""
+    """The store is gone: no report can be posted. SGLang says success; that the engine lives on is
+    our loader's doing."""
     pair.clients[0].begin_weight_update()
     pair.clients[0].call_ranks(Control("describe", "127.0.0.1", 1, 0.5, "described", 0, 1))
     pair.clients[0].end_weight_update()
@@ -306,7 +362,9 @@ def test_an_engine_that_lost_its_scheduler_is_noticed(pair: Pair) -> None:
     server = pair.servers[1]
     server.check_alive()
     scheduler = next(
-        pid for pid in guard.session_members(server.pid) if "scheduler" in " ".join(psutil.Process(pid).cmdline())
+        pid
+        for pid in guard.session_members(server.pid)
+        if "scheduler" in " ".join(psutil.Process(pid).cmdline())
     )
     os.kill(scheduler, signal.SIGKILL)
     deadline = time.monotonic() + 300.0

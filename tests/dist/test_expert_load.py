@@ -1,4 +1,5 @@
-"""The load behind expert biases counts the tokens of the batch, however they are packed, cut and recomputed."""
+"""The load behind expert biases counts the tokens of the batch, however they are packed, cut and
+recomputed."""
 
 from __future__ import annotations
 
@@ -20,4 +21,6 @@ def test_each_expert_has_as_many_tokens_as_in_a_pass_without_padding() -> None:
     assert all(found[cut.name]["padding"] > 0 for cut in CUTS[1:]), {
         name: result["padding"] for name, result in found.items()
     }
-    assert {name: result["counts"] for name, result in found.items()} == dict.fromkeys(found, expected)
+    assert {name: result["counts"] for name, result in found.items()} == dict.fromkeys(
+        found, expected
+    )

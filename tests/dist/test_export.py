@@ -1,5 +1,5 @@
-"""Hugging Face folders: written by ranks without a whole model on any, and by one process out of a checkpoint; bit for
-bit the same."""
+"""Hugging Face folders: written by ranks without a whole model on any, and by one process out of a
+checkpoint; bit for bit the same."""
 
 from __future__ import annotations
 
@@ -59,9 +59,15 @@ def test_shards_are_bounded_indexed_and_checksummed(folder: Path) -> None:
             sizes = [handle.get_tensor(name).nbytes for name in names]
         assert sum(sizes) <= SHARD or len(names) == 1
         assert {index["weight_map"][name] for name in names} == {file.name}
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_in(folder / "hf").values())
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in tensors_in(folder / "hf").values()
+    )
     checked = subprocess.run(
-        ["sha256sum", "-c", "checksums.sha256"], cwd=folder / "hf", capture_output=True, text=True, check=False
+        ["sha256sum", "-c", "checksums.sha256"],
+        cwd=folder / "hf",
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert checked.returncode == 0 and checked.stdout.count(": OK") == len(files)
 
@@ -70,16 +76,36 @@ def test_one_process_exports_a_checkpoint_of_four_ranks(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        main(["checkpoint", "export", str(folder / "checkpoint"), str(tmp_path / "out"), "--max-shard-size", "30000"])
+        main(
+            [
+                "checkpoint",
+                "export",
+                str(folder / "checkpoint"),
+                str(tmp_path / "out"),
+                "--max-shard-size",
+                "30000",
+            ]
+        )
         == 0
     )
-    found, expected = tensors_in(tmp_path / "out"), tensors_in(folder / "hf")
+    found = tensors_in(tmp_path / "out")
+    expected = tensors_in(folder / "hf")
     assert found.keys() == expected.keys() and len(found) > 40
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
     assert "tensors in" in capsys.readouterr().out
     assert (
-        main(["checkpoint", "export", str(folder / "checkpoint"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+        main(
+            [
+                "checkpoint",
+                "export",
+                str(folder / "checkpoint"),
+                str(tmp_path / "half"),
+                "--dtype",
+                "bfloat16",
+            ]
+        )
+        == 0
     )
     for name, tensor in tensors_in(tmp_path / "half").items():
         assert torch.equal(tensor, expected[name].bfloat16()), name
@@ -89,24 +115,39 @@ def test_one_process_exports_a_checkpoint_of_four_ranks(
 
 
 def test_any_layout_reads_slices_of_a_checkpoint(folder: Path) -> None:
-    source, expected = CheckpointFolder(folder / "checkpoint"), tensors_in(folder / "hf")
+    source = CheckpointFolder(folder / "checkpoint")
+    expected = tensors_in(folder / "hf")
     for name, tensor in expected.items():
         rows = tensor.shape[0]
-        low, high = rows // 3, max(rows // 3 + 1, 2 * rows // 3)
-        start, shape = (low, *(0,) * (tensor.dim() - 1)), (high - low, *tensor.shape[1:])
+        low = rows // 3
+        high = max(rows // 3 + 1, 2 * rows // 3)
+        start = (low, *(0,) * (tensor.dim() - 1))
+        shape = (high - low, *tensor.shape[1:])
         assert torch.equal(source.read(name, start, shape), tensor[low:high]), name
     with pytest.raises(CheckpointError, match="holds no tensor nonsense"):
         source.read("nonsense", (0,), (1,))
 
 
-def test_inspect_and_verify(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_verify(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = tmp_path / "global_step_3"
     shutil.copytree(folder / "checkpoint", copy / "policy")
     write_sealed(copy / "driver.json", {"phase": "rl", "step": 3, "state": {}})
     assert main(["checkpoint", "inspect", str(copy), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert (figures["step"], figures["family"], figures["layout"]["pipeline"]) == (3, "qwen3_moe", 2)
-    assert set(figures["parts"]) == {"model", "optimizer exp_avg", "optimizer exp_avg_sq", "reference", "random state"}
+    assert (figures["step"], figures["family"], figures["layout"]["pipeline"]) == (
+        3,
+        "qwen3_moe",
+        2,
+    )
+    assert set(figures["parts"]) == {
+        "model",
+        "optimizer exp_avg",
+        "optimizer exp_avg_sq",
+        "reference",
+        "random state",
+    }
     assert figures["parts"]["model"]["tensors"] == figures["parts"]["optimizer exp_avg"]["tensors"]
     assert main(["checkpoint", "inspect", str(copy)]) == 0
     out = capsys.readouterr().out
@@ -151,11 +192,20 @@ def test_import_checks_and_rewrites_a_hugging_face_folder(
     index["weight_map"]["rotary.inv_freq"] = name
     (given / "model.safetensors.index.json").write_text(json.dumps(index))
     assert main(["checkpoint", "import", str(given), str(tmp_path / "start")]) == 2
-    assert f"{name} does not have the content that checksums.sha256 describes" in capsys.readouterr().err
+    assert (
+        f"{name} does not have the content that checksums.sha256 describes"
+        in capsys.readouterr().err
+    )
     (given / "checksums.sha256").unlink()
-    assert main(["checkpoint", "import", str(given), str(tmp_path / "start"), "--max-shard-size", "1Mi"]) == 0
+    assert (
+        main(
+            ["checkpoint", "import", str(given), str(tmp_path / "start"), "--max-shard-size", "1Mi"]
+        )
+        == 0
+    )
     assert f"copied from {given} as they came: rotary.inv_freq" in capsys.readouterr().out
-    found, expected = tensors_in(tmp_path / "start"), tensors_in(folder / "hf")
+    found = tensors_in(tmp_path / "start")
+    expected = tensors_in(folder / "hf")
     assert found.keys() - expected.keys() == {"rotary.inv_freq"} and all(
         torch.equal(found[key], expected[key]) for key in expected
     )
@@ -163,7 +213,9 @@ def test_import_checks_and_rewrites_a_hugging_face_folder(
     del index["weight_map"]["model.norm.weight"]
     (given / "model.safetensors.index.json").write_text(json.dumps(index))
     assert main(["checkpoint", "import", str(given), str(tmp_path / "again")]) == 2
-    assert "tensors that config.json implies, for example model.norm.weight" in capsys.readouterr().err
+    assert (
+        "tensors that config.json implies, for example model.norm.weight" in capsys.readouterr().err
+    )
     assert not (tmp_path / "again").exists() and not (tmp_path / "again.partial").exists()
     (given / "config.json").unlink()
     assert main(["checkpoint", "import", str(given), str(tmp_path / "again")]) == 2
@@ -171,8 +223,8 @@ def test_import_checks_and_rewrites_a_hugging_face_folder(
 
 
 def test_no_rank_holds_more_than_a_tensor_and_its_staging(tmp_path: Path) -> None:
-    """A model of 200 MiB, its largest tensor 16 MiB: two ranks' memory grows by little more than that tensor while they
-    export it."""
+    """A model of 200 MiB, its largest tensor 16 MiB: two ranks' memory grows by little more than
+    that tensor while they export it."""
     results: list[dict[str, Any]] = run_ranks(
         2,
         "tests.dist.cases.checkpoint:memory_of_export",

@@ -1,5 +1,5 @@
-"""Groups that outlive something: a rank that died (restart) and the driver (detached, joined by name); and the
-debugger."""
+"""Groups that outlive something: a rank that died (restart) and the driver (detached, joined by
+name); and the debugger."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started
 
 
-def test_a_group_that_lost_its_ranks_starts_again_and_runs_its_hooks(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_group_that_lost_its_ranks_starts_again_and_runs_its_hooks(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     pool = ResourcePool.allocate(cluster, 1, 2)
     group = WorkerGroup(cluster, pool, sw.Counter, role="counter", args=(40,), log_dir=tmp_path)
     seen: list[object] = []
@@ -100,7 +102,9 @@ def test_another_driver_joins_a_detached_group_by_name(cluster: Cluster, tmp_pat
         ray.get_runtime_context().gcs_address,
         str(tmp_path),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False
+    )
     assert "joined stays 2 [2, 2]" in done.stdout, done.stderr[-2000:]
     assert group.run(sw.Counter.next) == [3, 3]
     same = WorkerGroup.join(cluster, sw.Counter, "counter")
@@ -117,7 +121,9 @@ def test_the_debugger_sees_a_worker_that_stopped_at_a_breakpoint_and_can_attach(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     pool = ResourcePool.allocate(cluster, 1, 1)
-    group = WorkerGroup(cluster, pool, sw.Counter, role="paused", env={"RAY_DEBUG": "legacy"}, log_dir=tmp_path)
+    group = WorkerGroup(
+        cluster, pool, sw.Counter, role="paused", env={"RAY_DEBUG": "legacy"}, log_dir=tmp_path
+    )
     future = group.call(sw.Counter.stop_here, 41)
     stop = _wait_for_breakpoint()
     assert Path(stop["filename"]).name == "sc_workers.py"
@@ -130,24 +136,39 @@ def test_the_debugger_sees_a_worker_that_stopped_at_a_breakpoint_and_can_attach(
         answer = stream.read()
     assert "('seen is', 42)" in answer
     assert future.result(timeout=120) == 42
-    assert f"localhost:{port}" in group.log_paths()[0].read_text()  # where the guide tells people to look
+    # where the guide tells people to look
+    assert f"localhost:{port}" in group.log_paths()[0].read_text()
     group.kill()
     pool.release()
 
 
-def test_ray_debug_lists_the_worker_that_stopped_and_attaches_to_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_ray_debug_lists_the_worker_that_stopped_and_attaches_to_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """The fourth step of docs/debugging.md, from a second terminal that knows the token."""
     import ray
 
     pool = ResourcePool.allocate(cluster, 1, 1)
-    group = WorkerGroup(cluster, pool, sw.Counter, role="paused", env={"RAY_DEBUG": "legacy"}, log_dir=tmp_path)
+    group = WorkerGroup(
+        cluster, pool, sw.Counter, role="paused", env={"RAY_DEBUG": "legacy"}, log_dir=tmp_path
+    )
     future = group.call(sw.Counter.stop_here, 41)
     _wait_for_breakpoint()
-    command = [Path(sys.executable).with_name("ray"), "debug", "--address", ray.get_runtime_context().gcs_address]
+    command = [
+        Path(sys.executable).with_name("ray"),
+        "debug",
+        "--address",
+        ray.get_runtime_context().gcs_address,
+    ]
     env = {**os.environ, "RAY_DEBUG": "legacy", "PYTHONUNBUFFERED": "1"}
     assert env["RAY_AUTH_MODE"] == "token" and env["RAY_AUTH_TOKEN"]
     with subprocess.Popen(
-        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as terminal:
         try:
             shown = _read_until(terminal, "to refresh: ")
@@ -173,11 +194,16 @@ def _type(terminal: subprocess.Popen[str], line: str) -> None:
 def _read_until(terminal: subprocess.Popen[str], end: str, seconds: float = 60.0) -> str:
     """What it prints until `end`, which need not be a whole line."""
     assert terminal.stdout is not None
-    seen, deadline, out = b"", time.monotonic() + seconds, terminal.stdout.fileno()
+    seen = b""
+    deadline = time.monotonic() + seconds
+    out = terminal.stdout.fileno()
     while end.encode() not in seen:
         ready, _, _ = select.select([out], [], [], max(0.0, deadline - time.monotonic()))
         found = os.read(out, 65536) if ready else b""
-        assert found, f"no {end!r} within {seconds:.0f} s, or it ended: {seen.decode(errors='replace')[-2000:]}"
+        assert found, (
+            f"no {end!r} within {seconds:.0f} s, or it ended: "
+            f"{seen.decode(errors='replace')[-2000:]}"
+        )
         seen += found
     return seen.decode(errors="replace")
 
@@ -189,7 +215,11 @@ def _wait_for_breakpoint() -> dict[str, Any]:
 
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        keys = [key for key in _internal_kv_list("RAY_PDB_", namespace=KV_NAMESPACE_PDB) if b"CONTINUE" not in key]
+        keys = [
+            key
+            for key in _internal_kv_list("RAY_PDB_", namespace=KV_NAMESPACE_PDB)
+            if b"CONTINUE" not in key
+        ]
         if keys:
             stop: dict[str, Any] = json.loads(_internal_kv_get(keys[0], namespace=KV_NAMESPACE_PDB))
             return stop

@@ -1,8 +1,8 @@
-"""Low-rank adapters: every layout trains them as one process does, nothing else moves, and merged they are what
-transformers computes.
+"""Low-rank adapters: every layout trains them as one process does, nothing else moves, and merged
+they are what transformers computes.
 
-The oracle of a merge is transformers: the base model's folder, with alpha / rank * B A of the exported PEFT adapter
-added here.
+The oracle of a merge is transformers: the base model's folder, with alpha / rank * B A of the
+exported PEFT adapter added here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from tests.dist.harness.ranks import run_ranks
 from tests.models import DEEPSEEK, TINY
 
 pytestmark = pytest.mark.slow
-DENSE = {**TINY, "model_type": "qwen3", "tie_word_embeddings": True, "architectures": ["Qwen3ForCausalLM"]}
+DENSE = {
+    **TINY,
+    "model_type": "qwen3",
+    "tie_word_embeddings": True,
+    "architectures": ["Qwen3ForCausalLM"],
+}
 TOLERANCE = 1e-5
 
 
@@ -33,30 +38,44 @@ TOLERANCE = 1e-5
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All layouts, and those with a communication left out, in one set of processes."""
     folder = str(tmp_path_factory.mktemp("lora"))
-    found = run_ranks(4, "tests.dist.cases.lora:run_cases", timeout_s=300, names=[*CASES, *MUTANTS], folder=folder)
+    found = run_ranks(
+        4, "tests.dist.cases.lora:run_cases", timeout_s=300, names=[*CASES, *MUTANTS], folder=folder
+    )
     return [result for results in found for result in results]
 
 
-def differences(results: list[dict[str, Any]], names: Iterable[str]) -> dict[tuple[str, str], float]:
+def differences(
+    results: list[dict[str, Any]], names: Iterable[str]
+) -> dict[tuple[str, str], float]:
     """By case and quantity, what is not one process's."""
     chosen = [result for result in results if result["name"] in names]
     assert len(chosen) == len(list(names))
-    return {(r["name"], q): r[q] for r in chosen for q in ("tensors", "loss", "grad_norm") if not r[q] < TOLERANCE}
+    return {
+        (r["name"], q): r[q]
+        for r in chosen
+        for q in ("tensors", "loss", "grad_norm")
+        if not r[q] < TOLERANCE
+    }
 
 
 def test_every_layout_trains_adapters_as_one_process_does(results: list[dict[str, Any]]) -> None:
-    """Factors, merged weights and log-probs after three clipped updates; gradient norms say that no share is counted
-    twice or missed."""
+    """Factors, merged weights and log-probs after three clipped updates; gradient norms say that no
+    share is counted twice or missed."""
     assert differences(results, CASES) == {}
-    assert min(result["moved"] for result in results if result["name"] in CASES) > 1e-3  # every B has left zero
+    # every B has left zero
+    assert min(result["moved"] for result in results if result["name"] in CASES) > 1e-3
 
 
 @pytest.mark.parametrize("mutation", MUTANTS)
-def test_a_communication_that_is_left_out_is_noticed(results: list[dict[str, Any]], mutation: str) -> None:
+def test_a_communication_that_is_left_out_is_noticed(
+    results: list[dict[str, Any]], mutation: str
+) -> None:
     assert max(differences(results, [mutation]).values(), default=0) > 1e-3
 
 
-def test_training_begins_at_the_base_and_moves_adapters_alone(results: list[dict[str, Any]]) -> None:
+def test_training_begins_at_the_base_and_moves_adapters_alone(
+    results: list[dict[str, Any]],
+) -> None:
     one = {result["name"].split()[0]: result for result in results if result["world"] == 1}
     assert {model: result["begins_at_the_base"] for model, result in one.items()} == {
         "dense": True,
@@ -65,7 +84,9 @@ def test_training_begins_at_the_base_and_moves_adapters_alone(results: list[dict
     }
     assert max(result["begins_off_by"] for result in one.values()) < TOLERANCE
     assert [
-        (r["name"], r["base_moved"], r["not_adapters"]) for r in results if r["base_moved"] or r["not_adapters"]
+        (r["name"], r["base_moved"], r["not_adapters"])
+        for r in results
+        if r["base_moved"] or r["not_adapters"]
     ] == []
     # 4 layers: qkv 32 -> 64, proj 32 -> 32, fc1 32 -> 128, fc2 64 -> 32, at rank 4
     assert one["dense"]["trainable"] == 4 * 4 * ((32 + 64) + (32 + 32) + (32 + 128) + (64 + 32))
@@ -78,11 +99,18 @@ def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, list[dict[str, Any]]]:
     """(model, folder, by rank: the uninterrupted run at TP 2, PP 2)."""
-    folder, [hf, parallel] = tmp_path_factory.mktemp("lora"), _model(request.param)
+    folder = tmp_path_factory.mktemp("lora")
+    [hf, parallel] = _model(request.param)
     return (
         request.param,
         folder,
-        run_ranks(4, "tests.dist.cases.lora:export_save_and_go_on", parallel=parallel, hf=hf, folder=str(folder)),
+        run_ranks(
+            4,
+            "tests.dist.cases.lora:export_save_and_go_on",
+            parallel=parallel,
+            hf=hf,
+            folder=str(folder),
+        ),
     )
 
 
@@ -93,21 +121,30 @@ def _model(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def log_probs_of(model: Any) -> np.ndarray:
     """Response log-probs of `parity_cases`' batch under temperature 0.7."""
-    batch, found = batch_of(ROWS, 7), []
+    batch = batch_of(ROWS, 7)
+    found = []
     for i in range(len(batch)):
-        prompt, response = batch["prompt_ids"].row(i), batch["response_ids"].row(i)
+        prompt = batch["prompt_ids"].row(i)
+        response = batch["response_ids"].row(i)
         with torch.no_grad():
             logits = (
-                model(torch.from_numpy(np.concatenate([prompt, response]))[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+                model(torch.from_numpy(np.concatenate([prompt, response]))[None]).logits[
+                    0, len(prompt) - 1 : -1
+                ]
+                / 0.7
             )
-        found.append(logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].numpy())
+        found.append(
+            logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].numpy()
+        )
     return np.concatenate(found)
 
 
 def opened(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def test_merged_weights_and_base_with_adapter_are_the_trained_policy(
@@ -118,9 +155,24 @@ def test_merged_weights_and_base_with_adapter_are_the_trained_policy(
     assert ranks[0]["moved"] > 1e-2
     assert not any(rank["copies_left"] for rank in ranks)
     assert np.abs(log_probs_of(opened(folder / "hf")) - ours).max() < TOLERANCE
-    assert main(["checkpoint", "export", str(folder / "checkpoint"), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert (
+        main(
+            [
+                "checkpoint",
+                "export",
+                str(folder / "checkpoint"),
+                str(tmp_path / "adapter"),
+                "--adapter",
+            ]
+        )
+        == 0
+    )
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", LORA["rank"], LORA["alpha"])
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == (
+        "LORA",
+        LORA["rank"],
+        LORA["alpha"],
+    )
     factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     base = opened(folder / "base")
     assert np.abs(log_probs_of(base) - ours).max() > 1e-2
@@ -138,26 +190,38 @@ def test_merged_weights_and_base_with_adapter_are_the_trained_policy(
     assert matched == modules
 
 
-def test_one_process_merges_a_checkpoint_of_four_ranks(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
+def test_one_process_merges_a_checkpoint_of_four_ranks(
+    saved: tuple[str, Path, Any], tmp_path: Path
+) -> None:
     _, folder, _ = saved
     assert main(["checkpoint", "export", str(folder / "checkpoint"), str(tmp_path / "out")]) == 0
-    [one], [two] = ([load_file(file) for file in at.glob("*.safetensors")] for at in (folder / "hf", tmp_path / "out"))
+    [one], [two] = (
+        [load_file(file) for file in at.glob("*.safetensors")]
+        for at in (folder / "hf", tmp_path / "out")
+    )
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
-def test_training_resumes_exactly_and_in_another_layout(saved: tuple[str, Path, list[dict[str, Any]]]) -> None:
+def test_training_resumes_exactly_and_in_another_layout(
+    saved: tuple[str, Path, list[dict[str, Any]]],
+) -> None:
     model, folder, whole = saved
     hf, parallel = _model(model)
-    assert whole[0]["reference_off_by"] == 0  # the reference is the policy at that step, and a copy of adapters alone
+    # the reference is the policy at that step, and a copy of adapters alone
+    assert whole[0]["reference_off_by"] == 0
     assert 0 < whole[0]["reference_elements"] < 10_000
-    same = run_ranks(4, "tests.dist.cases.lora:load_and_go_on", parallel=parallel, hf=hf, folder=str(folder))
+    same = run_ranks(
+        4, "tests.dist.cases.lora:load_and_go_on", parallel=parallel, hf=hf, folder=str(folder)
+    )
     for expected, found in zip(whole, same, strict=True):
         assert all(found[key] == expected[key] for key in ("history", "factors", "reference"))
         assert len(found["errors"]) == 3
         assert all("actor.lora" in error and "was not loaded" in error for error in found["errors"])
-    [one] = run_ranks(1, "tests.dist.cases.lora:load_and_go_on", parallel={}, hf=hf, folder=str(folder))
+    [one] = run_ranks(
+        1, "tests.dist.cases.lora:load_and_go_on", parallel={}, hf=hf, folder=str(folder)
+    )
     for name, values in whole[0]["factors"].items():
         assert np.abs(np.array(one["factors"][name]) - np.array(values)).max() < TOLERANCE, name
     assert np.abs(np.array(one["reference"]) - np.array(whole[0]["reference"])).max() < TOLERANCE

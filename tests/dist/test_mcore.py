@@ -34,20 +34,34 @@ pytestmark = pytest.mark.slow
         pytest.param({}, TINY, 4096, id="moe-1-process"),
         pytest.param(FULL, TINY, 40, id="moe-tp2-pp2-ep2"),
         pytest.param(FULL_DENSE, DENSE, 60, id="dense-tied-tp2-pp2"),
-        pytest.param({"pipeline": 2, "virtual_pipeline": 2, "context": 2}, LLAMA, 60, id="llama-pp2-vpp2-cp2"),
+        pytest.param(
+            {"pipeline": 2, "virtual_pipeline": 2, "context": 2}, LLAMA, 60, id="llama-pp2-vpp2-cp2"
+        ),
         pytest.param(FULL_DENSE, QWEN2, 60, id="qwen2-tp2-pp2"),
-        pytest.param(FULL, {**MIXTRAL, "architectures": ["MixtralForCausalLM"]}, 60, id="mixtral-tp2-pp2-ep2"),
-        pytest.param(FULL, {**GLM4, "architectures": ["Glm4MoeForCausalLM"]}, 60, id="glm4-moe-tp2-pp2-ep2"),
+        pytest.param(
+            FULL, {**MIXTRAL, "architectures": ["MixtralForCausalLM"]}, 60, id="mixtral-tp2-pp2-ep2"
+        ),
+        pytest.param(
+            FULL, {**GLM4, "architectures": ["Glm4MoeForCausalLM"]}, 60, id="glm4-moe-tp2-pp2-ep2"
+        ),
         pytest.param({}, DEEPSEEK, 14, id="deepseek-1-process-about-a-sequence-at-a-time"),
         pytest.param(FULL, DEEPSEEK, 60, id="deepseek-tp2-pp2-ep2"),
         pytest.param(FULL, MOONLIGHT, 40, id="moonlight-tp2-pp2-ep2"),
         pytest.param(FULL, QWEN2_MOE, 60, id="qwen2-moe-tp2-pp2-ep2"),
         pytest.param(FULL, GLM_FLASH, 60, id="glm-4.7-flash-tp2-pp2-ep2", marks=pytest.mark.full),
         pytest.param(FULL_DENSE, MISTRAL, 60, id="mistral-tp2-pp2", marks=pytest.mark.full),
-        pytest.param({"pipeline": 2, "context": 2}, SEED_OSS, 60, id="seed-oss-pp2-cp2", marks=pytest.mark.full),
+        pytest.param(
+            {"pipeline": 2, "context": 2},
+            SEED_OSS,
+            60,
+            id="seed-oss-pp2-cp2",
+            marks=pytest.mark.full,
+        ),
     ],
 )
-def test_log_probs_and_entropy_equal_transformers_on_the_exported_folder(tmp_path, parallel, hf, max_tokens):
+def test_log_probs_and_entropy_equal_transformers_on_the_exported_folder(
+    tmp_path, parallel, hf, max_tokens
+):
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("context", 1)
     results = run_ranks(
         world,
@@ -61,7 +75,8 @@ def test_log_probs_and_entropy_equal_transformers_on_the_exported_folder(tmp_pat
     expected_log_probs, expected_entropy, whole = oracle(tmp_path / "hf", 0.7)
     assert np.abs(np.array(found["log_probs"]) - expected_log_probs).max() < 1e-5
     assert np.abs(np.array(found["entropy"]) - expected_entropy).max() < 1e-5
-    values, tokens = np.array(found["top_values"]), np.array(found["top_tokens"])
+    values = np.array(found["top_values"])
+    tokens = np.array(found["top_tokens"])
     assert values.shape == tokens.shape == (len(expected_entropy), TOP)
     # the most likely tokens of the whole vocabulary in order, each with its own log-prob
     assert np.abs(values + np.sort(-whole, axis=-1)[:, :TOP]).max() < 1e-5
@@ -69,13 +84,26 @@ def test_log_probs_and_entropy_equal_transformers_on_the_exported_folder(tmp_pat
 
 
 def test_a_wrong_map_entry_changes_log_probs():
-    """With the comparison to transformers above: whoever mixes up two tensors of one shape, which no proof can see, is
-    caught."""
-    models = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": DENSE, "qwen3_moe": TINY, "mixtral": MIXTRAL, "glm4_moe": GLM4}
-    models |= {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "qwen2_moe": QWEN2_MOE, "seed_oss": SEED_OSS}
+    """With the comparison to transformers above: whoever mixes up two tensors of one shape, which
+    no proof can see, is caught."""
+    models = {
+        "llama": LLAMA,
+        "qwen2": QWEN2,
+        "qwen3": DENSE,
+        "qwen3_moe": TINY,
+        "mixtral": MIXTRAL,
+        "glm4_moe": GLM4,
+    }
+    models |= {
+        "deepseek_v3": DEEPSEEK,
+        "moonlight": MOONLIGHT,
+        "qwen2_moe": QWEN2_MOE,
+        "seed_oss": SEED_OSS,
+    }
     [changes] = run_ranks(1, "tests.dist.cases.mutation:log_prob_changes", models=models)
     everywhere = {"gate and up exchanged", "norms exchanged", "next layer's output projection"}
-    sparse, grouped = {"one expert off", "router's rows exchanged"}, {"key and value exchanged"}
+    sparse = {"one expert off", "router's rows exchanged"}
+    grouped = {"key and value exchanged"}
     latent = {"rows of the latents' up projection exchanged", "no expert bias"} | sparse
     expected = {
         "llama": grouped,
@@ -83,7 +111,9 @@ def test_a_wrong_map_entry_changes_log_probs():
         "qwen3": grouped | {"norms of query and key exchanged"},
         "qwen3_moe": grouped | sparse | {"norms of query and key exchanged"},
         "mixtral": grouped | sparse,
-        "glm4_moe": grouped | sparse | {"norms of query and key exchanged", "no bias", "no expert bias"},
+        "glm4_moe": grouped
+        | sparse
+        | {"norms of query and key exchanged", "no bias", "no expert bias"},
         "deepseek_v3": latent | {"rows of the query's up projection exchanged"},
         "moonlight": latent,
         "qwen2_moe": grouped | sparse | {"no bias"},
@@ -96,11 +126,13 @@ def test_a_wrong_map_entry_changes_log_probs():
 
 
 def test_expert_biases_move_towards_even_load_and_the_reference_keeps_its_own(tmp_path):
-    """The oracle counts the tokens of each expert in transformers, on the weights before the update."""
+    """The oracle counts the tokens of each expert in transformers, on the weights before the
+    update."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    before, after = tmp_path / "before", tmp_path / "after"
+    before = tmp_path / "before"
+    after = tmp_path / "after"
     [log_probs] = run_ranks(
         1,
         "tests.dist.cases.mcore:move_expert_biases",
@@ -111,7 +143,9 @@ def test_expert_biases_move_towards_even_load_and_the_reference_keeps_its_own(tm
         rate=0.01,
     )
     assert log_probs[0] == log_probs[1]
-    model = AutoModelForCausalLM.from_pretrained(before, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        before, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     counts = {layer: torch.zeros(8) for layer in range(1, 4)}
 
     def counting(count):
@@ -136,9 +170,15 @@ def test_expert_biases_move_towards_even_load_and_the_reference_keeps_its_own(tm
 
 
 def test_ranks_with_unequal_loads_run_the_same_number_of_micro_batches():
-    """Experts' collectives span data-parallel ranks: a rank with less to do takes part with empty micro-batches."""
+    """Experts' collectives span data-parallel ranks: a rank with less to do takes part with empty
+    micro-batches."""
     found = run_ranks(
-        2, "tests.dist.cases.mcore:unequal_loads", parallel={"expert": 2}, hf=TINY, rows=[1, 12], max_tokens=20
+        2,
+        "tests.dist.cases.mcore:unequal_loads",
+        parallel={"expert": 2},
+        hf=TINY,
+        rows=[1, 12],
+        max_tokens=20,
     )
     counts = [rank["micro_batches"] for rank in found]
     assert counts[0] == counts[1] > 1

@@ -1,5 +1,5 @@
-"""Gradients that do not depend on the cut, updates that are not finite, upstream's silent faults, bfloat16: on four
-ranks."""
+"""Gradients that do not depend on the cut, updates that are not finite, upstream's silent faults,
+bfloat16: on four ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Results = list[dict[str, Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each of the four ranks found."""
     return run_ranks(
-        4, "tests.dist.cases.parallel:run_all", timeout_s=500, folder=str(tmp_path_factory.mktemp("parallel"))
+        4,
+        "tests.dist.cases.parallel:run_all",
+        timeout_s=500,
+        folder=str(tmp_path_factory.mktemp("parallel")),
     )
 
 
@@ -32,7 +35,10 @@ def test_the_gradient_of_every_loss_does_not_depend_on_the_cut(results: Results)
         expected = {*LOSSES, INTO_MAIN_GRAD}
         assert differences.keys() == expected | (MASKED.keys() if cut in MASKED_CUTS else set())
     wrong = {
-        f"{cut}, {loss}": value for cut, losses in found.items() for loss, value in losses.items() if not value <= 1e-6
+        f"{cut}, {loss}": value
+        for cut, losses in found.items()
+        for loss, value in losses.items()
+        if not value <= 1e-6
     }
     assert wrong == {}
 
@@ -47,7 +53,9 @@ def test_the_gradient_of_every_loss_does_not_depend_on_the_cut(results: Results)
         ("weight", "the reduced gradients of rank 2 are not finite"),
     ],
 )
-def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(results: Results, kind: str, said: str) -> None:
+def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(
+    results: Results, kind: str, said: str
+) -> None:
     for rank, result in enumerate(results):
         found = result["nonfinite"]["skip"][kind]
         assert said in found["said"], rank
@@ -70,9 +78,16 @@ def test_a_policy_that_stops_says_the_same_on_all_ranks(results: Results) -> Non
 
 
 @pytest.mark.parametrize(
-    "fault", ["batched sends of two interleaved stages", "experts of other tensor parallelism", "resumed optimizer"]
+    "fault",
+    [
+        "batched sends of two interleaved stages",
+        "experts of other tensor parallelism",
+        "resumed optimizer",
+    ],
 )
-def test_what_upstream_gets_wrong_is_right_here_and_wrong_without_our_workaround(results: Results, fault: str) -> None:
+def test_what_upstream_gets_wrong_is_right_here_and_wrong_without_our_workaround(
+    results: Results, fault: str
+) -> None:
     found = results[0]["faults"][fault]
     assert found["ours"] == pytest.approx(found["expected"], rel=1e-5)
     assert found["without"] != pytest.approx(found["expected"], rel=1e-4)

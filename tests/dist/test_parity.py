@@ -1,8 +1,9 @@
-"""Every layout trains as one process does: log-probs, loss, gradient norm and weights after three clipped and scheduled
-updates.
+"""Every layout trains as one process does: log-probs, loss, gradient norm and weights after three
+clipped and scheduled updates.
 
-`PARITY_TABLE=docs/parity.md pytest -m full tests/dist/test_parity.py` writes the table of measured differences. The
-gpu lane's Megatron is measured too; `PYTHONPATH=.venv/megatron-0.19 pytest tests/dist` runs other tests against it.
+`PARITY_TABLE=docs/parity.md pytest -m full tests/dist/test_parity.py` writes the table of measured
+differences. The gpu lane's Megatron is measured too; `PYTHONPATH=.venv/megatron-0.19 pytest
+tests/dist` runs other tests against it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tests.dist.harness.ranks import run_ranks
 
 TOLERANCE = 1e-5
 LONG_S = 1500  # for all layouts in one set of processes, 8 of them on 2 cores
-UNPACKED = Path(sys.prefix) / "megatron-0.19"  # by requirements/setup.sh on the cpu lane; the gpu lane has it installed
+# by requirements/setup.sh on the cpu lane; the gpu lane has it installed
+UNPACKED = Path(sys.prefix) / "megatron-0.19"
 
 
 @pytest.fixture(params=["installed", "0.19"])
@@ -31,7 +33,8 @@ def megatron(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         return installed
     if installed.startswith("0.19."):
         pytest.skip("the installed Megatron-Core is the one of the gpu lane")
-    [unpacked] = metadata.distributions(name="megatron-core", path=[str(UNPACKED)])  # absent: run `make setup-dev`
+    # absent: run `make setup-dev`
+    [unpacked] = metadata.distributions(name="megatron-core", path=[str(UNPACKED)])
     path = [str(UNPACKED), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     return unpacked.version
@@ -40,7 +43,13 @@ def megatron(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def run(names: list[str], folder: Path, timeout_s: float = 230) -> list[dict[str, Any]]:
     """All cases in one set of processes, as many as the largest needs."""
     ranks = max(CASES[name].world for name in names)
-    found = run_ranks(ranks, "tests.dist.cases.parity:run_cases", timeout_s=timeout_s, names=names, folder=str(folder))
+    found = run_ranks(
+        ranks,
+        "tests.dist.cases.parity:run_cases",
+        timeout_s=timeout_s,
+        names=names,
+        folder=str(folder),
+    )
     by_name = {result["name"]: result for results in found for result in results}
     return [by_name[name] for name in names]
 
@@ -49,16 +58,24 @@ def failures(results: list[dict[str, Any]], megatron: str) -> list[str]:
     assert {result["megatron"] for result in results} == {megatron}
     quantities = ("log_probs", "loss", "grad_norm", "weights")
     # not (x < t): a NaN fails
-    return [f"{r['name']}: {q} off by {r[q]:.1e}" for r in results for q in quantities if not r[q] < TOLERANCE]
+    return [
+        f"{r['name']}: {q} off by {r[q]:.1e}"
+        for r in results
+        for q in quantities
+        if not r[q] < TOLERANCE
+    ]
 
 
 @pytest.mark.slow
 def test_a_covering_subset_trains_as_one_process(tmp_path: Path, megatron: str) -> None:
-    results = run([name for name, case in CASES.items() if case.quick and case.world <= 4], tmp_path)
+    results = run(
+        [name for name, case in CASES.items() if case.quick and case.world <= 4], tmp_path
+    )
     assert failures(results, megatron) == []
     one = results[0]["history"]
     assert min(norm for _, norm, _ in one) > 1.0  # or nothing would have been clipped
-    assert [rate for _, _, rate in one] == pytest.approx([5e-3, 1e-2, 8.681981e-3], rel=1e-5)  # warm-up, then cosine
+    # warm-up, then cosine
+    assert [rate for _, _, rate in one] == pytest.approx([5e-3, 1e-2, 8.681981e-3], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -80,10 +97,22 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [
         "# Measured: every layout against one process",
         "",
-        "Written by `PARITY_TABLE=docs/parity.md make test-full ARGS=tests/dist/test_parity.py`. The models are",
-        "fp32 with 4 layers and take three updates with gradient clipping, warm-up and cosine decay on packed",
-        "sequences of unequal length. Shown is the largest absolute difference from one process in log-probs and",
-        "entropies before the first update, in the loss and (relative) gradient norm of the updates, and in the",
+        (
+            "Written by `PARITY_TABLE=docs/parity.md make test-full "
+            "ARGS=tests/dist/test_parity.py`. The models are"
+        ),
+        (
+            "fp32 with 4 layers and take three updates with gradient clipping, warm-up and cosine "
+            "decay on packed"
+        ),
+        (
+            "sequences of unequal length. Shown is the largest absolute difference from one "
+            "process in log-probs and"
+        ),
+        (
+            "entropies before the first update, in the loss and (relative) gradient norm of the "
+            "updates, and in the"
+        ),
         "weights",
         f"after them. The test fails at {TOLERANCE:.0e}.",
         "",
@@ -91,8 +120,10 @@ def table(results: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['name']} | {r['world']} | {r['log_probs']:.1e} | {r['loss']:.1e} | {r['grad_norm']:.1e} | "
-        f"{r['weights']:.1e} |"
+        (
+            f"| {r['name']} | {r['world']} | {r['log_probs']:.1e} | {r['loss']:.1e} | "
+            f"{r['grad_norm']:.1e} | {r['weights']:.1e} |"
+        )
         for r in results
         if r["world"] > 1
     ]

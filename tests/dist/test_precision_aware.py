@@ -1,4 +1,5 @@
-"""An Adam with moments in bfloat16 or float16 goes on after a load as if it had not been interrupted."""
+"""An Adam with moments in bfloat16 or float16 goes on after a load as if it had not been
+interrupted."""
 
 from __future__ import annotations
 

@@ -30,17 +30,22 @@ print(json.dumps({"modules": names, "threads": torch.get_num_threads()}))
 
 
 def test_a_role_finds_its_own_libraries_loaded_and_no_others(tmp_path: Path) -> None:
-    script, found = tmp_path / "loaded.py", {}
+    script = tmp_path / "loaded.py"
+    found = {}
     script.write_text(SCRIPT)
     with Preload(load_config("tiny-moe-grpo"), with_engines=True) as preload:
         for number, kind in enumerate(("torch", "ranks", "engines"), 1):
             out = tmp_path / kind
             with open(out, "wb") as file, open(os.devnull, "rb") as nothing:
-                files, env = (nothing.fileno(), file.fileno(), 2), {**os.environ, "OMP_NUM_THREADS": str(number)}
+                files = (nothing.fileno(), file.fileno(), 2)
+                env = {**os.environ, "OMP_NUM_THREADS": str(number)}
                 assert fork(preload.name(kind), [str(script)], env, files).wait(120) == 0
             found[kind] = json.loads(out.read_text().splitlines()[-1])
     assert found["torch"] == {"modules": ["torch"], "threads": 1}
-    assert found["ranks"] == {"modules": ["torch", "megatron.core", "hybridflow.mcore.cpu_compat"], "threads": 2}
+    assert found["ranks"] == {
+        "modules": ["torch", "megatron.core", "hybridflow.mcore.cpu_compat"],
+        "threads": 2,
+    }
     assert found["engines"] == {"modules": ["torch", "sglang", "transformers"], "threads": 3}
 
 
@@ -72,11 +77,14 @@ def test_nothing_is_left_of_forks(tmp_path: Path, words: list[str]) -> None:
     folder = tmp_path / "engine"
     folder.mkdir()
     env = {**os.environ, "PYTHONPATH": str(ROOT)}  # a fork finds the sleeper where its server would
-    driver = start_child([sys.executable, "-c", DRIVER, folder, *words], env=env, stdout=subprocess.PIPE)
+    driver = start_child(
+        [sys.executable, "-c", DRIVER, folder, *words], env=env, stdout=subprocess.PIPE
+    )
     assert driver.stdout is not None
     rank, guard, server = map(int, driver.stdout.readline().split())
     if words:
-        assert int(driver.stdout.readline()) == 128 + signal.SIGKILL  # what the guard did to its server
+        # what the guard did to its server
+        assert int(driver.stdout.readline()) == 128 + signal.SIGKILL
     assert state_of(rank) not in ("", "Z")
     driver.kill()
     driver.wait()

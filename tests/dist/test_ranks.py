@@ -1,5 +1,5 @@
-"""Ranks are forks of a process that has loaded much: each must still be what a new interpreter is, and none may outlive
-the tests."""
+"""Ranks are forks of a process that has loaded much: each must still be what a new interpreter is,
+and none may outlive the tests."""
 
 from __future__ import annotations
 
@@ -34,16 +34,26 @@ def test_a_rank_is_like_a_new_interpreter(monkeypatch: pytest.MonkeyPatch) -> No
                 "OF_THE_TEST": value,
             }
             assert found["environment"] == expected and found["inherited"]
-            assert (found["folder"], found["leads_its_session"], found["threads"]) == (str(ROOT), True, 1)
-            assert [name for name in found["files"] if not name.endswith((f"/{rank}.out", f"/{rank}.err"))] == [
-                "/dev/null"
-            ]
+            assert (found["folder"], found["leads_its_session"], found["threads"]) == (
+                str(ROOT),
+                True,
+                1,
+            )
+            assert [
+                name
+                for name in found["files"]
+                if not name.endswith((f"/{rank}.out", f"/{rank}.err"))
+            ] == ["/dev/null"]
             assert found["loaded"] == []
-    # strings hash alike in forks of one process: neighbours of a mesh, whose numbers differ by a power of two, are none
+    # strings hash alike in forks of one process: neighbours of a mesh, whose numbers differ by a
+    # power of two, are none
     hashes = [found["hash"] for found in runs[2]]
     assert not {hashes[0], hashes[3]} & {hashes[1], hashes[2]}
     assert len({found["random"] for run in runs for found in run}) == 12
-    code = "import json, tests.dist.cases.rank as c; f = c.described(); print(json.dumps([f['signals'], f['blocked']]))"
+    code = (
+        "import json, tests.dist.cases.rank as c; f = c.described(); "
+        "print(json.dumps([f['signals'], f['blocked']]))"
+    )
     new = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"RANK": "0"},
@@ -60,19 +70,31 @@ def test_loading_megatron_beforehand_changes_nothing_that_a_rank_can_tell() -> N
     forks = [rank for _ in range(2) for rank in run_ranks(4, "tests.dist.cases.rank:of_megatron")]
     [own] = run_ranks(1, "tests.dist.cases.rank:of_megatron", loaded=NOTHING)
     for fork in forks:
-        for name in ("threads_of_torch", "groups", "default", "compiles", "signals", "blocked", "threads"):
+        for name in (
+            "threads_of_torch",
+            "groups",
+            "default",
+            "compiles",
+            "signals",
+            "blocked",
+            "threads",
+        ):
             assert fork[name] == own[name], name
         assert not fork["groups"]
     for generator in ("random", "numpy", "torch"):
         assert len({fork[generator] for fork in forks}) == len(forks)
     [without] = run_ranks(1, "tests.dist.cases.rank:described", loaded=TORCH)
-    assert without["loaded"] == ["numpy", "torch"]  # ranks that do without Megatron find nothing of it
+    # ranks that do without Megatron find nothing of it
+    assert without["loaded"] == ["numpy", "torch"]
 
 
 def test_every_failure_is_told_with_what_the_rank_said_and_nothing_is_left(tmp_path: Path) -> None:
-    run_ranks(1, "tests.dist.cases.rank:described", loaded=NOTHING)  # starts the server: the deadline is the ranks'
+    # starts the server: the deadline is the ranks'
+    run_ranks(1, "tests.dist.cases.rank:described", loaded=NOTHING)
     with pytest.raises(AssertionError) as caught:
-        run_ranks(4, "tests.dist.cases.rank:mixed", timeout_s=8, loaded=NOTHING, folder=str(tmp_path))
+        run_ranks(
+            4, "tests.dist.cases.rank:mixed", timeout_s=8, loaded=NOTHING, folder=str(tmp_path)
+        )
     said = str(caught.value)
     assert re.findall(r"^rank (\d) (.*)$", said, re.M) == [
         ("1", "exited with 1"),
@@ -81,17 +103,21 @@ def test_every_failure_is_told_with_what_the_rank_said_and_nothing_is_left(tmp_p
     ]
     assert "ValueError: what went wrong" in said
     assert _all_ended([int((tmp_path / "child").read_text())])
-    assert run_ranks(1, "tests.dist.cases.rank:mixed", loaded=NOTHING, folder=str(tmp_path)) == ["fine"]
+    assert run_ranks(1, "tests.dist.cases.rank:mixed", loaded=NOTHING, folder=str(tmp_path)) == [
+        "fine"
+    ]
 
 
 def test_ranks_die_with_the_tests(tmp_path: Path) -> None:
     code = (
-        "from tests.dist.harness.ranks import run_ranks; run_ranks(2, 'tests.dist.cases.rank:stay', loaded=(), "
-        f"folder={str(tmp_path)!r})"
+        "from tests.dist.harness.ranks import run_ranks; run_ranks(2, "
+        f"'tests.dist.cases.rank:stay', loaded=(), folder={str(tmp_path)!r})"
     )
     tests = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 240
-    while len(list(tmp_path.iterdir())) < 2 or not all(file.read_text() for file in tmp_path.iterdir()):
+    while len(list(tmp_path.iterdir())) < 2 or not all(
+        file.read_text() for file in tmp_path.iterdir()
+    ):
         assert tests.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]

@@ -1,5 +1,5 @@
-"""A part of Ray is killed or stopped under a waiting driver: it is told within seconds, and a fresh cluster starts in
-the same process. A stop while Ray starts leaves nothing behind."""
+"""A part of Ray is killed or stopped under a waiting driver: it is told within seconds, and a fresh
+cluster starts in the same process. A stop while Ray starts leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -36,9 +36,12 @@ def part_of_ray(cluster: Cluster, part: str) -> psutil.Process:
 
 
 def lose(part: str, number: signal.Signals, tmp_path: Path) -> tuple[float, str, Path]:
-    """Seconds until the driver, which waits for a call, knew of the loss; its message; the cluster's folder."""
+    """Seconds until the driver, which waits for a call, knew of the loss; its message; the
+    cluster's folder."""
     with pytest.raises(ClusterLostError) as told, Cluster.start(CONFIG, tmp_path) as cluster:
-        group = WorkerGroup(cluster, ResourcePool.allocate(cluster, 1, 1), Worker, role="actor", log_dir=tmp_path)
+        group = WorkerGroup(
+            cluster, ResourcePool.allocate(cluster, 1, 1), Worker, role="actor", log_dir=tmp_path
+        )
         waiting = group.call(Worker.nap, 1, 60.0)
         assert cluster.temp_dir is not None
         part_of_ray(cluster, part).send_signal(number)
@@ -71,7 +74,9 @@ def test_a_lost_part_of_ray_is_told_and_a_fresh_cluster_starts(
     assert "Ray's " in message and "logs/ray" in message
     assert not folder.exists() and (tmp_path / "logs" / "ray").is_dir()
     with Cluster.start(CONFIG, tmp_path) as cluster:
-        group = WorkerGroup(cluster, ResourcePool.allocate(cluster, 1, 1), Worker, role="actor", log_dir=tmp_path)
+        group = WorkerGroup(
+            cluster, ResourcePool.allocate(cluster, 1, 1), Worker, role="actor", log_dir=tmp_path
+        )
         assert group.run(Worker.who) == 0
         group.kill()
 
@@ -99,12 +104,16 @@ except KeyboardInterrupt:
         *(pytest.param(signal.SIGINT, after / 4, marks=pytest.mark.full) for after in range(12)),
     ],
 )
-def test_a_stop_while_ray_starts_ends_with_a_word(number: signal.Signals, after_s: float, tmp_path: Path) -> None:
+def test_a_stop_while_ray_starts_ends_with_a_word(
+    number: signal.Signals, after_s: float, tmp_path: Path
+) -> None:
     with tempfile.TemporaryDirectory(prefix="hfs-", dir="/tmp") as short:  # Ray's sockets lie in it
         stop_while_ray_starts(number, after_s, tmp_path, Path(short))
 
 
-def stop_while_ray_starts(number: signal.Signals, after_s: float, tmp_path: Path, temp_dir: Path) -> None:
+def stop_while_ray_starts(
+    number: signal.Signals, after_s: float, tmp_path: Path, temp_dir: Path
+) -> None:
     env = {**os.environ, "TMPDIR": str(temp_dir)}
     with subprocess.Popen(
         ["env", "--default-signal=INT", sys.executable, "-c", START, str(tmp_path)],
@@ -117,7 +126,9 @@ def stop_while_ray_starts(number: signal.Signals, after_s: float, tmp_path: Path
         out, err = driver.communicate(timeout=240)
     assert driver.returncode == 0 and out.endswith("interrupted\n"), (out, err)
     deadline = time.monotonic() + 60
-    while (any(map(psutil.pid_exists, started)) or [*temp_dir.iterdir()]) and time.monotonic() < deadline:
+    while (
+        any(map(psutil.pid_exists, started)) or [*temp_dir.iterdir()]
+    ) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(psutil.pid_exists, started))
     assert not [*temp_dir.glob("hf-ray-*")]

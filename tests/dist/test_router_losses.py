@@ -1,4 +1,5 @@
-"""Losses on routers are those of the papers, whatever the packing, the cut and what the policy's loss counts."""
+"""Losses on routers are those of the papers, whatever the packing, the cut and what the policy's
+loss counts."""
 
 from __future__ import annotations
 
@@ -31,8 +32,14 @@ def test_the_z_loss_does_not_depend_on_how_the_batch_is_cut() -> None:
     for result in results:
         for layer, added in result["added"].items():
             assert np.abs(added).max() > 1e-3
-            np.testing.assert_allclose(added, whole["added"][layer], atol=5e-5, err_msg=f"{result['name']}, {layer}")
+            np.testing.assert_allclose(
+                added, whole["added"][layer], atol=5e-5, err_msg=f"{result['name']}, {layer}"
+            )
     for cut in CUTS:
-        pairs = [result["metric"] for result in results if result["name"] == cut.name and result["metric"]]
+        pairs = [
+            result["metric"]
+            for result in results
+            if result["name"] == cut.name and result["metric"]
+        ]
         value = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
         assert value == pytest.approx(whole["metric"][0] / whole["metric"][1], rel=1e-4), cut.name

@@ -1,5 +1,5 @@
-"""Router replay in Megatron: any layout against one process, own routes against none, recomputation against none, what
-is refused."""
+"""Router replay in Megatron: any layout against one process, own routes against none, recomputation
+against none, what is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ LAYOUTS = {
 
 @functools.cache
 def one_process(model_type: str) -> dict[str, Any]:
-    [one] = run_ranks(1, CASE, parallel={}, hf=GLM4 if model_type == "glm4_moe" else TINY, max_tokens=4096)
+    [one] = run_ranks(
+        1, CASE, parallel={}, hf=GLM4 if model_type == "glm4_moe" else TINY, max_tokens=4096
+    )
     return one
 
 
@@ -87,6 +89,10 @@ def test_what_cannot_be_replayed_is_an_error_that_says_why() -> None:
     assert "of row 0 has" in said["other lengths"]
     assert "router replay is not live" in said["twice"]
     assert "router replay is not live" in said["not asked"]
-    assert all(line.startswith("RouterReplayError: ") for name, line in said.items() if not name.startswith("fine"))
+    assert all(
+        line.startswith("RouterReplayError: ")
+        for name, line in said.items()
+        if not name.startswith("fine")
+    )
     [said] = run_ranks(1, "tests.dist.cases.replay:broken", parallel={}, hf=DENSE_UNTIED)
     assert "needs a mixture of experts" in said["fine"]

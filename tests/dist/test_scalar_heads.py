@@ -13,27 +13,34 @@ from tests.dist.harness.ranks import run_ranks
 from tests.models import DENSE, LLAMA, QWEN2, TINY
 
 pytestmark = pytest.mark.slow
-TOKENS, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
+TOKENS = "ForTokenClassification"
+SEQUENCE = "ForSequenceClassification"
 
 
 def oracle(folder: Path, task: str) -> tuple[list[float], list[float]]:
-    """Values of response tokens (token classifier) or scores (sequence classifier) of transformers, one sequence at a
-    time."""
+    """Values of response tokens (token classifier) or scores (sequence classifier) of transformers,
+    one sequence at a time."""
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     auto = AutoModelForTokenClassification if task == TOKENS else AutoModelForSequenceClassification
     model, report = auto.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        report
+    )
     model.eval()
-    batch, values, scores = batch_of(12, 3), [], []
+    batch = batch_of(12, 3)
+    values = []
+    scores = []
     for i in range(len(batch)):
-        prompt, response = batch["prompt_ids"].row(i), batch["response_ids"].row(i)
+        prompt = batch["prompt_ids"].row(i)
+        response = batch["response_ids"].row(i)
         with torch.no_grad():
             logits = model(torch.from_numpy(np.concatenate([prompt, response]))[None]).logits[0]
         if task == TOKENS:
-            values += logits[len(prompt) - 1 : -1, 0].tolist()  # the state before each response token
+            # the state before each response token
+            values += logits[len(prompt) - 1 : -1, 0].tolist()
         else:
             scores += logits.tolist()
     return values, scores
@@ -45,14 +52,25 @@ def oracle(folder: Path, task: str) -> tuple[list[float], list[float]]:
         pytest.param({}, TINY, TOKENS, True, 4096, id="moe-1-process"),
         pytest.param({}, DENSE, SEQUENCE, False, 20, id="tied-1-process", marks=pytest.mark.full),
         pytest.param(FULL, TINY, TOKENS, False, 40, id="moe-tp2-pp2-ep2"),
-        pytest.param(FULL, TINY, SEQUENCE, False, 40, id="moe-score-tp2-pp2-ep2", marks=pytest.mark.full),
+        pytest.param(
+            FULL, TINY, SEQUENCE, False, 40, id="moe-score-tp2-pp2-ep2", marks=pytest.mark.full
+        ),
         pytest.param(FULL_DENSE, DENSE, TOKENS, True, 60, id="tied-tp2-pp2"),
-        pytest.param({"tensor": 2, "pipeline": 2}, DENSE, SEQUENCE, False, 60, id="tied-score-tp2-pp2-without-sp"),
+        pytest.param(
+            {"tensor": 2, "pipeline": 2},
+            DENSE,
+            SEQUENCE,
+            False,
+            60,
+            id="tied-score-tp2-pp2-without-sp",
+        ),
         pytest.param(FULL_DENSE, LLAMA, TOKENS, False, 60, id="llama-tp2-pp2"),
         pytest.param(FULL_DENSE, QWEN2, SEQUENCE, False, 60, id="qwen2-score-tp2-pp2"),
     ],
 )
-def test_values_and_scores_equal_transformers_on_the_exported_folder(tmp_path, parallel, hf, task, bias, max_tokens):
+def test_values_and_scores_equal_transformers_on_the_exported_folder(
+    tmp_path, parallel, hf, task, bias, max_tokens
+):
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     hf = {**hf, "architectures": ["ThisForCausalLM"]}
     arguments = {
@@ -64,7 +82,9 @@ def test_values_and_scores_equal_transformers_on_the_exported_folder(tmp_path, p
         "max_tokens": max_tokens,
     }
     found = next(
-        result for result in run_ranks(world, "tests.dist.cases.scalar:outputs_and_export", **arguments) if result
+        result
+        for result in run_ranks(world, "tests.dist.cases.scalar:outputs_and_export", **arguments)
+        if result
     )
     expected_values, expected_scores = oracle(tmp_path / "hf", task)
     if task == TOKENS:
@@ -89,7 +109,9 @@ def test_training_does_not_depend_on_the_layout(parallel, pairs, masked):
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) if "tensor" in parallel else 2
     given = {"hf": TINY, "pairs": pairs, "steps": 3, "masked": masked}
     [one] = run_ranks(1, "tests.dist.cases.scalar:train", parallel={}, max_tokens=4096, **given)
-    many = run_ranks(world, "tests.dist.cases.scalar:train", parallel=parallel, max_tokens=40, **given)
+    many = run_ranks(
+        world, "tests.dist.cases.scalar:train", parallel=parallel, max_tokens=40, **given
+    )
     np.testing.assert_allclose(many[0]["history"], one["history"], rtol=1e-4, atol=1e-5)
     weights: dict[str, list[float]] = {}
     for rank in many:

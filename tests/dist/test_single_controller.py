@@ -43,9 +43,13 @@ def pool(cluster: Cluster) -> ResourcePool:
 
 
 @pytest.fixture(scope="module")
-def group(cluster: Cluster, pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory) -> WorkerGroup:
+def group(
+    cluster: Cluster, pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory
+) -> WorkerGroup:
     logs = tmp_path_factory.mktemp("logs")
-    return WorkerGroup(cluster, pool, sw.Worker, role="actor", args=(10,), env={"EXTRA": "yes"}, log_dir=logs)
+    return WorkerGroup(
+        cluster, pool, sw.Worker, role="actor", args=(10,), env={"EXTRA": "yes"}, log_dir=logs
+    )
 
 
 def small_group(
@@ -64,9 +68,9 @@ def batch(rows: int) -> DataProto:
 def test_each_rank_gets_its_environment_and_log(group: WorkerGroup) -> None:
     seen = group.run(sw.Worker.environment)
     assert [(e["RANK"], e["LOCAL_RANK"]) for e in seen] == [(str(r), str(r)) for r in range(4)]
-    assert {(e["WORLD_SIZE"], e["MASTER_ADDR"], e["OMP_NUM_THREADS"], e["EXTRA"]) for e in seen} == {
-        ("4", "127.0.0.1", "1", "yes")
-    }
+    assert {
+        (e["WORLD_SIZE"], e["MASTER_ADDR"], e["OMP_NUM_THREADS"], e["EXTRA"]) for e in seen
+    } == {("4", "127.0.0.1", "1", "yes")}
     ports = {int(e["MASTER_PORT"]) for e in seen}
     assert len(ports) == 1 and ports.pop() < 32768
     assert [e["pid"] for e in seen] == group.pids()
@@ -98,7 +102,8 @@ def test_a_call_on_some_ranks_leaves_the_others_alone(group: WorkerGroup) -> Non
 
 
 def test_columns_arrive_read_only_and_come_back_unchanged(group: WorkerGroup) -> None:
-    data = batch(8).with_columns(x=np.random.default_rng(0).normal(size=(8, 50_000)))  # 3 MiB: through shared memory
+    # 3 MiB: through shared memory
+    data = batch(8).with_columns(x=np.random.default_rng(0).normal(size=(8, 50_000)))
     out = group.run(sw.Worker.passed_through, data)
     assert not out["writeable"].any()
     assert out.drop(["writeable"]).equals(data)
@@ -150,7 +155,11 @@ def test_first_error_surfaces_while_others_block(
         assert (caught.value.engine, caught.value.log_tail) == ("engine-3", "its last words")
         assert str(caught.value).count("engine engine-3") == 1
     if isinstance(caught.value, WorkerError):
-        assert (caught.value.role, caught.value.rank, caught.value.method) == ("small", 1, "raise_on")
+        assert (caught.value.role, caught.value.rank, caught.value.method) == (
+            "small",
+            1,
+            "raise_on",
+        )
         assert "Traceback" in caught.value.log_tail
     small.kill()
 
@@ -171,7 +180,9 @@ def test_death_of_a_rank_is_reported_rather_than_its_consequences(
     assert not any(_alive(pid) for pid in pids)
 
 
-def test_a_hang_ends_at_the_deadline_and_shows_where(cluster: Cluster, pool: ResourcePool, tmp_path: Path) -> None:
+def test_a_hang_ends_at_the_deadline_and_shows_where(
+    cluster: Cluster, pool: ResourcePool, tmp_path: Path
+) -> None:
     small = small_group(cluster, pool, tmp_path)
     with pytest.raises(WorkerError, match=r"no answer from rank\(s\) 1 of 2") as caught:
         small.run(sw.Worker.hang_on, 1, timeout=4.0)
@@ -184,7 +195,10 @@ def test_processes_that_do_not_come_up_in_time_are_said_not_to_have_come_up(
     cluster: Cluster, pool: ResourcePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "config", replace(cluster.config, start_timeout_s=0.05))
-    with pytest.raises(WorkerError, match=r"rank\(s\) 0, 1 of 2 have not come up\..* raise cluster\.start_timeout_s"):
+    with pytest.raises(
+        WorkerError,
+        match=r"rank\(s\) 0, 1 of 2 have not come up\..* raise cluster\.start_timeout_s",
+    ):
         small_group(cluster, pool, tmp_path)
 
 
@@ -192,19 +206,24 @@ def test_constructor_error_keeps_its_type_and_leaves_no_process(
     cluster: Cluster, pool: ResourcePool, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        ModelError, match=r"does not divide by 4 heads \(small rank 1 on 127.0.0.1, in BadConstructor.__init__"
+        ModelError,
+        match=r"does not divide by 4 heads \(small rank 1 on 127.0.0.1, in BadConstructor.__init__",
     ):
         small_group(cluster, pool, tmp_path, sw.BadConstructor)
 
 
-def test_data_parallel_call_needs_positions(cluster: Cluster, pool: ResourcePool, tmp_path: Path) -> None:
+def test_data_parallel_call_needs_positions(
+    cluster: Cluster, pool: ResourcePool, tmp_path: Path
+) -> None:
     small = small_group(cluster, pool, tmp_path, sw.NoMesh, ranks=1)
     with pytest.raises(MeshError, match="mesh_position"):
         small.run(sw.NoMesh.work, batch(2))
     small.kill()
 
 
-def test_killing_a_group_takes_the_children_with_it(cluster: Cluster, pool: ResourcePool, tmp_path: Path) -> None:
+def test_killing_a_group_takes_the_children_with_it(
+    cluster: Cluster, pool: ResourcePool, tmp_path: Path
+) -> None:
     small = small_group(cluster, pool, tmp_path)
     children = small.run(sw.Worker.start_sleeper)
     pids = [*small.pids(), *children]
@@ -226,7 +245,11 @@ def test_two_groups_run_side_by_side_and_torch_distributed_finds_its_peers(
 
 def test_pools_split_and_merge(pool: ResourcePool) -> None:
     first, second = pool.split([1, 3])
-    assert (len(first), len(second), [slot.local_rank for slot in second.slots]) == (1, 3, [1, 2, 3])
+    assert (len(first), len(second), [slot.local_rank for slot in second.slots]) == (
+        1,
+        3,
+        [1, 2, 3],
+    )
     assert ResourcePool.merge([first, second]) == pool
     with pytest.raises(ResourceError, match="overlap"):
         ResourcePool.merge([first, pool])
@@ -234,15 +257,19 @@ def test_pools_split_and_merge(pool: ResourcePool) -> None:
         pool.split([1, 1])
 
 
-def test_a_pool_that_cannot_be_placed_says_what_is_free(cluster: Cluster, pool: ResourcePool) -> None:
+def test_a_pool_that_cannot_be_placed_says_what_is_free(
+    cluster: Cluster, pool: ResourcePool
+) -> None:
     with pytest.raises(
-        ResourceError, match=r"the pool needs 2 nodes with 1 process each.*127\.0\.0\.1: (\d+) of \1; give"
+        ResourceError,
+        match=r"the pool needs 2 nodes with 1 process each.*127\.0\.0\.1: (\d+) of \1; give",
     ) as told:
         ResourcePool.allocate(cluster, 2, 1)
     assert "after waiting" not in str(told.value)  # a local cluster will not grow
     total = int(cluster.nodes()[0].total["CPU"])
     with pytest.raises(
-        ResourceError, match=rf"after waiting 1 s: .*127\.0\.0\.1: {total - len(pool)} of {total}; give"
+        ResourceError,
+        match=rf"after waiting 1 s: .*127\.0\.0\.1: {total - len(pool)} of {total}; give",
     ):
         ResourcePool.allocate(cluster, 1, total, timeout_s=1)
     ResourcePool.allocate(cluster, 1, total - len(pool), timeout_s=10).release()
@@ -250,7 +277,8 @@ def test_a_pool_that_cannot_be_placed_says_what_is_free(cluster: Cluster, pool: 
 
 def test_everything_listens_on_loopback_only(cluster: Cluster, group: WorkerGroup) -> None:
     assert set(group.pids()) <= {process.pid for process in _cluster_processes(cluster)}
-    outside, listening = [], 0
+    outside = []
+    listening = 0
     for process in [psutil.Process(), *_cluster_processes(cluster)]:
         for connection in process.net_connections("inet"):
             if connection.status == psutil.CONN_LISTEN:
@@ -268,8 +296,13 @@ def test_one_cluster_a_process_and_short_socket_paths(cluster: Cluster, tmp_path
 
 
 def _cluster_processes(cluster: Cluster) -> list[psutil.Process]:
-    """Descendants of this process since the cluster's start, and whatever names the cluster's temporary folder."""
-    found = {process.pid: process for process in psutil.Process().children(recursive=True) if process.pid not in BEFORE}
+    """Descendants of this process since the cluster's start, and whatever names the cluster's
+    temporary folder."""
+    found = {
+        process.pid: process
+        for process in psutil.Process().children(recursive=True)
+        if process.pid not in BEFORE
+    }
     for process in psutil.process_iter(["cmdline"]):
         if any(str(cluster.temp_dir) in word for word in process.info["cmdline"] or []):
             found[process.pid] = process

@@ -1,4 +1,5 @@
-"""Ranks of an engine on two nodes that reach each other over a cable alone, without a route to anywhere else."""
+"""Ranks of an engine on two nodes that reach each other over a cable alone, without a route to
+anywhere else."""
 
 from __future__ import annotations
 
@@ -18,9 +19,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = (
     *("train", "--config-name", "e2e", "actor=tiny", "rollout=tiny", "rollout.n=2", "sft.steps=0"),
-    *("cluster.nodes=2", "cluster.procs_per_node=1", "actor.parallel.pipeline=2", "cluster.trusted_network=true"),
+    *(
+        "cluster.nodes=2",
+        "cluster.procs_per_node=1",
+        "actor.parallel.pipeline=2",
+        "cluster.trusted_network=true",
+    ),
     *("rollout.tensor=2", "rollout.nodes_per_engine=2", f"cluster.address={ADDRESSES[0]}:{PORT}"),
-    *("cluster.start_timeout_s=600", "rollout.start_timeout_s=600"),  # other tests may share the machine
+    # other tests may share the machine
+    *("cluster.start_timeout_s=600", "rollout.start_timeout_s=600"),
 )
 
 
@@ -54,7 +61,8 @@ def test_a_run_whose_engine_lies_on_two_nodes_with_a_network_of_their_own(tmp_pa
         hybridflow = [*commands[0], "env", f"RAY_AUTH_TOKEN_PATH={token}", HYBRIDFLOW]
         with Run(tmp_path / "output", *words, command=hybridflow) as run:
             assert run.end(500) == 0, run.out + run.err
-            left, listening = run.left_behind(), run.listening
+            left = run.left_behind()
+            listening = run.listening
     assert left == []
     reachable = {address for address, _ in listening if not LOOPBACK.match(address)}
     assert reachable <= set(ADDRESSES), listening

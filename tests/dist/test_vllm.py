@@ -1,7 +1,9 @@
-"""A real vLLM server: log-probs against transformers, whole weights again and again, its door and its end.
+"""A real vLLM server: log-probs against transformers, whole weights again and again, its door and
+its end.
 
-vLLM is in no lock of ours: HYBRIDFLOW_VLLM_PYTHON names an interpreter that has vLLM and xxhash, and without it these
-tests are left out. `tests/unit/engines/test_vllm.py` has the contract against answers recorded here.
+vLLM is in no lock of ours: HYBRIDFLOW_VLLM_PYTHON names an interpreter that has vLLM and xxhash,
+and without it these tests are left out. `tests/unit/engines/test_vllm.py` has the contract against
+answers recorded here.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from tests.models import DENSE_UNTIED
 PYTHON = os.environ.get("HYBRIDFLOW_VLLM_PYTHON", "")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="HYBRIDFLOW_VLLM_PYTHON names no interpreter that has vLLM"),
+    pytest.mark.skipif(
+        not PYTHON, reason="HYBRIDFLOW_VLLM_PYTHON names no interpreter that has vLLM"
+    ),
 ]
 # vLLM's attention on CPUs takes no narrower heads
 MODEL = {**DENSE_UNTIED, "head_dim": 32, "vocab_size": 96, "max_position_embeddings": 1024}
@@ -35,7 +39,9 @@ PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 60))]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SyncWorld]:
     engine = {"engine": "vllm", "python": PYTHON, "tensor": request.param}
     built = SyncWorld(MODEL, {"ranks": 2, "pipeline": 2}, [engine], tmp_path_factory.mktemp("vllm"))
     try:
@@ -59,12 +65,15 @@ def test_whole_weights_arrive_and_are_named(world: SyncWorld) -> None:
         assert world.sync(world.train(seed)).stale == {}
         assert world.difference(0, seed, PROMPTS) <= FACTOR
         [found] = world.client(0).generate([[1, 2]], SamplingConfig(temperature=0.7), 4)
-        assert [(span.version, span.start, span.end) for span in found.weight_versions] == [(str(world.version), 0, 4)]
+        assert [(span.version, span.start, span.end) for span in found.weight_versions] == [
+            (str(world.version), 0, 4)
+        ]
 
 
 def test_a_request_that_waits_during_a_sync_goes_on_with_the_new_weights(world: SyncWorld) -> None:
     world.sync(world.train(4))
-    engine, told = world.workers[0].supervisor.engine, dict[int, Completion]()
+    engine = world.workers[0].supervisor.engine
+    told = dict[int, Completion]()
     with ThreadPoolExecutor(1) as pool:
         asked = engine.ask(TokenRequests([[3, 1]], SamplingConfig(), [240], []), told.__setitem__)
         wait_begun(asked)
@@ -77,8 +86,11 @@ def test_a_request_that_waits_during_a_sync_goes_on_with_the_new_weights(world: 
 
 
 def test_a_request_is_aborted(world: SyncWorld) -> None:
-    engine, told = world.workers[0].supervisor.engine, dict[int, Completion]()
-    asked = engine.ask(TokenRequests([[3, 1], [4]], SamplingConfig(), [1000, 2], []), told.__setitem__)
+    engine = world.workers[0].supervisor.engine
+    told = dict[int, Completion]()
+    asked = engine.ask(
+        TokenRequests([[3, 1], [4]], SamplingConfig(), [1000, 2], []), told.__setitem__
+    )
     wait_begun(asked)
     asked.abort([0])
     asked.done.result(60.0)
@@ -101,9 +113,18 @@ def test_what_it_cannot_answer_is_refused_and_it_lives(world: SyncWorld) -> None
 
 def test_no_path_answers_without_the_key_and_all_listen_on_loopback(world: SyncWorld) -> None:
     engine = world.workers[0].supervisor.engine
-    for path in ("/collective_rpc", "/pause", "/sleep", "/inference/v1/generate", "/health", "/metrics"):
+    for path in (
+        "/collective_rpc",
+        "/pause",
+        "/sleep",
+        "/inference/v1/generate",
+        "/health",
+        "/metrics",
+    ):
         assert requests.post(engine.url + path, json={}, timeout=60).status_code == 401
     members = [psutil.Process(pid) for pid in guard.session_members(engine.pid)]
-    heard = {c.laddr.ip for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+    heard = {
+        c.laddr.ip for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN
+    }
     assert heard == {"127.0.0.1"}
     assert all(engine.admin_key not in " ".join(process.cmdline()) for process in members)

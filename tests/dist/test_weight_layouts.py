@@ -1,8 +1,9 @@
-"""Slices of every family from every trainer layout into real SGLang engines of unlike shapes at once.
+"""Slices of every family from every trainer layout into real SGLang engines of unlike shapes at
+once.
 
-Each family's engines start once, without weights, and take new ones from each layout in turn. The oracles are
-transformers on a folder written from the same tensors, and the engine's own checksum after it has loaded that folder as
-a cold start does.
+Each family's engines start once, without weights, and take new ones from each layout in turn. The
+oracles are transformers on a folder written from the same tensors, and the engine's own checksum
+after it has loaded that folder as a cold start does.
 """
 
 from __future__ import annotations
@@ -65,18 +66,23 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 OF_FAMILY["moonlight"] = OF_FAMILY["deepseek_v3"] | {"rope_scaling": None}
 IN_MAKE_TEST = ("deepseek_v3",)  # `test_weight_sync` has a Qwen3-MoE, the main job another
-TRAINED_IN_MAKE_TEST = ("deepseek_v3", "glm4_moe", "qwen3")  # of the others' parts each has one in these
+# of the others' parts each has one in these
+TRAINED_IN_MAKE_TEST = ("deepseek_v3", "glm4_moe", "qwen3")
 
 
 def marked(names: Iterable[str], standard: Sequence[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in standard else [pytest.mark.full]) for name in names]
+    return [
+        pytest.param(name, marks=[] if name in standard else [pytest.mark.full]) for name in names
+    ]
 
 
 @pytest.fixture(
     scope="module",
     params=marked(SYNCED, IN_MAKE_TEST),
 )
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SyncWorld]:
     model = published(request.param)
     engines: list[Any] = [1, 1, 2]
     if is_sparse(model):
@@ -99,7 +105,13 @@ def is_sparse(model: dict[str, Any]) -> bool:
 def test_every_layout_reaches_every_engine(world: SyncWorld) -> None:
     numbers = range(len(world.workers))
     for seed, (name, shape) in enumerate(LAYOUTS.items(), start=1):
-        world.cut({key: size for key, size in shape.items() if "expert" not in key or is_sparse(world.model)})
+        world.cut(
+            {
+                key: size
+                for key, size in shape.items()
+                if "expert" not in key or is_sparse(world.model)
+            }
+        )
         assert "no tensor unused" in world.plan_line
         report = world.sync(world.train(seed))
         assert report.stale == {}, name
@@ -115,10 +127,12 @@ def test_every_layout_reaches_every_engine(world: SyncWorld) -> None:
         assert weights_checksum(client) == streamed, number
 
 
-@pytest.mark.parametrize("family", marked(sorted(SYNCED.keys() - {"qwen3_moe", "moonlight"}), TRAINED_IN_MAKE_TEST))
+@pytest.mark.parametrize(
+    "family", marked(sorted(SYNCED.keys() - {"qwen3_moe", "moonlight"}), TRAINED_IN_MAKE_TEST)
+)
 def test_megatron_ranks_of_a_family_reach_an_engine(tmp_path: Path, family: str) -> None:
-    """Two tensor-parallel ranks that have trained a step; `test_weight_sync` has a Qwen3-MoE. The oracle of the weights
-    is transformers on the ranks' own export."""
+    """Two tensor-parallel ranks that have trained a step; `test_weight_sync` has a Qwen3-MoE. The
+    oracle of the weights is transformers on the ranks' own export."""
     shape: dict[str, Any] = {"ranks": 2, "tensor": 2, "sequence": True}
     world = SyncWorld(published(family), shape, [1], tmp_path, kind="megatron")
     try:

@@ -1,7 +1,8 @@
 """Slices into real SGLang engines (TP 1 and TP 2), and every fault that a sync may meet.
 
-The oracle of the weights is transformers on a folder written from the same tensors, and SGLang's own checksum after
-loading that folder. After each fault an engine must answer with whole old or whole new weights, or not at all.
+The oracle of the weights is transformers on a folder written from the same tensors, and SGLang's
+own checksum after loading that folder. After each fault an engine must answer with whole old or
+whole new weights, or not at all.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def as_it_was(world: SyncWorld) -> Iterator[None]:
 
 
 def analytic_bytes(tensors: int) -> int:
-    """What a TP engine's ranks hold of the model, by SGLang's conventions and nothing of ours: matrices are cut, the
-    rest is repeated."""
+    """What a TP engine's ranks hold of the model, by SGLang's conventions and nothing of ours:
+    matrices are cut, the rest is repeated."""
     total = 0
     for name, shape in family_of(SYNC_MOE).tensors().items():
         is_cut = len(shape) == 2 and "mlp.gate.weight" not in name
@@ -99,7 +100,7 @@ def versions(world: SyncWorld, number: int) -> set[str]:
 
 
 # ---- what a sync brings
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_random_updates_arrive_bit_for_bit_with_the_fewest_bytes(world: SyncWorld) -> None:
@@ -125,7 +126,8 @@ def test_checksums_are_those_of_a_cold_start(world: SyncWorld) -> None:
 
 
 def test_what_is_checked_on_a_gpu_holds_on_a_cpu(world: SyncWorld) -> None:
-    """The colocated transport of a CPU stands in for memory of the GPU; nothing is freed by sleep here."""
+    """The colocated transport of a CPU stands in for memory of the GPU; nothing is freed by sleep
+    here."""
     world.configure(transport="shared_memory")
     after_sleep(world, 7)
     for number in range(len(TENSORS)):
@@ -136,7 +138,8 @@ def test_what_is_checked_on_a_gpu_holds_on_a_cpu(world: SyncWorld) -> None:
 
 def test_requests_under_way_go_on_and_tell_which_weights_made_each_token(world: SyncWorld) -> None:
     synced(world, 5)
-    before, version = world.version, world.train(6)
+    before = world.version
+    version = world.train(6)
     with generating(world.client(1, 60.0), [[5, 6, 7]] * 8, 240) as asking:
         world.sync(version)
         done = asking.result(240.0)
@@ -160,20 +163,24 @@ def test_every_way_brings_the_same(world: SyncWorld, settings: dict[str, Any]) -
     world.configure(**settings)
     for seed in (7, 8):
         assert synced(world, seed).stale == {}
-        # in place, prefixes of the old weights stay cached: an engine of a run with that setting has no such cache
+        # in place, prefixes of the old weights stay cached: an engine of a run with that setting
+        # has no such cache
         prompts = [[seed + 100, first, 5] for first in range(4)] if "pause" in settings else PROMPTS
         for number in range(len(TENSORS)):
             assert world.difference(number, seed, prompts) <= CLOSE
 
 
-@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 4, "alpha": 6.0}, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "lora", [None, pytest.param({"rank": 4, "alpha": 6.0}, marks=pytest.mark.full)]
+)
 def test_megatron_ranks_that_train_reach_the_engines_without_a_whole_tensor(
     world: SyncWorld, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
-    """TP 2, PP 2, EP 2 with sequence parallelism; the engines were planned for other trainer ranks before. Adapters
-    arrive merged: as many bytes, by the same plan.
+    """TP 2, PP 2, EP 2 with sequence parallelism; the engines were planned for other trainer ranks
+    before. Adapters arrive merged: as many bytes, by the same plan.
     """
-    held, shape = world.senders, {"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2, "sequence": True, "lora": lora}
+    held = world.senders
+    shape = {"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2, "sequence": True, "lora": lora}
     megatron = Senders(world.hf_config, shape, "megatron")
     try:
         world.senders = megatron
@@ -182,7 +189,9 @@ def test_megatron_ranks_that_train_reach_the_engines_without_a_whole_tensor(
             assert min(megatron.command("step", seed=seed)) > 0
             world.version += 1
             report = world.sync(world.version)
-            assert report.stale == {} and report.nbytes == sum(analytic_bytes(tensors) for tensors in TENSORS)
+            assert report.stale == {} and report.nbytes == sum(
+                analytic_bytes(tensors) for tensors in TENSORS
+            )
             folder = tmp_path / f"export-{seed}"
             megatron.command("export", folder=str(folder))
             for number in range(len(TENSORS)):
@@ -207,7 +216,11 @@ def test_another_plan_is_refused_before_the_engine_is_paused(world: SyncWorld) -
         and "plan again" in report.stale["engine-1"]
     )
     assert world.difference(0, 11) <= CLOSE
-    assert world.answers(1) and world.difference(1, 10) <= CLOSE and versions(world, 1) == {str(world.version - 1)}
+    assert (
+        world.answers(1)
+        and world.difference(1, 10) <= CLOSE
+        and versions(world, 1) == {str(world.version - 1)}
+    )
     world.configure()
     heal(world, 12)
 
@@ -221,22 +234,29 @@ def test_another_version_is_refused_before_the_engine_is_paused(
     def older(orders: Any, go_timeout_s: float) -> Any:
         from dataclasses import replace
 
-        return send([replace(order, version=order.version - (order.number == 1)) for order in orders], go_timeout_s)
+        return send(
+            [replace(order, version=order.version - (order.number == 1)) for order in orders],
+            go_timeout_s,
+        )
 
     monkeypatch.setattr(world.senders, "send_weights", older)
     report = synced(world, 14)
     assert list(report.stale) == ["engine-1"]
-    assert f"holds weight version {world.version - 1}, not {world.version}" in report.stale["engine-1"]
+    assert (
+        f"holds weight version {world.version - 1}, not {world.version}" in report.stale["engine-1"]
+    )
     assert world.difference(0, 14) <= CLOSE and world.difference(1, 13) <= CLOSE
     monkeypatch.undo()
     heal(world, 15)
 
 
 # ---- faults on the way
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def test_a_corrupted_bucket_leaves_that_engine_paused_and_the_other_goes_on(world: SyncWorld) -> None:
+def test_a_corrupted_bucket_leaves_that_engine_paused_and_the_other_goes_on(
+    world: SyncWorld,
+) -> None:
     heal(world, 20)
     world.configure()  # a new session: the fault below is in its channel
     world.senders.command("fault", ranks=[0], engine="engine-1", do="corrupt", at=2)
@@ -271,13 +291,20 @@ def test_a_retry_within_the_sync_heals_a_transfer_fault(world: SyncWorld) -> Non
 def test_a_stalled_sender_stops_one_engine_at_its_deadline(world: SyncWorld, commit: str) -> None:
     heal(world, 24)
     world.configure(commit=commit)
-    world.senders.command("fault", ranks=[1], engine="engine-1", do="sleep", at=2, seconds=SYNC.timeout_s + 4)
+    world.senders.command(
+        "fault", ranks=[1], engine="engine-1", do="sleep", at=2, seconds=SYNC.timeout_s + 4
+    )
     start = time.monotonic()
     report = synced(world, 25)
     assert time.monotonic() - start < 6 * SYNC.timeout_s
     assert list(report.stale) == ["engine-1"]
     why = report.stale["engine-1"]
-    assert f"{SYNC.timeout_s:g} s" in why and "trainer rank 1" in why and "engine rank" in why and "message" in why
+    assert (
+        f"{SYNC.timeout_s:g} s" in why
+        and "trainer rank 1" in why
+        and "engine rank" in why
+        and "message" in why
+    )
     assert world.difference(0, 25) <= CLOSE
     assert not world.answers(1)  # in place it holds a mixture now
     world.configure()
@@ -285,14 +312,19 @@ def test_a_stalled_sender_stops_one_engine_at_its_deadline(world: SyncWorld, com
 
 
 def test_a_sender_process_that_stops_is_an_error_and_the_next_sync_works(world: SyncWorld) -> None:
-    """Both engines need this rank: none can take the weights, and the error names each engine's reason."""
+    """Both engines need this rank: none can take the weights, and the error names each engine's
+    reason."""
     heal(world, 27)
     version = world.train(28)
     os.kill(world.senders.processes[1].pid, signal.SIGSTOP)
-    resume = threading.Timer(2.5 * SYNC.timeout_s, os.kill, (world.senders.processes[1].pid, signal.SIGCONT))
+    resume = threading.Timer(
+        2.5 * SYNC.timeout_s, os.kill, (world.senders.processes[1].pid, signal.SIGCONT)
+    )
     resume.start()
     try:
-        with pytest.raises(WeightSyncError, match=r"no engine could take it(.|\n)*engine-0(.|\n)*engine-1") as caught:
+        with pytest.raises(
+            WeightSyncError, match=r"no engine could take it(.|\n)*engine-0(.|\n)*engine-1"
+        ) as caught:
             world.sync(version)
     finally:
         resume.join()
@@ -301,11 +333,16 @@ def test_a_sender_process_that_stops_is_an_error_and_the_next_sync_works(world: 
     heal(world, 29)
 
 
-def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_goes_on(world: SyncWorld) -> None:
+def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_goes_on(
+    world: SyncWorld,
+) -> None:
     heal(world, 30)
     world.configure()
-    world.senders.command("fault", ranks=[0], engine="engine-1", do="hold", at=2, until="receiver-killed")
-    version, reports = world.train(31), []
+    world.senders.command(
+        "fault", ranks=[0], engine="engine-1", do="hold", at=2, until="receiver-killed"
+    )
+    version = world.train(31)
+    reports = []
     syncing = threading.Thread(target=lambda: reports.append(world.sync(version)))
     syncing.start()
     world.wait_for_key("held/0")
@@ -316,15 +353,18 @@ def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_go
     assert list(reports[0].stale) == ["engine-1"] and world.difference(0, 31) <= CLOSE
     assert "engine-1" in reports[0].stale["engine-1"]
     assert world.states()[1].state == "starting" and world.states()[0].state == "up"
-    assert synced(world, 32).stale["engine-1"].startswith("engine-1 is starting")  # training goes on meanwhile
+    # training goes on meanwhile
+    assert synced(world, 32).stale["engine-1"].startswith("engine-1 is starting")
     assert world.difference(0, 32) <= CLOSE
     heal(world, 33)
     assert world.states()[1].restarts == 1
 
 
-def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_later(world: SyncWorld) -> None:
-    """The plan of such an engine is older than its process. Also: rows go to healthy engines alone, and come back in
-    order."""
+def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_later(
+    world: SyncWorld,
+) -> None:
+    """The plan of such an engine is older than its process. Also: rows go to healthy engines alone,
+    and come back in order."""
     heal(world, 40)
     restarts = world.states()[0].restarts
     server = world.workers[0].supervisor.engine
@@ -341,9 +381,11 @@ def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_lat
 
 
 @pytest.mark.full
-def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's process runs and does nothing. The other engine answers all prompts; this one starts again and takes
-    the next weights."""
+def test_an_engine_that_hangs_while_it_generates_is_given_up(
+    world: SyncWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's process runs and does nothing. The other engine answers all prompts; this one
+    starts again and takes the next weights."""
     heal(world, 45)
     monkeypatch.setattr(rollout, "_SETTLE_S", 1.0)
     restarts = world.states()[1].restarts
@@ -356,13 +398,18 @@ def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, m
     assert world.states()[1].restarts == restarts + 1
 
 
-def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(world: SyncWorld) -> None:
+def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(
+    world: SyncWorld,
+) -> None:
     """This is the last test of the module: it kills a trainer rank."""
     heal(world, 50)
     world.configure()
     for engine in ("engine-0", "engine-1"):
-        world.senders.command("fault", ranks=[1], engine=engine, do="hold", at=1, until="sender-killed")
-    version, errors = world.train(51), []
+        world.senders.command(
+            "fault", ranks=[1], engine=engine, do="hold", at=1, until="sender-killed"
+        )
+    version = world.train(51)
+    errors = []
 
     def sync() -> None:
         try:
@@ -380,13 +427,21 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
     for number in range(len(TENSORS)):
         assert not world.answers(number)
         why = world.engines.stale[number]
-        # the engine's first reason: which engine rank, which trainer rank and how it is known, which tensors, and the
-        # deadline
+        # the engine's first reason: which engine rank, which trainer rank and how it is known,
+        # which tensors, and the deadline
         named = r"engine-\d rank (\d): .*engine rank \1, "
-        named += rf"message \d+ with trainer rank 1 over {SYNC.transport}: the peer is gone: its process has ended "
-        named += rf"\(deadline {SYNC.timeout_s:g} s\).*\(bucket \d+, \S*weight\S* and what follows it\)"
+        named += (
+            rf"message \d+ with trainer rank 1 over {SYNC.transport}: the peer is gone: its "
+            rf"process has ended "
+        )
+        named += (
+            rf"\(deadline {SYNC.timeout_s:g} s\).*\(bucket \d+, \S*weight\S* and what follows it\)"
+        )
         assert re.search(named, "".join(why.split(";")[:2])), why
-        assert "trainer rank 0 over p2p: the peer is gone" not in why.split("what this rank saw of it")[0], why
+        assert (
+            "trainer rank 0 over p2p: the peer is gone"
+            not in why.split("what this rank saw of it")[0]
+        ), why
     world.senders.start()
     world.configure()
     heal(world, 52)
@@ -395,7 +450,9 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
 def _prompts() -> Any:
     from hybridflow.batch import DataProto, Jagged
 
-    return DataProto.from_columns({"prompt_ids": Jagged.from_rows([np.array([1, 2, i]) for i in range(4)], np.int64)})
+    return DataProto.from_columns(
+        {"prompt_ids": Jagged.from_rows([np.array([1, 2, i]) for i in range(4)], np.int64)}
+    )
 
 
 def _answered(world: SyncWorld) -> Any:

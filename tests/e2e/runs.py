@@ -1,4 +1,5 @@
-"""Start `hybridflow` as a user does, watch every process it starts, and say what is left of them."""
+"""Start `hybridflow` as a user does, watch every process it starts, and say what is left of
+them."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ HYBRIDFLOW = Path(sys.executable).with_name("hybridflow")
 LOOPBACK = re.compile(r"127\.|::1$|::ffff:127\.")
 _MARK = "HYBRIDFLOW_TEST_RUN"
 
-# Learnt or not, sampled answers differ in their digits: every group has some gradient, unlike with the verifier and an
-# untrained model.
+# Learnt or not, sampled answers differ in their digits: every group has some gradient, unlike with
+# the verifier and an untrained model.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 7 / 7
@@ -34,16 +35,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 Process = tuple[int, float]  # pid and start time: a pid may be used again
 
 
-# What a shell starts in the background ignores SIGINT, and so do its children: the tests themselves may have been
-# started so.
+# What a shell starts in the background ignores SIGINT, and so do its children: the tests themselves
+# may have been started so.
 HEAR_INTERRUPTS = ("env", "--default-signal=INT")
 
 
 class Run:
     """One `hybridflow ...` in a session of its own, with a temporary folder of its own.
 
-    A thread looks at the processes once a second: it remembers all that descend from the run or carry its mark in their
-    environment (daemons that were handed to init included), and every address that one of them listens on.
+    A thread looks at the processes once a second: it remembers all that descend from the run or
+    carry its mark in their environment (daemons that were handed to init included), and every
+    address that one of them listens on.
     """
 
     def __init__(
@@ -54,13 +56,20 @@ class Run:
         site: Mapping[str, str | None] = MappingProxyType({}),
         cwd: Path | None = None,
     ) -> None:
-        """Start it in `cwd`; output goes to `folder`/out and err. `site`: other variables of its environment, None
-        unsets one."""
+        """Start it in `cwd`; output goes to `folder`/out and err. `site`: other variables of its
+        environment, None unsets one."""
         folder.mkdir(parents=True, exist_ok=True)
         self.mark = uuid.uuid4().hex
-        self.temp_dir = Path(tempfile.mkdtemp(prefix="hft-", dir="/tmp"))  # short: Ray's sockets lie in it
-        self._out, self._err = folder / f"out-{self.mark}", folder / f"err-{self.mark}"
-        base = {**without_credentials(), _MARK: self.mark, "TMPDIR": str(self.temp_dir), "COLUMNS": "200"}
+        # short: Ray's sockets lie in it
+        self.temp_dir = Path(tempfile.mkdtemp(prefix="hft-", dir="/tmp"))
+        self._out = folder / f"out-{self.mark}"
+        self._err = folder / f"err-{self.mark}"
+        base = {
+            **without_credentials(),
+            _MARK: self.mark,
+            "TMPDIR": str(self.temp_dir),
+            "COLUMNS": "200",
+        }
         env = {name: value for name, value in {**base, **site}.items() if value is not None}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
@@ -81,7 +90,7 @@ class Run:
         self._thread.start()
 
     # ---- what a test does
-    # --------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def out(self) -> str:
@@ -97,7 +106,9 @@ class Run:
         """Until `what()` holds; fails when the run ends before, or after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not what():
-            assert self.process.poll() is None, f"ended early with {self.process.returncode}\n{self.out}\n{self.err}"
+            assert self.process.poll() is None, (
+                f"ended early with {self.process.returncode}\n{self.out}\n{self.err}"
+            )
             assert time.monotonic() < deadline, f"not within {timeout_s} s\n{self.out}\n{self.err}"
             time.sleep(0.05)
 
@@ -112,15 +123,22 @@ class Run:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"did not end within {timeout_s} s\n{self.out}\n{self.err}") from None
+            raise AssertionError(
+                f"did not end within {timeout_s} s\n{self.out}\n{self.err}"
+            ) from None
 
     def left_behind(self, within_s: float = 30.0) -> list[str]:
-        """Processes that still run `within_s` seconds from now, and files in its temporary folder. What is left behind
-        stays for ever; what ends by itself is waited for as long as a busy machine may take."""
+        """Processes that still run `within_s` seconds from now, and files in its temporary folder.
+        What is left behind stays for ever; what ends by itself is waited for as long as a busy
+        machine may take."""
         deadline = time.monotonic() + within_s
         while True:
             self._look()
-            left = [f"{pid} {name}" for (pid, start), name in list(self.seen.items()) if _runs(pid, start)]
+            left = [
+                f"{pid} {name}"
+                for (pid, start), name in list(self.seen.items())
+                if _runs(pid, start)
+            ]
             left += [str(path) for path in self.temp_dir.glob("hf-*")]
             if not left or time.monotonic() >= deadline:
                 return left
@@ -147,7 +165,7 @@ class Run:
         self.kill()
 
     # ---- watching
-    # --------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._stop.wait(1.0):

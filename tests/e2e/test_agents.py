@@ -40,11 +40,19 @@ def records(folder: Path, phase: str) -> list[dict[str, Any]]:
 
 
 def test_two_steps_with_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """An unmodified client of OpenAI's interface holds conversations with a tool. Engine and trainer agree on every
-    token of them, and observations are not trained on."""
+    """An unmodified client of OpenAI's interface holds conversations with a tool. Engine and
+    trainer agree on every token of them, and observations are not trained on."""
     (tmp_path / "own.py").write_text(OWN)
-    words = ["--config-name", "tiny-calculator-grpo", f"output_dir={tmp_path}", f"data.prepare.out={tmp_path / 'data'}"]
-    words += [f"rollout.agent.loop={tmp_path / 'own.py'}:twice", f"reward.path={tmp_path / 'own.py'}"]
+    words = [
+        "--config-name",
+        "tiny-calculator-grpo",
+        f"output_dir={tmp_path}",
+        f"data.prepare.out={tmp_path / 'data'}",
+    ]
+    words += [
+        f"rollout.agent.loop={tmp_path / 'own.py'}:twice",
+        f"reward.path={tmp_path / 'own.py'}",
+    ]
     words += ["trainer.total_steps=2", "sft.steps=60", "sft.batch_size=64"]  # enough to end answers
     words += ["data.train_batch_size=16", "data.val_max_prompts=16"]
     with Run(tmp_path / "output", "train", *words) as run:
@@ -53,7 +61,11 @@ def test_two_steps_with_a_loop_of_ones_own(tmp_path: Path) -> None:
     for record in records(folder, "train"):
         assert record["rollout/logprob_diff/max"] < 1e-4
         assert record["agent/failed/mean"] == 0 and record["agent/turns/max"] <= 2
-    rows = [row for step in (1, 2) for row in read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")]
+    rows = [
+        row
+        for step in (1, 2)
+        for row in read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")
+    ]
     assert any(row["turns"] == 2 for row in rows)
     for row in rows:
         assert sum(length for _, length in row["response_mask"]) == row["response_length"]
@@ -63,22 +75,42 @@ def test_two_steps_with_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_conversation_that_fills_the_context_of_an_engine_ends_with_its_length(tmp_path: Path) -> None:
-    """Each token is an answer, so that an engine gets a prompt of every length up to its last token. SGLang takes none
-    that ends in the last six tokens of its KV cache; a cache without room for them is refused before anything starts.
+def test_a_conversation_that_fills_the_context_of_an_engine_ends_with_its_length(
+    tmp_path: Path,
+) -> None:
+    """Each token is an answer, so that an engine gets a prompt of every length up to its last
+    token. SGLang takes none that ends in the last six tokens of its KV cache; a cache without room
+    for them is refused before anything starts.
     """
     (tmp_path / "own.py").write_text(
         "from hybridflow.agents.loops.base import agent_loop\n@agent_loop('fill')\n"
-        "async def fill(conversation, tools):\n    while True:\n        await conversation.answer(1)\n"
+        "async def fill(conversation, tools):\n    while True:\n        await "
+        "conversation.answer(1)\n"
     )
-    prompt, most = 6, 12
-    words = ["--config-name", "e2e", f"output_dir={tmp_path}", f"data.prepare.out={tmp_path / 'data'}"]
-    words += ["cluster=one-process", "actor=tiny", "rollout=tiny", "sft=none", "trainer.total_steps=1", "rollout.n=2"]
+    prompt = 6
+    most = 12
+    words = [
+        "--config-name",
+        "e2e",
+        f"output_dir={tmp_path}",
+        f"data.prepare.out={tmp_path / 'data'}",
+    ]
+    words += [
+        "cluster=one-process",
+        "actor=tiny",
+        "rollout=tiny",
+        "sft=none",
+        "trainer.total_steps=1",
+        "rollout.n=2",
+    ]
     words += [f"data.max_prompt_length={prompt}", f"data.max_response_length={most}"]
     words += [f"rollout.agent.loop={tmp_path / 'own.py'}:fill", f"rollout.agent.max_answers={most}"]
 
     def full(tokens: int) -> list[str]:
-        return [f"rollout.max_total_tokens={tokens}", f"+model.hf_config.max_position_embeddings={prompt + most + 6}"]
+        return [
+            f"rollout.max_total_tokens={tokens}",
+            f"+model.hf_config.max_position_embeddings={prompt + most + 6}",
+        ]
 
     with Run(tmp_path / "refused", "train", *words, *full(prompt + most + 5)) as run:
         assert run.end(60) == 2, run.out + run.err
@@ -93,7 +125,12 @@ def test_a_conversation_that_fills_the_context_of_an_engine_ends_with_its_length
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_policy_learns_to_ask_the_calculator(tmp_path: Path, seed: int) -> None:
-    words = ["--config-name", "tiny-calculator-grpo", f"output_dir={tmp_path}", f"data.prepare.out={tmp_path / 'data'}"]
+    words = [
+        "--config-name",
+        "tiny-calculator-grpo",
+        f"output_dir={tmp_path}",
+        f"data.prepare.out={tmp_path / 'data'}",
+    ]
     with Run(tmp_path / "output", "train", *words, f"seed={seed}") as run:
         assert run.end(2400) == 0, run.out + run.err
     before, *_, after = records(tmp_path / "tiny-calculator-grpo", "val")
@@ -104,8 +141,14 @@ def test_the_policy_learns_to_ask_the_calculator(tmp_path: Path, seed: int) -> N
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_policy_learns_to_play(tmp_path: Path, seed: int) -> None:
-    """Guesses at random find one number in three; four that follow what the environment says find all."""
-    words = ["--config-name", "tiny-guess-grpo", f"output_dir={tmp_path}", f"data.prepare.out={tmp_path / 'data'}"]
+    """Guesses at random find one number in three; four that follow what the environment says find
+    all."""
+    words = [
+        "--config-name",
+        "tiny-guess-grpo",
+        f"output_dir={tmp_path}",
+        f"data.prepare.out={tmp_path / 'data'}",
+    ]
     with Run(tmp_path / "output", "train", *words, f"seed={seed}") as run:
         assert run.end(2400) == 0, run.out + run.err
     before, *_, after = records(tmp_path / "tiny-guess-grpo", "val")

@@ -1,4 +1,5 @@
-"""Each algorithm's recipe through a whole run of two steps: sampled, scored, corrected, trained, sent to the engine."""
+"""Each algorithm's recipe through a whole run of two steps: sampled, scored, corrected, trained,
+sent to the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
 
-# `hybridflow train ...` for each list of words: what all of them import is imported once, and each is a fork of its own
+# `hybridflow train ...` for each list of words: what all of them import is imported once, and each
+# is a fork of its own
 MANY = """
 import json, os, sys
 import hybridflow.engines.hf.engine, hybridflow.mcore.backend, hybridflow.trainer.app
@@ -86,10 +88,20 @@ CASES: dict[str, list[str]] = {
         BONUS,
     ],
     "kto": ["tiny-online-dpo", "algorithm=kto"],
-    "optimal-token-baseline": ["tiny-rloo", "algorithm.adv_estimator=optimal_token_baseline", TWICE],
+    "optimal-token-baseline": [
+        "tiny-rloo",
+        "algorithm.adv_estimator=optimal_token_baseline",
+        TWICE,
+    ],
 }
 RUN_PROGRAMS = {"code", "cure"}  # they bring their own data and reward
-NUMBERS = ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/advantages/mean", "critic/rewards/mean")
+NUMBERS = (
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/entropy",
+    "critic/advantages/mean",
+    "critic/rewards/mean",
+)
 
 
 def rloo(rows: list[dict[str, Any]]) -> np.ndarray:
@@ -103,10 +115,15 @@ def grpo(rows: list[dict[str, Any]]) -> np.ndarray:
 
 
 def dpo(rows: list[dict[str, Any]]) -> np.ndarray:
-    """DPO's in the first step, in which policy and reference agree: half of beta, times the samples of the prompt."""
-    scores, found = np.array([row["score"] for row in rows]), np.zeros(len(rows))
+    """DPO's in the first step, in which policy and reference agree: half of beta, times the samples
+    of the prompt."""
+    scores = np.array([row["score"] for row in rows])
+    found = np.zeros(len(rows))
     if scores.max() > scores.min():
-        found[scores.argmax()], found[len(scores) - 1 - scores[::-1].argmin()] = 0.05 * len(rows), -0.05 * len(rows)
+        found[scores.argmax()], found[len(scores) - 1 - scores[::-1].argmin()] = (
+            0.05 * len(rows),
+            -0.05 * len(rows),
+        )
     return found
 
 
@@ -119,16 +136,27 @@ ADVANTAGES: dict[str, Callable[[list[dict[str, Any]]], np.ndarray]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Mapping[str, tuple[int, Path, str]]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, settings: list[str]
+) -> Mapping[str, tuple[int, Path, str]]:
     """Exit code, folder and output of each case."""
     folder: Path = tmp_path_factory.mktemp("algorithms")
     given = [word for word in settings if word.startswith(("reward", "data.prepare.out="))]
-    options = json.dumps(load_config("e2e").data.prepare.options).replace('"', "")  # with which the data was made
+    # with which the data was made
+    options = json.dumps(load_config("e2e").data.prepare.options).replace('"', "")
     sums = [*given, f"data.prepare.options={options}"]
     words = {}
     for name, (recipe, *own) in CASES.items():
         data = [f"data.prepare.out={folder / 'data' / name}"] if name in RUN_PROGRAMS else sums
-        words[name] = ["--config-name", recipe, *SMALL, *data, *own, f"name={name}", f"output_dir={folder}"]
+        words[name] = [
+            "--config-name",
+            recipe,
+            *SMALL,
+            *data,
+            *own,
+            f"name={name}",
+            f"output_dir={folder}",
+        ]
     with Run(folder / "output", command=(sys.executable, "-c", MANY, json.dumps(words))) as run:
         assert run.end(1200) == 0, run.out + run.err
         codes = json.loads(run.out.splitlines()[-1])
@@ -138,16 +166,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Mappi
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_steps(runs: Mapping[str, tuple[int, Path, str]], name: str) -> None:
-    """The policy moves, engine and trainer stay at one policy, and what the algorithm reports is reported."""
+    """The policy moves, engine and trainer stay at one policy, and what the algorithm reports is
+    reported."""
     folder = folder_of(runs, name)
-    records: list[dict[str, Any]] = [r for r in read_jsonl(folder / "metrics.jsonl") if r["phase"] == "train"]
+    records: list[dict[str, Any]] = [
+        r for r in read_jsonl(folder / "metrics.jsonl") if r["phase"] == "train"
+    ]
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
         assert np.isfinite([record[number] for number in NUMBERS]).all()
         assert record["rollout/logprob_diff/max"] < 1e-4 and record["actor/grad_norm"] > 0
-        assert abs(record["rollout/mismatch/kl"]) < 1e-4 and record["rollout/mismatch/ess"] == pytest.approx(
-            1, abs=1e-3
-        )
+        assert abs(record["rollout/mismatch/kl"]) < 1e-4 and record[
+            "rollout/mismatch/ess"
+        ] == pytest.approx(1, abs=1e-3)
         if name == "remax":
             assert record["timing_s/gen_greedy"] > 0
         if name == "dapo-corrected":
@@ -156,26 +187,39 @@ def test_two_steps(runs: Mapping[str, tuple[int, Path, str]], name: str) -> None
             assert record["rollout_correction/rejected"] == 0
     if name in RUN_PROGRAMS:
         return
-    before, after = (weights(folder / "checkpoints" / f"global_step_{step}" / "policy") for step in (0, 2))
+    before, after = (
+        weights(folder / "checkpoints" / f"global_step_{step}" / "policy") for step in (0, 2)
+    )
     assert np.isfinite(after).all() and np.abs(after - before).max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_the_advantages_of_a_run_follow_from_its_scores(runs: Mapping[str, tuple[int, Path, str]], name: str) -> None:
+def test_the_advantages_of_a_run_follow_from_its_scores(
+    runs: Mapping[str, tuple[int, Path, str]], name: str
+) -> None:
     groups = first_step(folder_of(runs, name))
-    assert len(groups) == 4 and any(row["score"] != rows[0]["score"] for rows in groups for row in rows)
+    assert len(groups) == 4 and any(
+        row["score"] != rows[0]["score"] for rows in groups for row in rows
+    )
     for rows in groups:
-        assert [row["advantage"] for row in rows] == pytest.approx(ADVANTAGES[name](rows), abs=1e-4), rows
+        assert [row["advantage"] for row in rows] == pytest.approx(
+            ADVANTAGES[name](rows), abs=1e-4
+        ), rows
 
 
-def test_remax_compares_all_answers_to_a_prompt_with_one_score(runs: Mapping[str, tuple[int, Path, str]]) -> None:
+def test_remax_compares_all_answers_to_a_prompt_with_one_score(
+    runs: Mapping[str, tuple[int, Path, str]],
+) -> None:
     for rows in first_step(folder_of(runs, "remax")):
         baselines = np.array([row["score"] - row["advantage"] for row in rows])
         assert baselines == pytest.approx(baselines[0], abs=1e-5)
-        assert baselines[0] * 7 == pytest.approx(round(baselines[0] * 7), abs=1e-4)  # scores are sevenths
+        # scores are sevenths
+        assert baselines[0] * 7 == pytest.approx(round(baselines[0] * 7), abs=1e-4)
 
 
-def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_batch(runs: Mapping[str, tuple[int, Path, str]]) -> None:
+def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_batch(
+    runs: Mapping[str, tuple[int, Path, str]],
+) -> None:
     """In the first step, in which the penalty for leaving the reference is 0."""
     rows = [row for group in first_step(folder_of(runs, "reinforce-plus-plus")) for row in group]
     scores = np.array([row["score"] for row in rows])
@@ -184,7 +228,9 @@ def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_batch(runs: Mapping[
     assert [row["advantage"] for row in rows] == pytest.approx(expected, abs=1e-4)
 
 
-def test_programs_are_run_and_their_tests_counted(runs: Mapping[str, tuple[int, Path, str]]) -> None:
+def test_programs_are_run_and_their_tests_counted(
+    runs: Mapping[str, tuple[int, Path, str]],
+) -> None:
     rows = [row for group in first_step(folder_of(runs, "code")) for row in group]
     extras = [json.loads(row["reward_extra"]) for row in rows]
     assert any(extra["failed_with"] != "no program" for extra in extras)
@@ -192,8 +238,11 @@ def test_programs_are_run_and_their_tests_counted(runs: Mapping[str, tuple[int, 
         assert extra["tests"] == 2 and row["score"] == (extra["passed"] == 2)
 
 
-def test_programs_and_unit_tests_are_compared_with_their_own_kind(runs: Mapping[str, tuple[int, Path, str]]) -> None:
-    """CURE's advantages follow from the scores of the codes, or of the unit tests, for one problem."""
+def test_programs_and_unit_tests_are_compared_with_their_own_kind(
+    runs: Mapping[str, tuple[int, Path, str]],
+) -> None:
+    """CURE's advantages follow from the scores of the codes, or of the unit tests, for one
+    problem."""
     groups = first_step(folder_of(runs, "cure"))
     assert [rows[0]["data_source"] for rows in groups] == ["cure/code", "cure/test"] * 2
     for rows in groups:
@@ -203,7 +252,8 @@ def test_programs_and_unit_tests_are_compared_with_their_own_kind(runs: Mapping[
 
 
 def folder_of(runs: Mapping[str, tuple[int, Path, str]], name: str) -> Path:
-    """The folder of a run that has ended well; skips where it needs the sandbox and this machine forbids that."""
+    """The folder of a run that has ended well; skips where it needs the sandbox and this machine
+    forbids that."""
     code, folder, said = runs[name]
     if code and name in RUN_PROGRAMS and "programs cannot be run safely on this machine" in said:
         pytest.skip("this machine forbids the sandbox")
@@ -249,14 +299,24 @@ def test_a_reward_that_sleeps_for_ever_on_one_row_of_a_hundred_ends_with_its_dea
     tmp_path: Path, settings: list[str]
 ) -> None:
     (tmp_path / "hanging.py").write_text(HANGING.format(flag=str(tmp_path / "flag")))
-    words = [*settings, "cluster=in-process", "data.train_batch_size=25", "rollout.n=4", "trainer.total_steps=1"]
+    words = [
+        *settings,
+        "cluster=in-process",
+        "data.train_batch_size=25",
+        "rollout.n=4",
+        "trainer.total_steps=1",
+    ]
     words += [f"reward.path={tmp_path / 'hanging.py'}", "reward.timeout_s=20", "reward.processes=2"]
     words += [f"output_dir={tmp_path}", "name=hanging"]
     with Run(tmp_path / "output", "train", *words) as run:
         assert run.end(240) == 0, run.out + run.err
     said = "1 of 100 rows have no score"
-    assert said in run.out + run.err and "no score within 20 s (reward.timeout_s)" in run.out + run.err
-    [record] = [r for r in read_jsonl(tmp_path / "hanging" / "metrics.jsonl") if r["phase"] == "train"]
+    assert (
+        said in run.out + run.err and "no score within 20 s (reward.timeout_s)" in run.out + run.err
+    )
+    [record] = [
+        r for r in read_jsonl(tmp_path / "hanging" / "metrics.jsonl") if r["phase"] == "train"
+    ]
     assert record["reward/failed"] == pytest.approx(0.01) and record["actor/grad_norm"] > 0
     rows = read_rollouts(tmp_path / "hanging" / "rollouts" / "step_000001.parquet")
     assert sum("no score within 20 s" in str(row["reward_extra"]) for row in rows) == 1

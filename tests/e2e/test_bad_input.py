@@ -1,4 +1,5 @@
-"""What a user can get wrong: one clear message, no traceback, an exit status, nothing left running and nothing lost."""
+"""What a user can get wrong: one clear message, no traceback, an exit status, nothing left running
+and nothing lost."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ def message_of(run: Run, exit_code: int) -> str:
     """The run's complaint, after everything that holds for all of them."""
     assert run.end(200) == exit_code, run.out + run.err
     assert run.left_behind() == []
-    assert "Traceback" not in run.err and "Traceback" not in run.out.split("last lines of its log")[0], (
-        run.out + run.err
-    )
+    assert (
+        "Traceback" not in run.err and "Traceback" not in run.out.split("last lines of its log")[0]
+    ), run.out + run.err
     assert run.err.count("hybridflow: ") == 1, run.err
     assert run.err.startswith("hybridflow: "), run.err
     return run.err
@@ -37,7 +38,10 @@ def message_of(run: Run, exit_code: int) -> str:
 
 CASES = {
     "unknown-key": (("actor.optim.lrr=1",), r"actor\.optim\.lrr.*did you mean.*lr"),
-    "world-size": (("cluster.procs_per_node=3",), r"tensor=2 x pipeline=2 .* = 4 does not divide .* 3 processes"),
+    "world-size": (
+        ("cluster.procs_per_node=3",),
+        r"tensor=2 x pipeline=2 .* = 4 does not divide .* 3 processes",
+    ),
     "model-size": (
         ("model.hf_config.num_hidden_layers=3",),
         r"num_hidden_layers is 3, .*\.pipeline 2",
@@ -54,7 +58,10 @@ CASES = {
         ("rollout.quantization=fp8", "model.dtype=bfloat16"),
         r"rollout\.quantization=fp8 needs GPUs .* this is a CPU",
     ),
-    "no-file": (("data.train_files=[nowhere.parquet]",), r"data\.train_files: nowhere\.parquet does not exist"),
+    "no-file": (
+        ("data.train_files=[nowhere.parquet]",),
+        r"data\.train_files: nowhere\.parquet does not exist",
+    ),
     "long-prompt": (
         ("data.max_prompt_length=3",),
         r"train\.parquet, row \d+: the prompt has \d+ tokens, data\.max_prompt_length is 3",
@@ -90,7 +97,10 @@ def _torn(table: pa.Table, path: Path) -> None:
             r"bad\.parquet: column 'reward_model' is missing; the file has data_source, prompt",
             marks=pytest.mark.full,
         ),
-        (_with_text_for_a_struct, r"bad\.parquet, row 0, column 'reward_model': expected a struct .* found '42'"),
+        (
+            _with_text_for_a_struct,
+            r"bad\.parquet, row 0, column 'reward_model': expected a struct .* found '42'",
+        ),
         pytest.param(_torn, r"bad\.parquet: not a readable parquet file", marks=pytest.mark.full),
     ],
 )
@@ -103,7 +113,8 @@ def test_a_bad_parquet_file(
 
 
 def refused(tmp_path: Path, words: list[str], expected: str) -> None:
-    """The run is refused before Ray starts, and what an earlier, unfinished run of this name left is as it was."""
+    """The run is refused before Ray starts, and what an earlier, unfinished run of this name left
+    is as it was."""
     folder = tmp_path / "e2e"
     (folder / "checkpoints" / "global_step_1").mkdir(parents=True)
     before = {
@@ -116,7 +127,9 @@ def refused(tmp_path: Path, words: list[str], expected: str) -> None:
     write_sealed(driver, {"phase": "rl", "step": 1, "state": {"totals": {}, "sampler": {}}})
     policy = driver.parent / "policy"
     policy.mkdir()
-    Manifest("rl", 1, ("model",), {"world": 1}, "float32", {}, {}, "2026-01-01T00:00:00Z").write(policy)
+    Manifest("rl", 1, ("model",), {"world": 1}, "float32", {}, {}, "2026-01-01T00:00:00Z").write(
+        policy
+    )
     before["checkpoints/global_step_1/driver.json"] = driver.read_text()
     with Run(tmp_path / "output", "train", *words, f"output_dir={tmp_path}") as run:
         message = message_of(run, 2)
@@ -126,11 +139,16 @@ def refused(tmp_path: Path, words: list[str], expected: str) -> None:
 
 
 # ---- noticed while running
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_does_not_start(tmp_path: Path, settings: list[str]) -> None:
-    words = [*settings, *ONE_PROCESS, "rollout.extra_args={no_such_argument: 1}", f"output_dir={tmp_path}"]
+    words = [
+        *settings,
+        *ONE_PROCESS,
+        "rollout.extra_args={no_such_argument: 1}",
+        f"output_dir={tmp_path}",
+    ]
     with Run(tmp_path / "output", "train", *words) as run:
         message = message_of(run, 1)
         assert any("raylet" in name for name in run.seen.values())
@@ -149,7 +167,9 @@ def test_engines_that_disagree_with_the_trainer(tmp_path: Path, settings: list[s
         message.replace("\n", " "),
     )
     # the warm start is not lost
-    assert json.loads((tmp_path / "e2e" / "checkpoints" / "latest.json").read_text()) == {"folder": "global_step_0"}
+    assert json.loads((tmp_path / "e2e" / "checkpoints" / "latest.json").read_text()) == {
+        "folder": "global_step_0"
+    }
 
 
 FULL_DISK = """
@@ -170,15 +190,15 @@ echo "$first $full $again" > "$REPORT/codes"
 def test_a_full_disk_leaves_the_last_checkpoint_loadable(
     tmp_path: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """Three times `hybridflow sft` with checkpoints on a small file system of their own: room for one, too little for
-    two, room again."""
+    """Three times `hybridflow sft` with checkpoints on a small file system of their own: room for
+    one, too little for two, room again."""
     checkpoints = tmp_path / "e2e" / "checkpoints"
     checkpoints.mkdir(parents=True)
     monkeypatch.setenv("CHECKPOINTS", str(checkpoints))
     monkeypatch.setenv("REPORT", str(tmp_path))
     monkeypatch.setenv("ROOM", str(room))  # per cent of a checkpoint
-    # a mount namespace of its own: the file system goes with the process, and no privilege is needed where user
-    # namespaces are allowed
+    # a mount namespace of its own: the file system goes with the process, and no privilege is
+    # needed where user namespaces are allowed
     namespace = [
         "unshare",
         "--mount",
@@ -211,7 +231,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_loadable(
     assert (first, full, again) == ("0", "1", "0"), run.out + run.err
     assert run.err.count("hybridflow: ") == 1 and "Traceback" not in run.err, run.err
     assert re.search(
-        r"checkpoint \S+sft_step_2\S* could not be written\b.*; the previous checkpoint is untouched", run.err
+        r"checkpoint \S+sft_step_2\S* could not be written\b.*; the previous checkpoint is "
+        r"untouched",
+        run.err,
     ), run.err
     assert (tmp_path / "listing").read_text().split() == ["latest.json", "sft_step_1"]
     # by the run that met the full disk, and by the one after

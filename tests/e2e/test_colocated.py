@@ -1,5 +1,5 @@
-"""A run whose engines and trainer take turns on the same devices, and whose weights travel in memory that both map: on
-a CPU what `cuda_ipc` is on a GPU."""
+"""A run whose engines and trainer take turns on the same devices, and whose weights travel in
+memory that both map: on a CPU what `cuda_ipc` is on a GPU."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ def test_two_steps_rotated_over_shared_memory(tmp_path: Path, settings: list[str
     with Run(tmp_path, "train", *settings, *words) as run:
         assert run.end(500) == 0, run.out + run.err
     steps = [
-        record for record in read_jsonl(tmp_path / "output" / "e2e" / "metrics.jsonl") if record["phase"] == "train"
+        record
+        for record in read_jsonl(tmp_path / "output" / "e2e" / "metrics.jsonl")
+        if record["phase"] == "train"
     ]
     assert [record["step"] for record in steps] == [1, 2]
     for record in steps:
         assert record["actor/grad_norm"] > 1e-3
-        # an engine that slept through a step answers with the weights of the last update, to the rounding of fp32
+        # an engine that slept through a step answers with the weights of the last update, to the
+        # rounding of fp32
         assert 0 < record["rollout/logprob_diff/mean"] <= 1e-4

@@ -1,4 +1,5 @@
-"""`hybridflow sft` on whole conversations: its loss is that of transformers on what the assistant said."""
+"""`hybridflow sft` on whole conversations: its loss is that of transformers on what the assistant
+said."""
 
 from __future__ import annotations
 
@@ -54,18 +55,27 @@ def oracle(folder: Path) -> float:
     """The mean loss of learned tokens, by transformers' model, tokenizer and template."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder).float().eval(),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     losses = []
     for chat in chats():
         text = tokenizer.apply_chat_template(chat["messages"], tokenize=False)
-        spans = [span.span(1) for span, learn in zip(_SAID.finditer(text), chat["learn"], strict=True) if learn]
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt")
-        ids, places = encoded["input_ids"], encoded["offset_mapping"][0, 1:, 0].tolist()
-        chosen = torch.tensor([any(begin <= place < end for begin, end in spans) for place in places])
-        loss = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none")
+        spans = [
+            span.span(1)
+            for span, learn in zip(_SAID.finditer(text), chat["learn"], strict=True)
+            if learn
+        ]
+        encoded = tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, return_tensors="pt"
+        )
+        ids = encoded["input_ids"]
+        places = encoded["offset_mapping"][0, 1:, 0].tolist()
+        chosen = torch.tensor(
+            [any(begin <= place < end for begin, end in spans) for place in places]
+        )
+        loss = torch.nn.functional.cross_entropy(
+            model(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none"
+        )
         losses.append(loss[chosen])
     return float(torch.cat(losses).mean())
 
@@ -77,6 +87,10 @@ def test_the_loss_is_that_of_the_assistants_turns(tmp_path: Path) -> None:
     recipe = ("--config-dir", str(tmp_path), "--config-name", "chats")
     with Run(tmp_path / "output", *recipe, command=(sys.executable, "-c", MAIN, "sft")) as run:
         assert run.end(120) == 0, run.out + run.err
-    losses = [one["sft/loss"] for one in read_jsonl(tmp_path / "runs" / "chats" / "metrics.jsonl") if "sft/loss" in one]
+    losses = [
+        one["sft/loss"]
+        for one in read_jsonl(tmp_path / "runs" / "chats" / "metrics.jsonl")
+        if "sft/loss" in one
+    ]
     assert len(losses) == 4 and losses[-1] < losses[0]
     assert losses[0] == pytest.approx(oracle(source), rel=1e-4)

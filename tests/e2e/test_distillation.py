@@ -1,4 +1,5 @@
-"""The recipe of distillation: two steps in one process, and, at its full length, what the student learns."""
+"""The recipe of distillation: two steps in one process, and, at its full length, what the student
+learns."""
 
 from __future__ import annotations
 
@@ -16,12 +17,18 @@ from hybridflow.observe.jsonl import read_jsonl
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
-RECIPE, TEACHER = "tiny-distill", "tiny-distill-teacher"
+RECIPE = "tiny-distill"
+TEACHER = "tiny-distill-teacher"
 
 
 def finish(folder: Path, command: str, recipe: str, *words: str) -> Path:
     """A whole run; its folder."""
-    given = ["--config-name", recipe, f"output_dir={folder}", f"data.prepare.out={folder / 'data' / recipe}"]
+    given = [
+        "--config-name",
+        recipe,
+        f"output_dir={folder}",
+        f"data.prepare.out={folder / 'data' / recipe}",
+    ]
     with Run(folder / "output", command, *given, *words) as run:
         assert run.end(1200) == 0, run.out + run.err
     return folder / recipe
@@ -33,12 +40,19 @@ def records(folder: Path, phase: str) -> list[dict[str, Any]]:
 
 def random_teacher(folder: Path) -> Path:
     """The recipe's teacher before it has learned anything."""
-    hf = {**load_config(TEACHER).model.hf_config, "vocab_size": 17, "eos_token_id": 1, "pad_token_id": 0}
+    hf = {
+        **load_config(TEACHER).model.hf_config,
+        "vocab_size": 17,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
     shapes = family_of(hf).tensors()
     weights = RandomWeights(shapes, seed=3, std=0.2)
     folder.mkdir()
-    save_file({name: weights.read(name, (0,) * len(shape), shape) for name, shape in shapes.items()},
-              folder / "model.safetensors")  # fmt: skip
+    save_file(
+        {name: weights.read(name, (0,) * len(shape), shape) for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps(hf))
     return folder
 
@@ -46,8 +60,16 @@ def random_teacher(folder: Path) -> Path:
 @pytest.mark.parametrize("loss", ["forward_kl_topk", pytest.param("k3+", marks=pytest.mark.full)])
 def test_two_steps(tmp_path: Path, loss: str) -> None:
     """The policy moves by what a teacher in its own process says, and by nothing else."""
-    words = [f"teacher.path={random_teacher(tmp_path / 'teacher')}", f"actor.distillation.loss={loss}"]
-    words += ["trainer.total_steps=2", "sft=none", "data.train_batch_size=8", "data.val_max_prompts=8"]
+    words = [
+        f"teacher.path={random_teacher(tmp_path / 'teacher')}",
+        f"actor.distillation.loss={loss}",
+    ]
+    words += [
+        "trainer.total_steps=2",
+        "sft=none",
+        "data.train_batch_size=8",
+        "data.val_max_prompts=8",
+    ]
     words += ["actor.ppo_mini_batch_size=8"]  # one update a step: its loss is that of the step
     folder = finish(tmp_path, "train", RECIPE, *words)
     first, second = records(folder, "train")

@@ -1,5 +1,5 @@
-"""A whole run on the second backend: 2 FSDP2 ranks, one SGLang engine, warm start, two GRPO steps, checkpoint,
-export."""
+"""A whole run on the second backend: 2 FSDP2 ranks, one SGLang engine, warm start, two GRPO steps,
+checkpoint, export."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def test_a_dense_model_trains_on_fsdp(tmp_path: Path, settings: list[str]) -> No
     assert 0 <= summary["first_ppo_kl_max"] <= 1e-6
     export(locate(folder), tmp_path / "hf", None, 1 << 30, None)
     [one], [two] = (
-        [load_file(file) for file in at.glob("*.safetensors")] for at in (folder / "export", tmp_path / "hf")
+        [load_file(file) for file in at.glob("*.safetensors")]
+        for at in (folder / "export", tmp_path / "hf")
     )
     assert all(torch.equal(one[name], two[name]) for name in one.keys() | two.keys())

@@ -1,4 +1,5 @@
-"""The recipe `gsm8k-smoke` from raw files to its summary: two GRPO steps on word problems of GSM8K's form."""
+"""The recipe `gsm8k-smoke` from raw files to its summary: two GRPO steps on word problems of
+GSM8K's form."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from tests.e2e.runs import Run
 pytestmark = pytest.mark.slow
 PROBLEMS = [
     {
-        "question": f"Anna has {first} apples and buys {second} more. How many apples does she have?",
+        "question": (
+            f"Anna has {first} apples and buys {second} more. How many apples does she have?"
+        ),
         "answer": f"She has {first} + {second} = {first + second} apples.\n#### {first + second}",
     }
     for first in range(1, 5)
@@ -25,7 +28,9 @@ def test_the_recipe_trains_on_files_as_published(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for split in ("train", "test"):
-        (source / f"{split}.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in PROBLEMS))
+        (source / f"{split}.jsonl").write_text(
+            "".join(json.dumps(problem) + "\n" for problem in PROBLEMS)
+        )
     words = [
         "--config-name",
         "gsm8k-smoke",

@@ -1,4 +1,5 @@
-"""Whole runs in one process: without Ray and without a server, through the same loop; checkpoint, resume, export."""
+"""Whole runs in one process: without Ray and without a server, through the same loop; checkpoint,
+resume, export."""
 
 from __future__ import annotations
 
@@ -34,26 +35,43 @@ _CLOCKS = ("timing_s/", "perf/", "sync/seconds", "controller/", "wall_time")
 def train(output: Path, words: Sequence[str], name: str) -> tuple[str, Path]:
     """One run with its output and its folder."""
     command = (sys.executable, "-c", MAIN, "train")
-    with Run(output / f"output-{name}", *words, f"name={name}", f"output_dir={output}", command=command) as run:
+    with Run(
+        output / f"output-{name}", *words, f"name={name}", f"output_dir={output}", command=command
+    ) as run:
         exit_code = run.end(120)
         assert exit_code == 0, run.out + run.err
-        # it is one process, but for git, which is asked for the commit; a helper that it starts has its command line
-        # until the helper's program runs, and none, but the name of its parent's program, once it has ended
-        programs = {name for name in run.seen.values() if not name.startswith("git ") and name != "python"}
+        # it is one process, but for git, which is asked for the commit; a helper that it starts has
+        # its command line until the helper's program runs, and none, but the name of its parent's
+        # program, once it has ended
+        programs = {
+            name for name in run.seen.values() if not name.startswith("git ") and name != "python"
+        }
         assert run.left_behind() == [] and len(programs) == 1
         return run.out, output / name
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """What was computed in each step."""
-    records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "train"]
-    return [{name: value for name, value in one.items() if not name.startswith(_CLOCKS)} for one in records]
+    records = [
+        record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "train"
+    ]
+    return [
+        {name: value for name, value in one.items() if not name.startswith(_CLOCKS)}
+        for one in records
+    ]
 
 
 def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[str]) -> None:
-    """A run that goes on after step 2 ends as the uninterrupted one does, bit for bit, in weights and metrics."""
-    words = [*settings, "cluster=in-process", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1",
-             "trainer.max_checkpoints_to_keep=0", "actor.kl_loss_coef=1e-3"]  # fmt: skip
+    """A run that goes on after step 2 ends as the uninterrupted one does, bit for bit, in weights
+    and metrics."""
+    words = [
+        *settings,
+        "cluster=in-process",
+        f"trainer.total_steps={STEPS}",
+        "trainer.save_every_steps=1",
+        "trainer.max_checkpoints_to_keep=0",
+        "actor.kl_loss_coef=1e-3",
+    ]
     out, folder = train(tmp_path, words, "whole")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == STEPS and summary["restarts"] == 0
@@ -62,7 +80,9 @@ def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[
     held = summary["planned"]["bytes"]
     assert held.keys() == {"actor", "rollout"} and held["rollout"].keys() == {"weights"}
     assert held["actor"].keys() == {"weights", "gradients", "optimizer", "reference"}
-    for role, part, size in ((role, part, size) for role, parts in held.items() for part, size in parts.items()):
+    for role, part, size in (
+        (role, part, size) for role, parts in held.items() for part, size in parts.items()
+    ):
         assert size["planned"] == pytest.approx(size["measured"], rel=0.2), (role, part)
     assert "held-out" in out and (folder / "export" / "config.json").exists()
     for step in range(1, STEPS + 1):
@@ -73,7 +93,9 @@ def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[
     assert all(one["actor/grad_norm"] > 0 and "actor/ref_kl" in one for one in grown)
     replays_step_three(folder)
     half = tmp_path / "half"
-    shutil.copytree(folder, half, ignore=shutil.ignore_patterns("summary.json", "export", "global_step_3"))
+    shutil.copytree(
+        folder, half, ignore=shutil.ignore_patterns("summary.json", "export", "global_step_3")
+    )
     (half / "checkpoints" / "latest.json").write_text(json.dumps({"folder": "global_step_2"}))
     out, _ = train(tmp_path, words, "half")
     assert "resuming from" in out and "global_step_2" in out
@@ -94,7 +116,10 @@ def goes_on_with_other_rows(folder: Path, words: Sequence[str]) -> None:
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
     with Run(folder.parent / "refused", "train", *other) as run:
         assert run.end(120) == 2
-    assert "data.train_files has other content" in run.err and "trainer.resume_with_other_data=true" in run.err
+    assert (
+        "data.train_files has other content" in run.err
+        and "trainer.resume_with_other_data=true" in run.err
+    )
     assert str(rows) in run.err and "Traceback" not in run.err
     changed = {path.name for path, content in before.items() if path.read_bytes() != content}
     assert changed <= {"driver.log"} and {*folder.glob("config*.yaml")} <= before.keys()
@@ -111,50 +136,84 @@ def goes_on_with_other_rows(folder: Path, words: Sequence[str]) -> None:
 
 
 def replays_step_three(folder: Path) -> None:
-    """From the dump of step 3 and the checkpoint of step 2 come the same metrics and weights, bit for bit."""
+    """From the dump of step 3 and the checkpoint of step 2 come the same metrics and weights, bit
+    for bit."""
     command = (sys.executable, "-c", MAIN, "replay")
     with Run(folder.parent / "refused-replay", str(folder), "3", command=command) as run:
         assert run.end(120) == 2 and "reward.path=" in run.err and "give --run-code" in run.err
-    with Run(folder.parent / "output-replay", str(folder), "3", "--run-code", command=command) as run:
+    with Run(
+        folder.parent / "output-replay", str(folder), "3", "--run-code", command=command
+    ) as run:
         assert run.end(120) == 0, run.out + run.err
     of_replay = folder / "replay" / "step_000003"
     table = run.out.partition("step 3 of")[2]
     for name in ("old_log_probs", "ref_log_probs", "advantages"):
-        assert any(line.split()[0] == name and line.split()[2] == "0" for line in table.splitlines()[2:]), table
+        assert any(
+            line.split()[0] == name and line.split()[2] == "0" for line in table.splitlines()[2:]
+        ), table
     assert "metrics are the same\n" in table
     of_generation = {"rollout/restarts", "trainer/restarts"}
-    [replayed], wanted = numbers(of_replay), numbers(folder)[2]
-    assert {k: v for k, v in replayed.items() if k not in of_generation and not k.startswith("sync/")} == {
-        k: v for k, v in wanted.items() if k not in of_generation and not k.startswith("sync/")
-    }
+    [replayed] = numbers(of_replay)
+    wanted = numbers(folder)[2]
+    assert {
+        k: v for k, v in replayed.items() if k not in of_generation and not k.startswith("sync/")
+    } == {k: v for k, v in wanted.items() if k not in of_generation and not k.startswith("sync/")}
     weights, again = (at / "checkpoints" / "global_step_3" / "policy" for at in (folder, of_replay))
-    files = [path.relative_to(weights) for path in weights.rglob("*") if path.suffix != ".json" and path.is_file()]
-    assert files and all((weights / name).read_bytes() == (again / name).read_bytes() for name in files)
+    files = [
+        path.relative_to(weights)
+        for path in weights.rglob("*")
+        if path.suffix != ".json" and path.is_file()
+    ]
+    assert files and all(
+        (weights / name).read_bytes() == (again / name).read_bytes() for name in files
+    )
 
 
 @pytest.mark.full
-def test_rollouts_alone_are_trained_on_by_ranks_of_their_own(tmp_path: Path, settings: list[str]) -> None:
+def test_rollouts_alone_are_trained_on_by_ranks_of_their_own(
+    tmp_path: Path, settings: list[str]
+) -> None:
     """What one process generated is trained on with Ray, without engines."""
-    _, folder = train(tmp_path, [*settings, "cluster=in-process", "trainer.rollout_only=true"], "rollouts")
-    saved = [path.name for path in (folder / "checkpoints").glob("global_step_*")]  # lost ranks start there again
+    _, folder = train(
+        tmp_path, [*settings, "cluster=in-process", "trainer.rollout_only=true"], "rollouts"
+    )
+    # lost ranks start there again
+    saved = [path.name for path in (folder / "checkpoints").glob("global_step_*")]
     assert saved == ["global_step_0"] and not (folder / "export").exists()
-    words = [*settings, "name=trained", f"output_dir={tmp_path}", f"trainer.rollouts_from={folder / 'rollouts'}",
-             "rollout.logprob_diff_bound=null"]  # fmt: skip
+    words = [
+        *settings,
+        "name=trained",
+        f"output_dir={tmp_path}",
+        f"trainer.rollouts_from={folder / 'rollouts'}",
+        "rollout.logprob_diff_bound=null",
+    ]
     with Run(tmp_path / "output-trained", "train", *words) as run:
         assert run.end(300) == 0, run.out + run.err
         assert not any("sglang" in name for name in run.seen.values())
     first, second = numbers(tmp_path / "trained")
     assert first["actor/grad_norm"] > 0 and first["rollout/logprob_diff/mean"] <= 1e-5
-    assert second["rollout/logprob_diff/mean"] > 1e-4  # sampled with the first weights, trained on with the second
+    # sampled with the first weights, trained on with the second
+    assert second["rollout/logprob_diff/mean"] > 1e-4
 
 
 @pytest.mark.full
-def test_an_asynchronous_run_goes_on_with_the_answers_that_it_had(tmp_path: Path, settings: list[str]) -> None:
-    """Answers of older weights, which the present ones would make otherwise: resumed, a run is bit for bit the same."""
-    words = [*settings, "cluster=in-process", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1",
-             "trainer.max_checkpoints_to_keep=0", "trainer.max_staleness=2", "trainer.steps_ahead=2",
-             "trainer.val_before_train=false",
-             "actor.rollout_correction.weight=token", "trainer.export=false"]  # fmt: skip
+def test_an_asynchronous_run_goes_on_with_the_answers_that_it_had(
+    tmp_path: Path, settings: list[str]
+) -> None:
+    """Answers of older weights, which the present ones would make otherwise: resumed, a run is bit
+    for bit the same."""
+    words = [
+        *settings,
+        "cluster=in-process",
+        f"trainer.total_steps={STEPS}",
+        "trainer.save_every_steps=1",
+        "trainer.max_checkpoints_to_keep=0",
+        "trainer.max_staleness=2",
+        "trainer.steps_ahead=2",
+        "trainer.val_before_train=false",
+        "actor.rollout_correction.weight=token",
+        "trainer.export=false",
+    ]
     _, folder = train(tmp_path, words, "whole")
     grown = numbers(folder)
     assert [one["rollout/staleness/max"] for one in grown] == [0, 1, 2]
@@ -176,7 +235,9 @@ def test_an_asynchronous_run_goes_on_with_the_answers_that_it_had(tmp_path: Path
     ],
     ids=["fsdp", "ppo"],
 )  # fmt: skip
-def test_other_backends_and_roles_in_one_process(tmp_path: Path, settings: list[str], words: Sequence[str]) -> None:
+def test_other_backends_and_roles_in_one_process(
+    tmp_path: Path, settings: list[str], words: Sequence[str]
+) -> None:
     _, folder = train(tmp_path, [*settings, *words, "cluster=in-process"], "run")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2 and 0 < summary["logprob_diff_max"] <= 1e-5
@@ -194,9 +255,16 @@ for job in jobs[1:]:
 
 
 def test_runs_follow_each_other_in_one_process(tmp_path: Path, settings: list[str]) -> None:
-    """As in a notebook: the third run is the first one again, bit for bit, whatever the second one was."""
-    words = [*settings, "cluster=in-process", f"output_dir={tmp_path}", "data.train_batch_size=2", "rollout.n=2",
-             "trainer.val_before_train=false"]  # fmt: skip
+    """As in a notebook: the third run is the first one again, bit for bit, whatever the second one
+    was."""
+    words = [
+        *settings,
+        "cluster=in-process",
+        f"output_dir={tmp_path}",
+        "data.train_batch_size=2",
+        "rollout.n=2",
+        "trainer.val_before_train=false",
+    ]
     ppo = ["algorithm=ppo", "+critic=tiny", "seed=7", "model.hf_config.num_hidden_layers=3"]
     jobs = ["/", "name=first", "/", "name=other", *ppo, "/", "name=again"]
     command = (sys.executable, "-c", ONE_AFTER_ANOTHER, "train")
@@ -204,5 +272,7 @@ def test_runs_follow_each_other_in_one_process(tmp_path: Path, settings: list[st
         assert run.end(240) == 0, run.out + run.err
         assert run.left_behind() == []
     assert numbers(tmp_path / "first") == numbers(tmp_path / "again") != numbers(tmp_path / "other")
-    [one], [two] = ([*(tmp_path / name / "export").glob("*.safetensors")] for name in ("first", "again"))
+    [one], [two] = (
+        [*(tmp_path / name / "export").glob("*.safetensors")] for name in ("first", "again")
+    )
     assert one.read_bytes() == two.read_bytes()

@@ -1,4 +1,5 @@
-"""The two journeys of docs/design.md against a trace of a run: which files its processes enter in one step."""
+"""The two journeys of docs/design.md against a trace of a run: which files its processes enter in
+one step."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hybridflow"
 PROMPT, WEIGHT = JOURNEYS
-FIRST_WEIGHTS = "The first weights on their way to an engine"  # opens the sessions that later syncs use
+# opens the sessions that later syncs use
+FIRST_WEIGHTS = "The first weights on their way to an engine"
 OF_BYTE = {"1": PROMPT, "2": WEIGHT, "3": FIRST_WEIGHTS}
-# files of the package that the processes may enter, without `observe`; a design with fewer lowers these
+# files of the package that the processes may enter, without `observe`; a design with fewer lowers
+# these
 MOST_FILES = {PROMPT: 105, WEIGHT: 53}
 
 
@@ -52,12 +55,16 @@ def entered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, set[str]]:
 
 
 @pytest.mark.parametrize("journey", JOURNEYS)
-def test_the_document_names_files_that_the_run_enters(journey: str, entered: Mapping[str, set[str]]) -> None:
+def test_the_document_names_files_that_the_run_enters(
+    journey: str, entered: Mapping[str, set[str]]
+) -> None:
     known = entered[journey] | (entered[FIRST_WEIGHTS] if journey == WEIGHT else set())
     assert [file for file in steps(journey) if file not in known] == []
 
 
 @pytest.mark.parametrize("journey", JOURNEYS)
-def test_a_step_does_not_enter_more_files_than_before(journey: str, entered: Mapping[str, set[str]]) -> None:
+def test_a_step_does_not_enter_more_files_than_before(
+    journey: str, entered: Mapping[str, set[str]]
+) -> None:
     found = sorted(entered[journey])
     assert len(found) <= MOST_FILES[journey], f"{len(found)} files: {found}"

@@ -1,5 +1,5 @@
-"""A whole run with adapters: 4 Megatron ranks (TP 2, PP 2, EP 2), SGLang engines, warm start, two GRPO steps,
-checkpoint, both exports."""
+"""A whole run with adapters: 4 Megatron ranks (TP 2, PP 2, EP 2), SGLang engines, warm start, two
+GRPO steps, checkpoint, both exports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 def test_adapters_train_and_engines_sample_with_them(tmp_path: Path, settings: list[str]) -> None:
-    words = [*settings, f"output_dir={tmp_path}", "actor.lora.rank=4", "actor.lora.alpha=8", "rollout.num_engines=1"]
+    words = [
+        *settings,
+        f"output_dir={tmp_path}",
+        "actor.lora.rank=4",
+        "actor.lora.alpha=8",
+        "rollout.num_engines=1",
+    ]
     with Run(tmp_path / "output", "train", *words) as run:
         exit_code = run.end(400)
         left = run.left_behind()
@@ -30,12 +36,18 @@ def test_adapters_train_and_engines_sample_with_them(tmp_path: Path, settings: l
     assert 0 < summary["logprob_diff_max"] <= 1e-4
     assert 0 <= summary["first_ppo_kl_max"] <= 1e-6
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    trained = {record["actor/trainable_parameters"] for record in records if "actor/trainable_parameters" in record}
-    # 2 layers, rank 4: qkv 64 -> 128 (4 heads, 2 groups of 16), proj 64 -> 64; routed experts have none
+    trained = {
+        record["actor/trainable_parameters"]
+        for record in records
+        if "actor/trainable_parameters" in record
+    }
+    # 2 layers, rank 4: qkv 64 -> 128 (4 heads, 2 groups of 16), proj 64 -> 64; routed experts have
+    # none
     assert trained == {2 * 4 * ((64 + 128) + (64 + 64))}
     export(locate(folder), tmp_path / "hf", None, 1 << 30, None)
     [one], [two] = (
-        [load_file(file) for file in at.glob("*.safetensors")] for at in (folder / "export", tmp_path / "hf")
+        [load_file(file) for file in at.glob("*.safetensors")]
+        for at in (folder / "export", tmp_path / "hf")
     )
     for name in one.keys() | two.keys():
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-6, msg=name)

@@ -1,5 +1,5 @@
-"""A run with entries from a file of the user's, named relative to where the command is given: each is used in the
-processes that need it."""
+"""A run with entries from a file of the user's, named relative to where the command is given: each
+is used in the processes that need it."""
 
 from __future__ import annotations
 
@@ -114,11 +114,22 @@ def test_entries_of_ones_own_file_are_used_by_driver_ranks_and_engine(
     marks: dict[str, set[str]] = {}
     for file in Path("own").glob("*.[0-9]*"):
         marks.setdefault(file.stem, set()).add(file.suffix)
-    assert set(marks) == {"estimator", "loss", "verifier", "tracker", "family", "sender", "receiver"}
-    rank, engine = marks["loss"], marks["receiver"]
+    assert set(marks) == {
+        "estimator",
+        "loss",
+        "verifier",
+        "tracker",
+        "family",
+        "sender",
+        "receiver",
+    }
+    rank = marks["loss"]
+    engine = marks["receiver"]
     assert rank | marks["estimator"] <= marks["family"] and rank == marks["sender"]
     assert not engine & rank and not (engine | rank) & marks["estimator"]
     summary = json.loads((tmp_path / "e2e" / "summary.json").read_text())
     assert summary["logprob_diff_mean"] <= 1e-4
-    records = [json.loads(line) for line in (tmp_path / "e2e" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "e2e" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert any("actor/mine" in record for record in records)

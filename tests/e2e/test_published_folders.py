@@ -1,5 +1,5 @@
-"""Each family's folder, as it was published: checked, loaded, trained by SFT and RL, exported, read by transformers,
-whose log-probs are the trainer's. No code of the folder is run."""
+"""Each family's folder, as it was published: checked, loaded, trained by SFT and RL, exported, read
+by transformers, whose log-probs are the trainer's. No code of the folder is run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ MAIN = "import sys; from hybridflow.cli.main import main; sys.exit(main(sys.argv
 def train(folder: Path, name: str, *words: str) -> str:
     """One run in one process; what it printed."""
     recipe = ("--config-dir", str(folder), "--config-name", "published", f"name={name}")
-    with Run(folder / "output", *recipe, *words, command=(sys.executable, "-c", MAIN, "train")) as run:
+    with Run(
+        folder / "output", *recipe, *words, command=(sys.executable, "-c", MAIN, "train")
+    ) as run:
         assert run.end(300) == 0, run.out + run.err
         return run.out
 
@@ -59,8 +61,10 @@ def read_by_transformers(folder: Path) -> tuple[Any, set[str]]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = json.loads((folder / "config.json").read_text())
-    config.pop("quantization_config", None)  # of layers that transformers does not have; it would ask for accelerate
-    kind = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])  # unknown to transformers
+    # of layers that transformers does not have; it would ask for accelerate
+    config.pop("quantization_config", None)
+    # unknown to transformers
+    kind = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
     settings = CONFIG_MAPPING[kind].from_dict({**config, "model_type": kind})
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, config=settings, dtype=torch.float32, output_loading_info=True
@@ -71,7 +75,8 @@ def read_by_transformers(folder: Path) -> tuple[Any, set[str]]:
 
 @torch.no_grad()
 def largest_difference(model: Any, batch: DataProto) -> float:
-    """The largest difference between the responses' log-probs in transformers and in the trainer."""
+    """The largest difference between the responses' log-probs in transformers and in the
+    trainer."""
     columns = [batch.jagged(name) for name in ("prompt_ids", "response_ids", "old_log_probs")]
     found = []
     for prompt, response, expected in zip(*columns, strict=True):
@@ -91,21 +96,33 @@ def walks_through(family: str, folder: Path, **config: Any) -> None:
     assert summary["steps"] == 2 and 0 < summary["logprob_diff_max"] <= 1e-5
     export = folder / "runs" / "first" / "export"
     heads = json.loads((source / "config.json").read_text()).get("num_nextn_predict_layers", 0)
-    assert json.loads((export / "config.json").read_text()).get("num_nextn_predict_layers", 0) == heads
+    assert (
+        json.loads((export / "config.json").read_text()).get("num_nextn_predict_layers", 0) == heads
+    )
     assert (f"that training does not touch were copied from {source}" in out) == bool(heads)
     model, left = read_by_transformers(export)
     assert all(name.startswith("model.layers.2.") for name in left) and bool(left) == bool(heads)
-    assert main(["checkpoint", "export", str(folder / "runs" / "first"), str(folder / "again")]) == 0
+    assert (
+        main(["checkpoint", "export", str(folder / "runs" / "first"), str(folder / "again")]) == 0
+    )
     for file in ("config.json", "checksums.sha256"):  # of the same shards
         assert (folder / "again" / file).read_text() == (export / file).read_text()
-    train(folder, "second", f"model.path={export}", "sft=none", "trainer.total_steps=1", "trainer.export=false")
+    train(
+        folder,
+        "second",
+        f"model.path={export}",
+        "sft=none",
+        "trainer.total_steps=1",
+        "trainer.export=false",
+    )
     dump = read_parquet(folder / "runs" / "second" / "rollouts" / "step_000001.parquet")
     assert largest_difference(model, dump) <= 1e-5
     assert not code_ran(folder)
 
 
 def test_a_folder_with_every_peculiarity(tmp_path: Path) -> None:
-    """Kimi-K2 (its tokenizer, its model_type, fp8 with scales) with a layer for multi-token prediction."""
+    """Kimi-K2 (its tokenizer, its model_type, fp8 with scales) with a layer for multi-token
+    prediction."""
     walks_through("kimi-k2", tmp_path, num_nextn_predict_layers=1)
 
 

@@ -1,5 +1,6 @@
-"""What the README promises of the recipes at their full length: they learn, a killed demo learns as much as any other,
-and a second one starts quickly. Each takes minutes to half an hour, so none is part of `make test`."""
+"""What the README promises of the recipes at their full length: they learn, a killed demo learns as
+much as any other, and a second one starts quickly. Each takes minutes to half an hour, so none is
+part of `make test`."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from tests.e2e.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ROOT = Path(__file__).resolve().parents[2]
-REACHED = 0.88  # the lowest of the seeds of docs/results.md is 0.914; the engines' sampling differs by run
+# the lowest of the seeds of docs/results.md is 0.914; the engines' sampling differs by run
+REACHED = 0.88
 START_S = 60.0
 EARLIER_WARM_START = "sft.steps=135"  # of the runs at several staleness bounds in docs/results.md
 SYNCHRONOUS = {1: 0.964, 2: 0.938, 3: 0.898}  # the accuracy at their end by seed, without staleness
-# the least held-out score at the end of each, below that of the weakest of the three seeds of docs/results.md
+# the least held-out score at the end of each, below that of the weakest of the three seeds of
+# docs/results.md
 ONE_PROCESS = {
     "tiny-rloo": 0.65,
     "tiny-dapo": 0.68,
@@ -34,9 +37,17 @@ ONE_PROCESS = {
 }
 
 
-def finish(folder: Path, command: str, recipe: str, *words: str, timeout_s: float = 2400.0) -> dict[str, Any]:
+def finish(
+    folder: Path, command: str, recipe: str, *words: str, timeout_s: float = 2400.0
+) -> dict[str, Any]:
     """A whole run in `folder`; its summary."""
-    given = ["--config-name", recipe, f"output_dir={folder}", f"data.prepare.out={folder / 'data'}", *words]
+    given = [
+        "--config-name",
+        recipe,
+        f"output_dir={folder}",
+        f"data.prepare.out={folder / 'data'}",
+        *words,
+    ]
     with Run(folder / "output", command, *given) as run:
         assert run.end(timeout_s) == 0, run.out + run.err
     name = next((word.removeprefix("name=") for word in words if word.startswith("name=")), recipe)
@@ -46,12 +57,20 @@ def finish(folder: Path, command: str, recipe: str, *words: str, timeout_s: floa
 
 def accuracies(folder: Path) -> list[float]:
     """Held-out scores of a run, in order."""
-    records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "val"]
-    return [next(record[key] for key in ("val/score", "val/accuracy") if key in record) for record in records]
+    records = [
+        record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "val"
+    ]
+    return [
+        next(record[key] for key in ("val/score", "val/accuracy") if key in record)
+        for record in records
+    ]
 
 
-@pytest.mark.parametrize("seed", [1, 5, 11])  # the warm starts of 5 and 11 are the weakest of docs/results.md
-def test_a_demo_that_was_killed_reaches_the_accuracy_of_one_that_was_not(tmp_path: Path, seed: int) -> None:
+# the warm starts of 5 and 11 are the weakest of docs/results.md
+@pytest.mark.parametrize("seed", [1, 5, 11])
+def test_a_demo_that_was_killed_reaches_the_accuracy_of_one_that_was_not(
+    tmp_path: Path, seed: int
+) -> None:
     words = [
         "--config-name",
         "tiny-moe-grpo",
@@ -68,16 +87,27 @@ def test_a_demo_that_was_killed_reaches_the_accuracy_of_one_that_was_not(tmp_pat
     with Run(tmp_path / "output", "train", *words) as run:
         assert run.end(2400) == 0, run.out + run.err
         assert "resuming from" in run.out
-    steps = [record["step"] for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "train"]
+    steps = [
+        record["step"]
+        for record in read_jsonl(folder / "metrics.jsonl")
+        if record["phase"] == "train"
+    ]
     assert steps == list(range(1, 151))
     assert accuracies(folder)[-1] >= REACHED
 
 
 @pytest.mark.parametrize("staleness", [1, 4])
-def test_samples_of_older_weights_teach_as_much_as_present_ones(tmp_path: Path, staleness: int) -> None:
+def test_samples_of_older_weights_teach_as_much_as_present_ones(
+    tmp_path: Path, staleness: int
+) -> None:
     found = {}
     for seed in SYNCHRONOUS:
-        words = (f"seed={seed}", f"name=seed-{seed}", f"trainer.max_staleness={staleness}", "algorithm=grpo-async")
+        words = (
+            f"seed={seed}",
+            f"name=seed-{seed}",
+            f"trainer.max_staleness={staleness}",
+            "algorithm=grpo-async",
+        )
         finish(tmp_path, "train", "tiny-moe-grpo", *words, EARLIER_WARM_START)
         found[seed] = accuracies(tmp_path / f"seed-{seed}")[-1]
     # the standard error of one accuracy is 0.01, and which groups a step trains depends on timing
@@ -86,7 +116,10 @@ def test_samples_of_older_weights_teach_as_much_as_present_ones(tmp_path: Path, 
 
 def test_a_second_make_demo_starts_to_train_within_a_minute(tmp_path: Path) -> None:
     """The set-up is there: what is measured is from the command to the first step of training."""
-    words = f"output_dir={tmp_path} data.prepare.out={tmp_path / 'data'} trainer.total_steps=1 sft.steps=1"
+    words = (
+        f"output_dir={tmp_path} data.prepare.out={tmp_path / 'data'} trainer.total_steps=1 "
+        "sft.steps=1"
+    )
     command = ["make", "-C", str(ROOT), "--no-print-directory", "demo", f"ARGS={words}"]
     with Run(tmp_path / "output", command=command) as run:
         started = time.monotonic()
@@ -116,16 +149,32 @@ def test_a_recipe_for_one_process_learns(tmp_path: Path, recipe: str, seed: int)
     finish(tmp_path, "train", recipe, f"seed={seed}")
     reached = accuracies(tmp_path / recipe)
     assert reached[-1] >= ONE_PROCESS[recipe], reached
-    assert 1 - reached[-1] <= 0.75 * (1 - reached[0]), reached  # of what was wrong after the warm start
+    # of what was wrong after the warm start
+    assert 1 - reached[-1] <= 0.75 * (1 - reached[0]), reached
 
 
-def test_replay_of_the_engines_experts_does_not_raise_the_difference_of_log_probs(tmp_path: Path) -> None:
-    """In bfloat16, where engines and trainer round differently and routers choose differently now and then."""
+def test_replay_of_the_engines_experts_does_not_raise_the_difference_of_log_probs(
+    tmp_path: Path,
+) -> None:
+    """In bfloat16, where engines and trainer round differently and routers choose differently now
+    and then."""
     found = {}
     for replay in ("none", "r3"):
-        words = (f"actor.router_replay={replay}", f"name={replay}", "model.dtype=bfloat16", "trainer.total_steps=4")
-        one = ("actor=tiny", "cluster=one-process", "rollout=tiny", "rollout.logprob_diff_bound=null")
+        words = (
+            f"actor.router_replay={replay}",
+            f"name={replay}",
+            "model.dtype=bfloat16",
+            "trainer.total_steps=4",
+        )
+        one = (
+            "actor=tiny",
+            "cluster=one-process",
+            "rollout=tiny",
+            "rollout.logprob_diff_bound=null",
+        )
         finish(tmp_path, "train", "tiny-moe-grpo", *words, *one)
-        records = [r for r in read_jsonl(tmp_path / replay / "metrics.jsonl") if r["phase"] == "train"]
+        records = [
+            r for r in read_jsonl(tmp_path / replay / "metrics.jsonl") if r["phase"] == "train"
+        ]
         found[replay] = np.mean([record["rollout/logprob_diff/mean"] for record in records])
     assert 0 < found["r3"] <= found["none"], found

@@ -1,5 +1,5 @@
-"""A whole run with R3 router replay and everything offloaded: the routers go along, the numbers are those of a run
-without either."""
+"""A whole run with R3 router replay and everything offloaded: the routers go along, the numbers are
+those of a run without either."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from hybridflow.observe.rollouts import read_rollouts
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
-PHASES = ("compute_log_probs_along_routes", "compute_ref_log_probs", "update_policy", "send_weights")
+PHASES = (
+    "compute_log_probs_along_routes",
+    "compute_ref_log_probs",
+    "update_policy",
+    "send_weights",
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +47,16 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_every_token_is_replayed_in_every_layer_and_pass(folder: Path) -> None:
-    layers, passes = 2, 2  # of the e2e model; the old-log-prob pass and one epoch of updates
+    # of the e2e model; the old-log-prob pass and one epoch of updates
+    layers = 2
+    passes = 2
     for record in records(folder):
         rows = read_rollouts(folder / "rollouts" / f"step_{record['step']:06d}.parquet")
         tokens = sum(row["prompt_length"] + row["response_length"] - 1 for row in rows)
         assert record["actor/router_replay/tokens"] == tokens * layers * passes > 0
         assert record["actor/router_replay/mismatches"] == 0
-        assert record["actor/router_replay/differing"] <= 2e-3  # fp32 and the same weights on both sides
+        # fp32 and the same weights on both sides
+        assert record["actor/router_replay/differing"] <= 2e-3
         # the second update's weights are no longer those of the samples
         assert 0 <= record["actor/router_replay/drifted"] < 0.5
 
@@ -62,7 +70,9 @@ def test_training_is_as_without(folder: Path) -> None:
         assert 0 < record["rollout/logprob_diff/mean"] <= 1e-4
         assert abs(record["actor/first_ppo_kl"]) <= 1e-6
     assert steps[0]["actor/ref_kl"] == 0 and steps[1]["actor/ref_kl"] != 0
-    assert (folder / "checkpoints" / "global_step_2").is_dir() and (folder / "export" / "config.json").exists()
+    assert (folder / "checkpoints" / "global_step_2").is_dir() and (
+        folder / "export" / "config.json"
+    ).exists()
 
 
 def test_peaks_of_memory_are_logged_for_every_phase(folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""One run, stopped three times in three ways, each time resumed by the same command: nothing is left behind, no step is
-lost or doubled."""
+"""One run, stopped three times in three ways, each time resumed by the same command: nothing is
+left behind, no step is lost or doubled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from hybridflow.observe.rollouts import read_rollouts
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
-STEPS, PROMPTS, ROWS = 9, 4, 30
+STEPS = 9
+PROMPTS = 4
+ROWS = 30
 # two stages and one engine: four starts of everything are dear, and every layout's own resuming is
 # `tests/dist/test_checkpoint.py`'s
 TWO_RANKS = ("actor=tiny", "cluster.procs_per_node=2", "actor.parallel.pipeline=2", "rollout=tiny")
@@ -40,7 +42,9 @@ class Stopped:
 
 
 @pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Iterator[tuple[Path, dict[str, Stopped]]]:
+def history(
+    tmp_path_factory: pytest.TempPathFactory, settings: list[str]
+) -> Iterator[tuple[Path, dict[str, Stopped]]]:
     """SIGTERM while workers start, Ctrl-C in the loop, SIGKILL in the loop, then to the end."""
     out = tmp_path_factory.mktemp("resume")
     folder = out / "e2e"
@@ -54,17 +58,24 @@ def history(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
     ]
 
     def run(number: signal.Signals | None, when: str | int, to_all: bool = False) -> Stopped:
-        """`when`: words of the output, or a step whose checkpoint (or a later one: steps are short) is there."""
+        """`when`: words of the output, or a step whose checkpoint (or a later one: steps are short)
+        is there."""
         step = max(when, _saved_step(folder) + 1) if isinstance(when, int) else 0
         with Run(out / "output", "train", *words) as run:
             if number is not None:
-                run.wait_for(lambda: _saved_step(folder) >= step if isinstance(when, int) else when in run.out)
+                run.wait_for(
+                    lambda: (
+                        _saved_step(folder) >= step if isinstance(when, int) else when in run.out
+                    )
+                )
                 run.send(number, to_all=to_all)
             start = time.monotonic()
             exit_code = run.end(300 if number is None else 60)
             seconds = time.monotonic() - start
             left = run.left_behind()
-            return Stopped(exit_code, seconds, run.out, run.err, left, _steps(folder), _latest(folder))
+            return Stopped(
+                exit_code, seconds, run.out, run.err, left, _steps(folder), _latest(folder)
+            )
 
     yield (
         folder,
@@ -89,7 +100,11 @@ def _saved_step(folder: Path) -> int:
 
 
 def _steps(folder: Path, phase: str = "train") -> list[int]:
-    return [record["step"] for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == phase]
+    return [
+        record["step"]
+        for record in read_jsonl(folder / "metrics.jsonl")
+        if record["phase"] == phase
+    ]
 
 
 History = tuple[Path, dict[str, Stopped]]
@@ -117,11 +132,18 @@ def test_after_a_killed_driver_nothing_is_left(history: History) -> None:
     assert run.left == []
 
 
-@pytest.mark.parametrize(("stopped", "resumed"), [("interrupted", "killed"), ("killed", "finished")])
-def test_the_same_command_goes_on_at_the_last_checkpoint(history: History, stopped: str, resumed: str) -> None:
+@pytest.mark.parametrize(
+    ("stopped", "resumed"), [("interrupted", "killed"), ("killed", "finished")]
+)
+def test_the_same_command_goes_on_at_the_last_checkpoint(
+    history: History, stopped: str, resumed: str
+) -> None:
     folder, runs = history
     assert runs[stopped].checkpoint is not None
-    assert f"resuming from {folder / 'checkpoints' / str(runs[stopped].checkpoint)}" in runs[resumed].out
+    assert (
+        f"resuming from {folder / 'checkpoints' / str(runs[stopped].checkpoint)}"
+        in runs[resumed].out
+    )
     assert "SFT 1/" not in runs[resumed].out  # what lies behind the checkpoint is not done again
 
 
@@ -132,7 +154,11 @@ def test_the_end_is_that_of_an_uninterrupted_run(history: History) -> None:
     assert _steps(folder) == list(range(1, STEPS + 1))
     assert (_steps(folder, "sft"), _steps(folder, "val")) == ([1, 2], [0, STEPS])
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == STEPS and summary["first_ppo_kl_max"] <= 1e-6 and summary["logprob_diff_mean"] <= 1e-4
+    assert (
+        summary["steps"] == STEPS
+        and summary["first_ppo_kl_max"] <= 1e-6
+        and summary["logprob_diff_mean"] <= 1e-4
+    )
     for record in read_jsonl(folder / "metrics.jsonl"):
         if record["phase"] == "train":
             assert record["rollout/logprob_diff/mean"] <= 1e-4 and record["actor/grad_norm"] > 1e-3

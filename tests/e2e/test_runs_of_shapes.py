@@ -1,5 +1,5 @@
-"""Whole runs whose engine has a shape of its own: over two nodes (here one machine, as in a local cluster), and a
-pipeline."""
+"""Whole runs whose engine has a shape of its own: over two nodes (here one machine, as in a local
+cluster), and a pipeline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_a_run_with_such_an_engine(tmp_path: Path, settings: list[str], name: st
     ]
     with Run(tmp_path / "output", "train", *words, *shape) as run:
         assert run.end(400) == 0, run.out + run.err
-        left, listening = run.left_behind(), run.listening
+        left = run.left_behind()
+        listening = run.listening
     assert left == []
     assert [address for address, _ in listening if not LOOPBACK.match(address)] == []
     summary = json.loads((tmp_path / "e2e" / "summary.json").read_text())

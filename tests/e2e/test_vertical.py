@@ -1,5 +1,5 @@
-"""The whole vertical, as a user starts it: TP 2 x PP 2 x EP 2 Megatron ranks, two SGLang engines, warm start, two GRPO
-steps, export."""
+"""The whole vertical, as a user starts it: TP 2 x PP 2 x EP 2 Megatron ranks, two SGLang engines,
+warm start, two GRPO steps, export."""
 
 from __future__ import annotations
 
@@ -53,14 +53,23 @@ class Finished:
     left: list[str]
 
     def records(self, phase: str) -> list[dict[str, Any]]:
-        return [record for record in read_jsonl(self.folder / "metrics.jsonl") if record["phase"] == phase]
+        return [
+            record
+            for record in read_jsonl(self.folder / "metrics.jsonl")
+            if record["phase"] == phase
+        ]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Iterator[Finished]:
     out = tmp_path_factory.mktemp("vertical")
     # two updates a step, a reference, an entropy term: all of the loss is in use
-    words = ["actor.ppo_mini_batch_size=2", "actor.kl_loss_coef=0.01", "actor.entropy_coef=0.001", f"output_dir={out}"]
+    words = [
+        "actor.ppo_mini_batch_size=2",
+        "actor.kl_loss_coef=0.01",
+        "actor.entropy_coef=0.001",
+        f"output_dir={out}",
+    ]
     with Run(out / "output", "train", *settings, *words) as run:
         exit_code = run.end(400)
         yield Finished(run, out / "e2e", exit_code, run.left_behind())
@@ -69,7 +78,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> I
 def test_it_ends_well_and_leaves_nothing_running(finished: Finished) -> None:
     assert finished.exit_code == 0, finished.run.out + finished.run.err
     assert "Traceback" not in finished.run.err
-    # driver, Ray's daemons, 4 ranks, 2 engines of several processes: the test does look at something
+    # driver, Ray's daemons, 4 ranks, 2 engines of several processes: the test does look at
+    # something
     assert len(finished.run.seen) > 15
     assert finished.left == []
 
@@ -84,7 +94,11 @@ def test_every_socket_listens_on_loopback(finished: Finished) -> None:
 def test_the_summary_has_every_number(finished: Finished) -> None:
     summary = json.loads((finished.folder / "summary.json").read_text())
     assert summary.keys() == SUMMARY
-    assert (summary["seed"], summary["steps"], Path(summary["exported_to"])) == (1, 2, finished.folder / "export")
+    assert (summary["seed"], summary["steps"], Path(summary["exported_to"])) == (
+        1,
+        2,
+        finished.folder / "export",
+    )
     assert summary["layout"].startswith("TP2·PP2·EP2·DP1·SP")
     assert all(math.isfinite(value) for value in summary.values() if isinstance(value, float))
     assert 0 < summary["seconds_grpo"] + summary["seconds_sft"] < summary["seconds_total"]
@@ -94,17 +108,24 @@ def test_the_summary_has_every_number(finished: Finished) -> None:
 
 
 def test_engines_and_trainer_agree_at_every_step(finished: Finished) -> None:
-    steps, index = finished.records("train"), finished.folder / "export" / "model.safetensors.index.json"
+    steps = finished.records("train")
+    index = finished.folder / "export" / "model.safetensors.index.json"
     weights = json.loads(index.read_text())["metadata"]["total_size"]
     assert [record["step"] for record in steps] == [1, 2]
     for record in steps:
-        assert record["actor/grad_norm"] > 1e-3  # the weights do change, so old weights in an engine would show
+        # the weights do change, so old weights in an engine would show
+        assert record["actor/grad_norm"] > 1e-3
         assert 0 < record["rollout/logprob_diff/mean"] <= 1e-4
         assert abs(record["actor/first_ppo_kl"]) <= 1e-6
-        assert record["actor/ppo_kl"] != 0  # of the second update: its weights are no longer those of the samples
+        # of the second update: its weights are no longer those of the samples
+        assert record["actor/ppo_kl"] != 0
         assert record["actor/skipped_updates"] == 0
-        assert record["sync/engines_stale"] == 0 and 0 < record["sync/seconds"] < record["timing_s/step"]
-        assert record["sync/bytes"] == 2 * weights  # both engines hold all of the model once: no byte travels twice
+        assert (
+            record["sync/engines_stale"] == 0
+            and 0 < record["sync/seconds"] < record["timing_s/step"]
+        )
+        # both engines hold all of the model once: no byte travels twice
+        assert record["sync/bytes"] == 2 * weights
     assert steps[0]["actor/ref_kl"] == 0 and steps[1]["actor/ref_kl"] != 0
     assert [record["step"] for record in finished.records("sft")] == [1, 2]
     assert [record["step"] for record in finished.records("val")] == [0, 2]
@@ -120,18 +141,21 @@ def test_every_rollout_tells_the_weights_it_came_from(finished: Finished) -> Non
         dump = read_rollouts(finished.folder / folder / f"step_{step:06d}.parquet")
         assert len(dump) == rows
         assert {row["weight_version"] for row in dump} == {version}, (folder, step)
-        assert all(row["response_versions"] == [[int(version), row["response_length"]]] for row in dump)
+        assert all(
+            row["response_versions"] == [[int(version), row["response_length"]]] for row in dump
+        )
         assert all(0 < row["response_length"] <= 16 for row in dump)
     rollouts = read_rollouts(finished.folder / "rollouts" / "step_000001.parquet")
-    for uid in {row["uid"] for row in rollouts}:  # four samples of one prompt, advantages relative to each other
+    # four samples of one prompt, advantages relative to each other
+    for uid in {row["uid"] for row in rollouts}:
         group = [row for row in rollouts if row["uid"] == uid]
         assert len(group) == 4 and len({row["prompt_text"] for row in group}) == 1
         assert abs(sum(row["advantage"] for row in group)) < 1e-4
 
 
 def test_the_exported_folder_is_what_megatron_holds(finished: Finished) -> None:
-    """The last checkpoint in four Megatron ranks against the exported folder in transformers, on the 64 held-out
-    prompts."""
+    """The last checkpoint in four Megatron ranks against the exported folder in transformers, on
+    the 64 held-out prompts."""
     from transformers import AutoModelForCausalLM
 
     config = load_config("config", (), finished.folder)
@@ -167,7 +191,9 @@ def test_the_exported_folder_is_what_megatron_holds(finished: Finished) -> None:
 def test_the_report_stands_alone(finished: Finished) -> None:
     report = (finished.folder / "report.html").read_text()
     assert "<svg" in report and "logprob" in report.lower()
-    assert not re.search(r"<(script|link|img|iframe)[^>]*(src|href)\s*=\s*[\"']?(?!data:|#)", report)
+    assert not re.search(
+        r"<(script|link|img|iframe)[^>]*(src|href)\s*=\s*[\"']?(?!data:|#)", report
+    )
     assert not re.search(r"@import|url\(\s*[\"']?(?!data:|#)", report)
 
 
@@ -184,4 +210,6 @@ def test_the_run_folder_is_complete(finished: Finished) -> None:
     for log in ("actor-rank3.log", "rollout-rank1.log", "engine-0.log", "engine-1.log"):
         assert (finished.folder / "logs" / log).exists(), log
     assert list((finished.folder / "tensorboard").glob("events*"))
-    assert json.loads((finished.folder / "checkpoints" / "latest.json").read_text()) == {"folder": "global_step_2"}
+    assert json.loads((finished.folder / "checkpoints" / "latest.json").read_text()) == {
+        "folder": "global_step_2"
+    }

@@ -1,5 +1,5 @@
-"""Ranks are killed in the middle of steps: the same process starts them again and goes on, from the last checkpoint
-where they train."""
+"""Ranks are killed in the middle of steps: the same process starts them again and goes on, from the
+last checkpoint where they train."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from tests.e2e.runs import Run, pid_of
 
 pytestmark = pytest.mark.slow
 STEPS = 5
-TWO_RANKS = ("actor=tiny", "cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.sequence=true")
-# Scores as the other whole runs do, but stands still in the fourth step until the test has done its deed.
+TWO_RANKS = (
+    "actor=tiny",
+    "cluster.procs_per_node=2",
+    "actor.parallel.tensor=2",
+    "actor.parallel.sequence=true",
+)
+# Scores as the other whole runs do, but stands still in the fourth step until the test has done its
+# deed.
 REWARD = """
 import os, time
 
@@ -48,11 +54,16 @@ def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_m
         "trainer.save_every_steps=2",
         "rollout.n=2",
     ]
-    words += [f"reward.path={tmp_path / 'reward.py'}", f"+reward.kwargs.folder={tmp_path}", "sft.steps=1"]
+    words += [
+        f"reward.path={tmp_path / 'reward.py'}",
+        f"+reward.kwargs.folder={tmp_path}",
+        "sft.steps=1",
+    ]
     folder = tmp_path / "e2e"
     with Run(tmp_path / "output", "train", *words) as run:
         run.wait_for((tmp_path / "in-step-4").exists)
-        run.wait_for(lambda: in_force(folder) == "global_step_2")  # it is written while the run goes on
+        # it is written while the run goes on
+        run.wait_for(lambda: in_force(folder) == "global_step_2")
         os.kill(pid_of(run, folder / "logs" / "actor-rank1.log"), signal.SIGKILL)
         (tmp_path / "killed").touch()
         exit_code = run.end(300)
@@ -70,9 +81,10 @@ def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_m
     # the engines have the restored weights
     assert summary["first_ppo_kl_max"] <= 1e-6 and summary["logprob_diff_mean"] <= 1e-4
     for step in range(1, STEPS + 1):
-        assert {row["weight_version"] for row in read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")} == {
-            str(step - 1)
-        }
+        assert {
+            row["weight_version"]
+            for row in read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")
+        } == {str(step - 1)}
 
 
 # Stands still in the steps whose number a file `wanted-N` names, until the test has removed it.
@@ -89,15 +101,29 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
 KILLED = {1: "actor", 3: "reference", 4: "critic"}
 
 
-def test_lost_ranks_of_each_role_cost_what_that_role_knows_and_no_more(tmp_path: Path, settings: list[str]) -> None:
-    """The policy in the first step, after a warm start: back to its end. The reference: the step goes on. The critic:
-    back to the last checkpoint, with the policy."""
+def test_lost_ranks_of_each_role_cost_what_that_role_knows_and_no_more(
+    tmp_path: Path, settings: list[str]
+) -> None:
+    """The policy in the first step, after a warm start: back to its end. The reference: the step
+    goes on. The critic: back to the last checkpoint, with the policy."""
     (tmp_path / "reward.py").write_text(REWARD_OF_MANY)
     for step in KILLED:
         (tmp_path / f"wanted-{step}").touch()
-    words = [*settings, "actor=tiny", "cluster=one-process", "rollout=tiny", "rollout.n=2", f"output_dir={tmp_path}"]
+    words = [
+        *settings,
+        "actor=tiny",
+        "cluster=one-process",
+        "rollout=tiny",
+        "rollout.n=2",
+        f"output_dir={tmp_path}",
+    ]
     words += ["algorithm=ppo", "+critic=tiny-own", "critic.procs=1", "critic.parallel.pipeline=1"]
-    words += ["reference.placement=own", "sft.steps=1", "trainer.max_restarts=2", "trainer.save_every_steps=2"]
+    words += [
+        "reference.placement=own",
+        "sft.steps=1",
+        "trainer.max_restarts=2",
+        "trainer.save_every_steps=2",
+    ]
     words += [f"trainer.total_steps={STEPS}", f"reward.path={tmp_path / 'reward.py'}"]
     folder = tmp_path / "e2e"
     with Run(tmp_path / "output", "train", *words, f"+reward.kwargs.folder={tmp_path}") as run:
@@ -112,7 +138,9 @@ def test_lost_ranks_of_each_role_cost_what_that_role_knows_and_no_more(tmp_path:
     assert left == []
     assert "going on after step 0" in run.out and "going on after step 2" in run.out
     assert run.out.count("the ranks of the reference start again") == 1
-    train = [record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "train"]
+    train = [
+        record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "train"
+    ]
     assert [record["step"] for record in train] == list(range(1, STEPS + 1))
     assert [record["trainer/restarts"] for record in train][:2] == [1, 1]
     summary = json.loads((folder / "summary.json").read_text())

@@ -26,20 +26,36 @@ _INSIDE = "HYBRIDFLOW_FAULTS_NAMESPACE"
 
 def main() -> int:
     """Exit status 1 when a campaign had a fault."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--campaigns", type=int, default=0, help="how many to play")
-    parser.add_argument("--seed", type=int, default=1, help="of the first; each next one has the next seed")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="of all campaigns; default: the shapes in turn")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="for references and outcomes")
-    parser.add_argument("--outcomes", type=Path, help="file that a line is added to for each trial, and that the table "
-                        "is made of; default: trials.jsonl in the folder")  # fmt: skip
-    parser.add_argument("--cover", action="store_true", help="play the covering campaign of `make test-full`")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the first; each next one has the next seed"
+    )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="of all campaigns; default: the shapes in turn"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "faults", help="for references and outcomes"
+    )
+    parser.add_argument(
+        "--outcomes",
+        type=Path,
+        help="file that a line is added to for each trial, and that the table "
+        "is made of; default: trials.jsonl in the folder",
+    )
+    parser.add_argument(
+        "--cover", action="store_true", help="play the covering campaign of `make test-full`"
+    )
     parser.add_argument("--table", action="store_true", help="write docs/faults.md")
     args = parser.parse_args()
     outcomes = args.outcomes or args.folder / "trials.jsonl"
     if args.table:
         lines = outcomes.read_text().splitlines() if outcomes.exists() else []
-        (ROOT / "docs" / "faults.md").write_text(table.page([Trial(**json.loads(line)) for line in lines]))
+        (ROOT / "docs" / "faults.md").write_text(
+            table.page([Trial(**json.loads(line)) for line in lines])
+        )
         return 0
     if _INSIDE not in os.environ:
         return _in_own_namespace()
@@ -75,12 +91,16 @@ def play(shape: str, seed: int, folder: Path, todo: Sequence[Fault]) -> list[Tri
         disks = os.environ[_INSIDE] == "1"
         if disks:
             limits.make_disk(Path(name) / "disk", out)
-        campaign = Campaign(shape, seed, words, out / "e2e", durations(reference / "moments"), Path(name) / "output")
+        campaign = Campaign(
+            shape, seed, words, out / "e2e", durations(reference / "moments"), Path(name) / "output"
+        )
         try:
             trials = campaign.play(todo)
             trials[-1].faults += oracle.differences(out / "e2e", reference / "out" / "e2e")
             if any(trial.faults for trial in trials):
-                shutil.copytree(name, folder / f"{shape}-{seed}".replace(" ", "-"), dirs_exist_ok=True)
+                shutil.copytree(
+                    name, folder / f"{shape}-{seed}".replace(" ", "-"), dirs_exist_ok=True
+                )
         finally:
             if disks:
                 limits.thaw(out)
@@ -104,12 +124,26 @@ def undisturbed(shape: str, folder: Path) -> Path:
 
 
 def _in_own_namespace() -> int:
-    """Run again with mounts and shared memory of its own, where this is allowed; elsewhere without disturbed disks."""
+    """Run again with mounts and shared memory of its own, where this is allowed; elsewhere without
+    disturbed disks."""
     script = 'mount -t tmpfs -o size=4g faults /dev/shm && exec "$@"'
     command = [sys.executable, "-m", "tests.faults", *sys.argv[1:]]
     disks = str(int(limits.can_make_disks()))
-    if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode == 0:
-        wrapped = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *command]
+    if (
+        subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode
+        == 0
+    ):
+        wrapped = [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            *command,
+        ]
         return subprocess.run(wrapped, env={**os.environ, _INSIDE: disks}, check=False).returncode
     return subprocess.run(command, env={**os.environ, _INSIDE: "0"}, check=False).returncode
 

@@ -1,6 +1,8 @@
-"""Named in `trainer.loggers` of a disturbed run: writes what the driver begins and ends to a file `moments`.
+"""Named in `trainer.loggers` of a disturbed run: writes what the driver begins and ends to a file
+`moments`.
 
-It is loaded as a user's tracker and keeps no metrics. A line of the file is `begin|end NAME STEP TIME`.
+It is loaded as a user's tracker and keeps no metrics. A line of the file is `begin|end NAME STEP
+TIME`.
 """
 
 from __future__ import annotations
@@ -24,10 +26,14 @@ class Announcer:
 
     def __init__(self, run_dir: Path) -> None:
         # outside of the file system of the run folder, which may be full
-        file = os.open(run_dir.parents[1] / "moments", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        file = os.open(
+            run_dir.parents[1] / "moments", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600
+        )
 
         def say(word: str, name: str, step: int | None) -> None:
-            os.write(file, f"{word} {name.replace(' ', '_')} {step or 0} {time.time():.6f}\n".encode())
+            os.write(
+                file, f"{word} {name.replace(' ', '_')} {step or 0} {time.time():.6f}\n".encode()
+            )
 
         _announce(say)
 
@@ -42,7 +48,9 @@ class Announcer:
 
 
 def _announce(say: Callable[[str, str, int | None], None]) -> None:
-    phase, stage, fit = Timeline.phase, Progress.stage, SftTrainer.fit
+    phase = Timeline.phase
+    stage = Progress.stage
+    fit = SftTrainer.fit
     step = [0]
 
     @contextmanager

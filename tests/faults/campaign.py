@@ -18,7 +18,17 @@ import psutil
 
 from tests.e2e.runs import Run
 from tests.faults import limits, victims
-from tests.faults.faults import DAMAGED, FULL, KILL, NO_MEMORY, OF_PROCESSES, READ_ONLY, SLOW, STOP, Fault
+from tests.faults.faults import (
+    DAMAGED,
+    FULL,
+    KILL,
+    NO_MEMORY,
+    OF_PROCESSES,
+    READ_ONLY,
+    SLOW,
+    STOP,
+    Fault,
+)
 
 PATIENCE_S = 420.0  # without any sign of life a trial has failed
 PAUSED_S = 4.0  # how long a driver that was stopped by us stands still
@@ -56,17 +66,31 @@ class Campaign:
     """
 
     def __init__(
-        self, shape: str, seed: int, words: list[str], folder: Path, durations: dict[str, float], output: Path
+        self,
+        shape: str,
+        seed: int,
+        words: list[str],
+        folder: Path,
+        durations: dict[str, float],
+        output: Path,
     ) -> None:
-        self.shape, self.seed, self.words, self.folder, self.durations = shape, seed, words, folder, durations
-        self.output, self.trials, self._open = output, list[Trial](), list[Trial]()
+        self.shape = shape
+        self.seed = seed
+        self.words = words
+        self.folder = folder
+        self.durations = durations
+        self.output = output
+        self.trials = list[Trial]()
+        self._open = list[Trial]()
         self._due: tuple[float, Fault] | None = None
         self._restored: tuple[float, Callable[[], object]] | None = None
         self._filler = folder.parent / "filler"
 
     def play(self, todo: Sequence[Fault]) -> list[Trial]:
-        """Give the command until the run has finished; returns a trial for each disturbance that took place."""
-        left, starts = list(todo), 0
+        """Give the command until the run has finished; returns a trial for each disturbance that
+        took place."""
+        left = list(todo)
+        starts = 0
         while True:
             starts += 1
             code = self._play_once(left)
@@ -90,33 +114,39 @@ class Campaign:
             code = run.process.returncode
             self._thaw(run)
             nothing_left = run.left_behind(within_s=25 if killed else 8)
-            out, err = run.out, run.err
+            out = run.out
+            err = run.err
         leaked = sorted(set(os.listdir(SHARED_MEMORY)) - before)
         problems = [f"left behind: {nothing_left}"] if nothing_left else []
         problems += [f"shared memory left: {leaked}"] if leaked else []
         for name in leaked:
             (SHARED_MEMORY / name).unlink(missing_ok=True)
         if "Traceback (most recent call last)" in out + err:
-            problems.append(f"a traceback: {(out + err)[(out + err).index('Traceback (most') :][-600:]}")
+            problems.append(
+                f"a traceback: {(out + err)[(out + err).index('Traceback (most') :][-600:]}"
+            )
         if code != 0 and not killed:
             problems += problems_of_message(err, code, self.folder.parent)
         if self.trials:
             trial = self.trials[-1]
             trial.faults += problems
             if code != 0:
-                trial.ended, trial.message = True, "" if killed else err.strip()[-500:]
+                trial.message = "" if killed else err.strip()[-500:]
+                trial.ended = True
         return code
 
     def _watch(self, run: Run, moments: _Moments, left: list[Fault]) -> bool:
         """Disturb the run until it ends; returns whether it was we who ended it."""
-        killed, heard = False, time.monotonic()
+        killed = False
+        heard = time.monotonic()
         while run.process.poll() is None:
             for word, name, step in moments.new():
                 heard = time.monotonic()
                 self._notice(word, name, step, left)
             now = time.monotonic()
             if self._due is not None and now >= self._due[0]:
-                fault, self._due = self._due[1], None
+                fault = self._due[1]
+                self._due = None
                 killed = self._disturb(run, fault) or killed
                 heard = now
             if self._restored is not None and now >= self._restored[0]:
@@ -154,7 +184,8 @@ class Campaign:
 
     def _disturb(self, run: Run, fault: Fault) -> bool:
         """Do it; returns whether the driver itself was killed by it."""
-        victim, pid = "", None
+        victim = ""
+        pid = None
         logs = self.folder / "logs"
         if fault.kind in OF_PROCESSES:
             run._look()
@@ -165,7 +196,15 @@ class Campaign:
         if fault.kind == READ_ONLY and not _mount(self.folder.parent, "remount,ro"):
             return False  # a file is open for writing, and the kernel refuses: nothing has happened
         fault = replace(fault, victims=(victim,) if victim else ())  # the one that ran
-        trial = Trial(self.shape, self.seed, fault.title, fault.kind, victim or fault.kind, fault.moment, fault.step)
+        trial = Trial(
+            self.shape,
+            self.seed,
+            fault.title,
+            fault.kind,
+            victim or fault.kind,
+            fault.moment,
+            fault.step,
+        )
         trial.seconds = time.monotonic()
         self.trials.append(trial)
         self._open.append(trial)
@@ -179,10 +218,16 @@ class Campaign:
         elif pid is not None:
             os.kill(pid, signal.SIGKILL if fault.kind == KILL else signal.SIGSTOP)
             if fault.kind == STOP and victim == "driver":
-                self._restored = (time.monotonic() + PAUSED_S, functools.partial(os.kill, pid, signal.SIGCONT))
+                self._restored = (
+                    time.monotonic() + PAUSED_S,
+                    functools.partial(os.kill, pid, signal.SIGCONT),
+                )
         elif fault.kind == SLOW:
             limits.freeze(self.folder.parent)
-            self._restored = (time.monotonic() + FROZEN_S, functools.partial(limits.thaw, self.folder.parent))
+            self._restored = (
+                time.monotonic() + FROZEN_S,
+                functools.partial(limits.thaw, self.folder.parent),
+            )
         elif fault.kind == FULL:
             _fill(self._filler)
         return fault.kind == KILL and victim == "driver"
@@ -191,8 +236,8 @@ class Campaign:
     _is_driver_starved = False  # since its start; the kernel kills it when it next asks for memory
 
     def _repair(self) -> None:
-        """Between two starts: space is made, the file system can be written; a checkpoint is damaged, refused, and
-        whole again."""
+        """Between two starts: space is made, the file system can be written; a checkpoint is
+        damaged, refused, and whole again."""
         if os.path.ismount(self.folder.parent):
             _mount(self.folder.parent, "remount,rw")
             self._filler.unlink(missing_ok=True)
@@ -202,15 +247,27 @@ class Campaign:
 
     def _offer_damage(self, draw: float) -> None:
         """Flip a byte of the checkpoint in force: the command must refuse it and name the file."""
-        trial, chance = self.trials[-1], random.Random(draw)
+        trial = self.trials[-1]
+        chance = random.Random(draw)
         store = self.folder / "checkpoints"
         files = sorted(path for path in store.rglob("*") if path.is_file() and path.stat().st_size)
-        names = [path for path in files if path == store / "latest.json"] if chance.random() < 0.1 else []
+        names = (
+            [path for path in files if path == store / "latest.json"]
+            if chance.random() < 0.1
+            else []
+        )
         in_force = re.findall('"folder": "([^"]+)"', (store / "latest.json").read_text())[0]
-        path = chance.choice(names or [path for path in files if path.is_relative_to(store / in_force)])
-        at, whole = chance.randrange(path.stat().st_size), path.read_bytes()
-        trial.title += f", byte {at} of {path.relative_to(store / in_force) if not names else path.name}"
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :])
+        path = chance.choice(
+            names or [path for path in files if path.is_relative_to(store / in_force)]
+        )
+        at = chance.randrange(path.stat().st_size)
+        whole = path.read_bytes()
+        trial.title += (
+            f", byte {at} of {path.relative_to(store / in_force) if not names else path.name}"
+        )
+        path.write_bytes(
+            whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :]
+        )
         with Run(self.output, *self.words) as run:
             try:
                 code = run.end(PATIENCE_S)
@@ -224,7 +281,9 @@ class Campaign:
             elif path.name not in run.err and path.parent.name not in run.err:
                 trial.faults.append(f"the message does not name {path}: {run.err[-400:]}")
             if "Traceback (most recent call last)" in run.out + run.err:
-                trial.faults.append(f"a traceback over a damaged checkpoint: {(run.out + run.err)[-600:]}")
+                trial.faults.append(
+                    f"a traceback over a damaged checkpoint: {(run.out + run.err)[-600:]}"
+                )
             trial.message = run.err.strip()[-500:]
 
     def _thaw(self, run: Run) -> None:
@@ -242,7 +301,8 @@ class _Moments:
     """The new lines of the announcer's file."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._rest = path, ""
+        self._path = path
+        self._rest = ""
         self._at = path.stat().st_size if path.exists() else 0
 
     def new(self) -> Iterator[tuple[str, str, int]]:
@@ -262,13 +322,15 @@ class _Moments:
 
 
 def moments_path(folder: Path) -> Path:
-    """Where the announcer writes: outside of the file system of the run folder, which may be full."""
+    """Where the announcer writes: outside of the file system of the run folder, which may be
+    full."""
     return folder.parents[1] / "moments"
 
 
 def durations(path: Path) -> dict[str, float]:
     """Median seconds of each moment in an announcer's file."""
-    began, found = dict[str, float](), dict[str, list[float]]()
+    began = dict[str, float]()
+    found = dict[str, list[float]]()
     for line in path.read_text().splitlines():
         word, title, _, at = line.split(" ")
         name = moment_of(title)
@@ -283,7 +345,11 @@ def moment_of(name: str) -> str:
     """The name of a moment for a stage's or phase's title."""
     if name.startswith("start_") and "ranks" in name:
         return "start_ranks"
-    known = {"engine_workers": "start_engine_workers", "plan_the": "plan_the_sync", "export": "export"}
+    known = {
+        "engine_workers": "start_engine_workers",
+        "plan_the": "plan_the_sync",
+        "export": "export",
+    }
     return next((moment for piece, moment in known.items() if piece in name), name)
 
 
@@ -294,11 +360,13 @@ def _is_moment(fault: Fault, word: str, name: str, step: int) -> bool:
 
 
 def problems_of_message(err: str, code: int, place: Path) -> list[str]:
-    """What is wrong with the last words of a driver that ended by itself. `place`: the file system of its run."""
+    """What is wrong with the last words of a driver that ended by itself. `place`: the file system
+    of its run."""
     found = []
     if code < 0 or not err.strip():
         found.append(f"ended with {code} and the words {err[-300:]!r}")
-    elif any(word in err for word in OF_DISKS) and str(place) not in "".join(err.split()):  # lines may be wrapped
+    elif any(word in err for word in OF_DISKS) and str(place) not in "".join(err.split()):
+        # lines may be wrapped
         found.append(f"the message names no file or folder: {err[-500:]}")
     elif not any(word in err for word in (*REMEDIES, *OF_DISKS)):
         found.append(f"no remedy in the message: {err[-500:]}")

@@ -1,4 +1,5 @@
-"""An advantage that is the score itself: with greedy sampling all samples of a prompt are one, and none is compared."""
+"""An advantage that is the score itself: with greedy sampling all samples of a prompt are one, and
+none is compared."""
 
 from __future__ import annotations
 

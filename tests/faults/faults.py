@@ -1,4 +1,5 @@
-"""What may be done to a run, to which of its processes, and when: drawn by a seed over the whole product."""
+"""What may be done to a run, to which of its processes, and when: drawn by a seed over the whole
+product."""
 
 from __future__ import annotations
 
@@ -7,15 +8,43 @@ from dataclasses import dataclass
 
 from tests.faults.shapes import STEPS
 
-KILL, STOP = "SIGKILL", "SIGSTOP"
-FULL, READ_ONLY, DAMAGED = "disk full", "read-only", "damaged checkpoint"
-NO_MEMORY, SLOW = "out of memory", "disk stands still"
+KILL = "SIGKILL"
+STOP = "SIGSTOP"
+FULL = "disk full"
+READ_ONLY = "read-only"
+DAMAGED = "damaged checkpoint"
+NO_MEMORY = "out of memory"
+SLOW = "disk stands still"
 OF_PROCESSES = (KILL, STOP, NO_MEMORY)
-STARTING = ("start_Ray", "start_engine_workers", "start_ranks", "warm_start", "wait_for_the_engines", "plan_the_sync")
-PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "testing", "save_checkpoint")
+STARTING = (
+    "start_Ray",
+    "start_engine_workers",
+    "start_ranks",
+    "warm_start",
+    "wait_for_the_engines",
+    "plan_the_sync",
+)
+PHASES = (
+    "gen",
+    "reward",
+    "old_log_prob",
+    "adv",
+    "update_actor",
+    "update_weights",
+    "testing",
+    "save_checkpoint",
+)
 ENDING = ("export", "shutdown")
 COMMON = (
-    *("driver", "actor rank 0", "rollout worker", "engine guard", "engine main", "engine scheduler", "cluster guard"),
+    *(
+        "driver",
+        "actor rank 0",
+        "rollout worker",
+        "engine guard",
+        "engine main",
+        "engine scheduler",
+        "cluster guard",
+    ),
     *("gcs", "raylet", "agent", "reward host", "reward process"),
 )
 MORE = {
@@ -31,7 +60,8 @@ class Fault:
     """One disturbance.
 
     Attributes:
-        kind: SIGKILL, SIGSTOP, out of memory, disk full, read-only, disk stands still, damaged checkpoint.
+        kind: SIGKILL, SIGSTOP, out of memory, disk full, read-only, disk stands still, damaged
+            checkpoint.
         moment: a stage of the start, a phase of a step, or part of the end.
         step: of the phase; 0 outside of steps.
         part: 0 to 1, how far into the moment.
@@ -54,8 +84,8 @@ class Fault:
         return f"{self.kind}{whom} at {self.part:.2f} of {at}"
 
 
-# the covering part that `make test-full` plays: one of each way back, in one campaign without a second start of the
-# driver
+# the covering part that `make test-full` plays: one of each way back, in one campaign without a
+# second start of the driver
 COVERING = (
     Fault(KILL, "gen", 1, 0.5, ("engine scheduler",), 0.0),
     Fault(KILL, "update_actor", 2, 0.5, ("actor rank 0",), 0.0),
@@ -66,18 +96,24 @@ COVERING = (
 
 
 def draw(shape: str, seed: int, disks: bool, memory: bool) -> list[Fault]:
-    """The disturbances of a campaign in the order of their moments: one while it starts, one in every step but the
-    last, one at its end.
+    """The disturbances of a campaign in the order of their moments: one while it starts, one in
+    every step but the last, one at its end.
 
     Args:
         disks: whether the run has a file system of its own, which may fill up and stand still.
         memory: whether the memory of a process can be limited.
     """
     chance = random.Random(f"{shape} {seed}")
-    places = [(chance.choice(STARTING), 0), *((chance.choice(PHASES), step) for step in range(1, STEPS))]
+    places = [
+        (chance.choice(STARTING), 0),
+        *((chance.choice(PHASES), step) for step in range(1, STEPS)),
+    ]
     places.append((chance.choice(ENDING), 0))
     # a validation comes after every fourth step alone
-    places = [("update_weights" if name == "testing" and step % 4 else name, step) for name, step in places]
+    places = [
+        ("update_weights" if name == "testing" and step % 4 else name, step)
+        for name, step in places
+    ]
     faults = []
     for moment, step in places:
         kinds = (KILL, KILL, KILL, STOP, STOP, DAMAGED) + ((FULL, READ_ONLY, SLOW) if disks else ())

@@ -1,8 +1,10 @@
-"""The driver of a kill trial: an asynchronous run over real conversations, whose engines have no model.
+"""The driver of a kill trial: an asynchronous run over real conversations, whose engines have no
+model.
 
-`python -m tests.faults.kill_driver FOLDER STALENESS` trains `STEPS` steps, or what is left of them after the last
-checkpoint in FOLDER. Conversations ask an engine, an environment, an MCP server and the sandbox; all of these are
-processes. What it begins it prints ("generate 3"), and what a step is trained on it writes to FOLDER/trained.jsonl.
+`python -m tests.faults.kill_driver FOLDER STALENESS` trains `STEPS` steps, or what is left of them
+after the last checkpoint in FOLDER. Conversations ask an engine, an environment, an MCP server and
+the sandbox; all of these are processes. What it begins it prints ("generate 3"), and what a step is
+trained on it writes to FOLDER/trained.jsonl.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from typing import Any
 import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.config.schema import AgentConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
+from hybridflow.config.schema import (
+    AgentConfig,
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.errors import EnginesLostError
@@ -37,9 +45,15 @@ from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
 from tests.unscored import Unscored
 
-SIZE, N, STEPS, ENGINES = 4, 2, 6, 2
+SIZE = 4
+N = 2
+STEPS = 6
+ENGINES = 2
 ROOM = 240  # tokens after the prompt
-TRAINING_S, SAVING_S, AWAY_S = 0.05, 0.02, 0.2  # of a step, of a checkpoint, until a lost engine serves again
+# of a step, of a checkpoint, until a lost engine serves again
+TRAINING_S = 0.05
+SAVING_S = 0.02
+AWAY_S = 0.2
 TRAINED = "trained.jsonl"
 
 
@@ -49,10 +63,20 @@ class _Engine:
     def __init__(self, version: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "tests.faults.stub_engine", str(theirs.fileno()), str(os.getpid())]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            command = [
+                sys.executable,
+                "-m",
+                "tests.faults.stub_engine",
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ]
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
         ours.settimeout(10)
-        self.lines, self.lost_at, self.held = Lines(ours), 0.0, dict[int, list[list[Any]]]()
+        self.lines = Lines(ours)
+        self.lost_at = 0.0
+        self.held = dict[int, list[list[Any]]]()
         self.say({"version": version})
 
     def say(self, message: dict[str, Any]) -> None:
@@ -84,7 +108,8 @@ class Engines(Requests):
 
     def __init__(self, config: RunConfig, version: int) -> None:
         super().__init__(config)
-        self.version, self.engines = version, [_Engine(version) for _ in range(ENGINES)]
+        self.version = version
+        self.engines = [_Engine(version) for _ in range(ENGINES)]
 
     async def sleep(self) -> None:
         """Their memory stays."""
@@ -109,12 +134,21 @@ class Engines(Requests):
 
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         for number, part in parts.items():
-            rows = zip(part["ticket"].tolist(), part.jagged("prompt_ids"), part["max_new_tokens"].tolist(), strict=True)
+            rows = zip(
+                part["ticket"].tolist(),
+                part.jagged("prompt_ids"),
+                part["max_new_tokens"].tolist(),
+                strict=True,
+            )
             for ticket, prompt, most in rows:
                 self.engines[number].held[ticket] = []
-                self.engines[number].say({"ticket": ticket, "prompt": prompt.tolist(), "most": most})
+                self.engines[number].say(
+                    {"ticket": ticket, "prompt": prompt.tolist(), "most": most}
+                )
 
-    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(
+        self, training: bool, engines: Sequence[int], wait_s: float
+    ) -> Sequence[DataProto]:
         alive = [self.engines[number] for number in engines if not self.engines[number].lost_at]
         if len(alive) == len(engines):
             sockets = [one.lines.socket for one in alive]
@@ -125,11 +159,17 @@ class Engines(Requests):
         return [self._told(self.engines[number]) for number in engines]
 
     def _told(self, engine: _Engine) -> DataProto:
-        over = {ticket for ticket, told in engine.held.items() if engine.lost_at or (told and told[-1][2])}
+        over = {
+            ticket
+            for ticket, told in engine.held.items()
+            if engine.lost_at or (told and told[-1][2])
+        }
         return _batch({ticket: engine.held.pop(ticket) for ticket in sorted(over)})
 
     async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
-        found = [{t: told for t, told in self.engines[number].held.items() if told} for number in engines]
+        found = [
+            {t: told for t, told in self.engines[number].held.items() if told} for number in engines
+        ]
         return [_batch(one, cut=True) for one in found]
 
     async def _leave_out_lost(self, answers: int) -> None:
@@ -147,9 +187,13 @@ class Engines(Requests):
 def _batch(held: Mapping[int, Sequence[Sequence[Any]]], cut: bool = False) -> DataProto:
     found = []
     for told in held.values():
-        spans = tuple(WeightSpan(str(version), place, place + 1) for place, (_, version, _) in enumerate(told))
+        spans = tuple(
+            WeightSpan(str(version), place, place + 1) for place, (_, version, _) in enumerate(told)
+        )
         reason = CUT_SHORT if cut or not told or not told[-1][2] else told[-1][2]
-        found.append(Completion([one[0] for one in told], [-float(one[0]) for one in told], reason, spans))
+        found.append(
+            Completion([one[0] for one in told], [-float(one[0]) for one in told], reason, spans)
+        )
     return response_columns(found).with_columns(ticket=np.array(list(held), np.int64))
 
 
@@ -162,7 +206,9 @@ class _Prompts:
     def batch(self, rows: np.ndarray) -> DataProto:
         """The prompts of these rows."""
         names = ("data_source", "ground_truth")
-        columns: dict[str, Any] = {name: np.array([str(row) for row in rows], dtype=object) for name in names}
+        columns: dict[str, Any] = {
+            name: np.array([str(row) for row in rows], dtype=object) for name in names
+        }
         ids = Jagged.from_rows([[3, 3 + int(row)] for row in rows], np.int64)
         return DataProto.from_columns({"prompt_ids": ids, **columns})
 
@@ -209,9 +255,11 @@ def configuration(folder: Path, staleness: int) -> RunConfig:
 
 async def main() -> None:
     """Train until the last step."""
-    folder, staleness = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    staleness = int(sys.argv[2])
     _say("start", 0)
-    config, store = configuration(folder, staleness), CheckpointStore(folder / "checkpoints", Retention())
+    config = configuration(folder, staleness)
+    store = CheckpointStore(folder / "checkpoints", Retention())
     latest = store.latest()
     step = latest.step if latest else 0
     engines = Engines(config, step)
@@ -238,9 +286,17 @@ async def main() -> None:
 
 
 def _write(path: Path, step: int, batch: DataProto) -> None:
-    names = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "response_versions")
+    names = (
+        "prompt_ids",
+        "response_ids",
+        "response_mask",
+        "rollout_log_probs",
+        "response_versions",
+    )
     rows = {name: [row.tolist() for row in batch.jagged(name)] for name in names}
-    rows |= {name: batch[name].tolist() for name in ("uid", "agent_failure", "messages", TURN_REWARDS)}
+    rows |= {
+        name: batch[name].tolist() for name in ("uid", "agent_failure", "messages", TURN_REWARDS)
+    }
     with path.open("a") as file:
         file.write(json.dumps({"step": step, **rows}) + "\n")
 

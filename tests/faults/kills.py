@@ -1,7 +1,8 @@
-"""`python -m tests.faults.kills`: processes of conversations are killed at seeded moments, or the table is written.
+"""`python -m tests.faults.kills`: processes of conversations are killed at seeded moments, or the
+table is written.
 
-A campaign is one run of `kill_driver` that loses a process in several of its steps; whenever its driver ends, the same
-command is given again.
+A campaign is one run of `kill_driver` that loses a process in several of its steps; whenever its
+driver ends, the same command is given again.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ VICTIMS = {
 # the longest delay of a kill after the moment has begun: about as long as the moment
 MOMENTS = {"generate": 0.25, "train": 0.05, "save": 0.03}
 STALENESS = (0, 1, 2)
-LOSSES = r"was lost|the process of the environment|has ended"  # reasons of conversations that a kill may end
+# reasons of conversations that a kill may end
+LOSSES = r"was lost|the process of the environment|has ended"
 LOOP = """
 from hybridflow.agents.formats.base import Call
 from hybridflow.agents.loops.base import agent_loop
@@ -119,16 +121,19 @@ class Outcome:
 
 
 def product(seed: int) -> list[tuple[int, list[Kill]]]:
-    """Every victim at every moment with every staleness, at steps and times that the seed draws, as campaigns: the
-    staleness, and a kill for each of some steps."""
-    drawn, found = random.Random(seed), list[tuple[int, list[Kill]]]()
+    """Every victim at every moment with every staleness, at steps and times that the seed draws, as
+    campaigns: the staleness, and a kill for each of some steps."""
+    drawn = random.Random(seed)
+    found = list[tuple[int, list[Kill]]]()
     for staleness in STALENESS:
         pairs = list(itertools.product(VICTIMS, MOMENTS)) * 2
         drawn.shuffle(pairs)
         for start in range(0, len(pairs), STEPS - 1):
             part = pairs[start : start + STEPS - 1]
             steps = sorted(drawn.sample(range(STEPS), len(part)))
-            kills = [Kill(*pair, step, drawn.random()) for pair, step in zip(part, steps, strict=True)]
+            kills = [
+                Kill(*pair, step, drawn.random()) for pair, step in zip(part, steps, strict=True)
+            ]
             found.append((staleness, [_possible(kill) for kill in kills]))
     return found
 
@@ -153,7 +158,10 @@ def play(seed: int, staleness: int, todo: Sequence[Kill], folder: Path) -> list[
     write_character_tokenizer(folder / "tokenizer", CHARACTERS)
     for name, text in (("loop.py", LOOP), ("environment.py", ENVIRONMENT), ("server.py", SERVER)):
         (folder / name).write_text(text)
-    outcomes, left, code, said = list[Outcome](), list(todo), -1, ""
+    outcomes = list[Outcome]()
+    left = list(todo)
+    code = -1
+    said = ""
     for _ in range(3 * len(todo) + 3):
         code, said = _start(folder, seed, staleness, left, outcomes)
         if code == 0:
@@ -173,14 +181,18 @@ def play(seed: int, staleness: int, todo: Sequence[Kill], folder: Path) -> list[
         faults, lost = differences(folder, staleness, may_lose=any(_loses(one) for one in outcomes))
         last.faults += faults
         last.lost = lost
-    return outcomes or [last]  # of a run that ended before anything was killed, what is wrong with it
+    # of a run that ended before anything was killed, what is wrong with it
+    return outcomes or [last]
 
 
 def _left_behind(folder: Path) -> list[int]:
-    """Processes of the run that are still there after a while: those of a killed driver need a moment to end."""
+    """Processes of the run that are still there after a while: those of a killed driver need a
+    moment to end."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        found = [process.pid for process in psutil.process_iter() if str(folder) in _command(process)]
+        found = [
+            process.pid for process in psutil.process_iter() if str(folder) in _command(process)
+        ]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.1)
@@ -190,13 +202,17 @@ def _loses(outcome: Outcome) -> bool:
     return outcome.victim in ("environment worker", "MCP server")
 
 
-def _start(folder: Path, seed: int, staleness: int, left: list[Kill], outcomes: list[Outcome]) -> tuple[int, str]:
+def _start(
+    folder: Path, seed: int, staleness: int, left: list[Kill], outcomes: list[Outcome]
+) -> tuple[int, str]:
     """One start of the driver; its exit status, and what it said last."""
     command = [sys.executable, "-m", "tests.faults.kill_driver", str(folder), str(staleness)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with (
         (folder / "errors").open("wb") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT, env=environment) as driver,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT, env=environment
+        ) as driver,
     ):
         try:
             _watch(driver, seed, staleness, left, outcomes)
@@ -207,11 +223,17 @@ def _start(folder: Path, seed: int, staleness: int, left: list[Kill], outcomes: 
 
 
 def _watch(
-    driver: subprocess.Popen[bytes], seed: int, staleness: int, left: list[Kill], outcomes: list[Outcome]
+    driver: subprocess.Popen[bytes],
+    seed: int,
+    staleness: int,
+    left: list[Kill],
+    outcomes: list[Outcome],
 ) -> None:
     """Kill what is due until the driver ends."""
     assert driver.stdout is not None
-    text, now, due = b"", ("start", 0), None
+    text = b""
+    now = ("start", 0)
+    due = None
     while True:
         wait_s = PATIENCE_S if due is None else max(due - time.monotonic(), 0.0)
         if select.select([driver.stdout], [], [], wait_s)[0]:
@@ -231,7 +253,9 @@ def _watch(
         if due is not None and time.monotonic() >= due:
             due = None
             if _kill(driver, left[0].victim):  # else it has not begun yet; the next moment will do
-                outcomes.append(Outcome(seed, staleness, left.pop(0).victim, *now, seconds=-time.monotonic()))
+                outcomes.append(
+                    Outcome(seed, staleness, left.pop(0).victim, *now, seconds=-time.monotonic())
+                )
 
 
 def _order(moment: str, step: int) -> tuple[int, int]:
@@ -251,7 +275,11 @@ def _kill(driver: subprocess.Popen[bytes], victim: str) -> bool:
     try:
         family = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
     except psutil.NoSuchProcess:
-        return victim == "driver" and driver.poll() is not None and driver.returncode == -signal.SIGKILL
+        return (
+            victim == "driver"
+            and driver.poll() is not None
+            and driver.returncode == -signal.SIGKILL
+        )
     found = [one for one in family if VICTIMS[victim] in _command(one)]
     for one in found[:1]:
         one.send_signal(signal.SIGKILL)
@@ -266,21 +294,29 @@ def _command(process: psutil.Process) -> str:
 
 
 def differences(folder: Path, staleness: int, may_lose: bool) -> tuple[list[str], int]:
-    """What is wrong with what was trained, and the number of conversations that were lost: prompts, groups, tokens,
-    versions, observations."""
+    """What is wrong with what was trained, and the number of conversations that were lost: prompts,
+    groups, tokens, versions, observations."""
     steps = {}
     for line in (folder / TRAINED).read_text().splitlines():
-        one = json.loads(line)  # a step that a killed driver had not saved is trained again: the last counts
+        # a step that a killed driver had not saved is trained again: the last counts
+        one = json.loads(line)
         steps[one["step"]] = one
     faults = [] if sorted(steps) == list(range(STEPS)) else [f"steps {sorted(steps)}"]
-    prompts, lost = Counter[int](), 0
+    prompts = Counter[int]()
+    lost = 0
     for step, one in steps.items():
         of_step = [row[1] - 3 for row in one["prompt_ids"]]
-        if len(of_step) != SIZE * N or of_step[::N] != of_step[1::N] or one["uid"] != sorted(one["uid"]):
+        if (
+            len(of_step) != SIZE * N
+            or of_step[::N] != of_step[1::N]
+            or one["uid"] != sorted(one["uid"])
+        ):
             faults.append(f"step {step}: the groups are {of_step}")
         prompts.update(of_step[::N])
         for row in range(len(of_step)):
-            found = _row_faults({name: one[name][row] for name in one if name != "step"}, step, staleness)
+            found = _row_faults(
+                {name: one[name][row] for name in one if name != "step"}, step, staleness
+            )
             faults += [f"step {step}, row {row}: {fault}" for fault in found]
             lost += one["agent_failure"][row] is not None
     if prompts != Counter(range(SIZE * STEPS)):
@@ -293,7 +329,13 @@ def differences(folder: Path, staleness: int, may_lose: bool) -> tuple[list[str]
 def _row_faults(row: dict[str, object], step: int, staleness: int) -> Iterator[str]:
     prompt, ids, mask, log_probs, versions = (
         list(row[name])  # type: ignore[call-overload]
-        for name in ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "response_versions")
+        for name in (
+            "prompt_ids",
+            "response_ids",
+            "response_mask",
+            "rollout_log_probs",
+            "response_versions",
+        )
     )
     if (failure := row["agent_failure"]) is not None:
         if any(mask) or not re.search(LOSSES, str(failure)):
@@ -305,14 +347,18 @@ def _row_faults(row: dict[str, object], step: int, staleness: int) -> Iterator[s
     if any(log_probs[place] != -ids[place] for place in sampled):
         yield "a log-probability is another token's"
     made = [versions[place] for place in sampled]
-    if made != sorted(made) or not step - staleness <= min(made, default=step) <= max(made, default=step) <= step:
+    if (
+        made != sorted(made)
+        or not step - staleness <= min(made, default=step) <= max(made, default=step) <= step
+    ):
         yield f"versions {sorted(set(made))}"
     yield from _observation_faults(row, prompt[1] - 3)
 
 
 def _observation_faults(row: dict[str, object], seen: int) -> Iterator[str]:
     messages: list[dict[str, str]] = row["messages"]  # type: ignore[assignment]
-    shown, rewards = [one["content"] for one in messages if one["role"] == "tool"], list[float]()
+    shown = [one["content"] for one in messages if one["role"] == "tool"]
+    rewards = list[float]()
     for place, text in enumerate(one["content"] for one in messages if one["role"] == "assistant"):
         if place == 2:
             break
@@ -329,16 +375,24 @@ def main() -> int:
     """Exit status 1 when a campaign had a fault."""
     from tests.faults import kills_table
 
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--seed", type=int, default=1, help="of the first product; each next one has the next seed")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.kills", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the first product; each next one has the next seed"
+    )
     parser.add_argument("--products", type=int, default=1, help="how many to play")
     parser.add_argument("--campaign", type=int, help="play this one of each product alone")
-    parser.add_argument("--outcomes", type=Path, default=ROOT / "runs" / "kills.jsonl", help="file of all outcomes")
+    parser.add_argument(
+        "--outcomes", type=Path, default=ROOT / "runs" / "kills.jsonl", help="file of all outcomes"
+    )
     parser.add_argument("--table", action="store_true", help="write docs/kills.md")
     args = parser.parse_args()
     if args.table:
         lines = args.outcomes.read_text().splitlines() if args.outcomes.exists() else []
-        (ROOT / "docs" / "kills.md").write_text(kills_table.page([Outcome(**json.loads(line)) for line in lines]))
+        (ROOT / "docs" / "kills.md").write_text(
+            kills_table.page([Outcome(**json.loads(line)) for line in lines])
+        )
         return 0
     status = 0
     args.outcomes.parent.mkdir(parents=True, exist_ok=True)
@@ -351,7 +405,10 @@ def main() -> int:
             with args.outcomes.open("a") as file:
                 file.writelines(json.dumps(outcome.__dict__) + "\n" for outcome in outcomes)
             for one in outcomes:
-                where = f"seed {seed}.{number}, staleness {staleness}: {one.victim} in {one.moment} {one.step}"
+                where = (
+                    f"seed {seed}.{number}, staleness {staleness}: {one.victim} in {one.moment} "
+                    f"{one.step}"
+                )
                 print(f"{where} {one.seconds:.1f} s: {'; '.join(one.faults) or 'ok'}", flush=True)
                 status |= bool(one.faults)
     return status

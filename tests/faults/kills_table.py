@@ -32,12 +32,23 @@ def page(outcomes: Sequence[Outcome]) -> str:
     """The document."""
     bad = [one for one in outcomes if one.faults]
     lost = sum(one.lost for one in outcomes)
-    summary = f"{len(outcomes)} trials, {len(bad)} with a fault; {lost} conversations were lost and masked."
+    summary = (
+        f"{len(outcomes)} trials, {len(bad)} with a fault; {lost} conversations were lost and "
+        "masked."
+    )
     lines = [HEAD, summary, ""]
     lines += section("Process", outcomes, lambda one: one.victim, WENT_ON)
-    lines += section("Process and moment", outcomes, lambda one: f"{one.victim}, {one.moment}", WENT_ON)
+    lines += section(
+        "Process and moment", outcomes, lambda one: f"{one.victim}, {one.moment}", WENT_ON
+    )
     lines += section("`trainer.max_staleness`", outcomes, lambda one: str(one.staleness), WENT_ON)
     lines += found(
-        [f"seed {o.seed}, staleness {o.staleness}: {o.victim} in {o.moment} {o.step}: {o.faults[0][:200]}" for o in bad]
+        [
+            (
+                f"seed {o.seed}, staleness {o.staleness}: {o.victim} in {o.moment} {o.step}: "
+                f"{o.faults[0][:200]}"
+            )
+            for o in bad
+        ]
     )
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""What the kernel can take from a run: the memory of one process, and the writes of one file system."""
+"""What the kernel can take from a run: the memory of one process, and the writes of one file
+system."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-ROOTS = {Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes", Path("/sys/fs/cgroup"): "memory.max"}
+ROOTS = {
+    Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes",
+    Path("/sys/fs/cgroup"): "memory.max",
+}
 LEFT = 8 << 20  # bytes that a process may still take
 PREFIX = "hybridflow-faults-"
 SIZE_MB = 256
@@ -24,13 +28,15 @@ def can_starve() -> bool:
 
 
 def starve(pid: int) -> None:
-    """Let the process take a few more bytes; with the next ones the kernel kills it. What it holds does not count."""
+    """Let the process take a few more bytes; with the next ones the kernel kills it. What it holds
+    does not count."""
     with suppress(ProcessLookupError):  # it has ended
         (_group(str(pid)) / "cgroup.procs").write_text(str(pid))
 
 
 def free_groups() -> None:
-    """Remove the groups of processes that have ended; those that run go back to the group of all."""
+    """Remove the groups of processes that have ended; those that run go back to the group of
+    all."""
     for root in ROOTS:
         for group in root.glob(f"{PREFIX}*"):
             for pid in (group / "cgroup.procs").read_text().split():
@@ -74,7 +80,10 @@ def make_disk(image: Path, at: Path) -> None:
     """Mount a file system of its own, which lies in `image`, at `at`."""
     with image.open("wb") as file:
         file.truncate(SIZE_MB << 20)
-    for command in (["mkfs.ext4", "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(at)]):
+    for command in (
+        ["mkfs.ext4", "-q", "-m", "0", str(image)],
+        ["mount", "-o", "loop", str(image), str(at)],
+    ):
         subprocess.run(command, capture_output=True, check=True)
     (at / "lost+found").rmdir()
 

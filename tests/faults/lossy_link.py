@@ -1,8 +1,9 @@
-"""Two network namespaces whose only link loses, delays and repeats frames: `lossy_link.py LOST REPEATED DELAY_MS`.
+"""Two network namespaces whose only link loses, delays and repeats frames: `lossy_link.py LOST
+REPEATED DELAY_MS`.
 
-It needs root and /dev/net/tun, but no `netem` in the kernel. It prints the process ids by which `nsenter --net` finds
-the namespaces, whose addresses are 10.77.0.1 and 10.77.0.2, as a JSON list, carries frames until its stdin is closed,
-and then prints how many it carried, lost and repeated.
+It needs root and /dev/net/tun, but no `netem` in the kernel. It prints the process ids by which
+`nsenter --net` finds the namespaces, whose addresses are 10.77.0.1 and 10.77.0.2, as a JSON list,
+carries frames until its stdin is closed, and then prints how many it carried, lost and repeated.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ import sys
 import time
 
 CLONE_NEWNET = 0x40000000
-TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+TUNSETIFF = 0x400454CA
+IFF_TAP = 0x0002
+IFF_NO_PI = 0x1000
 MTU = 9000
 QUEUE = 1000  # frames on their way; more are lost, as in a switch
 
 
 def open_end(number: int) -> tuple[int, subprocess.Popen[bytes]]:
-    """A namespace with one interface: the descriptor of its frames, and a process that keeps the namespace."""
+    """A namespace with one interface: the descriptor of its frames, and a process that keeps the
+    namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "no network namespace may be made")
@@ -42,10 +46,13 @@ def open_end(number: int) -> tuple[int, subprocess.Popen[bytes]]:
 
 
 def carry(taps: list[int], lost: float, repeated: float, delay_s: float) -> dict[str, int]:
-    """Carry frames between the two ends until stdin is closed. `lost` and `repeated` are shares of the frames."""
-    chance, told = random.Random(0), {"carried": 0, "lost": 0, "repeated": 0}
+    """Carry frames between the two ends until stdin is closed. `lost` and `repeated` are shares of
+    the frames."""
+    chance = random.Random(0)
+    told = {"carried": 0, "lost": 0, "repeated": 0}
     on_the_way: list[tuple[float, int, int, bytes]] = []  # due, number, where to, frame
-    poll, number = select.poll(), 0
+    poll = select.poll()
+    number = 0
     for descriptor in (0, *taps):
         poll.register(descriptor, select.POLLIN)
     while True:
@@ -53,7 +60,8 @@ def carry(taps: list[int], lost: float, repeated: float, delay_s: float) -> dict
         for descriptor, _ in poll.poll(wait):
             if descriptor == 0:
                 return told
-            frame, other = os.read(descriptor, MTU + 64), taps[1 - taps.index(descriptor)]
+            frame = os.read(descriptor, MTU + 64)
+            other = taps[1 - taps.index(descriptor)]
             if chance.random() < lost or len(on_the_way) >= QUEUE:
                 told["lost"] += 1
                 continue
@@ -78,7 +86,9 @@ def main() -> None:
     ends = [open_end(number) for number in (1, 2)]
     try:
         print(json.dumps([keeper.pid for _, keeper in ends]), flush=True)
-        print(json.dumps(carry([tap for tap, _ in ends], lost, repeated, delay_ms / 1000)), flush=True)
+        print(
+            json.dumps(carry([tap for tap, _ in ends], lost, repeated, delay_ms / 1000)), flush=True
+        )
     finally:
         for _, keeper in ends:
             keeper.kill()

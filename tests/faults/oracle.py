@@ -10,10 +10,19 @@ from typing import Any
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import list_dumps, read_rollouts
 
-# Times, sizes of processes, and counts of what was disturbed. The engines' own log-probabilities depend in their last
-# bits on which prompts were computed together; nothing is trained on them.
+# Times, sizes of processes, and counts of what was disturbed. The engines' own log-probabilities
+# depend in their last bits on which prompts were computed together; nothing is trained on them.
 NOT_COMPARED = (
-    *("wall_time", "timing_s/", "perf/", "controller/", "trainer/restarts", "rollout/", "memory/", "sync/"),
+    *(
+        "wall_time",
+        "timing_s/",
+        "perf/",
+        "controller/",
+        "trainer/restarts",
+        "rollout/",
+        "memory/",
+        "sync/",
+    ),
     "weight_sync/",
 )
 EACH_SAMPLE = ("uid", "prompt_text", "response_text", "score", "weight_version")
@@ -22,7 +31,8 @@ EACH_SAMPLE = ("uid", "prompt_text", "response_text", "score", "weight_version")
 def differences(folder: Path, undisturbed: Path) -> list[str]:
     """What differs between the records, samples and weights of two finished runs, a line each."""
     found = []
-    ours, theirs = _records(folder), _records(undisturbed)
+    ours = _records(folder)
+    theirs = _records(undisturbed)
     if sorted(ours) != sorted(theirs):
         found.append(f"recorded {sorted(ours)}, not {sorted(theirs)}")
     for key in [key for key in theirs if key in ours]:
@@ -33,7 +43,10 @@ def differences(folder: Path, undisturbed: Path) -> list[str]:
         found += [f"{key}: {name} differs" for name in wrong if not name.startswith(NOT_COMPARED)]
     for part in ("rollouts", "validation"):
         found += _differing_samples(folder / part, undisturbed / part)
-    weights = [{path.name: _digest(path) for path in at.glob("export/*.safetensors")} for at in (folder, undisturbed)]
+    weights = [
+        {path.name: _digest(path) for path in at.glob("export/*.safetensors")}
+        for at in (folder, undisturbed)
+    ]
     if not weights[0] or weights[0] != weights[1]:
         found.append("the exported weights differ")
     return found
@@ -41,7 +54,11 @@ def differences(folder: Path, undisturbed: Path) -> list[str]:
 
 def step_seconds(folder: Path) -> float:
     """Median seconds of a step."""
-    steps = [record["timing_s/step"] for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "train"]
+    steps = [
+        record["timing_s/step"]
+        for record in read_jsonl(folder / "metrics.jsonl")
+        if record["phase"] == "train"
+    ]
     return statistics.median(steps)
 
 
@@ -54,7 +71,10 @@ def _records(folder: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
 
 def _differing_samples(ours: Path, theirs: Path) -> list[str]:
     samples = [
-        {step: [tuple(row.get(name) for name in EACH_SAMPLE) for row in read_rollouts(path)] for step, path in found}
+        {
+            step: [tuple(row.get(name) for name in EACH_SAMPLE) for row in read_rollouts(path)]
+            for step, path in found
+        }
         for found in (list_dumps(ours), list_dumps(theirs))
     ]
     steps = sorted(samples[0].keys() | samples[1].keys())

@@ -1,5 +1,5 @@
-"""The runs that are disturbed: each as small as its layout allows, with greedy sampling, so that a run that was
-disturbed can be compared with one that was not to the last bit."""
+"""The runs that are disturbed: each as small as its layout allows, with greedy sampling, so that a
+run that was disturbed can be compared with one that was not to the last bit."""
 
 from __future__ import annotations
 
@@ -38,20 +38,30 @@ SHAPES: dict[str, tuple[str, ...]] = {
 
 
 def words_of(shape: str, work: Path, out: Path) -> list[str]:
-    """The command line of a run of this shape whose folder is `out`/e2e; data and reward lie in `work`."""
+    """The command line of a run of this shape whose folder is `out`/e2e; data and reward lie in
+    `work`."""
     work.mkdir(parents=True, exist_ok=True)
     (work / "reward.py").write_text(REWARD)
     prepare("arithmetic", work / "data", None, load_config("e2e").data.prepare.options)
-    announcer, estimator = (Path(__file__).with_name(f"{name}.py") for name in ("announcer", "estimator"))
-    scored = [] if "algorithm=ppo" in SHAPES[shape] else [f"algorithm.adv_estimator='{estimator}:score'"]
+    announcer, estimator = (
+        Path(__file__).with_name(f"{name}.py") for name in ("announcer", "estimator")
+    )
+    scored = (
+        [] if "algorithm=ppo" in SHAPES[shape] else [f"algorithm.adv_estimator='{estimator}:score'"]
+    )
     return [
         *("train", "--config-name", "e2e", *SHAPES[shape]),
         *(f"data.prepare.out={work / 'data'}", f"output_dir={out}", "actor.optim.lr=3e-3"),
         *("reward=custom", f"reward.path={work / 'reward.py'}", "rollout.n=1"),
         *("rollout.sampling.top_k=1", "rollout.logprob_diff_bound=null", *scored),
-        "actor.ppo_mini_batch_size=2",  # two updates a step, and so a pass for the old log-probabilities
+        # two updates a step, and so a pass for the old log-probabilities
+        "actor.ppo_mini_batch_size=2",
         *("data.val_max_prompts=4", "rollout.extra_args={disable_radix_cache: true}"),
-        *(f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1", "trainer.test_every_steps=4"),
+        *(
+            f"trainer.total_steps={STEPS}",
+            "trainer.save_every_steps=1",
+            "trainer.test_every_steps=4",
+        ),
         *("trainer.max_restarts=1000", "rollout.max_restarts=1000", "trainer.report=false"),
         f"trainer.loggers=[jsonl,'{announcer}:announcer']",
     ]

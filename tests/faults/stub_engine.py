@@ -1,8 +1,9 @@
 """An engine without a model, in a process of its own: each token follows from those before it.
 
-`python -m tests.faults.stub_engine SOCKET PARENT` speaks lines of JSON over an inherited socket: {"version": v} are its
-weights from then on, {"ticket": t, "prompt": [...], "most": m} asks for tokens, {"forget": true} gives all up. It
-answers {"told": [[ticket, token, version, end], ...]}, where `end` is "stop", "length" or empty.
+`python -m tests.faults.stub_engine SOCKET PARENT` speaks lines of JSON over an inherited socket:
+{"version": v} are its weights from then on, {"ticket": t, "prompt": [...], "most": m} asks for
+tokens, {"forget": true} gives all up. It answers {"told": [[ticket, token, version, end], ...]},
+where `end` is "stop", "length" or empty.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def next_token(prefix: Sequence[int]) -> int:
 def main() -> None:
     """Answer until the other end closes the connection."""
     die_with_parent(int(sys.argv[2]))
-    lines, version = Lines(socket.socket(fileno=int(sys.argv[1]))), -1
+    lines = Lines(socket.socket(fileno=int(sys.argv[1])))
+    version = -1
     held: dict[int, tuple[list[int], int]] = {}
     while True:
         if select.select([lines.socket], [], [], PAUSE_S if held else None)[0]:

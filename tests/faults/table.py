@@ -45,20 +45,34 @@ class Counted(Protocol):
 def page(trials: Sequence[Trial]) -> str:
     """The document."""
     bad = [trial for trial in trials if trial.faults]
-    lines = [HEAD, f"{len(trials)} trials in {len({(t.shape, t.seed) for t in trials})} campaigns, {len(bad)} with a "
-             "fault.", ""]  # fmt: skip
+    lines = [
+        HEAD,
+        (
+            f"{len(trials)} trials in {len({(t.shape, t.seed) for t in trials})} campaigns, "
+            f"{len(bad)} with a fault."
+        ),
+        "",
+    ]
     lines += section("Disturbance", trials, lambda trial: trial.kind)
-    lines += section("Disturbance and process", trials, lambda trial: f"{trial.kind}, {trial.victim}")
+    lines += section(
+        "Disturbance and process", trials, lambda trial: f"{trial.kind}, {trial.victim}"
+    )
     lines += section("Moment", trials, lambda trial: trial.moment.replace("_", " "))
     lines += section("Shape", trials, lambda trial: trial.shape)
-    lines += found([f"{t.shape}, seed {t.seed}: {t.title}: {t.faults[0].split(chr(58))[0]}" for t in bad])
+    lines += found(
+        [f"{t.shape}, seed {t.seed}: {t.title}: {t.faults[0].split(chr(58))[0]}" for t in bad]
+    )
     return "\n".join(lines)
 
 
 def section(
-    title: str, trials: Sequence[Counted], key: Callable[[Any], str], went_on: str = "Went on in the same process"
+    title: str,
+    trials: Sequence[Counted],
+    key: Callable[[Any], str],
+    went_on: str = "Went on in the same process",
 ) -> list[str]:
-    """The lines of a table with a row for each value of `key`. `went_on` heads the trials that the driver survived."""
+    """The lines of a table with a row for each value of `key`. `went_on` heads the trials that the
+    driver survived."""
     groups = defaultdict(list)
     for trial in trials:
         groups[key(trial)].append(trial)
@@ -71,7 +85,8 @@ def section(
     for name, group in sorted(groups.items()):
         took = [trial.seconds for trial in group if trial.seconds >= 0]
         median = f"{statistics.median(took):.1f}" if took else ""
-        stayed, bad = sum(not trial.ended for trial in group), sum(bool(trial.faults) for trial in group)
+        stayed = sum(not trial.ended for trial in group)
+        bad = sum(bool(trial.faults) for trial in group)
         lines.append(f"| {name} | {len(group)} | {stayed} | {median} | {bad} |")
     return [*lines, ""]
 
@@ -80,4 +95,9 @@ def found(faults: Sequence[str]) -> list[str]:
     """The lines of the list of faults; none where there is none."""
     if not faults:
         return []
-    return ["## Faults found", "", *(textwrap.fill(f"- {one}", 118, subsequent_indent="  ") for one in faults), ""]
+    return [
+        "## Faults found",
+        "",
+        *(textwrap.fill(f"- {one}", 118, subsequent_indent="  ") for one in faults),
+        "",
+    ]

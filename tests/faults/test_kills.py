@@ -1,4 +1,5 @@
-"""Each process that conversations need is killed once in one run; what the kill trials would notice."""
+"""Each process that conversations need is killed once in one run; what the kill trials would
+notice."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from tests.faults.stub_engine import EOS, next_token
 
 def test_the_product_has_every_process_at_every_moment_with_every_staleness() -> None:
     campaigns = product(1)
-    found = {(staleness, kill.victim, kill.moment) for staleness, kills in campaigns for kill in kills}
+    found = {
+        (staleness, kill.victim, kill.moment) for staleness, kills in campaigns for kill in kills
+    }
     assert len(found) == len(STALENESS) * len(VICTIMS) * len(MOMENTS)
     assert sum(len(kills) for _, kills in campaigns) >= 50 and product(1) == campaigns != product(2)
 
@@ -38,11 +41,23 @@ def written(folder: Path) -> list[dict[str, Any]]:
     """What a run without disturbances would write, of one answer to each prompt."""
     steps = []
     for step in range(STEPS):
-        rows: dict[str, list[Any]] = {name: [] for name in ("prompt_ids", "response_ids", "response_mask", "uid",
-                                      "rollout_log_probs", "response_versions", "agent_failure", "messages",
-                                      "turn_rewards")}  # fmt: skip
+        rows: dict[str, list[Any]] = {
+            name: []
+            for name in (
+                "prompt_ids",
+                "response_ids",
+                "response_mask",
+                "uid",
+                "rollout_log_probs",
+                "response_versions",
+                "agent_failure",
+                "messages",
+                "turn_rewards",
+            )
+        }
         for row in range(SIZE * N):
-            prompt, ids = [3, 3 + step * SIZE + row // N], list[int]()
+            prompt = [3, 3 + step * SIZE + row // N]
+            ids = list[int]()
             while EOS not in ids and len(ids) < 5:
                 ids.append(next_token([*prompt, *ids]))
             rows["prompt_ids"].append(prompt)
@@ -67,10 +82,19 @@ def written(folder: Path) -> list[dict[str, Any]]:
         (lambda steps: steps[1]["prompt_ids"].__setitem__(0, [3, 9]), "step 1: the groups are"),
         (lambda steps: steps[1]["response_ids"][3].__setitem__(0, 99), "a token does not follow"),
         (lambda steps: steps[1]["rollout_log_probs"][3].__setitem__(0, 0.5), "another token's"),
-        (lambda steps: steps[3]["response_versions"][3].__setitem__(0, 1), "step 3, row 3: versions [1, 3]"),
-        (lambda steps: steps[1]["response_versions"][3].__setitem__(0, 2), "step 1, row 3: versions"),
+        (
+            lambda steps: steps[3]["response_versions"][3].__setitem__(0, 1),
+            "step 3, row 3: versions [1, 3]",
+        ),
+        (
+            lambda steps: steps[1]["response_versions"][3].__setitem__(0, 2),
+            "step 1, row 3: versions",
+        ),
         (lambda steps: steps[1]["agent_failure"].__setitem__(3, "it was lost"), "tokens to train"),
-        (lambda steps: steps[1]["turn_rewards"].__setitem__(3, [1.0]), "rewards [1.0], expected []"),
+        (
+            lambda steps: steps[1]["turn_rewards"].__setitem__(3, [1.0]),
+            "rewards [1.0], expected []",
+        ),
     ],
 )
 def test_what_would_be_noticed(change: Any, fault: str, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Writes `verl_advantages.json`: what verl 0.9.1 answers for GAE, whitening, the value loss and the adaptive KL
-coefficient.
+"""Writes `verl_advantages.json`: what verl 0.9.1 answers for GAE, whitening, the value loss and the
+adaptive KL coefficient.
 
 Needs the peer: `make bench NAME=gae` installs it beside the benchmarks. Run as
 `PYTHONPATH=benchmarks/.cache/peer python tests/golden/make_verl_advantages.py`.
@@ -24,7 +24,8 @@ OUT = Path(__file__).with_name("verl_advantages.json")
 
 
 def padded(rows: int, longest: int, seed: int, holes: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row lengths [rows] and the mask [rows, longest] of responses, with observation tokens in between when `holes`."""
+    """Row lengths [rows] and the mask [rows, longest] of responses, with observation tokens in
+    between when `holes`."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (rows,), generator=generator)
     mask = (torch.arange(longest)[None] < lengths[:, None]).float()
@@ -76,7 +77,12 @@ def value_losses() -> list[dict[str, Any]]:
     """The clipped regression under each aggregation."""
     cases = []
     for seed, (clip, mode) in enumerate(
-        [(0.5, "token-mean"), (0.1, "seq-mean-token-sum"), (0.2, "seq-mean-token-mean"), (1e9, "token-mean")]
+        [
+            (0.5, "token-mean"),
+            (0.1, "seq-mean-token-sum"),
+            (0.2, "seq-mean-token-mean"),
+            (1e9, "token-mean"),
+        ]
     ):
         lengths, mask = padded(6, 7, 20 + seed, False)
         generator = torch.Generator().manual_seed(200 + seed)
@@ -98,11 +104,12 @@ def value_losses() -> list[dict[str, Any]]:
 
 
 def penalised_rewards() -> list[dict[str, Any]]:
-    """Three steps of a reward with a KL penalty whose coefficient follows the divergence, as `apply_kl_penalty` puts
-    them together."""
+    """Three steps of a reward with a KL penalty whose coefficient follows the divergence, as
+    `apply_kl_penalty` puts them together."""
     cases = []
     for kind in ("k1", "abs", "k2", "k3"):
-        control, steps = AdaptiveKLController(0.2, 0.1, 50), []
+        control = AdaptiveKLController(0.2, 0.1, 50)
+        steps = []
         for step in range(3):
             lengths, mask = padded(4, 6, 40 + step, False)
             generator = torch.Generator().manual_seed(300 + step)
@@ -111,7 +118,8 @@ def penalised_rewards() -> list[dict[str, Any]]:
             last = torch.randn(4, generator=generator)
             scores[torch.arange(4), lengths - 1] = last
             divergence = kl_penalty(old, reference, kind) * mask
-            rewards, coefficient = scores - control.value * divergence, control.value
+            rewards = scores - control.value * divergence
+            coefficient = control.value
             current = masked_mean(divergence, mask, axis=-1).mean(0).item()
             control.update(current, 4)
             steps.append(
@@ -130,5 +138,10 @@ def penalised_rewards() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    golden = {"peer": "verl 0.9.1", "gae": advantages(), "value_loss": value_losses(), "rewards": penalised_rewards()}
+    golden = {
+        "peer": "verl 0.9.1",
+        "gae": advantages(),
+        "value_loss": value_losses(),
+        "rewards": penalised_rewards(),
+    }
     OUT.write_text(json.dumps(golden, separators=(",", ":")) + "\n")

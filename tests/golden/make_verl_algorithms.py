@@ -1,9 +1,9 @@
-"""Writes `verl_algorithms.json`: what verl 0.9.1 answers for estimators, policy losses with their gradients, KL
-estimates, aggregation and rollout correction, in float64.
+"""Writes `verl_algorithms.json`: what verl 0.9.1 answers for estimators, policy losses with their
+gradients, KL estimates, aggregation and rollout correction, in float64.
 
-The inputs are drawn by `drawn` from a seed, so that the file holds answers alone. Needs the peer beside torch: `pip
-install --no-deps --target PEER verl==0.9.1 tensordict pyvers cloudpickle codetiming`, then
-`PYTHONPATH=.:PEER python tests/golden/make_verl_algorithms.py`.
+The inputs are drawn by `drawn` from a seed, so that the file holds answers alone. Needs the peer
+beside torch: `pip install --no-deps --target PEER verl==0.9.1 tensordict pyvers cloudpickle
+codetiming`, then `PYTHONPATH=.:PEER python tests/golden/make_verl_algorithms.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 def cut(values: torch.Tensor, case: Case) -> list[float]:
     """Rows one after another without padding."""
-    return [x for row, length in zip(values, case.lengths.tolist(), strict=True) for x in row[:length].tolist()]
+    return [
+        x
+        for row, length in zip(values, case.lengths.tolist(), strict=True)
+        for x in row[:length].tolist()
+    ]
 
 
 class Algorithm(dict):  # type: ignore[type-arg]
@@ -42,27 +46,44 @@ class Algorithm(dict):  # type: ignore[type-arg]
 
 def estimators(case: Case) -> dict[str, list[float]]:
     """Advantages of each estimator; pass@k where every group has two samples."""
-    rewards, mask, groups = case.padded(case.rewards), case.padded(case.mask.double()), case.groups.numpy()
+    rewards = case.padded(case.rewards)
+    mask = case.padded(case.mask.double())
+    groups = case.groups.numpy()
     found = {}
     common = {"token_level_rewards": rewards, "response_mask": mask, "index": groups}
     names = ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "reinforce_plus_plus"]
     names += ["grpo_passk"] if min(np.unique(groups, return_counts=True)[1]) > 1 else []
     for name in names:
-        given = {key: value.copy() if isinstance(value, np.ndarray) else value.clone() for key, value in common.items()}
+        given = {
+            key: value.copy() if isinstance(value, np.ndarray) else value.clone()
+            for key, value in common.items()
+        }
         function = core_algos.get_adv_estimator_fn(name)
-        found[name] = cut(function(**given, config=Algorithm(norm_adv_by_std_in_grpo=True))[0], case)
+        found[name] = cut(
+            function(**given, config=Algorithm(norm_adv_by_std_in_grpo=True))[0], case
+        )
     dr_grpo = core_algos.get_adv_estimator_fn("grpo")
-    found["dr_grpo"] = cut(dr_grpo(rewards.clone(), mask, groups, norm_adv_by_std_in_grpo=False)[0], case)
+    found["dr_grpo"] = cut(
+        dr_grpo(rewards.clone(), mask, groups, norm_adv_by_std_in_grpo=False)[0], case
+    )
     remax = core_algos.get_adv_estimator_fn("remax")
     baseline = core_algos.get_adv_estimator_fn("tir_optimal_token_baseline")
-    old, squared = case.padded(case.old), case.padded(case.sum_squared)
+    old = case.padded(case.old)
+    squared = case.padded(case.sum_squared)
     found["optimal_token_baseline"] = cut(baseline(rewards, mask, groups, old, squared)[0], case)
     gdpo = core_algos.get_adv_estimator_fn("gdpo")
     inside = case.padded(torch.ones_like(case.lengths).repeat_interleave(case.lengths))
     batch = {"prompts": torch.zeros(len(groups), 0), "attention_mask": inside}
     options = {"gdpo_reward_keys": ["first", "second"], "gdpo_reward_weights": [1.0, 0.5]}
     parts = dict(zip(options["gdpo_reward_keys"], case.parts.numpy(), strict=True))
-    answer = gdpo(rewards, mask.float(), groups, config=Algorithm(options), non_tensor_batch=parts, batch=batch)
+    answer = gdpo(
+        rewards,
+        mask.float(),
+        groups,
+        config=Algorithm(options),
+        non_tensor_batch=parts,
+        batch=batch,
+    )
     found["gdpo"] = cut(answer[0], case)
     found["remax"] = cut(remax(rewards, case.greedy, mask, config=Algorithm())[0], case)
     return found
@@ -71,7 +92,8 @@ def estimators(case: Case) -> dict[str, list[float]]:
 def losses(case: Case) -> dict[str, Any]:
     """Loss and gradient of every policy loss, under its own aggregation or the token mean."""
     found = {}
-    mask, old = case.padded(case.mask.double()), case.padded(case.old)
+    mask = case.padded(case.mask.double())
+    old = case.padded(case.old)
     for name, (peer, mode, options) in LOSSES.items():
         policy = {key: value for key, value in options.items() if not key.startswith("clip_ratio")}
         clips = {key: value for key, value in options.items() if key.startswith("clip_ratio")}
@@ -85,7 +107,9 @@ def losses(case: Case) -> dict[str, Any]:
         torch.manual_seed(0)
         if peer == "reinforce":
             advantages = case.padded(case.advantages)
-            loss, _ = core_algos.compute_policy_loss_reinforce(old, new, advantages, mask, mode, config)
+            loss, _ = core_algos.compute_policy_loss_reinforce(
+                old, new, advantages, mask, mode, config
+            )
         else:
             function = core_algos.get_policy_loss_fn(peer)
             loss, _ = function(old, new, case.padded(case.advantages), mask, mode, config, None)
@@ -111,7 +135,8 @@ def divergences(case: Case) -> dict[str, Any]:
 
 def corrections(case: Case) -> dict[str, Any]:
     """Importance weights, kept tokens and the mismatch between two policies."""
-    mask, ratio = case.padded(case.mask.double()), case.padded(case.old - case.rollout)
+    mask = case.padded(case.mask.double())
+    ratio = case.padded(case.old - case.rollout)
     found: dict[str, Any] = {}
     for level in ("token", "sequence"):
         for name, threshold in (("truncated", 1.2), ("icepop", "0.8_1.2")):
@@ -121,13 +146,21 @@ def corrections(case: Case) -> dict[str, Any]:
         written = f"{threshold[0]}_{threshold[1]}" if isinstance(threshold, list) else threshold
         found[name] = cut(compute_rollout_rejection_mask(ratio, mask, name, written)[0], case)
     metrics = compute_offpolicy_metrics(case.padded(case.old), case.padded(case.rollout), mask)
-    return found | {"kl": metrics["kl"], "k3_kl": metrics["k3_kl"], "chi2_token": metrics["chi2_token"]}
+    return found | {
+        "kl": metrics["kl"],
+        "k3_kl": metrics["k3_kl"],
+        "chi2_token": metrics["chi2_token"],
+    }
 
 
 if __name__ == "__main__":
     answers = []
     for seed in range(CASES):
         case = drawn(seed)
-        answers.append({"estimators": estimators(case), "losses": losses(case), "kl": divergences(case)})
+        answers.append(
+            {"estimators": estimators(case), "losses": losses(case), "kl": divergences(case)}
+        )
         answers[-1]["corrections"] = corrections(case)
-    OUT.write_text(json.dumps({"peer": "verl 0.9.1", "cases": answers}, separators=(",", ":")) + "\n")
+    OUT.write_text(
+        json.dumps({"peer": "verl 0.9.1", "cases": answers}, separators=(",", ":")) + "\n"
+    )

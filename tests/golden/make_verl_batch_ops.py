@@ -1,5 +1,5 @@
-"""Writes `verl_batch_ops.json`: what verl 0.9.1 answers for batch operations and dispatch on the cases that it and we
-define alike.
+"""Writes `verl_batch_ops.json`: what verl 0.9.1 answers for batch operations and dispatch on the
+cases that it and we define alike.
 
 Needs the peer: `make bench NAME=gae` installs it beside the benchmarks. Run as
 `PYTHONPATH=benchmarks/.cache/peer python tests/golden/make_verl_batch_ops.py`.
@@ -31,7 +31,8 @@ def plain(data: Any) -> dict[str, Any]:
     """A batch as lists."""
     tensors = {name: tensor.tolist() for name, tensor in data.batch.items()}
     return {
-        "columns": tensors | {name: array.tolist() for name, array in data.non_tensor_batch.items()},
+        "columns": tensors
+        | {name: array.tolist() for name, array in data.non_tensor_batch.items()},
         "meta": data.meta_info,
     }
 
@@ -49,27 +50,71 @@ def row_operations() -> list[dict[str, Any]]:
                 "args": [["ids", "text"]],
                 "out": plain(batch(rows).select(["ids"], ["text"])),
             },
-            {"op": "rows_list", "rows": rows, "args": [order], "out": plain(batch(rows).select_idxs(order))},
+            {
+                "op": "rows_list",
+                "rows": rows,
+                "args": [order],
+                "out": plain(batch(rows).select_idxs(order)),
+            },
             {
                 "op": "rows_repeated",
                 "rows": rows,
                 "args": [[0, 0, rows - 1]],
                 "out": plain(batch(rows).select_idxs([0, 0, rows - 1])),
             },
-            {"op": "rows_mask", "rows": rows, "args": [mask], "out": plain(batch(rows).select_idxs(np.array(mask)))},
-            {"op": "slice", "rows": rows, "args": [0, rows // 2 + 1], "out": plain(batch(rows)[0 : rows // 2 + 1])},
-            {"op": "slice_step", "rows": rows, "args": [0, rows, 2], "out": plain(batch(rows)[0:rows:2])},
-            {"op": "repeat", "rows": rows, "args": [3], "out": plain(batch(rows).repeat(3, interleave=True))},
-            {"op": "rename", "rows": rows, "args": [{"ids": "uid"}], "out": plain(batch(rows).rename("ids", "uid"))},
-            {"op": "split", "rows": rows, "args": [2], "out": [plain(part) for part in batch(rows).split(2)]},
+            {
+                "op": "rows_mask",
+                "rows": rows,
+                "args": [mask],
+                "out": plain(batch(rows).select_idxs(np.array(mask))),
+            },
+            {
+                "op": "slice",
+                "rows": rows,
+                "args": [0, rows // 2 + 1],
+                "out": plain(batch(rows)[0 : rows // 2 + 1]),
+            },
+            {
+                "op": "slice_step",
+                "rows": rows,
+                "args": [0, rows, 2],
+                "out": plain(batch(rows)[0:rows:2]),
+            },
+            {
+                "op": "repeat",
+                "rows": rows,
+                "args": [3],
+                "out": plain(batch(rows).repeat(3, interleave=True)),
+            },
+            {
+                "op": "rename",
+                "rows": rows,
+                "args": [{"ids": "uid"}],
+                "out": plain(batch(rows).rename("ids", "uid")),
+            },
+            {
+                "op": "split",
+                "rows": rows,
+                "args": [2],
+                "out": [plain(part) for part in batch(rows).split(2)],
+            },
         ]
         reordered = batch(rows)
         reordered.reorder(torch.tensor(order))
         cases.append({"op": "reorder", "rows": rows, "args": [order], "out": plain(reordered)})
         for divisor in (1, 3, 4):
             padded, size = pad_dataproto_to_divisor(batch(rows), divisor)
-            cases.append({"op": "pad", "rows": rows, "args": [divisor], "out": plain(padded), "size": size})
-            cases.append({"op": "unpad", "rows": rows, "args": [divisor], "out": plain(unpad_dataproto(padded, size))})
+            cases.append(
+                {"op": "pad", "rows": rows, "args": [divisor], "out": plain(padded), "size": size}
+            )
+            cases.append(
+                {
+                    "op": "unpad",
+                    "rows": rows,
+                    "args": [divisor],
+                    "out": plain(unpad_dataproto(padded, size)),
+                }
+            )
         for chunks in (1, rows):
             cases.append(
                 {
@@ -80,10 +125,20 @@ def row_operations() -> list[dict[str, Any]]:
                 }
             )
         cases.append(
-            {"op": "concat", "rows": rows, "args": [3], "out": plain(DataProto.concat([batch(rows), batch(3, rows)]))}
+            {
+                "op": "concat",
+                "rows": rows,
+                "args": [3],
+                "out": plain(DataProto.concat([batch(rows), batch(3, rows)])),
+            }
         )
         cases.append(
-            {"op": "union", "rows": rows, "args": [], "out": plain(batch(rows).union(batch(rows).rename("ids", "uid")))}
+            {
+                "op": "union",
+                "rows": rows,
+                "args": [],
+                "out": plain(batch(rows).union(batch(rows).rename("ids", "uid"))),
+            }
         )
         cases.append({"op": "union_error", "rows": rows, "args": [], "out": refuses_union(rows)})
     return cases
@@ -99,7 +154,8 @@ def refuses_union(rows: int) -> bool:
 
 
 def dispatched() -> list[dict[str, Any]]:
-    """What each rank of an N-d mesh gets, and what is collected from ranks that return what they got."""
+    """What each rank of an N-d mesh gets, and what is collected from ranks that return what they
+    got."""
     cases = []
     for dp_ranks, collects, rows in (
         ([0, 1], [True, True], 6),
@@ -109,9 +165,11 @@ def dispatched() -> list[dict[str, Any]]:
         dp_size = max(dp_ranks) + 1
         (chunks,), _ = decorator._split_args_kwargs_data_proto(dp_size, batch(rows))
         by_rank = [chunks[dp] for dp in dp_ranks]
-        # Ours collects in dp order; verl in rank order. They agree where the collecting ranks ascend with their groups,
-        # as here.
-        collected = DataProto.concat([part for part, wanted in zip(by_rank, collects, strict=True) if wanted])
+        # Ours collects in dp order; verl in rank order. They agree where the collecting ranks
+        # ascend with their groups, as here.
+        collected = DataProto.concat(
+            [part for part, wanted in zip(by_rank, collects, strict=True) if wanted]
+        )
         cases.append(
             {
                 "rows": rows,
@@ -136,7 +194,13 @@ def padded_dispatch() -> list[dict[str, Any]]:
         whole = DataProto.concat(chunks)
         back = whole.select_idxs(list(range(len(whole) - padding)))
         cases.append(
-            {"rows": rows, "ranks": ranks, "sizes": sizes, "padding": padding, "ids": back.batch["ids"].tolist()}
+            {
+                "rows": rows,
+                "ranks": ranks,
+                "sizes": sizes,
+                "padding": padding,
+                "ids": back.batch["ids"].tolist(),
+            }
         )
     return cases
 

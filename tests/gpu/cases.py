@@ -1,4 +1,5 @@
-"""What one rank does in the checks for a GPU; the same code on the CPU gives what it is compared with."""
+"""What one rank does in the checks for a GPU; the same code on the CPU gives what it is compared
+with."""
 
 from __future__ import annotations
 
@@ -15,21 +16,31 @@ from tests.dist.harness.policies import batch_of, policy_of
 
 
 def scores(hf: str, dtype: str, torch_modules: bool) -> list[float]:
-    """Log-probabilities of one batch under the same weights; `torch_modules` leaves Transformer Engine out."""
+    """Log-probabilities of one batch under the same weights; `torch_modules` leaves Transformer
+    Engine out."""
     return _log_probs(_policy(hf, dtype, torch_modules))
 
 
 def offloaded(hf: str) -> dict[str, Any]:
-    """Log-probabilities and allocated bytes before all parts leave the device, while they are away, and after."""
+    """Log-probabilities and allocated bytes before all parts leave the device, while they are away,
+    and after."""
     from hybridflow.mcore.model_parts import model_parts
 
-    policy, platform = _policy(hf, "float32", True), Platform.detect()
+    policy = _policy(hf, "float32", True)
+    platform = Platform.detect()
     residency = Residency(model_parts(policy), platform, policy.settle)
-    before, held = _log_probs(policy), platform.memory_bytes()
+    before = _log_probs(policy)
+    held = platform.memory_bytes()
     freed = residency.sleep(*PARTS)
     away = platform.memory_bytes()
     residency.wake(*PARTS)
-    return {"before": before, "after": _log_probs(policy), "freed": freed, "held": held, "away": away}
+    return {
+        "before": before,
+        "after": _log_probs(policy),
+        "freed": freed,
+        "held": held,
+        "away": away,
+    }
 
 
 def resumed(hf: str, dtype: str, torch_modules: bool, folder: str) -> dict[str, Any]:
@@ -46,7 +57,8 @@ def resumed(hf: str, dtype: str, torch_modules: bool, folder: str) -> dict[str, 
     load(second, Path(folder))
     counted = adam_step(second.optimizer.inner)
     norms = [_update(policy, 2) for policy in (first, second)]
-    mine, theirs = first.parameters(), second.parameters()
+    mine = first.parameters()
+    theirs = second.parameters()
     return {
         "adam": type(inner_optimizers(first.optimizer.inner)[0].optimizer).__module__,
         "steps": [counted, adam_step(first.optimizer.inner), adam_step(second.optimizer.inner)],
@@ -56,13 +68,17 @@ def resumed(hf: str, dtype: str, torch_modules: bool, folder: str) -> dict[str, 
 
 
 def slept(hf: str, count: int) -> dict[str, Any]:
-    """Log-probabilities and allocated bytes while everything is away, after each of `count` updates."""
+    """Log-probabilities and allocated bytes while everything is away, after each of `count`
+    updates."""
     from hybridflow.mcore.model_parts import model_parts
 
-    policy, platform = _policy(hf, "float32", True), Platform.detect()
+    policy = _policy(hf, "float32", True)
+    platform = Platform.detect()
     policy.set_optimizer(OptimConfig(lr=1e-3))
     residency = Residency(model_parts(policy), platform, policy.settle)
-    away, same, parts = [], [], [part for part in PARTS if part != "reference"]
+    away = []
+    same = []
+    parts = [part for part in PARTS if part != "reference"]
     for step in range(count):
         _update(policy, step)
         before = _log_probs(policy)

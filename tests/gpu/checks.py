@@ -1,4 +1,5 @@
-"""The checks of `make gpu`: what each runs, how long it may take, and what was predicted before any GPU had run it.
+"""The checks of `make gpu`: what each runs, how long it may take, and what was predicted before any
+GPU had run it.
 
 Imports the standard library alone: it is read on machines that still lack everything else.
 """
@@ -11,23 +12,56 @@ Bounds = tuple[float, float]  # least and most; of a prediction, or of what pass
 INFINITY = float("inf")
 TRAIN = ("-m", "hybridflow.cli.main", "train", "--config-name", "tiny-moe-grpo")
 IN_PROCESS = (
-    *("cluster=in-process", "model.dtype=bfloat16", "rollout.logprob_diff_bound=null", "trainer.save_every_steps=0"),
+    *(
+        "cluster=in-process",
+        "model.dtype=bfloat16",
+        "rollout.logprob_diff_bound=null",
+        "trainer.save_every_steps=0",
+    ),
 )
 # the layers of Qwen3 0.6B at random, and answers of 128 tokens
 SHAPE = (
-    *("model=qwen3-0.6b", "model.tokenizer=${data.prepare.out}/tokenizer", "sft.steps=0", "trainer.export=false"),
-    *("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=8", "data.max_response_length=128"),
+    *(
+        "model=qwen3-0.6b",
+        "model.tokenizer=${data.prepare.out}/tokenizer",
+        "sft.steps=0",
+        "trainer.export=false",
+    ),
+    *(
+        "data.train_batch_size=8",
+        "actor.ppo_mini_batch_size=8",
+        "rollout.n=8",
+        "data.max_response_length=128",
+    ),
     *("data.val_max_prompts=64", "actor.max_tokens_per_micro_batch=16384", "actor.recompute=full"),
 )
 # the same layers and sizes as a CPU has time for
 SMALL_SHAPE = (
-    *("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=2", "data.max_response_length=8"),
+    *(
+        "data.train_batch_size=2",
+        "actor.ppo_mini_batch_size=2",
+        "rollout.n=2",
+        "data.max_response_length=8",
+    ),
     *("data.val_max_prompts=2", "actor.recompute=full", "sft.steps=0", "trainer.export=false"),
 )
 COLOCATED = (
-    *("cluster.procs_per_node=1", "cluster.devices_per_node=1", "actor.parallel.tensor=1", "actor.parallel.pipeline=1"),
-    *("actor.parallel.expert=1", "actor.parallel.sequence=false", "rollout.num_engines=1", "rollout.pool=actor"),
-    *("rollout.sleep_while_training=true", "actor.offload={weights: true, gradients: true, optimizer: true}"),
+    *(
+        "cluster.procs_per_node=1",
+        "cluster.devices_per_node=1",
+        "actor.parallel.tensor=1",
+        "actor.parallel.pipeline=1",
+    ),
+    *(
+        "actor.parallel.expert=1",
+        "actor.parallel.sequence=false",
+        "rollout.num_engines=1",
+        "rollout.pool=actor",
+    ),
+    *(
+        "rollout.sleep_while_training=true",
+        "actor.offload={weights: true, gradients: true, optimizer: true}",
+    ),
     *("model.dtype=bfloat16", "rollout.logprob_diff_bound=null", "sft.steps=0"),
     # wheels of a machine without an index have neither flashinfer nor FlashAttention 3
     "rollout.extra_args={attention_backend: triton, sampling_backend: pytorch}",
@@ -74,7 +108,8 @@ CHECKS = (
     Check(
         "environment",
         1,
-        "what the machine is: versions, driver, memory that may be locked, speed of a copy and of a matrix product",
+        "what the machine is: versions, driver, memory that may be locked, speed of a copy and of "
+        "a matrix product",
         _module("environment"),
         rehearsal=_module("environment", "--rehearse"),
         limit_s=25,
@@ -99,9 +134,23 @@ CHECKS = (
     Check(
         "trainer",
         1,
-        "log-probabilities are a CPU's; a resumed run goes on as one that was not; all that leaves the GPU comes back",
-        (*PYTEST, "-n", "6", "tests/gpu/test_trainer.py", "tests/gpu/test_resume.py", "tests/gpu/test_sleep.py"),
-        rehearsal=(*PYTEST, "tests/gpu/test_trainer.py", "tests/gpu/test_resume.py", "-k", "TINY or offloaded"),
+        "log-probabilities are a CPU's; a resumed run goes on as one that was not; all that leaves "
+        "the GPU comes back",
+        (
+            *PYTEST,
+            "-n",
+            "6",
+            "tests/gpu/test_trainer.py",
+            "tests/gpu/test_resume.py",
+            "tests/gpu/test_sleep.py",
+        ),
+        rehearsal=(
+            *PYTEST,
+            "tests/gpu/test_trainer.py",
+            "tests/gpu/test_resume.py",
+            "-k",
+            "TINY or offloaded",
+        ),
         limit_s=100,
         predicted_s=70,
         needs=("torch", "megatron"),
@@ -166,7 +215,8 @@ CHECKS = (
     Check(
         "update",
         1,
-        "an update at the shape of Qwen3 0.6B: its share of the bare product, its kernels, and where the host waits",
+        "an update at the shape of Qwen3 0.6B: its share of the bare product, its kernels, and "
+        "where the host waits",
         _module("update_profile"),
         rehearsal=_module("update_profile", "--rehearse"),
         limit_s=70,
@@ -200,7 +250,8 @@ CHECKS = (
     Check(
         "weights",
         2,
-        "an engine's checksum through empty updates and through twenty colocated syncs is that of a cold start",
+        "an engine's checksum through empty updates and through twenty colocated syncs is that of "
+        "a cold start",
         (*PYTEST, "-s", "tests/gpu/test_weights.py"),
         limit_s=170,
         predicted_s=110,
@@ -246,7 +297,15 @@ CHECKS = (
         "te-trainer",
         3,
         "Transformer Engine's layers compute what torch's do, and a resumed run goes on",
-        (*PYTEST, "-n", "4", "tests/gpu/test_trainer.py", "tests/gpu/test_resume.py", "-k", "engine or resuming"),
+        (
+            *PYTEST,
+            "-n",
+            "4",
+            "tests/gpu/test_trainer.py",
+            "tests/gpu/test_resume.py",
+            "-k",
+            "engine or resuming",
+        ),
         limit_s=120,
         predicted_s=80,
         needs=("torch", "megatron", "transformer_engine"),

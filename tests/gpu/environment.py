@@ -16,8 +16,25 @@ from hybridflow.device.platform import Platform
 from tests.gpu.measure import DEVICE, REHEARSAL, result, seconds
 
 PACKAGES = (
-    *("torch", "triton", "transformers", "numpy", "pyarrow", "safetensors", "megatron-core", "hydra-core", "ray"),
-    *("sglang", "sglang-kernel", "transformer-engine", "liger-kernel", "quack-kernels", "cut-cross-entropy"),
+    *(
+        "torch",
+        "triton",
+        "transformers",
+        "numpy",
+        "pyarrow",
+        "safetensors",
+        "megatron-core",
+        "hydra-core",
+        "ray",
+    ),
+    *(
+        "sglang",
+        "sglang-kernel",
+        "transformer-engine",
+        "liger-kernel",
+        "quack-kernels",
+        "cut-cross-entropy",
+    ),
 )
 
 
@@ -31,7 +48,9 @@ def _version(name: str) -> str | None:
 def _said(*words: str) -> str:
     """What a program prints; why not, where it cannot."""
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=10).stdout.strip()[-400:]
+        return subprocess.run(
+            words, capture_output=True, text=True, check=False, timeout=10
+        ).stdout.strip()[-400:]
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
 
@@ -58,7 +77,8 @@ def main() -> None:
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     a, b = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    copied, multiplied = seconds(lambda: target.copy_(source)), seconds(lambda: a @ b)
+    copied = seconds(lambda: target.copy_(source))
+    multiplied = seconds(lambda: a @ b)
     found["copy_TB_s"] = 2 * size / copied / 1e12
     found["product_TFLOP_s"] = 2 * side**3 / multiplied / 1e12
     result(found)

@@ -1,4 +1,5 @@
-"""Install the wheels that were brought to a machine without a package index, into a folder of their own."""
+"""Install the wheels that were brought to a machine without a package index, into a folder of their
+own."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ LIMIT_S = 120.0
 
 
 def install(site: Path, wheels: Path = WHEELS) -> list[dict[str, Any]]:
-    """Records of what was installed into `site`: one in all, and one more for each wheel that pip refuses.
+    """Records of what was installed into `site`: one in all, and one more for each wheel that pip
+    refuses.
 
     A distribution that the machine has is left as it is there.
     """
@@ -32,9 +34,18 @@ def install(site: Path, wheels: Path = WHEELS) -> list[dict[str, Any]]:
     # all at once takes seconds; one by one finds the wheel that is to blame
     if _pip(missing, site):
         refused = [(wheel, why) for wheel in missing if (why := _pip([wheel], site))]
-    found = [{"check": f"install {wheel.name}", "status": "failed", "why": why} for wheel, why in refused]
-    whole: dict[str, Any] = {"check": "install", "status": "passed", "shows": "wheels without an index"}
-    whole |= {"seconds": round(time.monotonic() - begun, 1), "figures": {"wheels": len(missing) - len(refused)}}
+    found = [
+        {"check": f"install {wheel.name}", "status": "failed", "why": why} for wheel, why in refused
+    ]
+    whole: dict[str, Any] = {
+        "check": "install",
+        "status": "passed",
+        "shows": "wheels without an index",
+    }
+    whole |= {
+        "seconds": round(time.monotonic() - begun, 1),
+        "figures": {"wheels": len(missing) - len(refused)},
+    }
     return [whole, *found]
 
 
@@ -65,10 +76,22 @@ def _is_there(wheel: Path) -> bool:
 
 def _pip(wheels: Sequence[Path], site: Path) -> str:
     """Pip's last words where it fails; empty where it does not."""
-    words = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site)]
+    words = [
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--no-cache-dir",
+        "--upgrade",
+        "--target",
+        str(site),
+    ]
     command = [sys.executable, "-m", "pip", "install", "-q", *words, *map(str, wheels)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         return f"pip took more than {LIMIT_S:.0f} s"
-    return done.stderr.strip()[-600:] or f"pip ended with status {done.returncode}" if done.returncode else ""
+    return (
+        done.stderr.strip()[-600:] or f"pip ended with status {done.returncode}"
+        if done.returncode
+        else ""
+    )

@@ -1,4 +1,5 @@
-"""A second process opens this one's memory and copies it: `device.peer_memory` without a transport."""
+"""A second process opens this one's memory and copies it: `device.peer_memory` without a
+transport."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import torch
 from hybridflow.device import peer_memory
 from tests.gpu.measure import result, seconds
 
-HANDED, NBYTES, WAIT_S = "HYBRIDFLOW_GPU_HANDED", 1 << 28, 20.0
+HANDED = "HYBRIDFLOW_GPU_HANDED"
+NBYTES = 1 << 28
+WAIT_S = 20.0
 DEVICE = torch.device("cuda", 0)
 
 
@@ -24,7 +27,9 @@ def give() -> int:
     tensor.view(torch.int64).copy_(torch.arange(NBYTES // 8, device=DEVICE))
     events.record(0)
     env = {**os.environ, HANDED: json.dumps([memory, events.handles])}
-    return subprocess.run([sys.executable, "-m", "tests.gpu.ipc_speed"], env=env, timeout=35, check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "tests.gpu.ipc_speed"], env=env, timeout=35, check=False
+    ).returncode
 
 
 def take(handed: str) -> None:

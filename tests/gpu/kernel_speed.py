@@ -1,4 +1,5 @@
-"""Kernels beside the bare matrix product and beside a copy. Bytes and operations are counted by hand."""
+"""Kernels beside the bare matrix product and beside a copy. Bytes and operations are counted by
+hand."""
 
 from __future__ import annotations
 
@@ -20,18 +21,22 @@ def log_probs(tokens: int, hidden_size: int, vocabulary: int) -> dict[str, float
     main_grad = torch.zeros(vocabulary, hidden_size, device=DEVICE)
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
-        return linear_log_probs.partial_sums(hidden, weight, targets, temperature=1.0, with_entropy=True, chunk=1024)
+        return linear_log_probs.partial_sums(
+            hidden, weight, targets, temperature=1.0, with_entropy=True, chunk=1024
+        )
 
     def both() -> None:
         tops, sums = forward()
-        log_z, ones = tops + sums[0].log(), torch.ones_like(tops)
+        log_z = tops + sums[0].log()
+        ones = torch.ones_like(tops)
         given = linear_log_probs.Upstream(ones, None, log_z, log_z)
         linear_log_probs.gradients(
             hidden, weight, targets, given, temperature=1.0, chunk=1024, grad_weight_VH=main_grad
         )
 
     product = _product_seconds(hidden, weight)
-    one, all_three = seconds(forward), seconds(both, 5)
+    one = seconds(forward)
+    all_three = seconds(both, 5)
     found = {
         "product_TFLOP_s": 2 * tokens * vocabulary * hidden_size / product / 1e12,
         "forward_share": product / one,
@@ -46,13 +51,15 @@ def log_probs(tokens: int, hidden_size: int, vocabulary: int) -> dict[str, float
 
 
 def _product_seconds(hidden: torch.Tensor, weight: torch.Tensor) -> float:
-    """Seconds of the bare product. Its result, which the kernels never hold, is freed before they run."""
+    """Seconds of the bare product. Its result, which the kernels never hold, is freed before they
+    run."""
     logits = torch.empty(len(hidden), len(weight), device=DEVICE, dtype=BF16)
     return seconds(lambda: torch.mm(hidden, weight.t(), out=logits))
 
 
 def moves() -> dict[str, float]:
-    """Shares of a copy's bandwidth: the checksum reads each byte once; a message is read and written once."""
+    """Shares of a copy's bandwidth: the checksum reads each byte once; a message is read and
+    written once."""
     nbytes, rows, columns = (1 << 12, 16, 64) if REHEARSAL else (1 << 30, 16384, 4096)
     body = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
     copy = torch.empty_like(body)
@@ -62,7 +69,9 @@ def moves() -> dict[str, float]:
     message = slices.Slices([slices.Slice(shard, 0, tuple(shard.shape), BF16)], shard.numel() * 2)
     payload = torch.empty(shard.numel() * 2, dtype=torch.uint8, device=DEVICE)
     for name, form in (("pack", message.pack), ("scatter", message.scatter)):
-        found[f"{name}_share"] = 2 * len(payload) * a_byte / seconds(lambda form=form: form(payload, 7))
+        found[f"{name}_share"] = (
+            2 * len(payload) * a_byte / seconds(lambda form=form: form(payload, 7))
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Each kernel against float64, or byte for byte against torch's form, on random inputs and poisoned outputs."""
+"""Each kernel against float64, or byte for byte against torch's form, on random inputs and poisoned
+outputs."""
 
 from __future__ import annotations
 
@@ -13,12 +14,27 @@ import torch
 from hybridflow_kernels import digest, fp8_cast, linear_log_probs, scans, slices
 from tests.gpu.measure import DEVICE, REHEARSAL, result
 
-BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-BOUNDS = {"log_z": 1e-4, "entropy": 1e-3, "top": 1e-4, "d_hidden": 6e-3, "d_weight": 6e-3, "scan": 1e-5}
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
+FP8 = torch.float8_e4m3fn
+BOUNDS = {
+    "log_z": 1e-4,
+    "entropy": 1e-3,
+    "top": 1e-4,
+    "d_hidden": 6e-3,
+    "d_weight": 6e-3,
+    "scan": 1e-5,
+}
 FLOAT32_GRADIENT = 1e-5
 SMALL = ((77, 51, 64, FP32), (1, 3, 8, FP32), (33, 40, 24, BF16))
 LARGE = (
-    *((300, 8192, 1024, BF16), (300, 8193, 1024, BF16), (257, 32000, 896, BF16), (129, 16384, 1000, BF16)),
+    *(
+        (300, 8192, 1024, BF16),
+        (300, 8193, 1024, BF16),
+        (257, 32000, 896, BF16),
+        (129, 16384, 1000, BF16),
+    ),
     *((512, 151936, 1024, BF16), (130, 20000, 4096, FP16)),
 )
 FLOAT64_ELEMENTS = 1 << 27  # logits beyond are compared with torch's form in float32
@@ -43,7 +59,13 @@ def off(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def log_probs(
-    n: int, v: int, h: int, dtype: torch.dtype, temperature: float = 1.0, entropy: bool = True, k: int = 0
+    n: int,
+    v: int,
+    h: int,
+    dtype: torch.dtype,
+    temperature: float = 1.0,
+    entropy: bool = True,
+    k: int = 0,
 ) -> dict[str, float]:
     """Differences of sums, highest logits and gradients."""
     hidden = torch.randn(n, h, device=DEVICE, dtype=dtype)
@@ -54,15 +76,21 @@ def log_probs(
         nothing = torch.full((n, k), torch.nan, device=DEVICE)
         best = nothing, torch.full((n, k), -7, device=DEVICE, dtype=torch.int64)
     options: dict[str, Any] = {"temperature": temperature, "with_entropy": entropy}
-    tops, sums = linear_log_probs.partial_sums(hidden, weight, targets, chunk=1024, best=best, **options)
-    log_z, entropies = tops + sums[0].log(), sums[0].log() - sums[2] / sums[0]
+    tops, sums = linear_log_probs.partial_sums(
+        hidden, weight, targets, chunk=1024, best=best, **options
+    )
+    log_z = tops + sums[0].log()
+    entropies = sums[0].log() - sums[2] / sums[0]
     if n * v > FLOAT64_ELEMENTS:
         with torch_form(linear_log_probs):
-            tops, theirs = linear_log_probs.partial_sums(hidden, weight, targets, chunk=256, **options)
+            tops, theirs = linear_log_probs.partial_sums(
+                hidden, weight, targets, chunk=256, **options
+            )
         return {"log_z": float((log_z - tops - theirs[0].log()).abs().max())}
     logits = (hidden.double() @ weight.double().t() / temperature).requires_grad_()
     log_p = logits.log_softmax(-1)
-    exact_z, exact_entropy = logits.logsumexp(-1), -(log_p.exp() * log_p).sum(-1)
+    exact_z = logits.logsumexp(-1)
+    exact_entropy = -(log_p.exp() * log_p).sum(-1)
     found = {"log_z": float((log_z - exact_z).abs().max())}
     if entropy:
         found["entropy"] = float((entropies - exact_entropy).abs().max())
@@ -70,11 +98,21 @@ def log_probs(
         found["top"] = float((best[0] - logits.topk(k).values).abs().max())
     upstream = torch.randn(n, device=DEVICE), torch.randn(n, device=DEVICE)
     grad_weight = torch.zeros(v, h, device=DEVICE)
-    given = linear_log_probs.Upstream(upstream[0], upstream[1] if entropy else None, log_z.float(), entropies.float())
-    grad_hidden = linear_log_probs.gradients(
-        hidden, weight, targets, given, temperature=temperature, chunk=1024, grad_weight_VH=grad_weight
+    given = linear_log_probs.Upstream(
+        upstream[0], upstream[1] if entropy else None, log_z.float(), entropies.float()
     )
-    picked = torch.where(targets >= 0, log_p.gather(-1, targets.clamp(min=0)[:, None])[:, 0], -exact_z)
+    grad_hidden = linear_log_probs.gradients(
+        hidden,
+        weight,
+        targets,
+        given,
+        temperature=temperature,
+        chunk=1024,
+        grad_weight_VH=grad_weight,
+    )
+    picked = torch.where(
+        targets >= 0, log_p.gather(-1, targets.clamp(min=0)[:, None])[:, 0], -exact_z
+    )
     loss = (picked * upstream[0]).sum() + ((exact_entropy * upstream[1]).sum() if entropy else 0.0)
     loss.backward()
     of_logits = logits.grad / temperature
@@ -104,17 +142,23 @@ def packed(pieces: list[slices.Slice]) -> dict[str, float]:
         slices._move(pieces, other, scatter=False)
         theirs = int(digest.digest(other, 7))
     different = float((payload != other).float().mean())
-    assert not different and mine == theirs, f"{different:.2%} of the bytes differ, checksums equal: {mine == theirs}"
+    assert not different and mine == theirs, (
+        f"{different:.2%} of the bytes differ, checksums equal: {mine == theirs}"
+    )
     if all(piece.block is None and piece.dtype == piece.tensor.dtype for piece in pieces):
         before = [piece.tensor.clone() for piece in pieces]
         for piece in pieces:
             piece.tensor.zero_()
         assert int(prepared.scatter(payload, 7)) == mine, "checksums of pack and scatter differ"
-        assert all(torch.equal(piece.tensor, kept) for piece, kept in zip(pieces, before, strict=True))
+        assert all(
+            torch.equal(piece.tensor, kept) for piece, kept in zip(pieces, before, strict=True)
+        )
     return {}
 
 
-def strided(rows: int, columns: int, dtype: torch.dtype, source: torch.dtype | None = None) -> list[slices.Slice]:
+def strided(
+    rows: int, columns: int, dtype: torch.dtype, source: torch.dtype | None = None
+) -> list[slices.Slice]:
     """Half of each row of a tensor."""
     whole = torch.randn(2, rows, 2 * columns, device=DEVICE).to(source or dtype)
     return [slices.Slice(whole[:, :, :columns], 0, (2, rows, columns), dtype)]
@@ -146,9 +190,17 @@ def scanned(name: str) -> dict[str, float]:
 def cases() -> Iterator[tuple[str, Callable[[], dict[str, float]], torch.dtype]]:
     """Name, case, dtype whose rounding its gradients have."""
     for n, v, h, dtype in SMALL if REHEARSAL else (*SMALL, *LARGE):
-        yield f"log-probs {n} x {v} x {h} {dtype}", lambda size=(n, v, h, dtype): log_probs(*size), dtype
+        yield (
+            f"log-probs {n} x {v} x {h} {dtype}",
+            lambda size=(n, v, h, dtype): log_probs(*size),
+            dtype,
+        )
     n, v, h, k = (70, 40, 16, 3) if REHEARSAL else (70, 9000, 512, 20)
-    yield f"log-probs, top {k}, temperature 0.7", lambda: log_probs(n, v, h, BF16, 0.7, False, k), BF16
+    yield (
+        f"log-probs, top {k}, temperature 0.7",
+        lambda: log_probs(n, v, h, BF16, 0.7, False, k),
+        BF16,
+    )
     for size in (0, 1, 7, 8, 9, 4096 * 8, (1 << 20) + 3, *(() if REHEARSAL else ((1 << 31) + 5,))):
         if not REHEARSAL or size < 10_000:
             yield f"checksum of {size}", lambda size=size: checksum(size), FP32

@@ -1,4 +1,5 @@
-"""Where the ranks of the checks run: on the GPU, or in a rehearsal (`make gpu ARGS=--rehearse`) on the CPU."""
+"""Where the ranks of the checks run: on the GPU, or in a rehearsal (`make gpu ARGS=--rehearse`) on
+the CPU."""
 
 from __future__ import annotations
 
@@ -19,4 +20,6 @@ needs_gpu = pytest.mark.skipif(Platform.detect().kind != KIND, reason="needs a G
 
 def on(platform: Kind, function: str, **arguments: Any) -> Any:
     """What `tests.gpu.cases:FUNCTION` returns on one rank of this kind."""
-    return run_ranks(1, f"tests.gpu.cases:{function}", loaded=LOADED, platform=platform, **arguments)[0]
+    return run_ranks(
+        1, f"tests.gpu.cases:{function}", loaded=LOADED, platform=platform, **arguments
+    )[0]

@@ -15,8 +15,8 @@ DEVICE = "cpu" if REHEARSAL else "cuda"
 
 
 def result(figures: dict[str, Any]) -> None:
-    """Print the figures for `make gpu`. Called more than once, the last call counts: a check that fails later has
-    left what it had."""
+    """Print the figures for `make gpu`. Called more than once, the last call counts: a check that
+    fails later has left what it had."""
     print("RESULT " + json.dumps(figures), flush=True)
 
 

@@ -19,7 +19,12 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("transports")
     arguments = {"transports": ["cuda_ipc"], "folder": str(folder), "device": "cuda:0"}
     found = run_ranks(
-        7, "tests.dist.cases.transport:all_syncs", timeout_s=500, loaded=NOTHING, platform="cuda", **arguments
+        7,
+        "tests.dist.cases.transport:all_syncs",
+        timeout_s=500,
+        loaded=NOTHING,
+        platform="cuda",
+        **arguments,
     )
     assert list(Path(folder, "cuda_ipc-bad").iterdir()) == []
     return [rank["cuda_ipc"] for rank in found]
@@ -28,12 +33,18 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_every_element_arrives_at_every_sync(facts: list[dict[str, Any]]) -> None:
     for name in ("TP2", "TP2 and TP1", "TP2 and TP1 in bf16"):
         engines = [rank["good"][name] for rank in facts[cases.TRAINERS :] if name in rank["good"]]
-        assert [[sync["right"] for sync in engine["syncs"]] for engine in engines] == [[True] * 4] * len(engines)
+        assert [[sync["right"] for sync in engine["syncs"]] for engine in engines] == [
+            [True] * 4
+        ] * len(engines)
 
 
 @pytest.mark.parametrize("side", ["trainer", "engine"])
-@pytest.mark.parametrize(("deed", "word"), [("kill", "its process has ended"), ("stall", "did nothing for")])
-def test_a_peer_that_dies_or_stalls_is_named(facts: list[dict[str, Any]], deed: str, word: str, side: str) -> None:
+@pytest.mark.parametrize(
+    ("deed", "word"), [("kill", "its process has ended"), ("stall", "did nothing for")]
+)
+def test_a_peer_that_dies_or_stalls_is_named(
+    facts: list[dict[str, Any]], deed: str, word: str, side: str
+) -> None:
     others = facts[cases.TRAINERS : 6] if side == "trainer" else facts[: cases.TRAINERS]
     assert any(word in rank["bad"][f"{deed} {side}"]["error"] for rank in others)
 

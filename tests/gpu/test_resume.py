@@ -18,4 +18,6 @@ def test_resuming_equals_going_on(hf: str, torch_modules: bool, tmp_path: Path) 
     found = on(KIND, "resumed", hf=hf, dtype="bfloat16", torch_modules=torch_modules, folder=folder)
     assert found["steps"] == [2, 3, 3], found
     # kernels that add in another order each time may differ by one rounding of bfloat16
-    assert found["off"] <= 2**-7 and found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-3), found
+    assert found["off"] <= 2**-7 and found["norms"][0] == pytest.approx(
+        found["norms"][1], rel=1e-3
+    ), found

@@ -1,4 +1,5 @@
-"""Megatron's layers on a GPU give what they give on a CPU, and all that is offloaded comes back byte for byte."""
+"""Megatron's layers on a GPU give what they give on a CPU, and all that is offloaded comes back
+byte for byte."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ MODELS = ("TINY", "DENSE", "LLAMA", "DEEPSEEK")
 @pytest.mark.parametrize("hf", MODELS)
 def test_torchs_layers_compute_what_a_cpu_computes(hf: str) -> None:
     arguments = {"hf": hf, "dtype": "float32", "torch_modules": True}
-    np.testing.assert_allclose(on(KIND, "scores", **arguments), on("cpu", "scores", **arguments), atol=1e-4)
+    np.testing.assert_allclose(
+        on(KIND, "scores", **arguments), on("cpu", "scores", **arguments), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("hf", MODELS)
@@ -22,7 +25,8 @@ def test_transformer_engines_layers_compute_what_torchs_do(hf: str) -> None:
     if not on(KIND, "has_transformer_engine"):
         pytest.skip("Transformer Engine is not installed")
     mine, theirs = (
-        np.array(on(KIND, "scores", hf=hf, dtype="bfloat16", torch_modules=plain)) for plain in (False, True)
+        np.array(on(KIND, "scores", hf=hf, dtype="bfloat16", torch_modules=plain))
+        for plain in (False, True)
     )
     assert np.abs(mine - theirs).mean() < 2e-2
 

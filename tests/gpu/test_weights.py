@@ -1,5 +1,5 @@
-"""Weights of an engine on the trainer's GPU: an update without weights changes nothing, and weights that came over
-memory of the GPU are those of a cold start."""
+"""Weights of an engine on the trainer's GPU: an update without weights changes nothing, and weights
+that came over memory of the GPU are those of a cold start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tests.gpu.weights import after_sleep, cold_start, through_empty_updates
 from tests.models import SYNC_MOE
 
 pytestmark = pytest.mark.skipif(Platform.detect().kind != "cuda", reason="needs a GPU")
-CLOSE = 500  # times what float32 costs transformers on a CPU: an engine's attention on a GPU may multiply in TF32
+# times what float32 costs transformers on a CPU: an engine's attention on a GPU may multiply in
+# TF32
+CLOSE = 500
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""An update at the shape of a published model: its batch, its step, and its share of a matrix product's speed."""
+"""An update at the shape of a published model: its batch, its step, and its share of a matrix
+product's speed."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def alone() -> None:
 
 
 def update_of(hf: Mapping[str, Any], dtype: str, tokens: int) -> Callable[[], None]:
-    """A function that makes one update: 4 sequences of `tokens` tokens in all, half of each a response."""
+    """A function that makes one update: 4 sequences of `tokens` tokens in all, half of each a
+    response."""
     import numpy as np
 
     from hybridflow.batch import DataProto, Jagged
@@ -52,7 +54,9 @@ def update_of(hf: Mapping[str, Any], dtype: str, tokens: int) -> Callable[[], No
     )
 
     def update() -> None:
-        policy.train_mini_batch(batch, sft_loss, columns=(), max_tokens=tokens, temperature=1.0, with_entropy=False)
+        policy.train_mini_batch(
+            batch, sft_loss, columns=(), max_tokens=tokens, temperature=1.0, with_entropy=False
+        )
 
     return update
 
@@ -78,17 +82,22 @@ def best_seconds(work: Callable[[], Any], rounds: int) -> float:
 
 def product_flops(side: int, dtype: str, rounds: int) -> float:
     """Operations a second of a product of two squares."""
-    square = torch.randn(side, side, device=Platform.detect().current_device(), dtype=getattr(torch, dtype))
+    square = torch.randn(
+        side, side, device=Platform.detect().current_device(), dtype=getattr(torch, dtype)
+    )
     return 2 * side**3 / best_seconds(lambda: square @ square, rounds)
 
 
-def measure(hf: Mapping[str, Any], dtype: str, tokens: int, product: int, rounds: int = 5) -> dict[str, float]:
+def measure(
+    hf: Mapping[str, Any], dtype: str, tokens: int, product: int, rounds: int = 5
+) -> dict[str, float]:
     """The best of `rounds` updates beside the best product of squares."""
     platform = Platform.detect()
     platform.reset_peak_memory()
     took = best_seconds(update_of(hf, dtype, tokens), rounds)
     memory = platform.peak_memory_bytes()
-    reached, peak = flops_of(hf, tokens) / took, product_flops(product, dtype, rounds)
+    reached = flops_of(hf, tokens) / took
+    peak = product_flops(product, dtype, rounds)
     return {
         "seconds": took,
         "tokens_per_s": tokens / took,

@@ -1,5 +1,6 @@
-"""The same update by transformers on the same device: bfloat16, its own attention, gradient checkpointing and torch's
-fused AdamW. Weights and moments are in bfloat16, which is less than a trainer keeps: its memory is a lower bound."""
+"""The same update by transformers on the same device: bfloat16, its own attention, gradient
+checkpointing and torch's fused AdamW. Weights and moments are in bfloat16, which is less than a
+trainer keeps: its memory is a lower bound."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def main() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf, tokens = (models.DENSE, 128) if REHEARSAL else (published("qwen3-0.6b"), 16384)
-    named: dict[str, Any] = {name: value for name, value in dict(hf).items() if name != "model_type"}
+    named: dict[str, Any] = {
+        name: value for name, value in dict(hf).items() if name != "model_type"
+    }
     config = AutoConfig.for_model(dict(hf)["model_type"], **named)
     platform = Platform.detect()
     with torch.device(DEVICE):
@@ -40,7 +43,13 @@ def main() -> None:
 
     platform.reset_peak_memory()
     took = best_seconds(update, 1 if REHEARSAL else 3)
-    result({"seconds": took, "tokens_per_s": tokens / took, "peak_memory_GB": platform.peak_memory_bytes() / 1e9})
+    result(
+        {
+            "seconds": took,
+            "tokens_per_s": tokens / took,
+            "peak_memory_GB": platform.peak_memory_bytes() / 1e9,
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What the checks for a GPU ask of an engine's weights; `tests/dist/test_weight_sync.py` asks the same on a CPU."""
+"""What the checks for a GPU ask of an engine's weights; `tests/dist/test_weight_sync.py` asks the
+same on a CPU."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from tests.engine_weights import load_weights_from_disk, weights_checksum
 
 
 def through_empty_updates(world: SyncWorld, number: int) -> list[Any]:
-    """An engine's checksums: before an update, after one that brings nothing, and after its layout was traced anew.
+    """An engine's checksums: before an update, after one that brings nothing, and after its layout
+    was traced anew.
 
-    SGLang runs its step after loading at the end of every update. Where that step permutes or repacks weights, an
-    update without weights would change them.
+    SGLang runs its step after loading at the end of every update. Where that step permutes or
+    repacks weights, an update without weights would change them.
     """
     client = world.client(number)
     found = [weights_checksum(client)]
@@ -27,8 +29,9 @@ def through_empty_updates(world: SyncWorld, number: int) -> list[Any]:
 
 
 def after_sleep(world: SyncWorld, seed: int) -> int:
-    """New weights for engines that sleep, as in a colocated run: weights wake, are filled, then the cache wakes.
-    Returns the MiB of the device that are in use while they sleep, by whatever process."""
+    """New weights for engines that sleep, as in a colocated run: weights wake, are filled, then the
+    cache wakes. Returns the MiB of the device that are in use while they sleep, by whatever
+    process."""
     version = world.train(seed)
     block_on(world.engines.sleep())
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)

@@ -1,6 +1,8 @@
-"""config.json and generation_config.json of each family with the fields that the published files have, in tiny sizes.
+"""config.json and generation_config.json of each family with the fields that the published files
+have, in tiny sizes.
 
-Sizes are chosen so that every width differs from every other where the family allows it, and blocks of fp8 are cut.
+Sizes are chosen so that every width differs from every other where the family allows it, and blocks
+of fp8 are cut.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ _YARN: Config = {
     "type": "yarn",
 }
 
-# vocab_size and the ids of special tokens are those of the family's tokenizer and are filled in with it
+# vocab_size and the ids of special tokens are those of the family's tokenizer and are filled in
+# with it
 CONFIGS: dict[str, Config] = {
     "llama-3.1": {
         **_COMMON,
@@ -213,12 +216,23 @@ CONFIGS: dict[str, Config] = {
 }
 GENERATION: dict[str, Config] = {
     "llama-3.1": {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
-    "qwen2.5": {"do_sample": True, "repetition_penalty": 1.1, "temperature": 0.7, "top_p": 0.8, "top_k": 20},
+    "qwen2.5": {
+        "do_sample": True,
+        "repetition_penalty": 1.1,
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "top_k": 20,
+    },
     "qwen3": {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
     "qwen3-moe": {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
     "mixtral": {"_from_model_config": True},
     "glm-4.5": {"_from_model_config": True, "do_sample": True, "temperature": 0.6},
-    "deepseek-v3": {"_from_model_config": True, "do_sample": True, "temperature": 0.6, "top_p": 0.95},
+    "deepseek-v3": {
+        "_from_model_config": True,
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.95,
+    },
     "moonlight": {"max_length": 512},
     "kimi-k2": {"max_length": 512},
 }

@@ -1,4 +1,5 @@
-"""`published_folder` writes a tiny model as its family publishes one; `break_folder` spoils it as downloads are."""
+"""`published_folder` writes a tiny model as its family publishes one; `break_folder` spoils it as
+downloads are."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from tests.published.tensors import tensors_of, write_shards
 from tests.published.tokenizers import FORMS, write_tokenizer
 
 FAMILIES = tuple(CONFIGS)
-FAULTS = ("missing-shard", "cut-shard", "missing-entry", "missing-index", "lfs-pointer", "incomplete")
+FAULTS = (
+    "missing-shard",
+    "cut-shard",
+    "missing-entry",
+    "missing-index",
+    "lfs-pointer",
+    "incomplete",
+)
 MARKER = "code-has-run"
 
 _SHARDS = {"qwen2.5": 1, "qwen3": 1}
@@ -28,12 +36,15 @@ _CODE = {
 _POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {size}\n"
 
 
-def published_folder(family: str, folder: Path, seed: int = 0, *, shards: int | None = None, **config: Any) -> Path:
-    """Write a model folder as the family's publisher lays it out: every file of its kind, under its name.
+def published_folder(
+    family: str, folder: Path, seed: int = 0, *, shards: int | None = None, **config: Any
+) -> Path:
+    """Write a model folder as the family's publisher lays it out: every file of its kind, under its
+    name.
 
-    Code files leave a mark when they are run (`code_ran`). Weights are bfloat16, or fp8 with scales for DeepSeek-V3 and
-    Kimi-K2. GLM-4.5 and DeepSeek-V3 have a layer for multi-token prediction behind the others, Qwen3 has an
-    `lm_head.weight` beside tied embeddings.
+    Code files leave a mark when they are run (`code_ran`). Weights are bfloat16, or fp8 with scales
+    for DeepSeek-V3 and Kimi-K2. GLM-4.5 and DeepSeek-V3 have a layer for multi-token prediction
+    behind the others, Qwen3 has an `lm_head.weight` beside tied embeddings.
 
     Args:
         family: one of `FAMILIES`.
@@ -43,7 +54,8 @@ def published_folder(family: str, folder: Path, seed: int = 0, *, shards: int | 
         config: fields of config.json to replace; the tensors follow.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    form, specials = FORMS[family], write_tokenizer(family, folder)
+    form = FORMS[family]
+    specials = write_tokenizer(family, folder)
     stops = [specials[token] for token in form.stops]
     first = {"bos_token_id": specials.get(form.bos or "")} if form.bos else {}
     several = family in ("llama-3.1", "glm-4.5")
@@ -70,9 +82,11 @@ def break_folder(folder: Path, fault: str) -> Path:
     """Spoil a folder as an interrupted or wrong download does; returns the file that is at fault.
 
     Args:
-        fault: one of `FAULTS`. missing-entry takes a tensor out of the index, the others concern the last shard.
+        fault: one of `FAULTS`. missing-entry takes a tensor out of the index, the others concern
+            the last shard.
     """
-    index, last = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))[-1]
+    index = folder / "model.safetensors.index.json"
+    last = sorted(folder.glob("*.safetensors"))[-1]
     if fault == "missing-entry":
         content = json.loads(index.read_text())
         del content["weight_map"]["model.norm.weight"]
@@ -107,7 +121,9 @@ def _write_others(family: str, folder: Path) -> None:
         file.write_text(f"import pathlib\n\npathlib.Path({str(folder / MARKER)!r}).touch()\n")
     if family == "llama-3.1":
         (folder / "original").mkdir(exist_ok=True)
-        (folder / "original" / "consolidated.00.pth").write_bytes(b"PK\x03\x04 weights in another form")
+        (folder / "original" / "consolidated.00.pth").write_bytes(
+            b"PK\x03\x04 weights in another form"
+        )
         _write_json(folder / "original" / "params.json", {"dim": 64, "n_layers": 2})
     elif family == "mixtral":
         (folder / "consolidated.00.pt").write_bytes(b"PK\x03\x04 weights in another form")

@@ -1,6 +1,8 @@
-"""The tensors of each family by their published names, drawn from a seed, and the files that hold them.
+"""The tensors of each family by their published names, drawn from a seed, and the files that hold
+them.
 
-The names are written out here and not asked of the project's own maps, so that a folder disagrees with a wrong map.
+The names are written out here and not asked of the project's own maps, so that a folder disagrees
+with a wrong map.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ _UNQUANTISED = ("norm", "mlp.gate.", "embed_tokens", "eh_proj", "head", "bias", 
 
 
 def tensors_of(config: dict[str, Any], seed: int, *, extra_head: bool) -> dict[str, torch.Tensor]:
-    """Every tensor of the folder: bfloat16, the routers' corrections float32, linears fp8 with the scales of their
-    blocks where the config has a `quantization_config`.
+    """Every tensor of the folder: bfloat16, the routers' corrections float32, linears fp8 with the
+    scales of their blocks where the config has a `quantization_config`.
 
     Args:
-        extra_head: whether a model with tied embeddings has `lm_head.weight` all the same, as Qwen3-0.6B.
+        extra_head: whether a model with tied embeddings has `lm_head.weight` all the same, as
+            Qwen3-0.6B.
     """
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, torch.Tensor] = {}
@@ -34,10 +37,13 @@ def tensors_of(config: dict[str, Any], seed: int, *, extra_head: bool) -> dict[s
         if name.endswith(_FLOAT32):
             found[name] = values
         elif config.get("quantization_config") and not any(part in name for part in _UNQUANTISED):
-            found[name], found[f"{name}_scale_inv"] = _fp8(values, config["quantization_config"]["weight_block_size"])
+            found[name], found[f"{name}_scale_inv"] = _fp8(
+                values, config["quantization_config"]["weight_block_size"]
+            )
         else:
             found[name] = values.bfloat16()
-    head, embedding = found.get("lm_head.weight"), found["model.embed_tokens.weight"]
+    head = found.get("lm_head.weight")
+    embedding = found["model.embed_tokens.weight"]
     if head is not None and config["tie_word_embeddings"]:
         found["lm_head.weight"] = embedding.clone()
     for name in found:  # heads for more than one token repeat the embedding and the output head
@@ -49,7 +55,8 @@ def tensors_of(config: dict[str, Any], seed: int, *, extra_head: bool) -> dict[s
 
 
 def write_shards(folder: Path, tensors: dict[str, torch.Tensor], count: int, name: str) -> None:
-    """`model.safetensors`, or `count` shards of about the same size, called by `name`, with their index."""
+    """`model.safetensors`, or `count` shards of about the same size, called by `name`, with their
+    index."""
     if count == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return
@@ -81,7 +88,9 @@ def _fp8(values: torch.Tensor, block: list[int]) -> tuple[torch.Tensor, torch.Te
 
 
 def _shapes(config: dict[str, Any], extra_head: bool) -> Shapes:
-    hidden, layers, vocabulary = (int(config[key]) for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    hidden, layers, vocabulary = (
+        int(config[key]) for key in ("hidden_size", "num_hidden_layers", "vocab_size")
+    )
     yield "model.embed_tokens.weight", (vocabulary, hidden)
     for layer in range(layers):
         yield from _layer(config, layer)
@@ -100,7 +109,8 @@ def _shapes(config: dict[str, Any], extra_head: bool) -> Shapes:
 
 
 def _layer(config: dict[str, Any], layer: int) -> Shapes:
-    name, hidden = f"model.layers.{layer}", int(config["hidden_size"])
+    name = f"model.layers.{layer}"
+    hidden = int(config["hidden_size"])
     yield f"{name}.input_layernorm.weight", (hidden,)
     yield from (_latent if "kv_lora_rank" in config else _grouped)(config, f"{name}.self_attn")
     yield f"{name}.post_attention_layernorm.weight", (hidden,)
@@ -113,7 +123,9 @@ def _layer(config: dict[str, Any], layer: int) -> Shapes:
 
 
 def _grouped(config: dict[str, Any], name: str) -> Shapes:
-    hidden, heads, groups = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    hidden, heads, groups = (
+        int(config[key]) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
     width = int(config.get("head_dim") or hidden // heads)
     rows = {"q_proj": heads * width, "k_proj": groups * width, "v_proj": groups * width}
     for part, size in rows.items():
@@ -127,9 +139,17 @@ def _grouped(config: dict[str, Any], name: str) -> Shapes:
 
 
 def _latent(config: dict[str, Any], name: str) -> Shapes:
-    keys = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    keys = (
+        "hidden_size",
+        "num_attention_heads",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+    )
     hidden, heads, latent, nope, rope, value = (int(config[key]) for key in keys)
-    queries, rank = heads * (nope + rope), config["q_lora_rank"]
+    queries = heads * (nope + rope)
+    rank = config["q_lora_rank"]
     if rank is None:
         yield f"{name}.q_proj.weight", (queries, hidden)
     else:
@@ -149,7 +169,8 @@ def _mlp(name: str, hidden: int, width: int) -> Shapes:
 
 
 def _experts(config: dict[str, Any], name: str) -> Shapes:
-    hidden, width = int(config["hidden_size"]), int(config["moe_intermediate_size"])
+    hidden = int(config["hidden_size"])
+    width = int(config["moe_intermediate_size"])
     count = int(config.get("n_routed_experts") or config["num_experts"])
     yield f"{name}.gate.weight", (count, hidden)
     if "n_routed_experts" in config:
@@ -161,7 +182,8 @@ def _experts(config: dict[str, Any], name: str) -> Shapes:
 
 
 def _mixtral_experts(config: dict[str, Any], name: str) -> Shapes:
-    hidden, width = int(config["hidden_size"]), int(config["intermediate_size"])
+    hidden = int(config["hidden_size"])
+    width = int(config["intermediate_size"])
     yield f"{name}.gate.weight", (int(config["num_local_experts"]), hidden)
     for expert in range(int(config["num_local_experts"])):
         yield f"{name}.experts.{expert}.w1.weight", (width, hidden)

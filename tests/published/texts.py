@@ -1,12 +1,14 @@
-"""Mixed texts from a seed: prose, code, Chinese, emoji, numbers, blanks, special tokens as text, long runs."""
+"""Mixed texts from a seed: prose, code, Chinese, emoji, numbers, blanks, special tokens as text,
+long runs."""
 
 from __future__ import annotations
 
 import random
 
 _PROSE = (
-    "the of and model token answer Kimi MoonShot HTTPServer getValue don't we'll I'M it's naïve Zürich Straße ŒUVRE "
-    "привет мир Ελλάδα שלום مرحبا हिन्दी ไทย 안녕하세요 ǅungla ᾳ ﬁnal ſtart 'ſ 'LL İstanbul"
+    "the of and model token answer Kimi MoonShot HTTPServer getValue don't we'll I'M it's naïve "
+    "Zürich Straße ŒUVRE привет мир Ελλάδα שלום مرحبا हिन्दी ไทย 안녕하세요 ǅungla ᾳ ﬁnal ſtart 'ſ "
+    "'LL İstanbul"
 )
 _CODE = (
     "def f(x):\n    return x ** 2\n",
@@ -25,7 +27,19 @@ _CHINESE = (
     "中文abc混合123",
 )
 _EMOJI = ("🙂", "👩‍👩‍👧‍👦", "🇨🇳🇺🇸", "❤️", "1️⃣", "🏳️‍🌈", "🤷🏽‍♀️")
-_NUMBERS = ("0", "42", "1234567", "3.14159", "1,000,000", "2026-11-26", "0x1F", "٣٤٥", "½²", "Ⅻ", "१२३")
+_NUMBERS = (
+    "0",
+    "42",
+    "1234567",
+    "3.14159",
+    "1,000,000",
+    "2026-11-26",
+    "0x1F",
+    "٣٤٥",
+    "½²",
+    "Ⅻ",
+    "१२३",
+)
 _BLANKS = (
     " ",
     "  ",
@@ -42,7 +56,20 @@ _BLANKS = (
     "\x1c",
     "\x85",
 )
-_ODD = ("\x00", "\ufeff", "\u200d", "e\u0301", "a\u0308\u0323", "\ud7ff", "\U0010ffff", "_", "'", "''s", "ʼs", "'s's'S")
+_ODD = (
+    "\x00",
+    "\ufeff",
+    "\u200d",
+    "e\u0301",
+    "a\u0308\u0323",
+    "\ud7ff",
+    "\U0010ffff",
+    "_",
+    "'",
+    "''s",
+    "ʼs",
+    "'s's'S",
+)
 KINDS = (tuple(_PROSE.split()), _CODE, _CHINESE, _EMOJI, _NUMBERS, _BLANKS, _ODD)
 
 
@@ -55,13 +82,16 @@ def mixed_texts(count: int, specials: tuple[str, ...] = (), seed: int = 0) -> li
         pieces = [chosen.choice(chosen.choice(kinds)) for _ in range(chosen.randint(0, 40))]
         if number % 100 == 0:
             pieces.append(
-                chosen.choice(("a", "ab", " ", "\n", "中", "9", "=", "é", "A1 ", "🙂")) * chosen.randint(100, 3000)
+                chosen.choice(("a", "ab", " ", "\n", "中", "9", "=", "é", "A1 ", "🙂"))
+                * chosen.randint(100, 3000)
             )
         if number % 3 == 0:
             pieces = [piece + chosen.choice(("", " ")) for piece in pieces]
         if number % 50 == 0:
             pieces += [
-                chr(code) for code in (chosen.randrange(0x11_0000) for _ in range(20)) if not 0xD800 <= code < 0xE000
+                chr(code)
+                for code in (chosen.randrange(0x11_0000) for _ in range(20))
+                if not 0xD800 <= code < 0xE000
             ]
         texts.append("".join(pieces))
     return texts

@@ -1,5 +1,5 @@
-"""Tokenizer files of each family: its split patterns, special tokens and chat template, over a small vocabulary that is
-trained on the spot."""
+"""Tokenizer files of each family: its split patterns, special tokens and chat template, over a
+small vocabulary that is trained on the spot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from tests.published.texts import mixed_texts
 
@@ -37,44 +47,60 @@ KIMI_SPLIT = "|".join(
 )
 
 LLAMA_TEMPLATE = (
-    "{{- bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
-    "+ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{{- bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 CHATML_TEMPLATE = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + "
+    "'<|im_end|>' + '\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- "
+    "'<|im_start|>assistant\n' }}{%- endif %}"
 )
 MIXTRAL_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ ' [INST] ' + message['content'] "
-    "+ ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% else %}"
-    "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ ' [INST] ' + "
+    "message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + "
+    "message['content'] + eos_token }}{% else %}{{ raise_exception('Only user and assistant roles "
+    "are supported!') }}{% endif %}{% endfor %}"
 )
 GLM_TEMPLATE = (
-    "[gMASK]<sop>{%- for m in messages %}{%- if m.role == 'user' %}<|user|>\n{{ m.content }}"
-    "{%- elif m.role == 'assistant' %}<|assistant|>\n{{ m.content }}{%- elif m.role == 'system' %}<|system|>\n"
-    "{{ m.content }}{%- elif m.role == 'tool' %}<|observation|>\n{{ m.content }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}<|assistant|>\n{%- endif %}"
+    "[gMASK]<sop>{%- for m in messages %}{%- if m.role == 'user' %}<|user|>\n{{ m.content }}{%- "
+    "elif m.role == 'assistant' %}<|assistant|>\n{{ m.content }}{%- elif m.role == 'system' "
+    "%}<|system|>\n"
+    "{{ m.content }}{%- elif m.role == 'tool' %}<|observation|>\n{{ m.content }}{%- endif %}{%- "
+    "endfor %}{%- if add_generation_prompt %}<|assistant|>\n{%- endif %}"
 )
 DEEPSEEK_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ '<｜User｜>' + message['content'] }}{% elif message['role'] == 'assistant' %}"
-    "{{ '<｜Assistant｜>' + message['content'] + '<｜end▁of▁sentence｜>' }}{% else %}{{ message['content'] }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '<｜User｜>' "
+    "+ message['content'] }}{% elif message['role'] == 'assistant' %}{{ '<｜Assistant｜>' + "
+    "message['content'] + '<｜end▁of▁sentence｜>' }}{% else %}{{ message['content'] }}{% endif "
+    "%}{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
 )
 KIMI_TEMPLATE = (
-    "{%- for message in messages -%}{%- if loop.first and messages[0]['role'] != 'system' -%}"
-    "<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>{%- endif -%}"
-    "<|im_{{ 'user' if message['role'] == 'user' else 'assistant' if message['role'] == 'assistant' else 'system' }}|>"
-    "{{ message['role'] }}<|im_middle|>{{ message['content'] }}<|im_end|>{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"
+    "{%- for message in messages -%}{%- if loop.first and messages[0]['role'] != 'system' "
+    "-%}<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>{%- endif -%}<|im_{{ "
+    "'user' if message['role'] == 'user' else 'assistant' if message['role'] == 'assistant' else "
+    "'system' }}|>{{ message['role'] }}<|im_middle|>{{ message['content'] }}<|im_end|>{%- endfor "
+    "-%}{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"
 )
 _KIMI_SPECIALS = {
-    0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>", 6: "<|start_header_id|>",
-    7: "<|end_header_id|>", 9: "[EOT]", 10: "<|im_system|>", 11: "<|tool_calls_section_begin|>",
-    12: "<|tool_calls_section_end|>", 13: "<|tool_call_begin|>", 14: "<|tool_call_argument_begin|>",
-    15: "<|tool_call_end|>", 17: "<|im_middle|>", 254: "[UNK]", 255: "[PAD]",
-}  # fmt: skip
+    0: "[BOS]",
+    1: "[EOS]",
+    2: "<|im_end|>",
+    3: "<|im_user|>",
+    4: "<|im_assistant|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "[EOT]",
+    10: "<|im_system|>",
+    11: "<|tool_calls_section_begin|>",
+    12: "<|tool_calls_section_end|>",
+    13: "<|tool_call_begin|>",
+    14: "<|tool_call_argument_begin|>",
+    15: "<|tool_call_end|>",
+    17: "<|im_middle|>",
+    254: "[UNK]",
+    255: "[PAD]",
+}
 KIMI_RESERVED = 256
 
 
@@ -102,58 +128,128 @@ class Form:
 
 FORMS = {
     "llama-3.1": Form(
-        "PreTrainedTokenizerFast", LLAMA_TEMPLATE, (LLAMA_SPLIT,),
-        ("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|finetune_right_pad_id|>",
-         "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
-        bos="<|begin_of_text|>", eos="<|eot_id|>", stops=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+        "PreTrainedTokenizerFast",
+        LLAMA_TEMPLATE,
+        (LLAMA_SPLIT,),
+        (
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|reserved_special_token_0|>",
+            "<|finetune_right_pad_id|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eom_id|>",
+            "<|eot_id|>",
+            "<|python_tag|>",
+        ),
+        bos="<|begin_of_text|>",
+        eos="<|eot_id|>",
+        stops=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
     ),
     "qwen2.5": Form(
-        "Qwen2Tokenizer", CHATML_TEMPLATE, (QWEN_SPLIT,),
+        "Qwen2Tokenizer",
+        CHATML_TEMPLATE,
+        (QWEN_SPLIT,),
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"),
-        eos="<|im_end|>", pad="<|endoftext|>", stops=("<|im_end|>", "<|endoftext|>"),
+        eos="<|im_end|>",
+        pad="<|endoftext|>",
+        stops=("<|im_end|>", "<|endoftext|>"),
     ),
     "mixtral": Form(
-        "LlamaTokenizer", MIXTRAL_TEMPLATE, specials=("<unk>", "<s>", "</s>"), bos="<s>", eos="</s>", stops=("</s>",),
+        "LlamaTokenizer",
+        MIXTRAL_TEMPLATE,
+        specials=("<unk>", "<s>", "</s>"),
+        bos="<s>",
+        eos="</s>",
+        stops=("</s>",),
     ),
     "glm-4.5": Form(
-        "PreTrainedTokenizer", GLM_TEMPLATE, (LLAMA_SPLIT,),
-        ("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>",
-         "<|observation|>", "<think>", "</think>"),
-        eos="<|endoftext|>", pad="<|endoftext|>", stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
+        "PreTrainedTokenizer",
+        GLM_TEMPLATE,
+        (LLAMA_SPLIT,),
+        (
+            "<|endoftext|>",
+            "[MASK]",
+            "[gMASK]",
+            "[sMASK]",
+            "<sop>",
+            "<eop>",
+            "<|system|>",
+            "<|user|>",
+            "<|assistant|>",
+            "<|observation|>",
+            "<think>",
+            "</think>",
+        ),
+        eos="<|endoftext|>",
+        pad="<|endoftext|>",
+        stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
         template_file=True,
     ),
     "deepseek-v3": Form(
-        "LlamaTokenizerFast", DEEPSEEK_TEMPLATE, DEEPSEEK_SPLITS,
-        ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜User｜>", "<｜Assistant｜>"),
-        bos="<｜begin▁of▁sentence｜>", eos="<｜end▁of▁sentence｜>", pad="<｜end▁of▁sentence｜>",
+        "LlamaTokenizerFast",
+        DEEPSEEK_TEMPLATE,
+        DEEPSEEK_SPLITS,
+        (
+            "<｜begin▁of▁sentence｜>",
+            "<｜end▁of▁sentence｜>",
+            "<｜▁pad▁｜>",
+            "<｜User｜>",
+            "<｜Assistant｜>",
+        ),
+        bos="<｜begin▁of▁sentence｜>",
+        eos="<｜end▁of▁sentence｜>",
+        pad="<｜end▁of▁sentence｜>",
         stops=("<｜end▁of▁sentence｜>",),
     ),
     "moonlight": Form(
-        "TikTokenTokenizer", KIMI_TEMPLATE, (KIMI_SPLIT,), bos="[BOS]", eos="<|im_end|>", pad="[PAD]",
-        stops=("<|im_end|>",), rows=768,
+        "TikTokenTokenizer",
+        KIMI_TEMPLATE,
+        (KIMI_SPLIT,),
+        bos="[BOS]",
+        eos="<|im_end|>",
+        pad="[PAD]",
+        stops=("<|im_end|>",),
+        rows=768,
     ),
-}  # fmt: skip
+}
 FORMS["qwen3"] = FORMS["qwen3-moe"] = FORMS["qwen2.5"]
 FORMS["kimi-k2"] = Form(
-    "TikTokenTokenizer", KIMI_TEMPLATE, (KIMI_SPLIT,), bos="[BOS]", eos="[EOS]", pad="[PAD]", stops=("<|im_end|>",),
-    template_file=True, rows=768,
-)  # fmt: skip
+    "TikTokenTokenizer",
+    KIMI_TEMPLATE,
+    (KIMI_SPLIT,),
+    bos="[BOS]",
+    eos="[EOS]",
+    pad="[PAD]",
+    stops=("<|im_end|>",),
+    template_file=True,
+    rows=768,
+)
 
 
 def write_tokenizer(family: str, folder: Path) -> dict[str, int]:
     """Write the family's tokenizer files; {token: id} of its special tokens."""
     form = FORMS[family]
     folder.mkdir(parents=True, exist_ok=True)
-    write = {"LlamaTokenizer": _sentencepiece, "TikTokenTokenizer": _tiktoken}.get(form.tokenizer_class, _byte_level)
+    write = {"LlamaTokenizer": _sentencepiece, "TikTokenTokenizer": _tiktoken}.get(
+        form.tokenizer_class, _byte_level
+    )
     specials = write(form, folder)
     if family.startswith("qwen"):
         model = json.loads((folder / "tokenizer.json").read_text())["model"]
         (folder / "vocab.json").write_text(json.dumps(model["vocab"], ensure_ascii=False))
-        (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"]))
+        (folder / "merges.txt").write_text(
+            "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"])
+        )
     if family in ("llama-3.1", "mixtral"):
         named = {"bos_token": form.bos, "eos_token": form.eos}
         (folder / "special_tokens_map.json").write_text(json.dumps(named, indent=2))
-    _config(form, folder, specials, "tokenization_kimi" if family == "kimi-k2" else "tokenization_moonshot")
+    _config(
+        form,
+        folder,
+        specials,
+        "tokenization_kimi" if family == "kimi-k2" else "tokenization_moonshot",
+    )
     return specials
 
 
@@ -161,9 +257,12 @@ def _config(form: Form, folder: Path, specials: dict[str, int], code: str) -> No
     kept = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     config: dict[str, Any] = {
         "added_tokens_decoder": {
-            str(number): {"content": token, **kept, "special": _special(token)} for token, number in specials.items()
+            str(number): {"content": token, **kept, "special": _special(token)}
+            for token, number in specials.items()
         },
-        "additional_special_tokens": [token for token in form.specials if token not in (form.bos, form.eos)],
+        "additional_special_tokens": [
+            token for token in form.specials if token not in (form.bos, form.eos)
+        ],
         "bos_token": form.bos,
         "clean_up_tokenization_spaces": False,
         "eos_token": form.eos,
@@ -172,7 +271,10 @@ def _config(form: Form, folder: Path, specials: dict[str, int], code: str) -> No
         "tokenizer_class": form.tokenizer_class,
     }
     if form.tokenizer_class == "TikTokenTokenizer":
-        config |= {"auto_map": {"AutoTokenizer": [f"{code}.TikTokenTokenizer", None]}, "unk_token": "[UNK]"}
+        config |= {
+            "auto_map": {"AutoTokenizer": [f"{code}.TikTokenTokenizer", None]},
+            "unk_token": "[UNK]",
+        }
         config["additional_special_tokens"] = [
             "<|im_end|>",
             "<|im_user|>",
@@ -189,14 +291,18 @@ def _config(form: Form, folder: Path, specials: dict[str, int], code: str) -> No
 
 def _split(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def _trained(patterns: Sequence[str], vocabulary: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = _split(patterns)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(mixed_texts(400, seed=1), trainer)
     return tokenizer
 
@@ -207,12 +313,16 @@ def _byte_level(form: Form, folder: Path) -> dict[str, int]:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     # published ones are not special where templates write them around thoughts and calls
-    tokenizer.add_tokens([AddedToken(t, special=_special(t), normalized=False) for t in form.specials])
+    tokenizer.add_tokens(
+        [AddedToken(t, special=_special(t), normalized=False) for t in form.specials]
+    )
     specials = {token: int(tokenizer.token_to_id(token)) for token in form.specials}
     if form.bos is not None:
         first = f"{form.bos} $A"
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=first, pair=f"{first} {form.bos} $B", special_tokens=[(form.bos, specials[form.bos])]
+            single=first,
+            pair=f"{first} {form.bos} $B",
+            special_tokens=[(form.bos, specials[form.bos])],
         )
     tokenizer.save(str(folder / "tokenizer.json"))
     return specials
@@ -241,12 +351,23 @@ def _sentencepiece(form: Form, folder: Path) -> dict[str, int]:
     read = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
     vocabulary = {read.IdToPiece(number): number for number in range(len(read))}
     merges = _pairs(vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in form.specials])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in form.specials]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     return {token: vocabulary[token] for token in form.specials}
 
@@ -257,7 +378,9 @@ def _pairs(vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     for token, number in vocabulary.items():
         for at in range(1, len(token)):
             if token[:at] in vocabulary and token[at:] in vocabulary:
-                found.append((number, vocabulary[token[:at]], vocabulary[token[at:]], token[:at], token[at:]))
+                found.append(
+                    (number, vocabulary[token[:at]], vocabulary[token[at:]], token[:at], token[at:])
+                )
     return [(left, right) for *_, left, right in sorted(found)]
 
 
@@ -266,8 +389,12 @@ def _tiktoken(form: Form, folder: Path) -> dict[str, int]:
     trained = _trained(form.splits, 480)
     letters = {letter: number for number, letter in enumerate(_byte_letters())}
     tokens = sorted(trained.get_vocab().items(), key=lambda item: (len(item[0]) > 1, item[1]))
-    lines = [base64.b64encode(bytes(letters[letter] for letter in token)).decode() for token, _ in tokens]
-    (folder / "tiktoken.model").write_text("".join(f"{line} {rank}\n" for rank, line in enumerate(lines)))
+    lines = [
+        base64.b64encode(bytes(letters[letter] for letter in token)).decode() for token, _ in tokens
+    ]
+    (folder / "tiktoken.model").write_text(
+        "".join(f"{line} {rank}\n" for rank, line in enumerate(lines))
+    )
     return {token: len(lines) + offset for offset, token in _KIMI_SPECIALS.items()}
 
 

@@ -25,8 +25,11 @@ ROOT = Path(__file__).parents[2]
 def attempts_of_nobody(facts: Path) -> list[list[str]]:
     """What each attempt got."""
     command = [sys.executable, "-m", "tests.security.intruder", str(facts)]
-    env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch's store says for each failure with a stack
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
+    # torch's store says for each failure with a stack
+    env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False
+    )
     print(done.stderr[-1000:])
     assert done.returncode == 0, done.stderr[-3000:]
     attempts: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
@@ -34,15 +37,25 @@ def attempts_of_nobody(facts: Path) -> list[list[str]]:
 
 
 def facts_of(taken: Inventory, processes: Sequence[psutil.Process], shared: Path) -> dict[str, Any]:
-    """Where everything of the run is, for an intruder that has found it all out. Secrets are told as digests."""
-    of = {kind: [edge for edge in taken.edges if edge.kind == kind] for kind in {edge.kind for edge in taken.edges}}
+    """Where everything of the run is, for an intruder that has found it all out. Secrets are told
+    as digests."""
+    of = {
+        kind: [edge for edge in taken.edges if edge.kind == kind]
+        for kind in {edge.kind for edge in taken.edges}
+    }
     closed = [edge.name for edge in of["folder"] if not edge.others]
     files = [edge.name for edge in (*of["file"], *of["lock"]) if edge.mode.startswith("-")]
     secret = [edge.name for edge in of["file"] if not edge.others and edge.mode.startswith("-")]
     tcp = [[edge.holder, *_host_port(edge.name)] for edge in of["tcp"]]
-    keys = [yaml.safe_load(Path(name).read_text())["api-key"] for name in secret if name.endswith("/keys.yaml")]
+    keys = [
+        yaml.safe_load(Path(name).read_text())["api-key"]
+        for name in secret
+        if name.endswith("/keys.yaml")
+    ]
     digests = [hashlib.sha256(value).hexdigest() for value in leaks.values(processes, secret)]
-    assert closed and secret and len(digests) >= 2, "the run's secrets were not found, and nothing would be looked for"
+    assert closed and secret and len(digests) >= 2, (
+        "the run's secrets were not found, and nothing would be looked for"
+    )
     return {
         "private": {name: name for name in closed},
         "files": {name: name for name in files},
@@ -52,9 +65,13 @@ def facts_of(taken: Inventory, processes: Sequence[psutil.Process], shared: Path
         "pids": [process.pid for process in processes],
         "digests": digests,
         "unix": [edge.name for edge in of["unix socket"]],
-        "fork_servers": [edge.name for edge in of.get("abstract socket", ()) if edge.holder == "fork server"],
+        "fork_servers": [
+            edge.name for edge in of.get("abstract socket", ()) if edge.holder == "fork server"
+        ],
         "tcp": tcp,
-        "engines": [f"http://{host}:{port}" for role, host, port in tcp if role == "engine server" and keys],
+        "engines": [
+            f"http://{host}:{port}" for role, host, port in tcp if role == "engine server" and keys
+        ],
         "engine_keys": keys,
         "job_secret": _secret(processes, VARIABLE),
         "ray_token": _secret(processes, "RAY_AUTH_TOKEN"),

@@ -1,7 +1,8 @@
-"""Attempts on the OpenAI endpoint of an agent loop: `python -m tests.security.door HOST:PORT KEY NUMBER OTHER` makes
-them as uid 65534 and prints one JSON list of (attempt, what it got, "" for nothing). KEY "" is a stranger's, otherwise
-that of a conversation whose program means harm; OTHER is a JSON object that says what is known of another conversation.
-NUMBER is how many connections it makes at once.
+"""Attempts on the OpenAI endpoint of an agent loop: `python -m tests.security.door HOST:PORT KEY
+NUMBER OTHER` makes them as uid 65534 and prints one JSON list of (attempt, what it got, "" for
+nothing). KEY "" is a stranger's, otherwise that of a conversation whose program means harm; OTHER
+is a JSON object that says what is known of another conversation. NUMBER is how many connections it
+makes at once.
 """
 
 from __future__ import annotations
@@ -38,14 +39,19 @@ class Door:
         key: of a conversation; "" for a stranger.
         number: of connections to make at once.
         other: what is known of another conversation.
-        is_ours: False for another server, where it is enough that nothing is answered: how it reads requests of two
-            readings, and what it holds of one without an end, are its own.
+        is_ours: False for another server, where it is enough that nothing is answered: how it reads
+            requests of two readings, and what it holds of one without an end, are its own.
     """
 
-    def __init__(self, address: str, key: str, number: int, other: dict[str, Any], *, is_ours: bool = True) -> None:
+    def __init__(
+        self, address: str, key: str, number: int, other: dict[str, Any], *, is_ours: bool = True
+    ) -> None:
         host, _, port = address.rpartition(":")
-        self.address, self.number, self.other = (host, int(port)), number, other
-        self.is_known, self.is_ours = bool(key), is_ours
+        self.address = (host, int(port))
+        self.number = number
+        self.other = other
+        self.is_known = bool(key)
+        self.is_ours = is_ours
         self.key = key or secrets.token_urlsafe(32)
         self.bearer = f"Bearer {self.key}"
 
@@ -53,9 +59,15 @@ class Door:
         """A new connection."""
         return socket.create_connection(self.address, WAIT_S)
 
-    def head(self, *lines: str, path: str = PATH, method: str = "POST", key: str | None = None) -> bytes:
+    def head(
+        self, *lines: str, path: str = PATH, method: str = "POST", key: str | None = None
+    ) -> bytes:
         """A request up to its body."""
-        first = [f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: {self.bearer if key is None else key}"]
+        first = [
+            f"{method} {path} HTTP/1.1",
+            "Host: x",
+            f"Authorization: {self.bearer if key is None else key}",
+        ]
         return "\r\n".join([*first, *lines, "", ""]).encode("utf-8", "surrogateescape")
 
     def whole(self, body: Any, *lines: str, **more: Any) -> bytes:
@@ -88,7 +100,9 @@ def read_all(link: socket.socket) -> bytes:
 def statuses(said: bytes) -> list[int]:
     """The status of each answer."""
     return [
-        int(part[:3]) for part in said.replace(b"HTTP/1.0 ", b"HTTP/1.1 ").split(b"HTTP/1.1 ")[1:] if part[:3].isdigit()
+        int(part[:3])
+        for part in said.replace(b"HTTP/1.0 ", b"HTTP/1.1 ").split(b"HTTP/1.1 ")[1:]
+        if part[:3].isdigit()
     ]
 
 
@@ -107,8 +121,14 @@ def on_keys(door: Door) -> Iterator[Attempt]:
         "a guessed key": f"Bearer {secrets.token_urlsafe(32)}",
         "a key of 8 kB": "Bearer " + "A" * 8000,
     }
-    guesses |= {"another scheme": f"Basic {door.key}", "a prefix": f"Bearer {str(door.other.get('key', 'x'))[:-1]}"}
-    guesses |= {"the key twice": f"Bearer {door.key}, Bearer {door.key}", "bytes": "Bearer \udcff\udcfe"}
+    guesses |= {
+        "another scheme": f"Basic {door.key}",
+        "a prefix": f"Bearer {str(door.other.get('key', 'x'))[:-1]}",
+    }
+    guesses |= {
+        "the key twice": f"Bearer {door.key}, Bearer {door.key}",
+        "bytes": "Bearer \udcff\udcfe",
+    }
     for name, key in guesses.items():
         if name == "the key twice" and not door.is_known:
             continue
@@ -116,7 +136,10 @@ def on_keys(door: Door) -> Iterator[Attempt]:
             request = door.whole({"messages": QUESTION}, path=path, method=method, key=key)
             yield f"{method} {path} with {name}", lambda request=request: got(door.ask(request))
     theirs = door.other.get("messages", QUESTION)
-    ids = {"id": door.other.get("id", "chatcmpl-0"), "tool_call_id": door.other.get("call", "call_0")}
+    ids = {
+        "id": door.other.get("id", "chatcmpl-0"),
+        "tool_call_id": door.other.get("call", "call_0"),
+    }
     bodies = {
         "messages of another conversation": {"messages": theirs},
         "the id of another's answer": {"messages": QUESTION, "id": ids["id"]},
@@ -133,36 +156,78 @@ def on_keys(door: Door) -> Iterator[Attempt]:
 
 def on_paths(door: Door) -> Iterator[Attempt]:
     """Other paths and methods, without a key of any conversation."""
-    for path in ("/", "/metrics", "/health", "/v1/../v1/models", "//v1/models", "/v1/%6dodels", "/v1/files", "/docs"):
-        yield f"GET {path}", lambda path=path: got(door.ask(door.head(path=path, method="GET", key="")))
+    for path in (
+        "/",
+        "/metrics",
+        "/health",
+        "/v1/../v1/models",
+        "//v1/models",
+        "/v1/%6dodels",
+        "/v1/files",
+        "/docs",
+    ):
+        yield (
+            f"GET {path}",
+            lambda path=path: got(door.ask(door.head(path=path, method="GET", key=""))),
+        )
     for method in ("CONNECT", "TRACE", "PUT", "DELETE", "PATCH", "X" * 300):
         yield f"{method[:9]}", lambda method=method: got(door.ask(door.head(method=method, key="")))
     absolute = "http://127.0.0.1:9/v1/models"
-    yield "ask for an address of another", lambda: got(door.ask(door.head(path=absolute, method="GET", key="")))
-    upgrade = ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Key: x", "Sec-WebSocket-Version: 13")
-    yield "upgrade to a websocket", lambda: got(door.ask(door.head(*upgrade, path="/v1/models", method="GET", key="")))
+    yield (
+        "ask for an address of another",
+        lambda: got(door.ask(door.head(path=absolute, method="GET", key=""))),
+    )
+    upgrade = (
+        "Upgrade: websocket",
+        "Connection: Upgrade",
+        "Sec-WebSocket-Key: x",
+        "Sec-WebSocket-Version: 13",
+    )
+    yield (
+        "upgrade to a websocket",
+        lambda: got(door.ask(door.head(*upgrade, path="/v1/models", method="GET", key=""))),
+    )
 
 
 def on_framing(door: Door) -> Iterator[Attempt]:
-    """Requests of two readings: at most one answer, and none to what is smuggled behind or inside."""
+    """Requests of two readings: at most one answer, and none to what is smuggled behind or
+    inside."""
     body = json.dumps({"messages": [{"role": "nobody"}]}).encode()
     hidden = SMUGGLED.replace(b"KEY", door.key.encode())
-    size, chunk = len(body), f"{len(body):x}".encode() + b"\r\n" + body + b"\r\n0\r\n\r\n"
+    size = len(body)
+    chunk = f"{len(body):x}".encode() + b"\r\n" + body + b"\r\n0\r\n\r\n"
     cases = {
-        "two lengths": door.head(f"Content-Length: {size}", f"Content-Length: {size + len(hidden)}") + body + hidden,
-        "a list of lengths": door.head(f"Content-Length: {size}, {size + len(hidden)}") + body + hidden,
-        "chunks and a length": door.head("Transfer-Encoding: chunked", f"Content-Length: {size}") + chunk + hidden,
-        "a length and chunks": door.head(f"Content-Length: {len(chunk) + len(hidden)}", "Transfer-Encoding: chunked")
+        "two lengths": door.head(f"Content-Length: {size}", f"Content-Length: {size + len(hidden)}")
+        + body
+        + hidden,
+        "a list of lengths": door.head(f"Content-Length: {size}, {size + len(hidden)}")
+        + body
+        + hidden,
+        "chunks and a length": door.head("Transfer-Encoding: chunked", f"Content-Length: {size}")
         + chunk
         + hidden,
-        "chunks twice": door.head("Transfer-Encoding: chunked", "Transfer-Encoding: identity") + chunk + hidden,
+        "a length and chunks": door.head(
+            f"Content-Length: {len(chunk) + len(hidden)}", "Transfer-Encoding: chunked"
+        )
+        + chunk
+        + hidden,
+        "chunks twice": door.head("Transfer-Encoding: chunked", "Transfer-Encoding: identity")
+        + chunk
+        + hidden,
         "chunks not last": door.head("Transfer-Encoding: chunked, gzip") + chunk + hidden,
-        "chunks with a space": door.head("Transfer-Encoding : chunked", f"Content-Length: {size}") + body + hidden,
-        "a folded line": door.head("Transfer-Encoding:\r\n chunked", f"Content-Length: {size}") + chunk + hidden,
+        "chunks with a space": door.head("Transfer-Encoding : chunked", f"Content-Length: {size}")
+        + body
+        + hidden,
+        "a folded line": door.head("Transfer-Encoding:\r\n chunked", f"Content-Length: {size}")
+        + chunk
+        + hidden,
         "a length with a sign": door.head(f"Content-Length: +{size}") + body + hidden,
         "a negative length": door.head("Content-Length: -1") + body + hidden,
         "a length in hex": door.head(f"Content-Length: 0x{size:x}") + body + hidden,
-        "a chunk beyond 64 bits": door.head("Transfer-Encoding: chunked") + b"ffffffffffffffff1\r\n" + body + hidden,
+        "a chunk beyond 64 bits": door.head("Transfer-Encoding: chunked")
+        + b"ffffffffffffffff1\r\n"
+        + body
+        + hidden,
         "a chunk with a sign": door.head("Transfer-Encoding: chunked") + b"-1\r\n" + body + hidden,
         "a long extension of a chunk": door.head("Transfer-Encoding: chunked")
         + b"1;"
@@ -173,7 +238,10 @@ def on_framing(door: Door) -> Iterator[Attempt]:
         "a header with a zero": door.head(f"X: a\0b\r\nContent-Length: {size}") + body + hidden,
     }
     for name, request in cases.items():
-        yield f"smuggle behind {name}", lambda request=request: _smuggled(door, door.ask(request, half_close=True))
+        yield (
+            f"smuggle behind {name}",
+            lambda request=request: _smuggled(door, door.ask(request, half_close=True)),
+        )
 
 
 def _smuggled(door: Door, found: list[int]) -> str:
@@ -185,12 +253,24 @@ def _smuggled(door: Door, found: list[int]) -> str:
 def on_sizes(door: Door) -> Iterator[Attempt]:
     """More than there is room for: announced, streamed, packed, nested, in the head."""
     block = b" " * (1 << 20)
-    yield "announce 10 GB and send them", lambda: _flood(door, door.head("Content-Length: 10000000000"), block)
+    yield (
+        "announce 10 GB and send them",
+        lambda: _flood(door, door.head("Content-Length: 10000000000"), block),
+    )
     stream = b"100000\r\n" + block + b"\r\n"
-    yield "stream 10 GB in chunks", lambda: _flood(door, door.head("Transfer-Encoding: chunked"), stream)
+    yield (
+        "stream 10 GB in chunks",
+        lambda: _flood(door, door.head("Transfer-Encoding: chunked"), stream),
+    )
     packed = gzip.compress(bytes(2 * MOST_BYTES), 1)
-    yield "pack 96 MB into little", lambda: got(door.ask(door.whole(packed, "Content-Encoding: gzip")))
-    yield "a header without an end", lambda: _flood(door, door.head()[:-2] + b"X: ", b"a" * (1 << 16))
+    yield (
+        "pack 96 MB into little",
+        lambda: got(door.ask(door.whole(packed, "Content-Encoding: gzip"))),
+    )
+    yield (
+        "a header without an end",
+        lambda: _flood(door, door.head()[:-2] + b"X: ", b"a" * (1 << 16)),
+    )
     yield "headers without an end", lambda: _flood(door, door.head()[:-2], b"X: a\r\n" * (1 << 13))
     yield "a path of 1 MB", lambda: got(door.ask(door.head(path="/" + "a" * (1 << 20), key="")))
     documents = {
@@ -201,7 +281,9 @@ def on_sizes(door: Door) -> Iterator[Attempt]:
         "no number": b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": NaN}',
         "bytes": bytes(range(256)),
         "another encoding": '{"messages": []}'.encode("utf-16"),
-        "15 MB of text": json.dumps({"messages": [{"role": "user", "content": "x" * (15 << 20)}]}).encode(),
+        "15 MB of text": json.dumps(
+            {"messages": [{"role": "user", "content": "x" * (15 << 20)}]}
+        ).encode(),
         "5 million lists": b'{"messages":[' + b"[]," * (5 << 20) + b"[]]}",
         "100,000 messages": json.dumps({"messages": QUESTION * 100_000}).encode(),
     }
@@ -231,12 +313,22 @@ def on_time(door: Door) -> Iterator[Attempt]:
     body = json.dumps({"messages": QUESTION}).encode()
     whole = door.whole({"messages": [{"role": "nobody"}]})
     yield "a byte now and then of a head", lambda: _drip(door, b"", door.head("X: " + "y" * 100))
-    yield "a byte now and then of a body", lambda: _drip(door, door.head(f"Content-Length: {10**6}"), body * 10)
-    for name, sent in (("nothing", b""), ("half a head", whole[:40]), ("a head", door.head("Content-Length: 9"))):
+    yield (
+        "a byte now and then of a body",
+        lambda: _drip(door, door.head(f"Content-Length: {10**6}"), body * 10),
+    )
+    for name, sent in (
+        ("nothing", b""),
+        ("half a head", whole[:40]),
+        ("a head", door.head("Content-Length: 9")),
+    ):
         yield f"close half after {name}", lambda sent=sent: got(door.ask(sent, half_close=True))
         yield f"reset after {name}", lambda sent=sent: _reset(door, sent)
         yield f"{door.number} idle connections after {name}", lambda sent=sent: _idle(door, sent)
-    yield "expect to be told to go on", lambda: got(door.ask(door.head("Content-Length: 100", "Expect: 100-continue")))
+    yield (
+        "expect to be told to go on",
+        lambda: got(door.ask(door.head("Content-Length: 100", "Expect: 100-continue"))),
+    )
     yield (
         "1,000 requests at once, no answer read",
         lambda: _unread(door, door.head(path="/v1/nothing", method="GET") * 1000),
@@ -314,4 +406,8 @@ if __name__ == "__main__":
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    print(json.dumps(attempts(Door(sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])))))
+    print(
+        json.dumps(
+            attempts(Door(sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])))
+        )
+    )

@@ -19,7 +19,15 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.tracker import Tracker
-from hybridflow.saving.manifest import INDEX, MANIFEST, Manifest, digest_of, read_sealed, write_json, write_sealed
+from hybridflow.saving.manifest import (
+    INDEX,
+    MANIFEST,
+    Manifest,
+    digest_of,
+    read_sealed,
+    write_json,
+    write_sealed,
+)
 from hybridflow.saving.rectangles import Rectangle, write_tensors
 
 SECRET = "the key of somebody's account"
@@ -44,7 +52,12 @@ def run_folder(folder: Path) -> Path:
     for name in ("summary.json", "environment.json"):
         (folder / name).write_text(json.dumps({"status": "finished", "steps": 2}))
     for step in (1, 2):
-        rows = {"prompt_text": ["p"] * 2, "response_text": ["r"] * 2, "score": [0.0, 1.0], "uid": [0, 1]}
+        rows = {
+            "prompt_text": ["p"] * 2,
+            "response_text": ["r"] * 2,
+            "score": [0.0, 1.0],
+            "uid": [0, 1],
+        }
         dump_rollouts(dump_path(folder / "rollouts", step), rows)
     checkpoint = folder / "checkpoints" / "global_step_1"
     policy = checkpoint / "policy"
@@ -54,7 +67,8 @@ def run_folder(folder: Path) -> Path:
     write_json(policy / INDEX, {"chunks": chunks, "hf": [["w", [0, 0], [4, 6], "w", [0, 0]]]})
     seal_again(policy)
     write_sealed(
-        checkpoint / "driver.json", {"phase": "rl", "step": 1, "state": STATE, "roles": ["policy"], "files": {}}
+        checkpoint / "driver.json",
+        {"phase": "rl", "step": 1, "state": STATE, "roles": ["policy"], "files": {}},
     )
     write_json(folder / "checkpoints" / "latest.json", {"folder": "global_step_1"})
     return folder
@@ -63,10 +77,15 @@ def run_folder(folder: Path) -> Path:
 def seal_again(policy: Path, **values: Any) -> None:
     """Write a manifest with the hashes of the files that are there, and with these values."""
     files = {
-        path.name: digest_of(path) for path in sorted(policy.iterdir()) if path.name != MANIFEST and path.is_file()
+        path.name: digest_of(path)
+        for path in sorted(policy.iterdir())
+        if path.name != MANIFEST and path.is_file()
     }
-    layout, created = {"world": 1}, "2026-01-01T00:00:00Z"
-    Manifest("rl", 1, ("model",), layout, "float32", MODEL, {"torch": "x"}, created, files).write(policy)
+    layout = {"world": 1}
+    created = "2026-01-01T00:00:00Z"
+    Manifest("rl", 1, ("model",), layout, "float32", MODEL, {"torch": "x"}, created, files).write(
+        policy
+    )
     if values:
         reseal(policy / MANIFEST, **values)
 
@@ -144,7 +163,9 @@ def links(run: Path) -> None:
         secret = run.parent / f"secret-{number}"
         content = file.read_bytes()
         if file.suffix in (".json", ".jsonl", ".yaml"):
-            content = content.replace(b"theirs", SECRET.encode()).replace(b"finished", SECRET.encode())
+            content = content.replace(b"theirs", SECRET.encode()).replace(
+                b"finished", SECRET.encode()
+            )
             content = content.replace(b"rl", SECRET.encode()) if file.name == MANIFEST else content
         secret.write_bytes(content)
         file.unlink()
@@ -152,15 +173,30 @@ def links(run: Path) -> None:
 
 
 def manifest_lies(run: Path) -> None:
-    reseal(run / "checkpoints" / "global_step_1" / "policy" / MANIFEST, step=-7, layout=[1], lora=["x"], versions="1")
+    reseal(
+        run / "checkpoints" / "global_step_1" / "policy" / MANIFEST,
+        step=-7,
+        layout=[1],
+        lora=["x"],
+        versions="1",
+    )
 
 
 def huge_numbers(run: Path) -> None:
-    lines = [{"step": 1 << 80, "phase": "train"}, {"step": 3, "phase": "train", "critic/score/mean": 1 << 2000}]
-    lines += [{"step": 4, "phase": "train", "critic/score/mean": value} for value in (1e308, -1e308, 5e-324, 1.0)]
+    lines = [
+        {"step": 1 << 80, "phase": "train"},
+        {"step": 3, "phase": "train", "critic/score/mean": 1 << 2000},
+    ]
+    lines += [
+        {"step": 4, "phase": "train", "critic/score/mean": value}
+        for value in (1e308, -1e308, 5e-324, 1.0)
+    ]
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
-        file.write('{"step": 5, "phase": "train", "critic/score/mean": 1e999}\n{"step": NaN, "phase": "train"}\n')
+        file.write(
+            '{"step": 5, "phase": "train", "critic/score/mean": 1e999}\n{"step": NaN, "phase": '
+            '"train"}\n'
+        )
     (run / "timeline.jsonl").write_text(
         '{"name": "step", "step": 1, "seconds": 1e999}\n{"name": "gen", "seconds": 1e300}\n'
     )
@@ -181,7 +217,9 @@ def encodings(run: Path) -> None:
     for file in _files(run):
         if file.suffix in (".json", ".jsonl", ".yaml"):
             file.write_bytes(
-                file.read_text().encode("utf-16") if file.suffix == ".json" else b"\xe9" + file.read_bytes()
+                file.read_text().encode("utf-16")
+                if file.suffix == ".json"
+                else b"\xe9" + file.read_bytes()
             )
 
 
@@ -191,8 +229,13 @@ def steering(run: Path) -> None:
     (run / "config.yaml").write_text(dump_yaml(RunConfig(name=STEER)))
     (run / "summary.json").write_text(f'{{"status": {named}, {named}: {named}}}')
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(f'{{"step": 3, "phase": "train", {json.dumps("timing_s/" + STEER)}: 1.0, "warning": {named}}}\n')
-    texts = {name: [STEER] for name in ("prompt_text", "response_text", "ground_truth", "finish_reason")}
+        file.write(
+            f'{{"step": 3, "phase": "train", {json.dumps("timing_s/" + STEER)}: 1.0, "warning": '
+            f"{named}}}\n"
+        )
+    texts = {
+        name: [STEER] for name in ("prompt_text", "response_text", "ground_truth", "finish_reason")
+    }
     dump_rollouts(dump_path(run / "rollouts", 2), {**texts, "score": [1.0]})
     (run / "rollouts" / f"step_{STEER}.parquet").write_text("")
     policy = run / "checkpoints" / "global_step_1" / "policy"
@@ -209,12 +252,18 @@ def bombs(run: Path) -> None:
     (run / "config.yaml").write_text("\n".join([*lines, "name: *a11", "model: {path: *a11}"]))
     for step in (1, 2):
         table = pa.table({"response_text": ["a" * 4_000_000] * 100, "score": [0.5] * 100})
-        pq.write_table(table, dump_path(run / "rollouts", step), compression="zstd", use_dictionary=False)
+        pq.write_table(
+            table, dump_path(run / "rollouts", step), compression="zstd", use_dictionary=False
+        )
     names = {f"reward_extra/{n}/mean": 1.0 for n in range(30_000)}
     with (run / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps({"step": step, "phase": "train", **names}) + "\n" for step in (3, 4))
+        file.writelines(
+            json.dumps({"step": step, "phase": "train", **names}) + "\n" for step in (3, 4)
+        )
         file.write("[" * 5_000_000 + "\n")
-    (run / "summary.json").write_text("{" + ", ".join(f'"k{n}": [[], {{}}]' for n in range(200_000)) + "}")
+    (run / "summary.json").write_text(
+        "{" + ", ".join(f'"k{n}": [[], {{}}]' for n in range(200_000)) + "}"
+    )
     index = run / "checkpoints" / "global_step_1" / "policy" / INDEX
     index.write_text('{"chunks": [' + "[]," * 20_000_000 + "[]]}")
 
@@ -222,15 +271,27 @@ def bombs(run: Path) -> None:
 def many_records(run: Path) -> None:
     with (run / "metrics.jsonl").open("w") as file:
         for block in range(200):
-            file.write("".join(f'{{"step":{block * 10_000 + n},"phase":"train","a":1}}\n' for n in range(10_000)))
+            file.write(
+                "".join(
+                    f'{{"step":{block * 10_000 + n},"phase":"train","a":1}}\n'
+                    for n in range(10_000)
+                )
+            )
 
 
 def wrong_content(run: Path) -> None:
     """Right hashes over content that no run writes."""
-    reseal(run / "checkpoints" / "global_step_1" / "driver.json", phase=["rl"], step="1", state=[1], fingerprint=7)
+    reseal(
+        run / "checkpoints" / "global_step_1" / "driver.json",
+        phase=["rl"],
+        step="1",
+        state=[1],
+        fingerprint=7,
+    )
     for step in (1, 2):
         pq.write_table(
-            pa.table({"score": ["high"], "uid": [None], "response_text": [3]}), dump_path(run / "rollouts", step)
+            pa.table({"score": ["high"], "uid": [None], "response_text": [3]}),
+            dump_path(run / "rollouts", step),
         )
     (run / "model").mkdir()
     (run / "model" / "tokenizer.json").write_bytes(struct.pack("<Q", 1 << 63))
@@ -239,7 +300,26 @@ def wrong_content(run: Path) -> None:
 HOSTILE: dict[str, Callable[[Path], None]] = {
     make.__name__: make
     for make in (
-        *(deep, deep_yaml, pipes, sockets, endless, endless_and_expected, sparse, sparse_and_expected, links),
-        *(manifest_lies, huge_numbers, twice, encodings, steering, bombs, many_records, wrong_content),
+        *(
+            deep,
+            deep_yaml,
+            pipes,
+            sockets,
+            endless,
+            endless_and_expected,
+            sparse,
+            sparse_and_expected,
+            links,
+        ),
+        *(
+            manifest_lies,
+            huge_numbers,
+            twice,
+            encodings,
+            steering,
+            bombs,
+            many_records,
+            wrong_content,
+        ),
     )
 }

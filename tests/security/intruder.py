@@ -1,8 +1,10 @@
-"""Attempts of another user of the machine against a live run: `python -m tests.security.intruder FACTS` imports what it
-needs, gives up root for uid 65534 for good, and prints one JSON list of (attempt, what it got, "" for nothing).
+"""Attempts of another user of the machine against a live run: `python -m tests.security.intruder
+FACTS` imports what it needs, gives up root for uid 65534 for good, and prints one JSON list of
+(attempt, what it got, "" for nothing).
 
-FACTS is a JSON file that says where everything is, which an intruder would have to find out: pids, listeners, folders.
-Its secrets serve the controls alone: the same attempts as the same user, but with the right key, which must succeed.
+FACTS is a JSON file that says where everything is, which an intruder would have to find out: pids,
+listeners, folders. Its secrets serve the controls alone: the same attempts as the same user, but
+with the right key, which must succeed.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ NOBODY = 65534
 WAIT_S = 1.5
 RAY_S = 120  # also to load Ray on a busy machine
 ZMQ_MS = 4000
-OVER = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+OVER = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 OVER |= zmq.EVENT_DISCONNECTED
 
 
@@ -127,14 +133,17 @@ def _watch(folder: str) -> str:
 
 
 def on_processes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The environment, memory, descriptors and command lines of the run's processes, and signals to them."""
+    """The environment, memory, descriptors and command lines of the run's processes, and signals to
+    them."""
     pids = facts["pids"]
     for what in ("environ", "mem", "maps", "fd/0", "fd/1"):
         yield f"read {what} of the processes", _first(_open_of_process, pids, what)
     yield "list descriptors", _first(lambda pid: os.listdir(f"/proc/{pid}/fd"), pids)
     yield "trace", _first(_trace, pids)
     yield "stop", _first(os.kill, pids, 19)
-    commands = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids if os.path.exists(f"/proc/{pid}"))
+    commands = b"".join(
+        Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids if os.path.exists(f"/proc/{pid}")
+    )
     words = {word for part in commands.split(b"\0") for word in (part, *part.split(b"="))}
     found = any(hashlib.sha256(word).hexdigest() in facts["digests"] for word in words)
     yield "find a key in a command line", "found" if found else ""
@@ -166,7 +175,8 @@ def on_unix_sockets(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def on_fork_servers(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Servers that would start a process of the run's user: ask for one, take the name, hold it with silence."""
+    """Servers that would start a process of the run's user: ask for one, take the name, hold it
+    with silence."""
     for name in facts["fork_servers"]:
         path = "\0" + name.removeprefix("@")
         yield f"have a process started by {name}", refused(_order, path, facts["trap"])
@@ -207,7 +217,8 @@ def _connect_unix(path: str) -> str:
 
 
 def on_tcp(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every TCP listener, in the languages that are spoken there: torch's store, ours, ZeroMQ, bare bytes."""
+    """Every TCP listener, in the languages that are spoken there: torch's store, ours, ZeroMQ, bare
+    bytes."""
 
     def one(role: str, host: str, port: int) -> list[tuple[str, str]]:
         at = f"{role} at {port}"
@@ -231,7 +242,9 @@ def on_tcp(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _torch_store(host: str, port: int) -> str:
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=WAIT_S))
+    store = dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=WAIT_S)
+    )
     store.set("intruder", "1")
     return f"{store.num_keys()} keys"
 
@@ -258,7 +271,10 @@ def _zmq_push(host: str, port: int, trap: str) -> str:
             link = context.socket(kind)
             monitor = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | OVER)
             link.connect(f"tcp://{host}:{port}")
-            if monitor.poll(ZMQ_MS) and recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if (
+                monitor.poll(ZMQ_MS)
+                and recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            ):
                 if kind != zmq.SUB and link.poll(ZMQ_MS, zmq.POLLOUT):
                     link.send(pickle.dumps(Trap(trap)))
                 return f"handshake as {kind}"
@@ -272,8 +288,10 @@ def _zmq_push(host: str, port: int, trap: str) -> str:
 def _curve(host: str, port: int, secret: str) -> str:
     """Whether a ZeroMQ peer with the keys of this job secret gets through the handshake."""
     os.environ[VARIABLE] = secret
-    context, poller = zmq.Context(), zmq.Poller()
-    links = [context.socket(kind) for kind in (zmq.PUSH, zmq.DEALER, zmq.SUB)]  # an end takes what fits its own kind
+    context = zmq.Context()
+    poller = zmq.Poller()
+    # an end takes what fits its own kind
+    links = [context.socket(kind) for kind in (zmq.PUSH, zmq.DEALER, zmq.SUB)]
     for link in links:
         poller.register(link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED), zmq.POLLIN)
         closed_sockets.connect(zmq.Socket.connect, link, f"tcp://{host}:{port}")
@@ -285,22 +303,36 @@ def _curve(host: str, port: int, secret: str) -> str:
 
 def _bytes(host: str, port: int, trap: str) -> str:
     data = pickle.dumps(Trap(trap))
-    for head in (b"", struct.pack("<Q", len(data)), struct.pack(">Q", len(data)), bytes(8), bytes(32)):
+    for head in (
+        b"",
+        struct.pack("<Q", len(data)),
+        struct.pack(">Q", len(data)),
+        bytes(8),
+        bytes(32),
+    ):
         with socket.create_connection((host, port), timeout=WAIT_S) as link:
             link.sendall(head + data)
     return ""
 
 
 def on_engines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The engines' HTTP interface without the key, with a guessed one, and with a pickle for weights."""
+    """The engines' HTTP interface without the key, with a guessed one, and with a pickle for
+    weights."""
     body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
     packed = base64.b64encode(pickle.dumps([("w", Trap(facts["trap"]))])).decode()
-    tensors = {"serialized_named_tensors": [packed], "load_format": "hybridflow.engines.sglang.weight_receiver.load"}
+    tensors = {
+        "serialized_named_tensors": [packed],
+        "load_format": "hybridflow.engines.sglang.weight_receiver.load",
+    }
     asked = {
         "/generate": body,
         "/update_weights_from_tensor": tensors,
         "/update_weights_from_disk": {"model_path": facts["trap"]},
-        "/init_weights_update_group": {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2},
+        "/init_weights_update_group": {
+            "master_address": "127.0.0.1",
+            "master_port": 9,
+            "world_size": 2,
+        },
         "/pause_generation": {"mode": "abort"},
         "/flush_cache": {},
         "/weights_checker": {"action": "checksum"},
@@ -333,21 +365,26 @@ def _http(url: str, body: Any, headers: dict[str, str]) -> str:
 def on_ray(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Ray's gcs without a token and with a guessed one, and its agents' HTTP."""
     tokens = {"with a guessed token: ": "0" * 64, CONTROL: facts["ray_token"]}
-    forks = {name: _fork(_gcs, facts["gcs"], token, within_s=RAY_S) for name, token in tokens.items()}
+    forks = {
+        name: _fork(_gcs, facts["gcs"], token, within_s=RAY_S) for name, token in tokens.items()
+    }
     for name, fork in ({"without a token: ": facts["without_token"]} | forks).items():
         yield f"{name}keys of Ray's gcs", _result(fork)
     paths = ("/", "/metrics", "/get_or_create_runtime_env")
     asked = [(*at, path) for at in facts["tcp"] if at[0].startswith("Ray") for path in paths]
 
     def one(role: str, host: str, port: int, path: str) -> tuple[str, str]:
-        return f"GET {path} of {role} at {port}", refused(_http, f"http://{host}:{port}{path}", None, {})
+        return f"GET {path} of {role} at {port}", refused(
+            _http, f"http://{host}:{port}{path}", None, {}
+        )
 
     with ThreadPoolExecutor(64) as pool:  # who speaks gRPC alone lets a client wait
         yield from pool.map(lambda at: one(*at), asked)
 
 
 def _gcs(address: str, token: str) -> str:
-    from ray._raylet import GcsClient  # here: tests that start a cluster must be the first to import Ray
+    # here: tests that start a cluster must be the first to import Ray
+    from ray._raylet import GcsClient
 
     os.environ["RAY_AUTH_TOKEN"] = token
     return str(GcsClient(address).internal_kv_keys(b"", None, 5))
@@ -363,8 +400,8 @@ def _gcs_without_token(address: str) -> str:
 
 
 def _fork(action: Callable[..., str], *arguments: Any, within_s: int = 10) -> tuple[int, int]:
-    """Start the action in a fork; its pid and where `_result` reads. torch's store waits without end for who does not
-    speak its language, and this user may start no Python of root's."""
+    """Start the action in a fork; its pid and where `_result` reads. torch's store waits without
+    end for who does not speak its language, and this user may start no Python of root's."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         signal.alarm(within_s)

@@ -1,8 +1,10 @@
-"""What a live run has on its machine that another user could try: folders, files, locks, sockets, shared memory and the
-holders of credentials, read from /proc and the file system and from no list of our own.
+"""What a live run has on its machine that another user could try: folders, files, locks, sockets,
+shared memory and the holders of credentials, read from /proc and the file system and from no list
+of our own.
 
-`python -m tests.security.inventory PID... [--run FOLDER]` prints the rows of docs/security.md for these processes and
-all that descend from them, and what is wrong; with `--json` the whole inventory.
+`python -m tests.security.inventory PID... [--run FOLDER]` prints the rows of docs/security.md for
+these processes and all that descend from them, and what is wrong; with `--json` the whole
+inventory.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from tests.security import leaks, unasked
 from tests.security.sockets import Listener, listeners, processes_of, role_of
 
 SHARED_PLACES = ("/tmp/", "/var/tmp/", "/dev/shm/", "/run/")  # where every user makes files
-CODE = (str(Path(__file__).resolve().parents[2]), sys.prefix)  # of the test itself: a checkout may lie in /tmp
+# of the test itself: a checkout may lie in /tmp
+CODE = (str(Path(__file__).resolve().parents[2]), sys.prefix)
 # who may listen for other machines and show no guard, and why
 UNPROVEN = {
     "worker": "gloo: docs/security.md, What is left",
@@ -44,11 +47,12 @@ class Edge:
 
     Attributes:
         kind: folder, file, lock, unix socket, abstract socket, tcp, shared memory or credential.
-        holder: the role of the process that has it; of folders and files what most processes with them open are.
+        holder: the role of the process that has it; of folders and files what most processes with
+            them open are.
         name: where it is.
         mode: as in `ls -l`; empty for what has none.
-        others: what an unrelated user can do with it: any of list, enter, read, write, connect; of a TCP listener what
-            it answers to somebody without a key; empty for nothing.
+        others: what an unrelated user can do with it: any of list, enter, read, write, connect; of
+            a TCP listener what it answers to somebody without a key; empty for nothing.
         is_of_run: whether it is in a folder that the user has named for the run's results.
     """
 
@@ -69,14 +73,18 @@ class Inventory:
 
 
 def take(processes: Sequence[psutil.Process], run_folders: Sequence[Path] = ()) -> Inventory:
-    """The inventory of the processes of a run, however it was started. Its TCP listeners are asked what they answer."""
+    """The inventory of the processes of a run, however it was started. Its TCP listeners are asked
+    what they answer."""
     edges = edges_of(processes, run_folders)
     faults = [fault for edge in edges if (fault := _fault(edge))]
-    return Inventory(tuple(edges), (*faults, *leaks.found(processes, [edge.name for edge in edges])))
+    return Inventory(
+        tuple(edges), (*faults, *leaks.found(processes, [edge.name for edge in edges]))
+    )
 
 
 def edges_of(processes: Sequence[psutil.Process], run_folders: Sequence[Path] = ()) -> list[Edge]:
-    """All edges of the processes, sorted. `run_folders` are looked at beside the places that all users share."""
+    """All edges of the processes, sorted. `run_folders` are looked at beside the places that all
+    users share."""
     runs = tuple(f"{folder.resolve()}/" for folder in run_folders)
     places = (*SHARED_PLACES, *_temporary(processes), *runs)
     roles = {process.pid: role for process in processes if (role := role_of(process)) != "ended"}
@@ -87,7 +95,9 @@ def edges_of(processes: Sequence[psutil.Process], run_folders: Sequence[Path] = 
     listening = listeners(list(processes))
     locked = _locks(roles)
     found = [
-        _edge(path, min(held[top], key=lambda role: (-held[top][role], role)), locked, runs, listening)
+        _edge(
+            path, min(held[top], key=lambda role: (-held[top][role], role)), locked, runs, listening
+        )
         for top in held
         for path in _tree(top)
     ]
@@ -109,16 +119,24 @@ def _fault(edge: Edge) -> str:
     """What is wrong with an edge; empty when another user gets nothing of it."""
     if edge.kind == "tcp":
         if edge.others.startswith(unasked.OPEN):
-            return f"{edge.holder} listens at {edge.name} and answers somebody without a key: {edge.others}"
+            return (
+                f"{edge.holder} listens at {edge.name} and answers somebody without a key: "
+                f"{edge.others}"
+            )
         is_elsewhere = _where(edge.name) != "loopback" and edge.holder not in UNPROVEN
         if edge.others == unasked.SILENCE and is_elsewhere:
-            return f"{edge.holder} listens at {edge.name}, for other machines too, and shows no guard"
+            return (
+                f"{edge.holder} listens at {edge.name}, for other machines too, and shows no guard"
+            )
         return ""
     if edge.kind in ("abstract socket", "credential") or not edge.others:
         return ""  # an abstract socket has no mode: `unasked` cannot tell, tests of its server do
     if edge.is_of_run and edge.kind != "lock" and "write" not in edge.others:
         return ""  # results have the user's umask
-    return f"{edge.kind} {edge.name} of {edge.holder} has the mode {edge.mode}: others can {edge.others}"
+    return (
+        f"{edge.kind} {edge.name} of {edge.holder} has the mode {edge.mode}: others can "
+        f"{edge.others}"
+    )
 
 
 def _temporary(processes: Sequence[psutil.Process]) -> Iterator[str]:
@@ -137,11 +155,17 @@ def _paths(pid: int, places: Sequence[str]) -> Iterator[Path]:
         links += [line.split(maxsplit=5)[5] for line in maps if line.count("/")]
         links.append(os.readlink(f"/proc/{pid}/cwd"))
         unix = {fields[6]: fields[7] for fields in _unix_sockets()}
-        links += [unix[link[8:-1]] for link in links if link.startswith("socket:[") and link[8:-1] in unix]
+        links += [
+            unix[link[8:-1]] for link in links if link.startswith("socket:[") and link[8:-1] in unix
+        ]
     except OSError:
         return  # it has ended
     for link in links:
-        if f"{link}/".startswith(tuple(places)) and not link.startswith(CODE) and os.path.exists(link):
+        if (
+            f"{link}/".startswith(tuple(places))
+            and not link.startswith(CODE)
+            and os.path.exists(link)
+        ):
             yield Path(link)
 
 
@@ -166,7 +190,11 @@ def _tree(top: Path) -> Iterator[Path]:
 
 
 def _edge(
-    path: Path, role: str, locked: dict[tuple[int, int], str], runs: tuple[str, ...], listening: Sequence[Listener]
+    path: Path,
+    role: str,
+    locked: dict[tuple[int, int], str],
+    runs: tuple[str, ...],
+    listening: Sequence[Listener],
 ) -> Edge:
     is_of_run = f"{path}/".startswith(runs) if runs else False
     try:
@@ -175,17 +203,24 @@ def _edge(
         return Edge("file", role, str(path), "", "", is_of_run)  # it has gone meanwhile
     kind = "folder" if stat.S_ISDIR(status.st_mode) else "file"
     if stat.S_ISSOCK(status.st_mode):
-        kind, role = "unix socket", next((one.role for one in listening if one.address == str(path)), role)
+        kind = "unix socket"
+        role = next((one.role for one in listening if one.address == str(path)), role)
     elif kind == "file" and str(path).startswith("/dev/shm/"):
         kind = "shared memory"
     if (locker := locked.get((status.st_dev, status.st_ino))) is not None:
-        kind, role = "lock", locker
-    return Edge(kind, role, str(path), stat.filemode(status.st_mode), _others(path, status), is_of_run)
+        kind = "lock"
+        role = locker
+    return Edge(
+        kind, role, str(path), stat.filemode(status.st_mode), _others(path, status), is_of_run
+    )
 
 
 def _others(path: Path, status: os.stat_result) -> str:
-    """What another user may do; the folders above must let them pass, and a sticky one is nobody's to change."""
-    if stat.S_ISLNK(status.st_mode) or not all(parent.stat().st_mode & stat.S_IXOTH for parent in path.parents):
+    """What another user may do; the folders above must let them pass, and a sticky one is nobody's
+    to change."""
+    if stat.S_ISLNK(status.st_mode) or not all(
+        parent.stat().st_mode & stat.S_IXOTH for parent in path.parents
+    ):
         return ""
     may = {bit for bit in (stat.S_IROTH, stat.S_IWOTH, stat.S_IXOTH) if status.st_mode & bit}
     if stat.S_ISDIR(status.st_mode):
@@ -219,20 +254,32 @@ def general(name: str) -> str:
 
 
 def rows(edges: Sequence[Edge]) -> list[tuple[str, ...]]:
-    """(kind, process, where, mode, what others get) of each kind of edge; a closed folder stands for what is in it."""
+    """(kind, process, where, mode, what others get) of each kind of edge; a closed folder stands
+    for what is in it."""
     closed = [f"{edge.name}/" for edge in edges if edge.kind == "folder" and not edge.others]
     found = set()
     for edge in edges:
-        inside = min((folder for folder in closed if edge.name.startswith(folder)), key=len, default="")
+        inside = min(
+            (folder for folder in closed if edge.name.startswith(folder)), key=len, default=""
+        )
         if edge.kind == "tcp":
-            where, mode, others = _where(edge.name), "", edge.others
+            where = _where(edge.name)
+            mode = ""
+            others = edge.others
         elif inside and edge.kind in ("file", "folder"):
             continue
         elif inside:
-            where, mode, others = f"in {general(Path(inside).name)}", "", "nothing"
+            where = f"in {general(Path(inside).name)}"
+            mode = ""
+            others = "nothing"
         else:
-            where = "output folder" if edge.is_of_run else general(edge.name.rpartition("/")[2] or edge.name)
-            mode, others = edge.mode if edge.kind != "credential" else "environment", edge.others or "nothing"
+            where = (
+                "output folder"
+                if edge.is_of_run
+                else general(edge.name.rpartition("/")[2] or edge.name)
+            )
+            mode = edge.mode if edge.kind != "credential" else "environment"
+            others = edge.others or "nothing"
         if not edge.is_of_run or edge.kind == "lock":
             found.add((edge.kind, edge.holder, where, mode, others))
     return sorted(found)
@@ -240,7 +287,13 @@ def rows(edges: Sequence[Edge]) -> list[tuple[str, ...]]:
 
 def _where(address: str) -> str:
     host = address.rpartition(":")[0].removeprefix("::ffff:")
-    return "loopback" if re.match(r"127\.|::1$", host) else "every address" if host in ("0.0.0.0", "::") else "node"
+    return (
+        "loopback"
+        if re.match(r"127\.|::1$", host)
+        else "every address"
+        if host in ("0.0.0.0", "::")
+        else "node"
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""A run, alive in the middle of its first step, in each way in which one is started: by `hybridflow train` alone, as a
-Slurm job, in a cluster that `launch/ray/cluster.sh` has made, and Ray as a pod of launch/ray/kuberay.yaml starts it."""
+"""A run, alive in the middle of its first step, in each way in which one is started: by `hybridflow
+train` alone, as a Slurm job, in a cluster that `launch/ray/cluster.sh` has made, and Ray as a pod
+of launch/ray/kuberay.yaml starts it."""
 
 from __future__ import annotations
 
@@ -79,14 +80,23 @@ def local(
     site: Mapping[str, str | None] = MappingProxyType({}),
     more: Callable[[], list[psutil.Process]] = list,
 ) -> Iterator[Live]:
-    """`hybridflow train` on this machine; it must end well after the block. `more` are processes of a Ray that it has
-    joined."""
-    words = ["--config-name", "e2e", *_settings(shared), *shape, "actor=tiny", "sft.steps=1", "trainer.total_steps=2"]
+    """`hybridflow train` on this machine; it must end well after the block. `more` are processes of
+    a Ray that it has joined."""
+    words = [
+        "--config-name",
+        "e2e",
+        *_settings(shared),
+        *shape,
+        "actor=tiny",
+        "sft.steps=1",
+        "trainer.total_steps=2",
+    ]
     words += [f"output_dir={shared / 'runs'}", "trainer.val_before_train=false"]
     # the job's secret is given, as ranks that are forks do not show in /proc what they were told
     command = ("env", f"{VARIABLE}={secrets.token_hex(32)}", HYBRIDFLOW)
     with Run(shared / "output", "train", *words, command=command, site=site) as run:
-        os.chmod(run.temp_dir, 0o1777)  # as /tmp is: what protects must not be the test's own folder
+        # as /tmp is: what protects must not be the test's own folder
+        os.chmod(run.temp_dir, 0o1777)
         run.wait_for((shared / "live").exists, 600)
         driver = run.process.pid
         yield Live(lambda: [*processes_of(driver), *more()], [shared], shared / "runs" / "e2e")
@@ -97,42 +107,68 @@ def local(
 def _settings(shared: Path) -> list[str]:
     (shared / "reward.py").write_text(REWARD)
     prepare("arithmetic", shared / "data", None, load_config("e2e").data.prepare.options)
-    words = [f"data.prepare.out={shared / 'data'}", "reward=custom", f"reward.path={shared / 'reward.py'}"]
+    words = [
+        f"data.prepare.out={shared / 'data'}",
+        "reward=custom",
+        f"reward.path={shared / 'reward.py'}",
+    ]
     return [*words, f"+reward.kwargs.folder={shared}"]
 
 
 @contextmanager
-def by_hand(shared: Path) -> Iterator[tuple[str, dict[str, str], Callable[[], list[psutil.Process]]]]:
-    """A head that cluster.sh has started on loopback: its address, the environment of who joins it, its processes."""
+def by_hand(
+    shared: Path,
+) -> Iterator[tuple[str, dict[str, str], Callable[[], list[psutil.Process]]]]:
+    """A head that cluster.sh has started on loopback: its address, the environment of who joins it,
+    its processes."""
     first = str(_free_block(9))
     (shared / "token").touch(0o600)
     (shared / "token").write_text(secrets.token_hex(32))
     rest = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     joins = {"RAY_AUTH_TOKEN_PATH": str(shared / "token")}
-    env = {**rest, **joins, "PATH": path, "FIRST_PORT": first, "HOME": str(shared), "TMPDIR": "/tmp"}
+    env = {
+        **rest,
+        **joins,
+        "PATH": path,
+        "FIRST_PORT": first,
+        "HOME": str(shared),
+        "TMPDIR": "/tmp",
+    }
     env |= {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "RAY_worker_niceness": "0"}
 
     def run(*words: str) -> None:
         done = subprocess.run(
-            ["bash", str(SCRIPT), *words], env=env, capture_output=True, text=True, timeout=200, check=False
+            ["bash", str(SCRIPT), *words],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
     try:
         run("head", "127.0.0.1")
-        yield f"127.0.0.1:{first}", joins, lambda: [one for one in psutil.process_iter() if _names(one, first)]
+        yield (
+            f"127.0.0.1:{first}",
+            joins,
+            lambda: [one for one in psutil.process_iter() if _names(one, first)],
+        )
     finally:
         run("stop")
     assert not list(Path("/tmp").glob(f"hf-cluster-{first}-*"))
 
 
 def _names(process: psutil.Process, first: str) -> bool:
-    """Whether the process is a part of the cluster at that port, or has a part of it as an ancestor."""
+    """Whether the process is a part of the cluster at that port, or has a part of it as an
+    ancestor."""
     with suppress(psutil.Error):
         family = [process, *process.parents()]
         words = [" ".join(one.cmdline()) for one in family]
-        return any(f"hf-cluster-{first}-" in line or f"--gcs_server_port={first}" in line for line in words)
+        return any(
+            f"hf-cluster-{first}-" in line or f"--gcs_server_port={first}" in line for line in words
+        )
     return False
 
 
@@ -153,7 +189,11 @@ def slurm_job(shared: Path, cluster: SlurmCluster) -> Iterator[Live]:
     jobs.wait_for(number, (shared / "live").exists)
 
     def processes() -> list[psutil.Process]:
-        found = {one.pid: one for line in processes_of_job(number) for one in processes_of(int(line.split()[0]))}
+        found = {
+            one.pid: one
+            for line in processes_of_job(number)
+            for one in processes_of(int(line.split()[0]))
+        }
         return list(found.values())
 
     yield Live(processes, [shared], jobs.folder / "runs" / "edges")
@@ -163,26 +203,48 @@ def slurm_job(shared: Path, cluster: SlurmCluster) -> Iterator[Live]:
 
 @contextmanager
 def pod(shared: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Ray's head as KubeRay starts it in the first pod of launch/ray/kuberay.yaml: in namespaces of its own, with a
-    /tmp and a /dev/shm of its own. Yields the first process in there, for `nsenter`."""
+    """Ray's head as KubeRay starts it in the first pod of launch/ray/kuberay.yaml: in namespaces of
+    its own, with a /tmp and a /dev/shm of its own. Yields the first process in there, for
+    `nsenter`."""
     head = pod_of_head()
     secret = secrets.token_hex(32)
-    env = {one["name"]: one.get("value", secret) for one in head["template"]["spec"]["containers"][0]["env"]}
-    env |= {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(shared)}
-    options = {"dashboard-agent-listen-port": "52365", "metrics-export-port": "8080", **head["rayStartParams"]}
+    env = {
+        one["name"]: one.get("value", secret)
+        for one in head["template"]["spec"]["containers"][0]["env"]
+    }
+    env |= {
+        "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": str(shared),
+    }
+    options = {
+        "dashboard-agent-listen-port": "52365",
+        "metrics-export-port": "8080",
+        **head["rayStartParams"],
+    }
     words = " ".join(f"--{name}={value}" for name, value in options.items())
-    made = "mount -t tmpfs pod /tmp && chmod 1777 /tmp && mount -t tmpfs pod /dev/shm && chmod 1777 /dev/shm"
+    made = (
+        "mount -t tmpfs pod /tmp && chmod 1777 /tmp && mount -t tmpfs pod /dev/shm && chmod 1777 "
+        "/dev/shm"
+    )
     made += f" && ip addr add {POD}/32 dev lo && ip link set lo up"
-    start = f"{sys.executable} -m ray.scripts.scripts start --head --node-ip-address={POD} --block {words}"
+    start = (
+        f"{sys.executable} -m ray.scripts.scripts start --head --node-ip-address={POD} --block "
+        f"{words}"
+    )
     space = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
     with (
         (shared / "pod.log").open("wb") as log,
-        subprocess.Popen([*space, "bash", "-c", f"{made} && exec {start}"], env=env, stdout=log, stderr=log) as process,
+        subprocess.Popen(
+            [*space, "bash", "-c", f"{made} && exec {start}"], env=env, stdout=log, stderr=log
+        ) as process,
     ):
         try:
             deadline = time.monotonic() + 200
-            while b"--block" not in (shared / "pod.log").read_bytes():  # what Ray says once it has started
-                assert process.poll() is None and time.monotonic() < deadline, (shared / "pod.log").read_text()
+            # what Ray says once it has started
+            while b"--block" not in (shared / "pod.log").read_bytes():
+                assert process.poll() is None and time.monotonic() < deadline, (
+                    shared / "pod.log"
+                ).read_text()
                 time.sleep(0.2)
             yield process
         finally:

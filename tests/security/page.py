@@ -1,5 +1,5 @@
-"""The table of edges in docs/security.md: `python -m tests.security.page [RUN...]` starts a run in each way (or in the
-named ones), takes its inventory, and writes the rows."""
+"""The table of edges in docs/security.md: `python -m tests.security.page [RUN...]` starts a run in
+each way (or in the named ones), takes its inventory, and writes the rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.security.inventory import Inventory, rows, take
 from tests.slurm.cluster import SlurmCluster
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
-HEAD = "| What | Process | Where | Mode | What another user gets | In |\n|---|---|---|---|---|---|\n"
+HEAD = (
+    "| What | Process | Where | Mode | What another user gets | In |\n|---|---|---|---|---|---|\n"
+)
 END = "\n\n"
 Row = tuple[str, ...]
 
@@ -68,14 +70,25 @@ def write(found: dict[str, list[Row]]) -> None:
     for run, made in found.items():
         for row in made:
             table.setdefault(row, set()).add(run)
-    lines = [f"| {' | '.join(row)} | {', '.join(sorted(runs))} |" for row, runs in sorted(table.items()) if runs]
+    lines = [
+        f"| {' | '.join(row)} | {', '.join(sorted(runs))} |"
+        for row, runs in sorted(table.items())
+        if runs
+    ]
     before, head, after = PAGE.read_text(encoding="utf-8").partition(HEAD)
-    PAGE.write_text(before + head + "\n".join(lines) + END + after.partition(END)[2], encoding="utf-8")
+    PAGE.write_text(
+        before + head + "\n".join(lines) + END + after.partition(END)[2], encoding="utf-8"
+    )
 
 
 def show(run: str, taken: Inventory) -> None:
     """Print the rows as the page has them, and what is wrong."""
-    print("\n".join(f"| {' | '.join(row)} | {run} |" for row in rows(taken.edges)), *taken.faults, sep="\n", flush=True)
+    print(
+        "\n".join(f"| {' | '.join(row)} | {run} |" for row in rows(taken.edges)),
+        *taken.faults,
+        sep="\n",
+        flush=True,
+    )
 
 
 def main(names: list[str]) -> None:

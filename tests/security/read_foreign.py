@@ -1,4 +1,5 @@
-"""Gives commands a folder of somebody else under limits, and prints as JSON what each returned and printed."""
+"""Gives commands a folder of somebody else under limits, and prints as JSON what each returned and
+printed."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ import traceback
 
 from hybridflow.cli.main import main
 
-BYTES, SECONDS = 1 << 30, 5
+BYTES = 1 << 30
+SECONDS = 5
 
 
 def run(words: list[str]) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a command line."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(words)

@@ -1,4 +1,5 @@
-"""The processes of a run, what each of them is, and every socket on which they listen, read from /proc."""
+"""The processes of a run, what each of them is, and every socket on which they listen, read from
+/proc."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ ROLES = (
 
 @dataclass(frozen=True)
 class Listener:
-    """A socket that takes connections: `address` is host:port, a path, or "@name" in the abstract namespace."""
+    """A socket that takes connections: `address` is host:port, a path, or "@name" in the abstract
+    namespace."""
 
     pid: int
     role: str
@@ -47,13 +49,16 @@ class Listener:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether another user of the machine can connect: a path only if every folder above lets them pass."""
+        """Whether another user of the machine can connect: a path only if every folder above lets
+        them pass."""
         if self.kind == "tcp" or self.address.startswith("@"):
             return True
         path = Path(self.address)
         try:
             modes = [parent.stat().st_mode for parent in path.parents]
-            return all(mode & stat.S_IXOTH for mode in modes) and bool(path.stat().st_mode & stat.S_IWOTH)
+            return all(mode & stat.S_IXOTH for mode in modes) and bool(
+                path.stat().st_mode & stat.S_IWOTH
+            )
         except FileNotFoundError:
             return False  # removed: nobody can name it any more
 
@@ -103,7 +108,10 @@ def _tcp(name: str, family: socket.AddressFamily) -> dict[str, tuple[str, str]]:
         if fields[3] == "0A":  # listening
             host, port = fields[1].split(":")
             words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
-            found[fields[9]] = ("tcp", f"{socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}")
+            found[fields[9]] = (
+                "tcp",
+                f"{socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}",
+            )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Programs that mean harm at the OpenAI endpoint get nothing of other conversations, and take nothing from them."""
+"""Programs that mean harm at the OpenAI endpoint get nothing of other conversations, and take
+nothing from them."""
 
 from __future__ import annotations
 
@@ -28,28 +29,39 @@ PLACES = 256 + 16 + 16  # of strangers, and of the two programs that mean harm
 
 
 class Echo:
-    """Answers with the number that the prompt asks about: whoever got another's answer would show it."""
+    """Answers with the number that the prompt asks about: whoever got another's answer would show
+    it."""
 
     def __init__(self, tokenizer: Tokenizer, word: str) -> None:
-        self.tokenizer, self.word, self.asked = tokenizer, word, 0
+        self.tokenizer = tokenizer
+        self.word = word
+        self.asked = 0
 
     async def sample(self, tokens: Any, most: int) -> Sampled:
         assert self.word in self.tokenizer.decode(list(tokens))
         self.asked += 1
         await asyncio.sleep(0.05)
         ids = np.array([*self.tokenizer.encode(f"{self.word} {self.asked}"), self.tokenizer.eos_id])
-        return Sampled(ids, -np.arange(1.0, len(ids) + 1, dtype=np.float32), np.full(len(ids), 7), "stop")
+        return Sampled(
+            ids, -np.arange(1.0, len(ids) + 1, dtype=np.float32), np.full(len(ids), 7), "stop"
+        )
 
 
-def conversation(tokenizer: Tokenizer, server: CompletionServer, question: str) -> tuple[Conversation, Echo]:
+def conversation(
+    tokenizer: Tokenizer, server: CompletionServer, question: str
+) -> tuple[Conversation, Echo]:
     engine = Echo(tokenizer, question.split()[2])
     prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
-    held = Conversation(prompt, {}, AgentConfig(loop="tools", max_answers=ROUNDS), tokenizer, engine.sample, 1000)
+    held = Conversation(
+        prompt, {}, AgentConfig(loop="tools", max_answers=ROUNDS), tokenizer, engine.sample, 1000
+    )
     held.endpoint = server.endpoint
     return held, engine
 
 
-async def honest(tokenizer: Tokenizer, server: CompletionServer, number: int, over: asyncio.Event) -> int:
+async def honest(
+    tokenizer: Tokenizer, server: CompletionServer, number: int, over: asyncio.Event
+) -> int:
     """Talk, conversation after conversation, until the attempts are over; how many there were."""
     count = 0
     while count == 0 or not over.is_set():
@@ -58,24 +70,35 @@ async def honest(tokenizer: Tokenizer, server: CompletionServer, number: int, ov
         messages: list[Any] = [{"role": "user", "content": f"What is {word} ?"}]
         async with (
             held.serve() as at,
-            openai.AsyncOpenAI(base_url=at.base_url, api_key=at.api_key, timeout=120.0, max_retries=0) as client,
+            openai.AsyncOpenAI(
+                base_url=at.base_url, api_key=at.api_key, timeout=120.0, max_retries=0
+            ) as client,
         ):
             for place in range(1, ROUNDS + 1):
                 done = await client.chat.completions.create(model="any", messages=messages)
                 answer = done.choices[0].message.content
                 assert answer == f"{word} {place}"
-                messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"And {word}?"}]
+                messages += [
+                    {"role": "assistant", "content": answer},
+                    {"role": "user", "content": f"And {word}?"},
+                ]
         assert engine.asked == ROUNDS == held.answered
         count += 1
     return count
 
 
-async def intruder(at: Endpoint, key: str, number: int, other: dict[str, Any]) -> list[tuple[str, str]]:
+async def intruder(
+    at: Endpoint, key: str, number: int, other: dict[str, Any]
+) -> list[tuple[str, str]]:
     """What the attempts of `tests.security.door` got."""
     address = at.base_url.removeprefix("http://").removesuffix("/v1")
     words = ["-m", "tests.security.door", address, key, str(number), json.dumps(other)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *words, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        sys.executable,
+        *words,
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     out, err = await asyncio.wait_for(process.communicate(), 500)
     assert process.returncode == 0, err.decode()[-3000:]
@@ -101,7 +124,8 @@ def test_no_client_of_the_endpoint_harms_a_conversation(
     most_open = 0
 
     async def run() -> tuple[list[int], list[tuple[str, str]], list[tuple[str, str]]]:
-        server, over = CompletionServer(), asyncio.Event()
+        server = CompletionServer()
+        over = asyncio.Event()
         start = len(os.listdir("/proc/self/fd"))
 
         async def watch() -> None:
@@ -114,8 +138,14 @@ def test_no_client_of_the_endpoint_harms_a_conversation(
         theirs, _ = conversation(tokenizer, server, "What is theirs ?")
         async with theirs.serve() as victim, held.serve() as at:
             watching = asyncio.create_task(watch())
-            talking = [asyncio.create_task(honest(tokenizer, server, number, over)) for number in range(talks)]
-            known = {"key": victim.api_key[:-4], "messages": [{"role": "user", "content": "What is theirs ?"}]}
+            talking = [
+                asyncio.create_task(honest(tokenizer, server, number, over))
+                for number in range(talks)
+            ]
+            known = {
+                "key": victim.api_key[:-4],
+                "messages": [{"role": "user", "content": "What is theirs ?"}],
+            }
             strange, harmful = await asyncio.gather(
                 intruder(at, "", connections, known), intruder(at, at.api_key, connections, known)
             )

@@ -1,5 +1,5 @@
-"""Run folders of somebody else: each command ends with a result or one message, in bounded time and memory, shows
-nothing of other files, and prints nothing that steers a terminal."""
+"""Run folders of somebody else: each command ends with a result or one message, in bounded time and
+memory, shows nothing of other files, and prints nothing that steers a terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ SAID = {
     "steering": ("\\x1b]0;owned\\x07", "\\x1b]0;owned\\x07"),
     "bombs": ("config.yaml: cannot be read (it has an alias", "index.json has 60000016 bytes"),
     "many_records": ("metrics.jsonl: holds more than", "all as the manifest says"),
-    "wrong_content": ("Rollouts of step 2 (1 of 1 rows)", "has its right hash and does not describe"),
+    "wrong_content": (
+        "Rollouts of step 2 (1 of 1 rows)",
+        "has its right hash and does not describe",
+    ),
 }
 
 
@@ -47,7 +50,11 @@ def commands(run: Path) -> dict[str, list[str]]:
     return {
         "report": ["report", str(run)],
         "inspect": ["checkpoint", "inspect", str(run)],
-        "verify": ["checkpoint", "verify", *map(str, sorted((run / "checkpoints").glob("global_step_1*"))[:1])],
+        "verify": [
+            "checkpoint",
+            "verify",
+            *map(str, sorted((run / "checkpoints").glob("global_step_1*"))[:1]),
+        ],
         "replay": ["replay", str(run), "2"],
     }
 
@@ -56,13 +63,16 @@ def commands(run: Path) -> dict[str, list[str]]:
     "kind", [pytest.param(kind, marks=() if kind in FEW else pytest.mark.full) for kind in HOSTILE]
 )
 def test_a_folder_of_somebody_else_is_read_within_bounds(tmp_path: Path, kind: str) -> None:
-    """Each command has 1 GiB and 5 s of the processor: with more, the process ends and there is no answer."""
+    """Each command has 1 GiB and 5 s of the processor: with more, the process ends and there is no
+    answer."""
     run = run_folder(tmp_path / "run")
     HOSTILE[kind](run)
     asked = commands(run)
     words = [sys.executable, "-m", "tests.security.read_foreign", *map(json.dumps, asked.values())]
     one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **one_thread}, check=False)
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, **one_thread}, check=False
+    )
     assert done.returncode == 0, f"{done.returncode} {done.stderr[-2000:]}"
     answers = dict(zip(asked, json.loads(done.stdout).values(), strict=True))
     for name, (code, out, err) in answers.items():
@@ -102,13 +112,23 @@ def test_a_replay_names_all_code_that_it_would_run_and_waits_for_consent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("theirs.py").write_text("open('trap', 'w').close()\ndef compute_score(**given): return 0.0\n")
+    Path("theirs.py").write_text(
+        "open('trap', 'w').close()\ndef compute_score(**given): return 0.0\n"
+    )
     run = theirs(tmp_path / "run", *(f"{key}={value}" for key, value in CODE.items()))
     assert main(["replay", str(run), "3"]) == 2
     said = capsys.readouterr().err
     for key in CODE:
-        assert f"{key}=theirs" in said or f"{key}.files=" in said or f'{key}={{"command": ["theirs"]}}' in said, key
-    assert "give --run-code" in said and not Path("trap").exists() and not any((run / "replay").iterdir())
+        assert (
+            f"{key}=theirs" in said
+            or f"{key}.files=" in said
+            or f'{key}={{"command": ["theirs"]}}' in said
+        ), key
+    assert (
+        "give --run-code" in said
+        and not Path("trap").exists()
+        and not any((run / "replay").iterdir())
+    )
 
 
 def test_code_on_the_command_line_needs_no_consent_and_consent_is_enough(
@@ -141,10 +161,14 @@ def test_a_configuration_that_no_run_writes_is_not_replayed(
     run = run_folder(tmp_path / "run")
     (run / "config.yaml").write_text(text)
     assert main(["replay", str(run), "2"]) == 2
-    assert re.search(rf"config\.yaml is not what a run writes: .*{message}", capsys.readouterr().err)
+    assert re.search(
+        rf"config\.yaml is not what a run writes: .*{message}", capsys.readouterr().err
+    )
 
 
-def test_a_group_in_a_run_folder_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_in_a_run_folder_does_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = theirs(tmp_path / "run")
     (run / "cluster").mkdir()
     (run / "cluster" / "in-process.yaml").write_text("address: theirs:6379\n")

@@ -1,4 +1,5 @@
-"""Files of somebody else: each is refused with one message of ours, nothing of it runs, and memory stays bounded."""
+"""Files of somebody else: each is refused with one message of ours, nothing of it runs, and memory
+stays bounded."""
 
 from __future__ import annotations
 
@@ -93,7 +94,9 @@ def model_folder(tmp_path: Path, header: bytes, body: bytes = b"") -> Path:
 
 
 def tensor(shape: list[int], begin: int, end: int) -> bytes:
-    return json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}}).encode()
+    return json.dumps(
+        {"w": {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}}
+    ).encode()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,9 @@ def test_a_header_that_says_it_is_endless(tmp_path: Path) -> None:
         SafetensorsFolder(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "..", "a/b.safetensors", 7])
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/passwd", "..", "a/b.safetensors", 7]
+)
 def test_an_index_that_points_outside(tmp_path: Path, name: object) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises(ModelError, match=r"is said to lie in .* which is no file of this folder"):
@@ -148,7 +153,10 @@ def tokenizer_folder(tmp_path: Path, **settings: object) -> Path:
 
 def test_a_tokenizer_whose_code_comes_with_it_is_not_run(tmp_path: Path) -> None:
     folder = tokenizer_folder(
-        tmp_path, auto_map={"AutoTokenizer": ["code.Evil", "code.Evil"]}, tokenizer_class="Evil", chat_template="x"
+        tmp_path,
+        auto_map={"AutoTokenizer": ["code.Evil", "code.Evil"]},
+        tokenizer_class="Evil",
+        chat_template="x",
     )
     (folder / "code.py").write_text(f"open({str(tmp_path / 'trap')!r}, 'w')\nclass Evil: pass\n")
     try:
@@ -176,18 +184,27 @@ def test_a_pipe_among_a_tokenizers_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "seconds", "message"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", 1, "more than 1 s"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            1,
+            "more than 1 s",
+        ),
         # a busy machine may need seconds of processor time to find a gigabyte
         ("{{ 'a' * 4000000000 }}", 60, "more than 1 GiB of memory"),
         (
-            "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+            (
+                "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s "
+                "%}{% endfor %}"
+            ),
             60,
             "more than 1 GiB of memory",
         ),
         ("{{ 7 ** 999999999 }}", 1, "more than 1 s|GiB"),
         (
-            "{% for m in messages if m.role == 'tool' %}{% for i in range(99999) %}{% for j in range(99999) %}"
-            "{% endfor %}{% endfor %}{% endfor %}",
+            (
+                "{% for m in messages if m.role == 'tool' %}{% for i in range(99999) %}{% for j in "
+                "range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+            ),
             1,
             "more than 1 s",
         ),
@@ -206,7 +223,10 @@ def test_a_template_without_an_end(
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.__class__.__init__.__globals__ }}",
-        "{{ self._TemplateReference__context.environment }}{{ cycler.__init__.__globals__.os.system('touch trap') }}",
+        (
+            "{{ self._TemplateReference__context.environment }}{{ "
+            "cycler.__init__.__globals__.os.system('touch trap') }}"
+        ),
         "{% include '/etc/passwd' %}",
         "{{ messages.append(1) }}",
     ],
@@ -227,20 +247,28 @@ def test_a_template_does_not_get_out_of_its_sandbox(
 # ---- parquet
 
 
-def test_a_parquet_file_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_file_that_would_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "bomb.parquet"
-    pq.write_table(pa.table({"x": ["a" * 1_000_000] * 20}), file, compression="zstd", use_dictionary=False)
+    pq.write_table(
+        pa.table({"x": ["a" * 1_000_000] * 20}), file, compression="zstd", use_dictionary=False
+    )
     assert file.stat().st_size < 100_000
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 4096}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)  # as if on a machine of 16 MiB
-    with pytest.raises(DataError, match=r"bomb\.parquet: row group 0 decompresses to .* smaller row groups"):
+    with pytest.raises(
+        DataError, match=r"bomb\.parquet: row group 0 decompresses to .* smaller row groups"
+    ):
         read_parquet(file)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 def test_what_is_no_file_is_no_parquet_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "x.parquet"
-    {"pipe": os.mkfifo, "device": lambda p: p.symlink_to("/dev/zero"), "folder": Path.mkdir}[kind](path)
+    {"pipe": os.mkfifo, "device": lambda p: p.symlink_to("/dev/zero"), "folder": Path.mkdir}[kind](
+        path
+    )
     with pytest.raises(DataError, match="not a regular file"):
         read_parquet(path)
 

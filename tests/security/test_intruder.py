@@ -1,4 +1,5 @@
-"""Another user of the machine, uid 65534, against a live run: whatever it tries gets it nothing, the run goes on."""
+"""Another user of the machine, uid 65534, against a live run: whatever it tries gets it nothing,
+the run goes on."""
 
 from __future__ import annotations
 
@@ -27,17 +28,25 @@ from tests.slurm.cluster import missing_programs
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user to make the attempts"),
+    pytest.mark.skipif(
+        os.getuid() != 0, reason="only root can become another user to make the attempts"
+    ),
 ]
 ROOT = Path(__file__).parents[2]
-ATTENTION = ("cluster=one-process", "rollout=tiny", "rollout.tensor=2", "rollout.data_parallel_attention=2")
+ATTENTION = (
+    "cluster=one-process",
+    "rollout=tiny",
+    "rollout.tensor=2",
+    "rollout.data_parallel_attention=2",
+)
 NODES = ("cluster=one-process", "rollout=tiny", "rollout.tensor=2", "rollout.nodes_per_engine=2")
 FEWEST = 60  # attempts
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "closed"])
 def test_each_attempt_succeeds_where_a_door_is_open(shared: Path, is_open: bool) -> None:
-    """The doors alone, as they were and as they are: Ray's folder, a store, SGLang's ZeroMQ socket, an open file."""
+    """The doors alone, as they were and as they are: Ray's folder, a store, SGLang's ZeroMQ socket,
+    an open file."""
     ray = shared / "ray"
     sockets = ray / "r" / "sockets"
     sockets.mkdir(parents=True)
@@ -47,7 +56,10 @@ def test_each_attempt_succeeds_where_a_door_is_open(shared: Path, is_open: bool)
         os.chmod(ray, 0o700)
     (sockets / "key").write_text("key")
     os.chmod(sockets / "key", 0o666)
-    facts: dict[str, Any] = {"private": {"Ray's sockets": str(sockets)}, "files": {"a file": str(sockets / "key")}}
+    facts: dict[str, Any] = {
+        "private": {"Ray's sockets": str(sockets)},
+        "files": {"a file": str(sockets / "key")},
+    }
     facts |= {
         "locks": [],
         "fork_servers": [],
@@ -57,7 +69,11 @@ def test_each_attempt_succeeds_where_a_door_is_open(shared: Path, is_open: bool)
         "digests": [],
     }
     facts |= {"kinds": 4, "trap": str(shared / "open" / "trap"), "job_secret": job_secret()}
-    with zmq.Context() as context, context.socket(zmq.PULL) as pull, socket.socket(socket.AF_UNIX) as named:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PULL) as pull,
+        socket.socket(socket.AF_UNIX) as named,
+    ):
         named.bind(str(sockets / "raylet"))
         named.listen()
         os.chmod(sockets / "raylet", 0o777)
@@ -88,7 +104,10 @@ def test_each_attempt_succeeds_where_a_door_is_open(shared: Path, is_open: bool)
         "rename Ray's sockets",
     }
     doors |= {f"connect to {sockets / 'raylet'}", f"replace {sockets / 'raylet'}"}
-    doors |= {f"speak torch's store to store at {store.port}", f"push a pickle over ZeroMQ to zmq at {heard}"}
+    doors |= {
+        f"speak torch's store to store at {store.port}",
+        f"push a pickle over ZeroMQ to zmq at {heard}",
+    }
     assert (doors - got == set()) if is_open else (got == set()), got
     right = {
         f"{CONTROL}speak our store to store at {store.port}",
@@ -115,7 +134,9 @@ RUNS = {
 def test_another_user_gets_nothing(shared: Path, run: str) -> None:
     """The run ends well in the end, with its steps: its context says so."""
     if run == "slurm" and (missing := missing_programs()):
-        pytest.skip(f"Slurm is not installed ({', '.join(missing)} missing): make setup-slurm installs it")
+        pytest.skip(
+            f"Slurm is not installed ({', '.join(missing)} missing): make setup-slurm installs it"
+        )
     with RUNS[run]() as live:
         processes = live.processes()
         taken = take(processes, live.run_folders)
@@ -124,18 +145,31 @@ def test_another_user_gets_nothing(shared: Path, run: str) -> None:
         attempts = attempts_of_nobody(shared / "facts.json")
     assert taken.faults == ()
     if described := page.described(run):
-        assert described == rows(taken.edges), "python -m tests.security.page writes the table again"
+        assert described == rows(taken.edges), (
+            "python -m tests.security.page writes the table again"
+        )
     got = {name: what for name, what in attempts if what and not name.startswith(CONTROL)}
     assert got == {}
     tried = [name for name, _ in attempts if not name.startswith(CONTROL)]
     print(f"{run}: {len(tried)} attempts of {len({name.split(' ')[0] for name in tried})} kinds")
     assert len(tried) >= FEWEST and len({name.split(" ")[0] for name in tried}) >= 8
-    # the same attempts of the same user succeed with the right key: nothing else keeps the intruder out
-    opened = [name.removeprefix(CONTROL) for name, what in attempts if what and name.startswith(CONTROL)]
+    # the same attempts of the same user succeed with the right key: nothing else keeps the intruder
+    # out
+    opened = [
+        name.removeprefix(CONTROL) for name, what in attempts if what and name.startswith(CONTROL)
+    ]
     doors = ["keys of Ray's gcs", "speak our store", *([] if run == "slurm" else ["/v1/models"])]
-    for door in [*doors, "shake hands over ZeroMQ"] if run in ("data-parallel-attention", "two-nodes") else doors:
+    for door in (
+        [*doors, "shake hands over ZeroMQ"]
+        if run in ("data-parallel-attention", "two-nodes")
+        else doors
+    ):
         assert any(name.startswith(door) for name in opened), (door, opened)
-    train = [record["step"] for record in read_jsonl(live.folder / "metrics.jsonl") if record["phase"] == "train"]
+    train = [
+        record["step"]
+        for record in read_jsonl(live.folder / "metrics.jsonl")
+        if record["phase"] == "train"
+    ]
     assert train == [1, 2]
     assert not (shared / "open" / "trap").exists(), "something unpickled what the intruder sent"
 

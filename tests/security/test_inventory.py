@@ -1,5 +1,5 @@
-"""Nothing of a run is open to other users of its machine, and docs/security.md says what it has. The runs that take
-longer are looked at in test_intruder.py."""
+"""Nothing of a run is open to other users of its machine, and docs/security.md says what it has.
+The runs that take longer are looked at in test_intruder.py."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ def test_a_run_is_closed_to_others_and_described() -> None:
     page.show("local", taken)
     assert taken.faults == ()
     kinds = {edge.kind for edge in taken.edges}
-    assert {"folder", "file", "lock", "unix socket", "tcp", "credential"} <= kinds  # something was looked at
-    assert page.described("local") == rows(taken.edges), "python -m tests.security.page writes the table again"
+    # something was looked at
+    assert {"folder", "file", "lock", "unix socket", "tcp", "credential"} <= kinds
+    assert page.described("local") == rows(taken.edges), (
+        "python -m tests.security.page writes the table again"
+    )
 
 
 @pytest.mark.slow
@@ -50,12 +53,18 @@ def test_a_cluster_made_by_hand_is_closed_to_others() -> None:
 @pytest.mark.full
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make the namespaces of a pod")
 def test_what_a_pod_of_the_manifest_starts_answers_nobody_without_the_token() -> None:
-    """The folders of a pod are its own: the manifest mounts what leaves it, and Ray writes to none of that."""
+    """The folders of a pod are its own: the manifest mounts what leaves it, and Ray writes to none
+    of that."""
     with launchers.shared_folder() as shared, launchers.pod(shared) as process:
-        [first] = [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        [first] = [
+            int(word)
+            for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ]
         enter = ["nsenter", f"--target={first}", "--mount", "--net", "--pid", f"--wd={ROOT}", "--"]
         words = [*enter, sys.executable, "-m", "tests.security.inventory", "1", "--json"]
-        asked = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        asked = subprocess.run(
+            words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
         assert asked.stdout, asked.stderr
         found = json.loads(asked.stdout)
     edges = [Edge(**edge) for edge in found["edges"]]
@@ -64,7 +73,9 @@ def test_what_a_pod_of_the_manifest_starts_answers_nobody_without_the_token() ->
     listening = {edge.name.rpartition(":")[0]: edge.others for edge in edges if edge.kind == "tcp"}
     assert len(edges) > 20 and any("UNAUTHENTICATED" in said for said in listening.values())
     pod = launchers.pod_of_head()["template"]["spec"]
-    mounted = {mount["mountPath"] for container in pod["containers"] for mount in container["volumeMounts"]}
+    mounted = {
+        mount["mountPath"] for container in pod["containers"] for mount in container["volumeMounts"]
+    }
     assert mounted == {"/shared", "/dev/shm"}
     assert not {"hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"} & pod.keys()
     assert not any("hostPath" in volume for volume in pod["volumes"])

@@ -1,5 +1,5 @@
-"""Each door of a run, opened again, is seen: else to find nothing would show nothing. Some are opened in a live run by
-hand, others by a process that does what none may."""
+"""Each door of a run, opened again, is seen: else to find nothing would show nothing. Some are
+opened in a live run by hand, others by a process that does what none may."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ server.start()
 """
 PROGRAMS = {
     "a key in a command line": ("", ("--api-key", KEY), "has a credential in its command line"),
-    "a process of another user": ("import os; os.setuid(65534)", (), "of the user 65534 has credentials"),
+    "a process of another user": (
+        "import os; os.setuid(65534)",
+        (),
+        "of the user 65534 has credentials",
+    ),
     "every address": (LISTEN, (), r"listens at 0\.0\.0\.0:.* shows no guard"),
     "HTTP without a key": (HTTP, (), "answers somebody without a key: HTTP 200"),
     "ZeroMQ without CURVE": (ZMQ, (), "answers somebody without a key: ZeroMQ NULL"),
@@ -94,7 +98,11 @@ def mode(path: Path, opened: int) -> Iterator[None]:
 
 
 def ray_folder(live: launchers.Live) -> Path:
-    return next(path for path in one_of(live, "file", has="/hf-ray-").parents if path.name.startswith("hf-ray-"))
+    return next(
+        path
+        for path in one_of(live, "file", has="/hf-ray-").parents
+        if path.name.startswith("hf-ray-")
+    )
 
 
 @contextmanager
@@ -119,12 +127,27 @@ def key_in_a_log(live: launchers.Live) -> Iterator[None]:
 
 
 BY_HAND: dict[str, tuple[Callable[[launchers.Live], AbstractContextManager[None]], str]] = {
-    "Ray's folder": (lambda live: mode(ray_folder(live), 0o777), "/hf-ray-.* others can list, write, enter"),
-    "an engine's folder": (lambda live: mode(one_of(live, "file", "/keys.yaml").parent, 0o755), "/hf-engine-.*enter"),
+    "Ray's folder": (
+        lambda live: mode(ray_folder(live), 0o777),
+        "/hf-ray-.* others can list, write, enter",
+    ),
+    "an engine's folder": (
+        lambda live: mode(one_of(live, "file", "/keys.yaml").parent, 0o755),
+        "/hf-engine-.*enter",
+    ),
     "an engine's keys": (keys_readable, r"keys\.yaml .*: others can read"),
-    "the run folder's lock": (lambda live: mode(one_of(live, "lock", ".e2e.lock"), 0o644), "lock .* others can read"),
-    "shared memory": (lambda live: mode(one_of(live, "shared memory"), 0o666), "shared memory .* others can read"),
-    "a folder of the run": (lambda live: mode(live.folder / "logs", 0o777), "logs .*others can list, write, enter"),
+    "the run folder's lock": (
+        lambda live: mode(one_of(live, "lock", ".e2e.lock"), 0o644),
+        "lock .* others can read",
+    ),
+    "shared memory": (
+        lambda live: mode(one_of(live, "shared memory"), 0o666),
+        "shared memory .* others can read",
+    ),
+    "a folder of the run": (
+        lambda live: mode(live.folder / "logs", 0o777),
+        "logs .*others can list, write, enter",
+    ),
     "a key in a log": (key_in_a_log, "leak.log holds a credential"),
 }
 
@@ -152,5 +175,7 @@ def test_without_places_for_strangers_the_attempts_at_the_endpoint_are_seen(tmp_
     command = [sys.executable, "-m", "pytest", "-q", "tests/security/test_door.py", "-k", "few"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, cwd=root, env=env, capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 1 and "assert most_open <= " in done.stdout, done.stdout[-3000:]

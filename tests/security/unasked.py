@@ -1,5 +1,5 @@
-"""What a TCP listener answers to somebody without a key, in the languages that are spoken in a run: HTTP, gRPC, ZeroMQ
-and the greeting of ours."""
+"""What a TCP listener answers to somebody without a key, in the languages that are spoken in a run:
+HTTP, gRPC, ZeroMQ and the greeting of ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ OPEN = (
 SILENCE = "nothing"
 _ZMQ_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-# a method of each service of Ray's: one without the token must be refused before its arguments are looked at
+# a method of each service of Ray's: one without the token must be refused before its arguments are
+# looked at
 _GRPC_METHODS = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
     "/ray.rpc.NodeManagerService/GetNodeStats",
@@ -40,7 +41,8 @@ def answers(addresses: Iterable[str]) -> dict[str, str]:
 
 
 def answer(address: str) -> str:
-    """What HOST:PORT answers, in words of the protocol that it speaks; `SILENCE` where it says nothing in any."""
+    """What HOST:PORT answers, in words of the protocol that it speaks; `SILENCE` where it says
+    nothing in any."""
     host, _, port = address.rpartition(":")
     at = ("127.0.0.1" if host in ("0.0.0.0", "::") else host.removeprefix("::ffff:"), int(port))
     try:
@@ -58,7 +60,8 @@ def answer(address: str) -> str:
 
 
 def _said_to(at: tuple[str, int], words: bytes) -> tuple[bytes, bool]:
-    """The first bytes that come back, at most 64, and whether the other end has stayed silent or open."""
+    """The first bytes that come back, at most 64, and whether the other end has stayed silent or
+    open."""
     said = b""
     with socket.create_connection(at, WAIT_S) as link:
         deadline = time.monotonic() + WAIT_S
@@ -95,7 +98,9 @@ def _grpc(at: tuple[str, int]) -> str:
     import grpc
 
     found = set()
-    with grpc.insecure_channel("{}:{}".format(*at), options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with grpc.insecure_channel(
+        "{}:{}".format(*at), options=[("grpc.enable_http_proxy", 0)]
+    ) as channel:
         for method in _GRPC_METHODS:
             try:
                 channel.unary_unary(method)(b"", timeout=4 * WAIT_S)
@@ -103,4 +108,8 @@ def _grpc(at: tuple[str, int]) -> str:
             except grpc.RpcError as error:
                 found.add(error.code().name)
     known = found - {"UNIMPLEMENTED"} or found
-    return f"gRPC {min(known)}" if known <= {"UNAUTHENTICATED", "UNIMPLEMENTED"} else f"gRPC answered {min(known)}"
+    return (
+        f"gRPC {min(known)}"
+        if known <= {"UNAUTHENTICATED", "UNIMPLEMENTED"}
+        else f"gRPC answered {min(known)}"
+    )

@@ -1,8 +1,9 @@
-"""A real Slurm of our own on this machine: munged, slurmctld and a slurmd for each node, as the present user.
+"""A real Slurm of our own on this machine: munged, slurmctld and a slurmd for each node, as the
+present user.
 
-Each node has an address of its own in 127.0.0.0/8, so that Ray sees as many machines. Partitions `low` and `abrupt`
-are preempted by `high`: jobs there are requeued, those of `low` after a time of grace. Slurm's own time-outs are long,
-since a busy machine may keep a daemon waiting.
+Each node has an address of its own in 127.0.0.0/8, so that Ray sees as many machines. Partitions
+`low` and `abrupt` are preempted by `high`: jobs there are requeued, those of `low` after a time of
+grace. Slurm's own time-outs are long, since a busy machine may keep a daemon waiting.
 """
 
 from __future__ import annotations
@@ -72,14 +73,25 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 class SlurmCluster:
-    """The daemons, from `with SlurmCluster(["n1", "n2"])` to its end. `environment` makes Slurm's commands use it."""
+    """The daemons, from `with SlurmCluster(["n1", "n2"])` to its end. `environment` makes Slurm's
+    commands use it."""
 
     def __init__(self, names: Sequence[str], cpus: int = 8) -> None:
-        self.names, self.cpus = list(names), cpus
-        self.state = Path(tempfile.mkdtemp(prefix="hft-slurm-", dir="/tmp"))  # short: sockets lie in it
-        self.environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(self.state / "slurm.conf")}
+        self.names = list(names)
+        self.cpus = cpus
+        # short: sockets lie in it
+        self.state = Path(tempfile.mkdtemp(prefix="hft-slurm-", dir="/tmp"))
+        self.environment = {
+            **os.environ,
+            "PATH": _PATH,
+            "SLURM_CONF": str(self.state / "slurm.conf"),
+        }
         kept = ("SLURM_CONF", "RAY_worker_niceness")
-        for name in [name for name in self.environment if name.startswith(("SLURM_", "RAY_")) and name not in kept]:
+        for name in [
+            name
+            for name in self.environment
+            if name.startswith(("SLURM_", "RAY_")) and name not in kept
+        ]:
             del self.environment[name]
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -87,21 +99,27 @@ class SlurmCluster:
         try:
             self._munge()
             if not any(self._came_up() for _ in range(_TRIES)):
-                raise AssertionError(f"Slurm's daemons ended as soon as they started, {_TRIES} times\n{self._logs()}")
+                raise AssertionError(
+                    f"Slurm's daemons ended as soon as they started, {_TRIES} times\n{self._logs()}"
+                )
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def _came_up(self) -> bool:
-        """Whether slurmctld and the nodes run. A daemon whose port another program has taken meanwhile ends."""
+        """Whether slurmctld and the nodes run. A daemon whose port another program has taken
+        meanwhile ends."""
         self._configure()
         self.start("slurmctld", ["slurmctld", "-D", "-f", str(self.state / "slurm.conf")])
         for name in self.names:
             self.start_node(name)
         own = ["slurmctld", *self.names]
         self.wait_for(
-            lambda: any(self.daemons[name].poll() is not None for name in own) or self.idle() == len(self.names),
+            lambda: (
+                any(self.daemons[name].poll() is not None for name in own)
+                or self.idle() == len(self.names)
+            ),
             240,
             "all nodes are idle",
         )
@@ -130,7 +148,11 @@ class SlurmCluster:
         """Start a daemon in the foreground; what it prints goes to a file."""
         with (self.state / f"{name}.print").open("ab") as printed:
             self.daemons[name] = subprocess.Popen(
-                command, env=self.environment, stdout=printed, stderr=printed, start_new_session=True
+                command,
+                env=self.environment,
+                stdout=printed,
+                stderr=printed,
+                start_new_session=True,
             )
 
     def start_node(self, name: str) -> None:
@@ -138,14 +160,22 @@ class SlurmCluster:
         self.start(name, ["slurmd", "-D", "-f", str(self.state / "slurm.conf"), "-N", name])
 
     def kill_node(self, name: str) -> None:
-        """End the slurmd of a node, as when the machine has lost its network: its processes run on."""
+        """End the slurmd of a node, as when the machine has lost its network: its processes run
+        on."""
         self.daemons[name].send_signal(signal.SIGKILL)
         self.daemons[name].wait()
 
     def lose_node(self, name: str) -> None:
-        """End the slurmd of a node, and tell slurmctld what it would find out after SlurmdTimeout."""
+        """End the slurmd of a node, and tell slurmctld what it would find out after
+        SlurmdTimeout."""
         self.kill_node(name)
-        self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=its slurmd does not answer")
+        self.ask(
+            "scontrol",
+            "update",
+            f"NodeName={name}",
+            "State=DOWN",
+            "Reason=its slurmd does not answer",
+        )
 
     def ask(self, *words: str) -> str:
         """What a command of Slurm's prints."""
@@ -154,7 +184,8 @@ class SlurmCluster:
         ).stdout.strip()
 
     def look(self, *words: str) -> str:
-        """What a command prints that changes nothing. It is asked again when a busy slurmctld has dropped it."""
+        """What a command prints that changes nothing. It is asked again when a busy slurmctld has
+        dropped it."""
         for _ in range(9):
             try:
                 return self.ask(*words)
@@ -165,7 +196,11 @@ class SlurmCluster:
     def idle(self) -> int:
         """How many nodes are idle."""
         try:
-            return self.ask("sinfo", "--noheader", "--Node", "--partition=debug", "--format=%T").split().count("idle")
+            return (
+                self.ask("sinfo", "--noheader", "--Node", "--partition=debug", "--format=%T")
+                .split()
+                .count("idle")
+            )
         except subprocess.CalledProcessError:
             return 0  # slurmctld is starting
 
@@ -199,16 +234,22 @@ class SlurmCluster:
     def _logs(self) -> str:
         """The daemons' last words."""
         paths = sorted([*self.state.glob("*.log"), *self.state.glob("*.print")])
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in paths)
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in paths
+        )
 
     def _configure(self) -> None:
         port = _free_ports(1 + len(self.names))
         nodes = "\n".join(
-            f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.{11 + number} Port={port + 1 + number} "
-            f"CPUs={self.cpus} RealMemory=4000 State=UNKNOWN"
+            (
+                f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.{11 + number} "
+                f"Port={port + 1 + number} CPUs={self.cpus} RealMemory=4000 State=UNKNOWN"
+            )
             for number, name in enumerate(self.names)
         )
-        text = CONFIGURATION.format(state=self.state, user=getpass.getuser(), port=port, nodes=nodes)
+        text = CONFIGURATION.format(
+            state=self.state, user=getpass.getuser(), port=port, nodes=nodes
+        )
         (self.state / "slurm.conf").write_text(text)
         shutil.rmtree(self.state / "state", ignore_errors=True)
         (self.state / "state").mkdir()
@@ -217,8 +258,13 @@ class SlurmCluster:
         key = self.state / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
-        files = [f"--{what}-file={self.state}/munge.{what}" for what in ("key", "pid", "log", "seed")]
-        self.start("munged", ["munged", "--foreground", "--force", f"--socket={self.state}/munge.socket", *files])
+        files = [
+            f"--{what}-file={self.state}/munge.{what}" for what in ("key", "pid", "log", "seed")
+        ]
+        self.start(
+            "munged",
+            ["munged", "--foreground", "--force", f"--socket={self.state}/munge.socket", *files],
+        )
         self.wait_for((self.state / "munge.socket").exists, 120, "munged is up")
 
 
@@ -233,8 +279,9 @@ def _end(daemon: subprocess.Popen[bytes]) -> None:
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` ports in a row that are free now, above those of outgoing connections where these end at
-    60999 as they do by default, so that only another Slurm of ours may take them before the daemons do."""
+    """The first of `count` ports in a row that are free now, above those of outgoing connections
+    where these end at 60999 as they do by default, so that only another Slurm of ours may take them
+    before the daemons do."""
     while True:
         first = random.SystemRandom().randrange(61000, 65000)
         try:

@@ -22,7 +22,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def slurm() -> Iterator[SlurmCluster]:
     """Three nodes. Skips where Slurm is not installed; tests/run.py says so in its last line."""
     if missing := missing_programs():
-        pytest.skip(f"Slurm is not installed ({', '.join(missing)} missing): make setup-slurm installs it")
+        pytest.skip(
+            f"Slurm is not installed ({', '.join(missing)} missing): make setup-slurm installs it"
+        )
     with SlurmCluster(["n1", "n2", "n3"]) as cluster:
         yield cluster
 

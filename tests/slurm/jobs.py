@@ -27,8 +27,20 @@ HYBRIDFLOW = (sys.executable, "-m", "hybridflow.cli.main")
 PATIENT = ("cluster.start_timeout_s=600", "rollout.start_timeout_s=600")
 # The smallest run over two nodes: two pipeline stages, one on each, and one engine.
 TWO_NODES = (
-    *("actor=tiny", "cluster.nodes=2", "cluster.procs_per_node=1", "actor.parallel.pipeline=2", "rollout=tiny"),
-    *("rollout.n=2", "trainer.val_before_train=false", "data.val_files=[]", "trainer.export=false", *PATIENT),
+    *(
+        "actor=tiny",
+        "cluster.nodes=2",
+        "cluster.procs_per_node=1",
+        "actor.parallel.pipeline=2",
+        "rollout=tiny",
+    ),
+    *(
+        "rollout.n=2",
+        "trainer.val_before_train=false",
+        "data.val_files=[]",
+        "trainer.export=false",
+        *PATIENT,
+    ),
 )
 SITE: dict[str, Any] = {
     "exclusive": False,
@@ -52,7 +64,9 @@ class Jobs:
     """`hybridflow slurm` in a working folder whose name has spaces, on a cluster of ours."""
 
     def __init__(self, cluster: SlurmCluster, folder: Path, settings: list[str]) -> None:
-        self.cluster, self.folder, self.settings = cluster, folder / "a folder", settings
+        self.cluster = cluster
+        self.folder = folder / "a folder"
+        self.settings = settings
         self.folder.mkdir(parents=True)
         (self.folder / "recipes").mkdir()
         self.environment = {
@@ -78,8 +92,11 @@ class Jobs:
         assert done.returncode == status, done.stdout
         return done.stdout
 
-    def site(self, name: str, prolog: str = "", python: str = "", preflight_timeout_s: int = 240) -> Path:
-        """A site file. `prolog` is a shell line before the job's own; `python` are lines before each of its Pythons."""
+    def site(
+        self, name: str, prolog: str = "", python: str = "", preflight_timeout_s: int = 240
+    ) -> Path:
+        """A site file. `prolog` is a shell line before the job's own; `python` are lines before
+        each of its Pythons."""
         values = {**SITE, "limits": {**SITE["limits"], "preflight_timeout_s": preflight_timeout_s}}
         values["prolog"] = [prolog] if prolog else []
         if python:
@@ -92,14 +109,21 @@ class Jobs:
         return path
 
     def site_with_archive(self, name: str) -> Path:
-        """A site file whose jobs unpack their environment onto the node's own disk: a program that runs this Python."""
-        archive, local = self.folder / f"{name}.tar", self.folder / f"{name} on a node"
+        """A site file whose jobs unpack their environment onto the node's own disk: a program that
+        runs this Python."""
+        archive = self.folder / f"{name}.tar"
+        local = self.folder / f"{name} on a node"
         python = f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n'.encode()
         with tarfile.open(archive, "w") as file:
             entry = tarfile.TarInfo("bin/python")
-            entry.size, entry.mode = len(python), 0o755
+            entry.size = len(python)
+            entry.mode = 0o755
             file.addfile(entry, io.BytesIO(python))
-        environment = {"archive": str(archive), "local": str(local), "python": str(local / "bin" / "python")}
+        environment = {
+            "archive": str(archive),
+            "local": str(local),
+            "python": str(local / "bin" / "python"),
+        }
         path = self.folder / f"site-{name}.yaml"
         path.write_text(json.dumps({**SITE, "environment": environment}))
         return path
@@ -107,33 +131,60 @@ class Jobs:
     def gate(self, name: str) -> tuple[Path, Path]:
         """A site file whose jobs wait, before anything else, for a file; and that file."""
         file = self.folder / f"go-{name}"
-        return self.site(name, prolog=f"until [[ -e {shlex.quote(str(file))} ]]; do sleep 0.2; done"), file
+        return self.site(
+            name, prolog=f"until [[ -e {shlex.quote(str(file))} ]]; do sleep 0.2; done"
+        ), file
 
     def recipe(self, name: str, steps: int) -> list[str]:
-        """Words for `submit`: the e2e recipe with so many steps. To write it again changes the job's next start."""
+        """Words for `submit`: the e2e recipe with so many steps. To write it again changes the
+        job's next start."""
         path = self.folder / "recipes" / f"{name}.yaml"
-        path.with_suffix(".new").write_text(f"defaults: [e2e, _self_]\ntrainer: {{total_steps: {steps}}}\n")
+        path.with_suffix(".new").write_text(
+            f"defaults: [e2e, _self_]\ntrainer: {{total_steps: {steps}}}\n"
+        )
         path.with_suffix(".new").replace(path)
         return ["--config-dir", str(path.parent), "--config-name", name]
 
     def submit(self, name: str, *words: str | Path) -> str:
-        """The number of a new job; its run is called `name`. It is endless unless `words` name a recipe or steps."""
+        """The number of a new job; its run is called `name`. It is endless unless `words` name a
+        recipe or steps."""
         self._check_new(name)
         words = tuple(map(str, words))
-        chosen = () if "--config-name" in words else ("--config-name", "e2e", f"trainer.total_steps={ENDLESS}")
+        chosen = (
+            ()
+            if "--config-name" in words
+            else ("--config-name", "e2e", f"trainer.total_steps={ENDLESS}")
+        )
         said = self.run("submit", *chosen, *self.settings, *TWO_NODES, f"name={name}", *words)
         return _number(said)
 
     def submit_sft(self, name: str, nodes: int, *words: str | Path) -> str:
-        """The number of a new job of supervised fine-tuning, a rank on each node, without engines: it starts sooner.
-        Endless unless `words` have `sft.steps`; each step is saved."""
+        """The number of a new job of supervised fine-tuning, a rank on each node, without engines:
+        it starts sooner. Endless unless `words` have `sft.steps`; each step is saved."""
         self._check_new(name)
         chosen = ["--job", "sft", "--config-name", "e2e", f"name={name}"]
-        chosen += [] if any(str(word).startswith("sft.steps=") for word in words) else [f"sft.steps={ENDLESS}"]
-        shape = ("actor=tiny", f"cluster.nodes={nodes}", "cluster.procs_per_node=1", f"actor.parallel.pipeline={nodes}")
+        chosen += (
+            []
+            if any(str(word).startswith("sft.steps=") for word in words)
+            else [f"sft.steps={ENDLESS}"]
+        )
+        shape = (
+            "actor=tiny",
+            f"cluster.nodes={nodes}",
+            "cluster.procs_per_node=1",
+            f"actor.parallel.pipeline={nodes}",
+        )
         settings = [word for word in self.settings if word.startswith("data.")]
         said = self.run(
-            *("submit", *chosen, *settings, *shape, *PATIENT, "trainer.save_every_steps=1", "trainer.export=false"),
+            *(
+                "submit",
+                *chosen,
+                *settings,
+                *shape,
+                *PATIENT,
+                "trainer.save_every_steps=1",
+                "trainer.export=false",
+            ),
             "trainer.max_restarts=0",
             *map(str, words),
         )
@@ -145,7 +196,8 @@ class Jobs:
         return _number(self.run("submit", "--config-name", recipe, *words))
 
     def _check_new(self, name: str) -> None:
-        """The tests share a folder: a second job of the same name would resume the first one's run."""
+        """The tests share a folder: a second job of the same name would resume the first one's
+        run."""
         assert not (self.folder / "runs" / name).exists(), f"another test has a run called {name!r}"
 
     def output(self, job: str) -> str:
@@ -170,7 +222,11 @@ class Jobs:
         """The steps that the run has recorded, in the file's order, of either kind of job."""
         path = self.folder / "runs" / name / "metrics.jsonl"
         phases = ("train", "sft")
-        return [record["step"] for record in read_jsonl(path) if record["phase"] in phases] if path.exists() else []
+        return (
+            [record["step"] for record in read_jsonl(path) if record["phase"] in phases]
+            if path.exists()
+            else []
+        )
 
     def end(self, job: str, timeout_s: float = 600.0) -> str:
         """Wait until Slurm is done with the job; returns the state that it ended in."""
@@ -179,15 +235,22 @@ class Jobs:
         return self.cluster.field(job, "JobState")
 
     def wait_for(self, job: str, what: Callable[[], object], timeout_s: float = 600.0) -> None:
-        """Until `what()` holds; shows the job's output when it does not within `timeout_s`, or the job has ended."""
+        """Until `what()` holds; shows the job's output when it does not within `timeout_s`, or the
+        job has ended."""
         deadline = time.monotonic() + timeout_s
         ended = False
         for look in itertools.count(1):
             if what():
                 return
-            assert not ended and time.monotonic() < deadline, f"not within {timeout_s:g} s\n{self.logs(job)}"
+            assert not ended and time.monotonic() < deadline, (
+                f"not within {timeout_s:g} s\n{self.logs(job)}"
+            )
             time.sleep(0.2)
-            ended = look % 10 == 0 and self.cluster.field(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED")
+            ended = look % 10 == 0 and self.cluster.field(job, "JobState") in (
+                "COMPLETED",
+                "FAILED",
+                "CANCELLED",
+            )
 
     def last_line(self, job: str) -> str:
         """The last line of the job's own output."""
@@ -214,11 +277,14 @@ def wrong_clock(jobs: Jobs) -> str:
     folder = jobs.folder / "clock"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(CLOCK)
-    return ON_N2.format(step="preflight", lines=f"export PYTHONPATH={shlex.quote(str(folder))}:$PYTHONPATH")
+    return ON_N2.format(
+        step="preflight", lines=f"export PYTHONPATH={shlex.quote(str(folder))}:$PYTHONPATH"
+    )
 
 
 def processes_of(job: str) -> list[str]:
-    """Processes of a job that run: their environment has its number or token, or their command line names its Ray."""
+    """Processes of a job that run: their environment has its number or token, or their command line
+    names its Ray."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "status"]):
         words = " ".join(process.info["cmdline"] or [])
@@ -236,7 +302,9 @@ def processes_of(job: str) -> list[str]:
 def find(job: str, *texts: str) -> psutil.Process:
     """A process of the job with all of these texts in its command line: the oldest of them."""
     found = [psutil.Process(int(line.split()[0])) for line in processes_of(job)]
-    fitting = [process for process in found if all(text in " ".join(process.cmdline()) for text in texts)]
+    fitting = [
+        process for process in found if all(text in " ".join(process.cmdline()) for text in texts)
+    ]
     assert fitting, f"no process of job {job} with {texts}: {processes_of(job)}"
     return min(fitting, key=psutil.Process.create_time)
 

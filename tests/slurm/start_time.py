@@ -1,8 +1,10 @@
-"""How much later the first training step comes in a Slurm job over two nodes than by hand, on this machine.
+"""How much later the first training step comes in a Slurm job over two nodes than by hand, on this
+machine.
 
     python -m tests.slurm.start_time
 
-Both runs have the same recipe and settings. Prints when each stage was reached, in seconds after the command was given.
+Both runs have the same recipe and settings. Prints when each stage was reached, in seconds after
+the command was given.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _TIMEOUT_S = 600.0
 
 
 def by_hand(jobs: Jobs) -> dict[str, float]:
-    """`hybridflow train`, which starts a Ray of its own, where both ranks are processes of one node."""
+    """`hybridflow train`, which starts a Ray of its own, where both ranks are processes of one
+    node."""
     begun = time.monotonic()
     shape = [word for word in TWO_NODES if not word.startswith("cluster.nodes=")]
     shape[shape.index("cluster.procs_per_node=1")] = "cluster.procs_per_node=2"
@@ -30,10 +33,16 @@ def by_hand(jobs: Jobs) -> dict[str, float]:
     log = jobs.folder / "by hand.log"
     with log.open("wb") as file:
         run = subprocess.Popen(
-            [*HYBRIDFLOW, "train", *words], cwd=jobs.folder, env=jobs.environment, stdout=file, stderr=file
+            [*HYBRIDFLOW, "train", *words],
+            cwd=jobs.folder,
+            env=jobs.environment,
+            stdout=file,
+            stderr=file,
         )
     try:
-        reached = _reached(begun, {"first step": lambda: bool(jobs.steps("by hand"))}, lambda: run.poll() is None)
+        reached = _reached(
+            begun, {"first step": lambda: bool(jobs.steps("by hand"))}, lambda: run.poll() is None
+        )
         assert run.wait(_TIMEOUT_S) == 0, log.read_text()
     finally:
         run.kill()
@@ -58,11 +67,18 @@ def as_job(jobs: Jobs) -> dict[str, float]:
     return {"submitted": submitted, **reached}
 
 
-def _reached(begun: float, stages: dict[str, Callable[[], bool]], going: Callable[[], bool]) -> dict[str, float]:
-    """When each stage was reached, in seconds after `begun`; the last one ends the wait, as does the run's end."""
+def _reached(
+    begun: float, stages: dict[str, Callable[[], bool]], going: Callable[[], bool]
+) -> dict[str, float]:
+    """When each stage was reached, in seconds after `begun`; the last one ends the wait, as does
+    the run's end."""
     found: dict[str, float] = {}
     while list(stages)[-1] not in found and going() and time.monotonic() < begun + _TIMEOUT_S:
-        found |= {name: time.monotonic() - begun for name, holds in stages.items() if name not in found and holds()}
+        found |= {
+            name: time.monotonic() - begun
+            for name, holds in stages.items()
+            if name not in found and holds()
+        }
         time.sleep(0.1)
     return found
 
@@ -73,7 +89,8 @@ def main() -> None:
         folder = Path(name)
         prepare("arithmetic", folder / "data", None, load_config("e2e").data.prepare.options)
         jobs = Jobs(cluster, folder, [f"data.prepare.out={folder / 'data'}", "sft=none"])
-        hand, job = by_hand(jobs), as_job(jobs)
+        hand = by_hand(jobs)
+        job = as_job(jobs)
     for title, reached in (("by hand", hand), ("as a job", job)):
         for stage, seconds in reached.items():
             print(f"{title:<10}{stage:<28}{seconds:>7.1f} s")

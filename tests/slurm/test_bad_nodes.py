@@ -27,7 +27,10 @@ def refused(jobs: Jobs, job: str) -> str:
 def test_a_clock_that_is_off_ends_the_job(jobs: Jobs) -> None:
     site = jobs.site("clock", python=wrong_clock(jobs))
     line = refused(jobs, jobs.submit("clock", "--site", site, "--max-restarts", "0"))
-    assert "preflight: 1 of 2 nodes are usable, 2 are needed n2: between it and n1: the clock of n2 is +" in line
+    assert (
+        "preflight: 1 of 2 nodes are usable, 2 are needed n2: between it and n1: the clock of "
+        "n2 is +"
+    ) in line
     assert line.endswith("start chrony or ntpd there")
 
 
@@ -59,7 +62,9 @@ def test_a_node_whose_ports_are_taken_ends_the_job(jobs: Jobs) -> None:
                 taken.enter_context(socket.create_server(("127.0.0.12", port)))
         go.touch()
         line = refused(jobs, job)
-    assert "node n2: no free ports for Ray on 127.0.0.12" in line and line.endswith("see `ss -ltnp`")
+    assert "node n2: no free ports for Ray on 127.0.0.12" in line and line.endswith(
+        "see `ss -ltnp`"
+    )
 
 
 def test_a_node_that_never_comes_up_ends_the_job(jobs: Jobs) -> None:
@@ -71,8 +76,12 @@ def test_a_node_that_never_comes_up_ends_the_job(jobs: Jobs) -> None:
         go.touch()
         jobs.wait_for(job, lambda: f"hybridflow: job {job}, start 0, " in jobs.output(job))
     finally:
-        jobs.cluster.start_node("n2")  # without it Slurm would not call the job ended for SlurmdTimeout
+        # without it Slurm would not call the job ended for SlurmdTimeout
+        jobs.cluster.start_node("n2")
         jobs.cluster.wait_until_idle()
     line = refused(jobs, job)
-    assert "preflight: 1 of 2 nodes are usable, 2 are needed n2: it did not answer (srun: error: Task launch" in line
+    assert (
+        "preflight: 1 of 2 nodes are usable, 2 are needed n2: it did not answer (srun: error: "
+        "Task launch"
+    ) in line
     assert "sinfo -R" in line

@@ -16,15 +16,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 def agent_of_second_node(job: str) -> psutil.Process:
     """The process that watches Ray on n2."""
-    found = [psutil.Process(int(line.split()[0])) for line in processes_of(job) if "hybridflow.launch node" in line]
+    found = [
+        psutil.Process(int(line.split()[0]))
+        for line in processes_of(job)
+        if "hybridflow.launch node" in line
+    ]
     return next(process for process in found if process.environ().get("SLURMD_NODENAME") == "n2")
 
 
 def engine(job: str) -> psutil.Process:
-    """The scheduler of the job's engine; its environment does not name the job, but it runs in the driver's folder."""
+    """The scheduler of the job's engine; its environment does not name the job, but it runs in the
+    driver's folder."""
     folder = find(job, "hybridflow.cli.main train").cwd()
     for process in psutil.process_iter(["cmdline", "cwd"]):
-        if "sglang::scheduler" in " ".join(process.info["cmdline"] or []) and process.info["cwd"] == folder:
+        if (
+            "sglang::scheduler" in " ".join(process.info["cmdline"] or [])
+            and process.info["cwd"] == folder
+        ):
             return process
     raise AssertionError(f"no engine of job {job} runs in {folder}")
 
@@ -36,12 +44,17 @@ VICTIMS: dict[str, tuple[Callable[[str], psutil.Process], str]] = {
     "raylet": (lambda job: find(job, "raylet/raylet", "127.0.0.12"), "node n2: Ray ended"),
     "head": (lambda job: find(job, "gcs_server"), "node n1: Ray ended"),
     "agent": (agent_of_second_node, "node n2: the process that watches Ray ended (Killed)"),
-    "driver": (lambda job: find(job, "hybridflow.cli.main sft"), "the driver ended with status 137"),
+    "driver": (
+        lambda job: find(job, "hybridflow.cli.main sft"),
+        "the driver ended with status 137",
+    ),
 }
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_the_death_of_a_part_ends_the_job_with_its_cause_on_the_last_line(jobs: Jobs, victim: str) -> None:
+def test_the_death_of_a_part_ends_the_job_with_its_cause_on_the_last_line(
+    jobs: Jobs, victim: str
+) -> None:
     name = f"dead {victim}"
     once = ("--max-restarts", "0")
     if victim == "engine":
@@ -53,5 +66,7 @@ def test_the_death_of_a_part_ends_the_job_with_its_cause_on_the_last_line(jobs: 
     os.kill(choose(job).pid, signal.SIGKILL)
     assert jobs.end(job) == "FAILED"
     line = jobs.last_line(job)
-    assert line.startswith(f"hybridflow: job {job}, start 0, failed: ") and cause in line, jobs.output(job)
+    assert line.startswith(f"hybridflow: job {job}, start 0, failed: ") and cause in line, (
+        jobs.output(job)
+    )
     assert left_behind(job) == []

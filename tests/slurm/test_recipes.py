@@ -1,4 +1,5 @@
-"""Recipes for clusters on a real Slurm: the shipped files, with nothing but sizes overridden, take two steps."""
+"""Recipes for clusters on a real Slurm: the shipped files, with nothing but sizes overridden, take
+two steps."""
 
 from __future__ import annotations
 
@@ -11,14 +12,33 @@ from tests.slurm.jobs import PATIENT, Jobs, left_behind
 
 pytestmark = pytest.mark.slow
 DENSE = {
-    **{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+    **{
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+    },
     **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 32},
 }
 MIXTURE = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SIZES = (
-    *("data.train_batch_size=4", "data.max_prompt_length=16", "data.max_response_length=8", "data.val_max_prompts=4"),
-    *("actor.ppo_mini_batch_size=2", "actor.max_tokens_per_micro_batch=1024", "trainer.total_steps=2"),
-    *("rollout.n=2", "rollout.num_engines=1", "rollout.tensor=1", "rollout.mem_fraction_static=0.1"),
+    *(
+        "data.train_batch_size=4",
+        "data.max_prompt_length=16",
+        "data.max_response_length=8",
+        "data.val_max_prompts=4",
+    ),
+    *(
+        "actor.ppo_mini_batch_size=2",
+        "actor.max_tokens_per_micro_batch=1024",
+        "trainer.total_steps=2",
+    ),
+    *(
+        "rollout.n=2",
+        "rollout.num_engines=1",
+        "rollout.tensor=1",
+        "rollout.mem_fraction_static=0.1",
+    ),
     *("rollout.max_total_tokens=4096", "rollout.max_running_requests=16"),
     *("cluster.procs_per_node=1", "cluster.devices_per_node=null", *PATIENT),
 )
@@ -27,8 +47,13 @@ ALONE = ("actor.parallel.tensor=1", "actor.parallel.sequence=false")
 
 def submitted(jobs: Jobs, recipe: str, sizes: Mapping[str, Any], *words: str) -> str:
     """The number of a job of a recipe, with the run called after it."""
-    prepared = next(word for word in jobs.settings if word.startswith("data.prepare.out=")).partition("=")[2]
-    files = (f"data.train_files=[{prepared}/train.parquet]", f"data.val_files=[{prepared}/test.parquet]")
+    prepared = next(
+        word for word in jobs.settings if word.startswith("data.prepare.out=")
+    ).partition("=")[2]
+    files = (
+        f"data.train_files=[{prepared}/train.parquet]",
+        f"data.val_files=[{prepared}/test.parquet]",
+    )
     config = ", ".join(f"{key}: {value}" for key, value in sizes.items())
     return jobs.submit_recipe(
         recipe,

@@ -1,5 +1,5 @@
-"""Jobs on a real Slurm: they run, stop with a checkpoint when Slurm wants the nodes, go on after a requeue, and are
-cancelled."""
+"""Jobs on a real Slurm: they run, stop with a checkpoint when Slurm wants the nodes, go on after a
+requeue, and are cancelled."""
 
 from __future__ import annotations
 
@@ -13,22 +13,39 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.slurm.jobs import ENDLESS, HYBRIDFLOW, TWO_NODES, Jobs, left_behind, processes_of, rank_on, wrong_clock
+from tests.slurm.jobs import (
+    ENDLESS,
+    HYBRIDFLOW,
+    TWO_NODES,
+    Jobs,
+    left_behind,
+    processes_of,
+    rank_on,
+    wrong_clock,
+)
 
 pytestmark = pytest.mark.slow
 
 
 def urgent_job(jobs: Jobs, released: Path) -> str:
-    """A job that takes all nodes from those of lower partitions, and keeps them until the file `released` is there."""
+    """A job that takes all nodes from those of lower partitions, and keeps them until the file
+    `released` is there."""
     wait = f"until [ -e {shlex.quote(str(released))} ]; do sleep 0.2; done"  # sbatch gives it to sh
     nodes = f"--nodes={len(jobs.cluster.names)}"
     return jobs.cluster.ask(
-        "sbatch", "--parsable", "--partition=high", nodes, "--exclusive", "--output=/dev/null", f"--wrap={wait}"
+        "sbatch",
+        "--parsable",
+        "--partition=high",
+        nodes,
+        "--exclusive",
+        "--output=/dev/null",
+        f"--wrap={wait}",
     )
 
 
 def test_a_recipe_runs_over_two_nodes_and_a_spare_takes_the_place_of_a_bad_one(jobs: Jobs) -> None:
-    name, site = "two steps", jobs.site("spare", python=wrong_clock(jobs))
+    name = "two steps"
+    site = jobs.site("spare", python=wrong_clock(jobs))
     job = jobs.submit(name, "--site", site, "--spares", "1", *jobs.recipe("two", 2))
     assert jobs.end(job) == "COMPLETED", jobs.logs(job)
     assert "n2 is left out: between it and n" in jobs.output(job) and jobs.steps(name) == [1, 2]
@@ -37,12 +54,18 @@ def test_a_recipe_runs_over_two_nodes_and_a_spare_takes_the_place_of_a_bad_one(j
     assert jobs.last_line(job) == f"hybridflow: job {job}, start {last}, finished: finished"
     assert left_behind(job) == [] and not list(jobs.start_folder(job, last).rglob("token"))
     shown = jobs.logs(job)
-    assert f"{last} node-n1 " in shown and f"{last} node-n3 " in shown and f"{last} driver " in shown
+    assert (
+        f"{last} node-n1 " in shown and f"{last} node-n3 " in shown and f"{last} driver " in shown
+    )
 
 
-def test_a_job_goes_on_whatever_takes_its_nodes_or_its_processes(jobs: Jobs, tmp_path: Path) -> None:
-    """Preempted with a time of grace and without, a node's slurmd killed, at last a process of the run."""
-    name, released = "taken", tmp_path / "released"
+def test_a_job_goes_on_whatever_takes_its_nodes_or_its_processes(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Preempted with a time of grace and without, a node's slurmd killed, at last a process of the
+    run."""
+    name = "taken"
+    released = tmp_path / "released"
     job = jobs.submit_sft(name, 2, "--partition", "low", "--time", "60")
     jobs.in_loop(job, name)
     folder = jobs.start_folder(job, jobs.restarts(job))
@@ -93,7 +116,8 @@ def test_a_job_goes_on_whatever_takes_its_nodes_or_its_processes(jobs: Jobs, tmp
 
 
 def goes_on(jobs: Jobs, job: str, name: str, checkpoint: str = "") -> None:
-    """Wait until the job's present start has taken steps after the checkpoint that it resumed from."""
+    """Wait until the job's present start has taken steps after the checkpoint that it resumed
+    from."""
     start = jobs.restarts(job)
     log = jobs.start_folder(job, start) / "driver.log"
     jobs.wait_for(job, lambda: log.exists() and "resuming from " in log.read_text())
@@ -103,7 +127,8 @@ def goes_on(jobs: Jobs, job: str, name: str, checkpoint: str = "") -> None:
 
 
 def test_two_jobs_share_a_node_and_one_goes_on_after_its_time_limit(jobs: Jobs) -> None:
-    """The other one is an array with a dependency, and its environment is unpacked onto the node's own disk."""
+    """The other one is an array with a dependency, and its environment is unpacked onto the node's
+    own disk."""
     name = "time limit"
     job = jobs.submit_sft(name, 1, "--time", "120", "--grace", "400")  # Slurm looks every 30 s
     array = ("--array", "3-3", "sft.steps=%a", "--dependency", f"after:{job}")
@@ -121,7 +146,9 @@ def test_two_jobs_share_a_node_and_one_goes_on_after_its_time_limit(jobs: Jobs) 
     assert stopped["outcome"] == "stopped" and stopped["next"] == "requeue", jobs.output(job)
     assert jobs.end(other) == "COMPLETED", jobs.logs(other)
     assert jobs.steps("task 3") == [1, 2, 3]
-    assert "0 driver " in jobs.run("logs", f"{other}_3") and "finished" in jobs.run("status", f"{other}_3")
+    assert "0 driver " in jobs.run("logs", f"{other}_3") and "finished" in jobs.run(
+        "status", f"{other}_3"
+    )
     jobs.wait_for(job, lambda: jobs.restarts(job) > earlier)
     goes_on(jobs, job, name, stopped["checkpoint"])
     jobs.run("cancel", job)
@@ -132,9 +159,14 @@ def test_two_jobs_share_a_node_and_one_goes_on_after_its_time_limit(jobs: Jobs) 
 
 
 @pytest.mark.full
-def test_a_preempted_job_writes_a_checkpoint_is_requeued_and_goes_on(jobs: Jobs, tmp_path: Path) -> None:
-    name, released = "a preempted run", tmp_path / "released"
-    job = jobs.submit(name, "--partition", "low", *jobs.recipe("preempted", ENDLESS), "--time", "60")
+def test_a_preempted_job_writes_a_checkpoint_is_requeued_and_goes_on(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    name = "a preempted run"
+    released = tmp_path / "released"
+    job = jobs.submit(
+        name, "--partition", "low", *jobs.recipe("preempted", ENDLESS), "--time", "60"
+    )
     jobs.in_loop(job, name)
     earlier = len(jobs.attempts(job))  # a start may have failed on a busy machine
     folder = jobs.start_folder(job, earlier)
@@ -155,7 +187,11 @@ def test_a_preempted_job_writes_a_checkpoint_is_requeued_and_goes_on(jobs: Jobs,
     assert jobs.last_line(job) == f"hybridflow: job {job}, start {earlier + 1}, finished: finished"
     assert left_behind(job) == [] and not list(jobs.folder.rglob("token"))
     shown = jobs.run("logs", job)
-    assert f"{earlier} node-n1 " in shown and f"{earlier + 1} node-n2 " in shown and f"{earlier + 1} driver " in shown
+    assert (
+        f"{earlier} node-n1 " in shown
+        and f"{earlier + 1} node-n2 " in shown
+        and f"{earlier + 1} driver " in shown
+    )
 
 
 def _leaks(pid: int) -> list[str]:
@@ -171,8 +207,11 @@ def _leaks(pid: int) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_job_preempted_without_grace_goes_on_from_the_last_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
-    name, released = "no grace", tmp_path / "released"
+def test_a_job_preempted_without_grace_goes_on_from_the_last_checkpoint(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    name = "no grace"
+    released = tmp_path / "released"
     words = ("trainer.save_every_steps=1", "--time", "60")
     job = jobs.submit(name, "--partition", "abrupt", *jobs.recipe("abrupt", ENDLESS), *words)
     jobs.in_loop(job, name, 3)
@@ -210,11 +249,15 @@ def test_a_node_whose_slurmd_died_gets_the_job_requeued_without_it(jobs: Jobs) -
 
 
 @pytest.mark.full
-def test_a_start_on_a_node_that_slurm_has_lost_ends_when_the_job_starts_elsewhere(jobs: Jobs) -> None:
+def test_a_start_on_a_node_that_slurm_has_lost_ends_when_the_job_starts_elsewhere(
+    jobs: Jobs,
+) -> None:
     name = "lost start"
     job = jobs.submit_sft(name, 1)
     jobs.in_loop(job, name)
-    node, earlier, started = jobs.cluster.field(job, "NodeList"), len(jobs.attempts(job)), jobs.restarts(job)
+    node = jobs.cluster.field(job, "NodeList")
+    earlier = len(jobs.attempts(job))
+    started = jobs.restarts(job)
     jobs.cluster.lose_node(node)  # its processes run on
     try:
         jobs.wait_for(job, lambda: len(jobs.attempts(job)) > earlier)
@@ -270,7 +313,9 @@ def test_two_jobs_at_once_do_not_meet_and_one_is_cancelled(jobs: Jobs) -> None:
 @pytest.mark.full
 def test_a_job_that_fails_at_the_same_step_is_given_up(jobs: Jobs) -> None:
     """The first update of a run with such a rate is finite, the second one is not."""
-    job = jobs.submit_sft("fails", 1, "--max-restarts", "9", "sft.optim.lr=1e30", "actor.on_nonfinite=stop")
+    job = jobs.submit_sft(
+        "fails", 1, "--max-restarts", "9", "sft.optim.lr=1e30", "actor.on_nonfinite=stop"
+    )
     assert jobs.end(job) == "FAILED"
     assert [attempt["next"] for attempt in jobs.attempts(job)] == ["requeue", "requeue", "give up"]
     assert "given up: 3 starts in a row ended at sft_step_1" in jobs.last_line(job)
@@ -279,20 +324,33 @@ def test_a_job_that_fails_at_the_same_step_is_given_up(jobs: Jobs) -> None:
 
 def test_an_allocation_that_has_expired_ends_with_one_message(jobs: Jobs, tmp_path: Path) -> None:
     script = tmp_path / "job.sbatch"
-    script.write_text(jobs.run("render", "--config-name", "e2e", *jobs.settings, *TWO_NODES, "name=expired"))
+    script.write_text(
+        jobs.run("render", "--config-name", "e2e", *jobs.settings, *TWO_NODES, "name=expired")
+    )
     environment = {**jobs.environment, "SLURM_JOB_ID": "424242", "SLURM_JOB_NODELIST": "n[1-2]"}
     command = ["bash", str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 1, done.stdout
     line = done.stdout.rstrip().splitlines()[-1]
-    assert "0 of 2 nodes are usable" in line and "srun: error: Unable to confirm allocation for job 424242" in line
+    assert (
+        "0 of 2 nodes are usable" in line
+        and "srun: error: Unable to confirm allocation for job 424242" in line
+    )
     assert "UNKNOWN" in line
 
 
 def test_doctor_looks_at_every_node_of_an_allocation(jobs: Jobs) -> None:
     command = ["salloc", "--nodes=2", "--ntasks-per-node=1", *HYBRIDFLOW, "doctor", "--nodes"]
     done = subprocess.run(
-        command, cwd=jobs.folder, env=jobs.environment, capture_output=True, text=True, check=False, timeout=300
+        command,
+        cwd=jobs.folder,
+        env=jobs.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert "n1:" in done.stdout and "n2:" in done.stdout, done.stderr
     assert done.stdout.count("error(s), ") == 2
@@ -302,7 +360,14 @@ def test_doctor_looks_at_every_node_of_an_allocation(jobs: Jobs) -> None:
 @pytest.mark.full
 def test_a_heterogeneous_job_is_one_cluster(jobs: Jobs) -> None:
     name = "two parts"
-    words = ("--nodes", "2", "--other-nodes", "1", "--other-sbatch=--comment=rollout", "sft.steps=2")
+    words = (
+        "--nodes",
+        "2",
+        "--other-nodes",
+        "1",
+        "--other-sbatch=--comment=rollout",
+        "sft.steps=2",
+    )
     job = jobs.submit_sft(name, 2, *words)
     assert jobs.end(job) == "COMPLETED", jobs.logs(job)
     assert jobs.steps(name) == [1, 2] and left_behind(job) == []
@@ -316,5 +381,7 @@ def test_scontrol_reads_node_lists_with_gaps_and_several_prefixes(jobs: Jobs, no
     environment = {**jobs.cluster.environment, "SLURM_JOB_NODELIST": nodes}
     command = ["bash", "-euc", f"HOSTS=()\n{lines}\nprintf '%s\\n' \"${{HOSTS[@]}}\""]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    expected = {"n[1-2,4]": "n1 n2 n4", "rack1-[01-02],gpu7": "rack1-01 rack1-02 gpu7", "n1": "n1"}[nodes]
+    expected = {"n[1-2,4]": "n1 n2 n4", "rack1-[01-02],gpu7": "rack1-01 rack1-02 gpu7", "n1": "n1"}[
+        nodes
+    ]
     assert done.stdout.split() == expected.split()

@@ -24,8 +24,8 @@ def seconds(function: Callable[[str], Any], text: str) -> float:
 
 
 def holds_up(function: Callable[[str], Any], text: str) -> bool:
-    """Whether it takes more than `BUDGET_S` of processor time, each of 18 times. Where other programs share caches and
-    cores, a call takes longer, but not every one."""
+    """Whether it takes more than `BUDGET_S` of processor time, each of 18 times. Where other
+    programs share caches and cores, a call takes longer, but not every one."""
     return all(seconds(function, text) > BUDGET_S for _ in range(6))
 
 
@@ -41,9 +41,11 @@ def repeated(frames: Iterable[tuple[str, str, str]], length: int) -> Iterator[tu
         yield f"{start!r} {piece!r} {end!r}", start + piece * (length // len(piece)) + end
 
 
-def grown(function: Callable[[str], Any], frames: list[tuple[str, str, str]], length: int) -> list[tuple[str, float]]:
-    """The texts for which four times the length takes more than 2.2 times 2.2 as long, also when measured again, and
-    how much longer."""
+def grown(
+    function: Callable[[str], Any], frames: list[tuple[str, str, str]], length: int
+) -> list[tuple[str, float]]:
+    """The texts for which four times the length takes more than 2.2 times 2.2 as long, also when
+    measured again, and how much longer."""
     found = []
     pairs = zip(repeated(frames, length), repeated(frames, 4 * length), strict=True)
     for (what, short), (_, long) in pairs:

@@ -1,4 +1,5 @@
-"""Tiny models of every family with sizes drawn by hypothesis, which may or may not be cut evenly."""
+"""Tiny models of every family with sizes drawn by hypothesis, which may or may not be cut
+evenly."""
 
 from __future__ import annotations
 
@@ -21,5 +22,7 @@ def draw_sizes(draw: st.DrawFn) -> dict[str, Any]:
     hf["num_hidden_layers"] = draw(st.sampled_from([3, 4, 5, 8]))
     if not hf.get("kv_lora_rank"):
         heads = hf["num_attention_heads"] = draw(st.sampled_from([4, 6, 8, 12]))
-        hf["num_key_value_heads"] = draw(st.sampled_from([n for n in (1, 2, 3, 4) if not heads % n]))
+        hf["num_key_value_heads"] = draw(
+            st.sampled_from([n for n in (1, 2, 3, 4) if not heads % n])
+        )
     return hf

@@ -1,4 +1,5 @@
-"""Locks against known vulnerabilities: an affected version is found, an accepted one is documented."""
+"""Locks against known vulnerabilities: an affected version is found, an accepted one is
+documented."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ ONE = {
 
 
 def found(version: str, documented: str = "", **changes: Any) -> list[str]:
-    lock = f"# some-package==1.3\nother==1.3\nsome.package[extra]=={version} ; python_version > '3'  # why\n"
+    lock = (
+        f"# some-package==1.3\nother==1.3\nsome.package[extra]=={version} ; python_version > '3'  "
+        "# why\n"
+    )
     return problems([{**ONE, **changes}], {"cpu.txt": list(pinned(lock))}, documented)
 
 
@@ -38,16 +42,23 @@ def test_what_is_accepted_is_documented_and_still_there() -> None:
     assert found("1.3", "names X-1", accepted="no fix") == []
     assert "docs/security.md does not name it" in found("1.3", accepted="no fix")[0]
     assert "no lock is affected" in found("1.4", "names X-1", accepted="no fix")[0]
-    assert "has no source" in problems([{key: value for key, value in ONE.items() if key != "source"}], {}, "")[0]
+    assert (
+        "has no source"
+        in problems([{key: value for key, value in ONE.items() if key != "source"}], {}, "")[0]
+    )
 
 
 def test_the_locks_of_this_tree_have_no_other_known_vulnerability() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "requirements.advisories"], cwd=HERE.parent, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "requirements.advisories"],
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     known = json.loads((HERE / "advisories.json").read_text())
-    assert done.stdout.startswith(f"advisories: {len(known)} known, ") and len({one["id"] for one in known}) == len(
-        known
-    )
+    assert done.stdout.startswith(f"advisories: {len(known)} known, ") and len(
+        {one["id"] for one in known}
+    ) == len(known)
     assert all(one["source"].startswith("https://") for one in known)

@@ -1,4 +1,5 @@
-"""Every example of CONTRIBUTING.md is short, and works as it stands when it is written into a file of one's own."""
+"""Every example of CONTRIBUTING.md is short, and works as it stands when it is written into a file
+of one's own."""
 
 from __future__ import annotations
 
@@ -21,15 +22,20 @@ from tests.unit.trainer.worlds import World, config_of, trainer_of
 PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 EXAMPLES: dict[str, str] = {
     title: code
-    for title, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    for title, body in re.findall(
+        r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
     for code in re.findall(r"```python\n(.*?)```", body, re.DOTALL)
 }
 MAX_LINES = 30
 
 
 def estimator(file: str, folder: Path) -> None:
-    config, seen = config_of(folder, total_steps=1), []
-    algorithm = replace(config.algorithm, adv_estimator=f"{file}:plain", adv_estimator_options={"scale": 2.0})
+    config = config_of(folder, total_steps=1)
+    seen = []
+    algorithm = replace(
+        config.algorithm, adv_estimator=f"{file}:plain", adv_estimator_options={"scale": 2.0}
+    )
 
     class Noting(World):
         async def update(self, method: Any, batch: Any, seed: Any = None) -> Any:
@@ -38,7 +44,9 @@ def estimator(file: str, folder: Path) -> None:
 
     block_on(trainer_of(replace(config, algorithm=algorithm), Noting()).fit())
     [batch] = seen
-    expected = np.repeat((batch["scores"] - batch["scores"].mean()) * 2, batch.lengths("response_ids"))
+    expected = np.repeat(
+        (batch["scores"] - batch["scores"].mean()) * 2, batch.lengths("response_ids")
+    )
     np.testing.assert_allclose(batch.jagged("advantages").values, expected, atol=1e-6)
 
 
@@ -60,7 +68,9 @@ def policy_loss(file: str, folder: Path) -> None:
 def reward(file: str, folder: Path) -> None:
     from hybridflow.rewards.manager import RewardManager
 
-    manager = RewardManager(RewardConfig(processes=0, verifiers=(f"{file}:upper",), kwargs={"partial": 0.1}))
+    manager = RewardManager(
+        RewardConfig(processes=0, verifiers=(f"{file}:upper",), kwargs={"partial": 0.1})
+    )
     found = manager.score(["mine", "mine"], ["YES", "yes"], ["yes", "yes"])
     assert [result.score for result in found] == [1.0, 0.1] and found[0].extra == {"length": 3}
 
@@ -82,12 +92,16 @@ def family(file: str, folder: Path) -> None:
     from hybridflow.models import family_of
     from hybridflow.models.family import use_family
 
-    sizes = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
+    sizes = {
+        key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")
+    }
     config = MistralConfig(**sizes, sliding_window=None)
     use_family(f"{file}:mistral")
     found = family_of(config.to_dict())
     model = MistralForCausalLM(config)
-    assert found.tensors() == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert found.tensors() == {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
+    }
     with pytest.raises(ModelError, match="sliding_window"):
         family_of({**config.to_dict(), "sliding_window": 64})
 
@@ -101,11 +115,14 @@ def transport(file: str, folder: Path) -> None:
     from hybridflow.sync.transports.base import LAST_TAG, TRANSPORTS, Endpoint
 
     store = master_store("127.0.0.1", 0, 20)
-    endpoint = Endpoint(f"{file}:counted", "counted", "127.0.0.1", store.port, (0,), (0,), 1 << 20, 10.0)
+    endpoint = Endpoint(
+        f"{file}:counted", "counted", "127.0.0.1", store.port, (0,), (0,), 1 << 20, 10.0
+    )
     sent, got = (Payload(make(100, dtype=torch.uint8)) for make in (torch.ones, torch.zeros))
     with ThreadPoolExecutor(2) as pool:
         ends = pool.submit(open_sender, endpoint, 0), pool.submit(open_receiver, endpoint, 0)
-        sender, receiver = ends[0].result(20), ends[1].result(20)
+        sender = ends[0].result(20)
+        receiver = ends[1].result(20)
         sending = pool.submit(lambda: sender.send(0, LAST_TAG, sent).wait())
         receiver.receive(0, LAST_TAG, got).wait()
         sending.result(20)

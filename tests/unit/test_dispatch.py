@@ -1,4 +1,5 @@
-"""How calls are spread over ranks and gathered, without any process: `plan_call` is executed here by a loop."""
+"""How calls are spread over ranks and gathered, without any process: `plan_call` is executed here
+by a loop."""
 
 from __future__ import annotations
 
@@ -34,17 +35,23 @@ from hybridflow.errors import SchemaError
 
 
 def mesh(dp: int, model: int = 1, order: Callable[[int], tuple[int, int]] | None = None) -> Mesh:
-    """`model` ranks in each of `dp` groups; the last one collects. Ranks of a group lie `dp` apart, as in Megatron with
-    pipelining."""
-    return Mesh(tuple(MeshPosition(rank % dp, dp, rank // dp == model - 1) for rank in range(dp * model)))
+    """`model` ranks in each of `dp` groups; the last one collects. Ranks of a group lie `dp` apart,
+    as in Megatron with pipelining."""
+    return Mesh(
+        tuple(MeshPosition(rank % dp, dp, rank // dp == model - 1) for rank in range(dp * model))
+    )
 
 
 def batch(rows: int, **extra: np.ndarray) -> DataProto:
-    return DataProto.from_columns({"uid": np.arange(rows), "x": np.arange(rows) * 10, **extra}, {"t": 1})
+    return DataProto.from_columns(
+        {"uid": np.arange(rows), "x": np.arange(rows) * 10, **extra}, {"t": 1}
+    )
 
 
 def execute(plan: CallPlan, function: Callable[..., Any]) -> Any:
-    return plan.collect({rank: function(rank, *call.args, **call.kwargs) for rank, call in plan.calls.items()})
+    return plan.collect(
+        {rank: function(rank, *call.args, **call.kwargs) for rank, call in plan.calls.items()}
+    )
 
 
 @register(Dispatch.DP, reads=("uid", "x"), writes=("uid", "y"))
@@ -63,13 +70,18 @@ def metric(batch: DataProto) -> Any:
 
 
 @given(st.integers(0, 20), st.integers(1, 5), st.integers(1, 3))
-def test_every_row_comes_back_once_in_order_whatever_the_mesh(rows: int, dp: int, model: int) -> None:
-    plan = plan_call(method_spec(double), dp * model, mesh(dp, model), (batch(rows),), {"factor": 3})
+def test_every_row_comes_back_once_in_order_whatever_the_mesh(
+    rows: int, dp: int, model: int
+) -> None:
+    plan = plan_call(
+        method_spec(double), dp * model, mesh(dp, model), (batch(rows),), {"factor": 3}
+    )
     seen: dict[int, list[int]] = {}
 
     def run(rank: int, part: DataProto, factor: int) -> DataProto | None:
         seen[rank] = part["uid"].tolist()
-        return double(part, factor) if rank // dp == model - 1 else None  # only collecting ranks have results
+        # only collecting ranks have results
+        return double(part, factor) if rank // dp == model - 1 else None
 
     out = execute(plan, run)
     assert out["uid"].tolist() == list(range(rows))
@@ -98,9 +110,13 @@ def test_only_the_columns_read_are_sent_and_missing_ones_are_named() -> None:
     big = batch(4, unused=np.zeros(4))
     plan = plan_call(method_spec(double), 2, mesh(2), (big,), {})
     assert plan.calls[0].args[0].columns == ("uid", "x")
-    with pytest.raises(SchemaError, match=r"double reads column 'x', which the batch lacks; it has uid, unused"):
+    with pytest.raises(
+        SchemaError, match=r"double reads column 'x', which the batch lacks; it has uid, unused"
+    ):
         plan_call(method_spec(double), 2, mesh(2), (big.drop(["x"]),), {})
-    both = plan_call(method_spec(double), 2, mesh(2), (big.select(["uid"]), big.select(["x", "unused"])), {})
+    both = plan_call(
+        method_spec(double), 2, mesh(2), (big.select(["uid"]), big.select(["x", "unused"])), {}
+    )
     assert [part.columns for part in both.calls[1].args] == [("uid",), ("x",)]
 
 
@@ -108,13 +124,18 @@ def test_only_the_columns_read_are_sent_and_missing_ones_are_named() -> None:
     ("result", "text"),
     [
         (lambda part: part.select(["uid"]), "did not return column 'y'"),
-        (lambda part: part.with_columns(y=part["x"]), "returned column 'x', which it does not declare"),
+        (
+            lambda part: part.with_columns(y=part["x"]),
+            "returned column 'x', which it does not declare",
+        ),
         (lambda part: double(part).rows(slice(1)), "returned 1 rows for a chunk of 2"),
         (lambda part: part["uid"], "returned ndarray"),
         (lambda part: None, "returned NoneType"),
     ],
 )
-def test_results_are_held_against_the_declaration(result: Callable[[DataProto], Any], text: str) -> None:
+def test_results_are_held_against_the_declaration(
+    result: Callable[[DataProto], Any], text: str
+) -> None:
     plan = plan_call(method_spec(double), 2, mesh(2), (batch(4),), {})
     with pytest.raises(SchemaError, match=r"double on rank \d") as caught:
         execute(plan, lambda rank, part: result(part))
@@ -143,7 +164,9 @@ def test_data_parallel_calls_need_batches_of_one_length_and_a_mesh() -> None:
         ([], "at least one"),
     ],
 )
-def test_a_mesh_that_does_not_cover_the_group_is_refused(positions: list[tuple[int, int, bool]], text: str) -> None:
+def test_a_mesh_that_does_not_cover_the_group_is_refused(
+    positions: list[tuple[int, int, bool]], text: str
+) -> None:
     with pytest.raises(MeshError) as caught:
         Mesh(tuple(MeshPosition(*position) for position in positions))
     assert text in str(caught.value)
@@ -175,7 +198,8 @@ def test_other_modes() -> None:
         plan = plan_call(spec, 3, None, (), {"value": 5})
         assert set(plan.calls) == {0} and execute(plan, add) == 5
     with pytest.raises(
-        SchemaError, match="own: argument 0 must be a list with one value for each of 3 ranks, got 2 values"
+        SchemaError,
+        match="own: argument 0 must be a list with one value for each of 3 ranks, got 2 values",
     ):
         plan_call(method_spec(own), 3, None, ([1, 2],), {})
 
@@ -183,7 +207,9 @@ def test_other_modes() -> None:
 def test_a_custom_pair_splits_and_collects_its_own_way() -> None:
     scatter = custom_dispatch(
         "test_scatter",
-        lambda world, mesh, args, kwargs: {rank: RankCall((args[0] * rank,), {}) for rank in range(world)},
+        lambda world, mesh, args, kwargs: {
+            rank: RankCall((args[0] * rank,), {}) for rank in range(world)
+        },
         lambda mesh, results: sum(results.values()),
         needs_mesh=False,
     )
@@ -192,7 +218,9 @@ def test_a_custom_pair_splits_and_collects_its_own_way() -> None:
     def work(value: int) -> int:
         return value
 
-    assert execute(plan_call(method_spec(work), 4, None, (10,), {}), lambda rank, value: value) == 60
+    assert (
+        execute(plan_call(method_spec(work), 4, None, (10,), {}), lambda rank, value: value) == 60
+    )
     with pytest.raises(ValueError, match="exists already"):
         custom_dispatch("test_scatter", scatter.split, scatter.collect)
 
@@ -216,7 +244,8 @@ def test_dataflow_check_names_step_column_and_where_it_comes_from() -> None:
     late = DataflowStep("prepare", reads=("y",), writes=("x",))
     assert check_dataflow([double, late], ["uid", "x"]) == {"uid", "x", "y"}
     with pytest.raises(
-        SchemaError, match=r"double reads column 'x', which is not there yet; prepare writes it, but not before"
+        SchemaError,
+        match=r"double reads column 'x', which is not there yet; prepare writes it, but not before",
     ):
         check_dataflow([double, late], ["uid"])
     with pytest.raises(SchemaError, match="no step writes it"):
@@ -225,11 +254,13 @@ def test_dataflow_check_names_step_column_and_where_it_comes_from() -> None:
 
 def test_a_worker_module_needs_neither_ray_nor_torch() -> None:
     code = (
-        "import sys, hybridflow.dispatch, hybridflow.device.platform; print({'ray', 'torch', 'pyarrow'} & "
-        "set(sys.modules))"
+        "import sys, hybridflow.dispatch, hybridflow.device.platform; print({'ray', 'torch', "
+        "'pyarrow'} & set(sys.modules))"
     )
     assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
         == "set()"
     )
 
@@ -247,13 +278,18 @@ def test_the_steps_of_the_main_job_find_their_columns(kl: float) -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5, unique=True), st.integers(1, 9))
-def test_a_call_on_some_groups_returns_every_row_once_in_order(groups: list[int], rows: int) -> None:
-    ranks = sorted(chain.from_iterable((group, group + 5) for group in groups))  # of 5 groups with 2 ranks each
+def test_a_call_on_some_groups_returns_every_row_once_in_order(
+    groups: list[int], rows: int
+) -> None:
+    # of 5 groups with 2 ranks each
+    ranks = sorted(chain.from_iterable((group, group + 5) for group in groups))
     part = mesh(5, 2).of(ranks)
     plan = plan_call(method_spec(double), len(ranks), part, (batch(rows),), {}).on(ranks)
     assert sorted(plan.calls) == ranks
     found = execute(plan, lambda rank, *args: double(*args))
-    assert found["uid"].tolist() == list(range(rows)) and found["y"].tolist() == [20 * i for i in range(rows)]
+    assert found["uid"].tolist() == list(range(rows)) and found["y"].tolist() == [
+        20 * i for i in range(rows)
+    ]
 
 
 def test_a_part_of_a_data_parallel_group_is_refused() -> None:

@@ -38,6 +38,11 @@ def test_types_that_only_the_sender_knows_become_the_base_type() -> None:
 
 def test_errors_of_storage_name_the_file_and_the_remedy() -> None:
     full = StorageError.of(OSError(errno.ENOSPC, "No space left on device", "/runs/metrics.jsonl"))
-    assert str(full) == "/runs/metrics.jsonl: No space left on device; make room, or choose another place"
-    assert "make it writable" in str(StorageError.of(OSError(errno.EROFS, "Read-only file system", "/runs")))
+    assert (
+        str(full)
+        == "/runs/metrics.jsonl: No space left on device; make room, or choose another place"
+    )
+    assert "make it writable" in str(
+        StorageError.of(OSError(errno.EROFS, "Read-only file system", "/runs"))
+    )
     assert StorageError.of(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")) is None

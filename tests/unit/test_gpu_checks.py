@@ -36,18 +36,26 @@ def check(name: str, code: str, **more: Any) -> Check:
 def found(out: Path, checks: Sequence[Check], *words: str) -> tuple[int, dict[str, Any]]:
     """Exit status, and the records by name."""
     status = gpu.main(["--rehearse", "--out", str(out), *words], checks)
-    return status, {one["check"]: one for one in json.loads((out / "part1.json").read_text())["checks"]}
+    return status, {
+        one["check"]: one for one in json.loads((out / "part1.json").read_text())["checks"]
+    }
 
 
-def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so_and_measures_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert gpu.main(["--out", str(tmp_path / "out")]) == gpu.NO_GPU
     assert "nothing was measured" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
     assert gpu.main(["--list", "--part", "2"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [c.name for c in CHECKS if c.part == 2]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        c.name for c in CHECKS if c.part == 2
+    ]
 
 
-def test_a_check_that_fails_hangs_or_lacks_a_package_ends_nothing_but_itself(tmp_path: Path) -> None:
+def test_a_check_that_fails_hangs_or_lacks_a_package_ends_nothing_but_itself(
+    tmp_path: Path,
+) -> None:
     checks = [
         check("fails", "print('before'); raise SystemExit(3)"),
         check("hangs", "import time; time.sleep(60)", limit_s=0.5),
@@ -58,11 +66,20 @@ def test_a_check_that_fails_hangs_or_lacks_a_package_ends_nothing_but_itself(tmp
     status, records = found(tmp_path, checks)
     assert status == 1
     assert {name: one["status"] for name, one in records.items()} == {
-        "fails": "failed", "hangs": "failed", "lacks": "not run", "killed": "failed", "works": "passed"
-    }  # fmt: skip
+        "fails": "failed",
+        "hangs": "failed",
+        "lacks": "not run",
+        "killed": "failed",
+        "works": "passed",
+    }
     assert records["fails"]["why"].startswith("ended with status 3: before")
-    assert "took more than" in records["hangs"]["why"] and records["lacks"]["why"] == "no_such_package is not installed"
-    assert records["works"]["figures"] == {"figure": 2.0} and records["works"]["predicted"] == {"figure": [1.0, 3.0]}
+    assert (
+        "took more than" in records["hangs"]["why"]
+        and records["lacks"]["why"] == "no_such_package is not installed"
+    )
+    assert records["works"]["figures"] == {"figure": 2.0} and records["works"]["predicted"] == {
+        "figure": [1.0, 3.0]
+    }
     assert "===== fails\nbefore" in (tmp_path / "logs.txt").read_text()
 
 
@@ -88,9 +105,18 @@ def test_a_disk_that_is_full_costs_the_file_and_not_the_checks(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    assert gpu.main(["--rehearse", "--out", str(tmp_path)], [check("works", "print('RESULT {\"figure\": 7}')")]) == 0
+    assert (
+        gpu.main(
+            ["--rehearse", "--out", str(tmp_path)],
+            [check("works", "print('RESULT {\"figure\": 7}')")],
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
-    assert "could not be written: [Errno 28] No space left on device" in printed and '"figure": 7' in printed
+    assert (
+        "could not be written: [Errno 28] No space left on device" in printed
+        and '"figure": 7' in printed
+    )
 
 
 def wheel(folder: Path, name: str, tag: str) -> Path:
@@ -99,12 +125,16 @@ def wheel(folder: Path, name: str, tag: str) -> Path:
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(f"{name}.py", "value = 1\n")
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        archive.writestr(
+            f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return file
 
 
-def test_a_wheel_of_another_python_is_a_line_of_its_own_and_the_rest_is_installed(tmp_path: Path) -> None:
+def test_a_wheel_of_another_python_is_a_line_of_its_own_and_the_rest_is_installed(
+    tmp_path: Path,
+) -> None:
     piece = tmp_path / "wheels/a"
     piece.mkdir(parents=True)
     wheel(piece, "brought", "py3-none-any")
@@ -122,7 +152,10 @@ def test_a_wheel_of_another_python_is_a_line_of_its_own_and_the_rest_is_installe
     records = install.install(site, tmp_path / "wheels")
     assert [one["status"] for one in records] == ["passed", "failed"]
     assert records[0]["figures"] == {"wheels": 2}
-    assert records[1]["check"].startswith("install foreign") and "not a supported wheel" in records[1]["why"]
+    assert (
+        records[1]["check"].startswith("install foreign")
+        and "not a supported wheel" in records[1]["why"]
+    )
     assert sorted(file.name for file in site.glob("*.py")) == ["brought.py", "joined.py"]
 
 
@@ -134,7 +167,9 @@ def test_the_checks_of_part_one_fit_into_their_time() -> None:
 def rehearse(out: Path, *words: str) -> dict[str, Any]:
     """As its user starts it, in a process of its own; the records by name."""
     command = [sys.executable, "-m", "tests.gpu", "--rehearse", "--out", str(out), *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     written = json.loads((out / "part1.json").read_text())
     assert done.returncode == 0, [one for one in written["checks"] if one["status"] == "failed"]
     assert written["rehearsal"] and written["measured"] == "nothing: no GPU"
@@ -154,16 +189,28 @@ def test_a_cpu_rehearses_what_measures(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_cpu_rehearses_all_of_part_one(tmp_path: Path) -> None:
     records = rehearse(tmp_path)
-    assert {name for name, one in records.items() if one["status"] != "passed"} == {"cuda-ipc", "ipc-speed"}
+    assert {name for name, one in records.items() if one["status"] != "passed"} == {
+        "cuda-ipc",
+        "ipc-speed",
+    }
     assert records["tiny-grpo"]["figures"]["logprob_diff_mean"] < 0.03
 
 
 @pytest.mark.slow
 def test_what_the_checks_do_is_right_on_a_cpu(tmp_path: Path) -> None:
     """All but the device: the functions that the ranks run on a GPU."""
-    arguments = {"hf": "TINY", "dtype": "bfloat16", "torch_modules": True, "folder": str(tmp_path / "saved")}
+    arguments = {
+        "hf": "TINY",
+        "dtype": "bfloat16",
+        "torch_modules": True,
+        "folder": str(tmp_path / "saved"),
+    }
     (found,) = run_ranks(1, "tests.gpu.cases:resumed", **arguments)
-    assert found["steps"] == [2, 3, 3] and found["off"] == 0 and found["norms"][0] == found["norms"][1] > 0
+    assert (
+        found["steps"] == [2, 3, 3]
+        and found["off"] == 0
+        and found["norms"][0] == found["norms"][1] > 0
+    )
     (found,) = run_ranks(1, "tests.gpu.cases:slept", hf="TINY", count=3)
     assert found["same"] == [True] * 3 and len(found["away"]) == 3
     (found,) = run_ranks(1, "tests.gpu.cases:offloaded", hf="TINY")
@@ -185,5 +232,7 @@ def test_the_runs_of_the_list_are_accepted_on_a_gpu(one: Check) -> None:
 
 
 def test_a_check_without_a_rehearsal_is_not_run_on_a_cpu(tmp_path: Path) -> None:
-    status, records = found(tmp_path, [replace(check("gpu alone", "raise SystemExit(1)"), rehearsal=None)])
+    status, records = found(
+        tmp_path, [replace(check("gpu alone", "raise SystemExit(1)"), rehearsal=None)]
+    )
     assert status == 0 and records["gpu alone"]["why"] == "needs a GPU"

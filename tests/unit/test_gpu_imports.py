@@ -1,5 +1,5 @@
-"""What part 1 of `make gpu` imports is there on a GPU machine without a package index: the standard library, what its
-image holds, and megatron-core. Ray, SGLang and hydra are not."""
+"""What part 1 of `make gpu` imports is there on a GPU machine without a package index: the standard
+library, what its image holds, and megatron-core. Ray, SGLang and hydra are not."""
 
 from __future__ import annotations
 
@@ -16,19 +16,99 @@ from tests.gpu.checks import CHECKS
 ROOT = Path(__file__).parents[2]
 # loaded by name when a check runs: by ranks, and by the command line
 LOADED = (
-    *("tests.gpu.cases", "tests.dist.cases.transport", "tests.dist.harness.rank_server", "hybridflow.trainer.app"),
+    *(
+        "tests.gpu.cases",
+        "tests.dist.cases.transport",
+        "tests.dist.harness.rank_server",
+        "hybridflow.trainer.app",
+    ),
     *("hybridflow.mcore.policy", "hybridflow.mcore.value_model", "hybridflow.mcore.checkpoint"),
-    *("hybridflow.mcore.hf_export", "hybridflow.sync.transports.cuda_ipc", "hybridflow.engines.hf.engine"),
+    *(
+        "hybridflow.mcore.hf_export",
+        "hybridflow.sync.transports.cuda_ipc",
+        "hybridflow.engines.hf.engine",
+    ),
 )
-# import names of what the image holds (requirements/device.txt), and of the wheels of piece a that checks need
+# import names of what the image holds (requirements/device.txt), and of the wheels of piece a that
+# checks need
 THERE = {
-    *("torch", "torchgen", "functorch", "triton", "transformers", "numpy", "pyarrow", "safetensors", "tokenizers"),
-    *("pytest", "_pytest", "py", "pluggy", "iniconfig", "xdist", "execnet", "hypothesis", "sortedcontainers"),
-    *("psutil", "yaml", "jinja2", "markupsafe", "packaging", "rich", "pygments", "tensorboard", "xxhash", "einops"),
-    *("huggingface_hub", "filelock", "fsspec", "regex", "tqdm", "requests", "urllib3", "certifi", "idna", "h11"),
-    *("charset_normalizer", "httpx", "httpcore", "anyio", "typing_extensions", "sympy", "mpmath", "networkx"),
-    *("google", "absl", "grpc", "PIL", "sentencepiece", "setuptools", "pkg_resources", "cloudpickle", "attr", "attrs"),
-    *("dateutil", "six", "jaraco", "more_itertools", "backports", "swig_runtime_data4", "cython_runtime"),
+    *(
+        "torch",
+        "torchgen",
+        "functorch",
+        "triton",
+        "transformers",
+        "numpy",
+        "pyarrow",
+        "safetensors",
+        "tokenizers",
+    ),
+    *(
+        "pytest",
+        "_pytest",
+        "py",
+        "pluggy",
+        "iniconfig",
+        "xdist",
+        "execnet",
+        "hypothesis",
+        "sortedcontainers",
+    ),
+    *(
+        "psutil",
+        "yaml",
+        "jinja2",
+        "markupsafe",
+        "packaging",
+        "rich",
+        "pygments",
+        "tensorboard",
+        "xxhash",
+        "einops",
+    ),
+    *(
+        "huggingface_hub",
+        "filelock",
+        "fsspec",
+        "regex",
+        "tqdm",
+        "requests",
+        "urllib3",
+        "certifi",
+        "idna",
+        "h11",
+    ),
+    *(
+        "charset_normalizer",
+        "httpx",
+        "httpcore",
+        "anyio",
+        "typing_extensions",
+        "sympy",
+        "mpmath",
+        "networkx",
+    ),
+    *(
+        "google",
+        "absl",
+        "grpc",
+        "PIL",
+        "sentencepiece",
+        "setuptools",
+        "pkg_resources",
+        "cloudpickle",
+        "attr",
+        "attrs",
+    ),
+    *(
+        "dateutil",
+        "six",
+        "jaraco",
+        "more_itertools",
+        "backports",
+        "swig_runtime_data4",
+        "cython_runtime",
+    ),
     *("megatron", "httpx2", "httpcore2", "truststore", "sniffio", "dill", "soundfile"),
     *("hybridflow", "hybridflow_kernels", "tests"),
 }
@@ -56,7 +136,9 @@ def modules() -> list[str]:
 
 
 def test_the_list_has_every_module_of_the_checks() -> None:
-    files = {f"tests.gpu.{path.stem}" for path in (ROOT / "tests/gpu").glob("*.py")} - {"tests.gpu.__init__"}
+    files = {f"tests.gpu.{path.stem}" for path in (ROOT / "tests/gpu").glob("*.py")} - {
+        "tests.gpu.__init__"
+    }
     of_other_parts = {"tests.gpu.test_weights", "tests.gpu.weights"}
     imported = {
         alias
@@ -72,7 +154,9 @@ def test_the_list_has_every_module_of_the_checks() -> None:
 @pytest.mark.slow
 def test_part_one_imports_nothing_that_the_machine_lacks() -> None:
     command = [sys.executable, "-c", REPORT, json.dumps(modules())]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = set(json.loads(done.stdout.splitlines()[-1]))
     foreign = {name for name in found - THERE - sys.stdlib_module_names if not name.startswith("_")}

@@ -35,7 +35,9 @@ def test_the_tables_of_placements_have_the_statements_of_the_paper() -> None:
             stated[f"{actor}, {critic}", str(devices)] = placement or "-"
     # the first table has the settings of which the paper says something
     head = "| actor, critic | A100 |"
-    found = {(row[0], row[1]): row[-1].removesuffix(" (differs)") for row in rows("planning.md", head)}
+    found = {
+        (row[0], row[1]): row[-1].removesuffix(" (differs)") for row in rows("planning.md", head)
+    }
     assert found == {key: value for key, value in stated.items() if value != "-"}
 
 

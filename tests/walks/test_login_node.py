@@ -1,5 +1,5 @@
-"""The login node: the wheel by `pip install` in a bare environment, then every command. Each answers, or says which
-extra brings what it needs."""
+"""The login node: the wheel by `pip install` in a bare environment, then every command. Each
+answers, or says which extra brings what it needs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,11 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path: Path) -> Path:
     """An empty folder with a model of a published size, and prompts."""
     whole_size(tmp_path / "model", published("qwen3-8b"))
-    row = {"data_source": "mine", "prompt": [{"role": "user", "content": "Say yes."}], "extra_info": {"index": 0}}
+    row = {
+        "data_source": "mine",
+        "prompt": [{"role": "user", "content": "Say yes."}],
+        "extra_info": {"index": 0},
+    }
     row["reward_model"] = {"style": "rule", "ground_truth": "yes"}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
     return tmp_path
@@ -99,19 +103,29 @@ def test_a_bare_environment_answers(python: Path, folder: Path, command: str) ->
 
 
 @pytest.mark.parametrize(("command", "status", "said"), REFUSALS)
-def test_what_it_lacks_is_named(python: Path, folder: Path, command: str, status: int, said: str) -> None:
+def test_what_it_lacks_is_named(
+    python: Path, folder: Path, command: str, status: int, said: str
+) -> None:
     done = run([str(python.parent / "hybridflow"), *command.split()], folder)
     assert "Traceback" not in done.stdout + done.stderr
-    assert done.returncode == status and said in done.stdout + done.stderr, done.stdout + done.stderr
+    assert done.returncode == status and said in done.stdout + done.stderr, (
+        done.stdout + done.stderr
+    )
 
 
-def test_python_m_and_an_install_into_a_folder_find_the_recipes(wheel: Path, python: Path, folder: Path) -> None:
+def test_python_m_and_an_install_into_a_folder_find_the_recipes(
+    wheel: Path, python: Path, folder: Path
+) -> None:
     assert succeed([str(python), "-m", "hybridflow", "version"], folder).startswith("hybridflow ")
     target = folder / "site"
     words = ["--no-deps", "--disable-pip-version-check", "--target", str(target), str(wheel)]
     succeed([str(python), "-m", "pip", "install", "-q", *words], folder)
-    bare = run([sys.executable, "-S", "-m", "hybridflow", "train"], folder, {"PYTHONPATH": str(target)})
+    bare = run(
+        [sys.executable, "-S", "-m", "hybridflow", "train"], folder, {"PYTHONPATH": str(target)}
+    )
     assert bare.returncode == 0 and RECIPE in bare.stdout, bare.stderr
     shipped = target / "hybridflow/shipped/launch"
     assert (shipped / "containers/Dockerfile").is_file() and (shipped / "slurm/job.sh").is_file()
-    assert (target / "hybridflow/py.typed").is_file() and (target / "hybridflow_kernels/digest.py").is_file()
+    assert (target / "hybridflow/py.typed").is_file() and (
+        target / "hybridflow_kernels/digest.py"
+    ).is_file()

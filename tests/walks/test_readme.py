@@ -1,5 +1,5 @@
-"""The README's commands in the README's order, as a newcomer gives them: own model, own data, own reward, and what is
-said of the run's folder."""
+"""The README's commands in the README's order, as a newcomer gives them: own model, own data, own
+reward, and what is said of the run's folder."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ def blocks(name: str) -> list[tuple[str, str]]:
     """(language, text) of the fenced blocks of a section, in order."""
     return [
         (language, textwrap.dedent(body))
-        for language, body in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", section(name), re.DOTALL | re.MULTILINE)
+        for language, body in re.findall(
+            r"^ *```(\w*)\n(.*?)^ *```$", section(name), re.DOTALL | re.MULTILINE
+        )
     ]
 
 
 def write_model(folder: Path) -> None:
-    """A Hugging Face folder as somebody may have it: a small Qwen2 and a tokenizer with a chat template."""
+    """A Hugging Face folder as somebody may have it: a small Qwen2 and a tokenizer with a chat
+    template."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     Qwen2ForCausalLM(Qwen2Config(**STRANGER)).save_pretrained(folder)
@@ -44,18 +47,29 @@ def write_model(folder: Path) -> None:
 
 def test_the_two_commands_set_up_and_start_what_is_said() -> None:
     (_, targets), (_, activate) = blocks("Two commands")
-    for line, started in zip(targets.splitlines(), ("--config-name tiny-moe-grpo", "tests/run.py"), strict=True):
+    for line, started in zip(
+        targets.splitlines(), ("--config-name tiny-moe-grpo", "tests/run.py"), strict=True
+    ):
         words = line.partition("#")[0].split()
-        planned = subprocess.run([*words, "-n"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        planned = subprocess.run(
+            [*words, "-n"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
         assert "requirements/setup.sh" in planned and started in planned
     assert activate == "source .venv/bin/activate\n" and HYBRIDFLOW.is_file()
 
 
 @pytest.mark.slow
-def test_the_readmes_own_model_data_and_reward_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readmes_own_model_data_and_reward_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     data, reward, recipe, commands = blocks("Your model, your data, your reward")
-    assert [language for language, _ in (data, reward, recipe, commands)] == ["python", "python", "yaml", ""]
+    assert [language for language, _ in (data, reward, recipe, commands)] == [
+        "python",
+        "python",
+        "yaml",
+        "",
+    ]
     write_model(Path("my/model"))
     exec(data[1], {})
     Path("my/reward.py").write_text(reward[1])
@@ -84,7 +98,10 @@ def test_the_readmes_own_model_data_and_reward_train(tmp_path: Path, monkeypatch
     (folder / "report.html").unlink()
     succeed([str(HYBRIDFLOW), "report", str(folder)], tmp_path)
     assert (folder / "report.html").is_file()
-    for words in (["checkpoint", "inspect", str(folder)], ["plan", "--config-dir", "my", "--config-name", "mine"]):
+    for words in (
+        ["checkpoint", "inspect", str(folder)],
+        ["plan", "--config-dir", "my", "--config-name", "mine"],
+    ):
         assert succeed([str(HYBRIDFLOW), *words], tmp_path)
 
 
@@ -102,7 +119,9 @@ def documented() -> list[tuple[str, ...]]:
 def test_every_command_of_the_table_has_the_options_that_are_shown(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = [*itertools.takewhile(lambda word: re.fullmatch(r"[a-z-]+", word) and word[0] != "-", words)]
+    commands = [
+        *itertools.takewhile(lambda word: re.fullmatch(r"[a-z-]+", word) and word[0] != "-", words)
+    ]
     with pytest.raises(SystemExit) as ended:
         main([*commands, "--help"])
     shown = capsys.readouterr().out
@@ -114,5 +133,7 @@ def test_every_command_of_the_table_has_the_options_that_are_shown(
 def test_the_recipes_that_are_named_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train"]) == 0
     listed = capsys.readouterr().out
-    named = re.findall(r"`([\w-]+)`", section("Commands").partition("\nRecipes: ")[2].partition("`make help`")[0])
+    named = re.findall(
+        r"`([\w-]+)`", section("Commands").partition("\nRecipes: ")[2].partition("`make help`")[0]
+    )
     assert len(named) == 4 and [name for name in named if f"  {name} " not in listed] == []

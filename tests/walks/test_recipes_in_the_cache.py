@@ -1,5 +1,6 @@
-"""Recipes of several families and sizes, from an empty folder: model and data lie in the Hugging Face cache as they are
-published, and a run goes to its end on this machine with nothing but `+scale=laptop ~model.hf_config`."""
+"""Recipes of several families and sizes, from an empty folder: model and data lie in the Hugging
+Face cache as they are published, and a run goes to its end on this machine with nothing but
+`+scale=laptop ~model.hf_config`."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def _solved(number: int) -> dict[str, str]:
 def _dapo(number: int) -> dict[str, Any]:
     question = f"Solve the problem. The last line is Answer: $Answer.\n\nWhat is {number} + 1?"
     return {
-        **{"data_source": "math_dapo", "prompt": [{"role": "user", "content": question}], "ability": "MATH"},
+        **{
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": question}],
+            "ability": "MATH",
+        },
         "reward_model": {"ground_truth": str(number + 1), "style": "rule-lighteval/MATH_v2"},
         "extra_info": {"index": str(number)},
     }
@@ -52,17 +57,29 @@ def _dapo(number: int) -> dict[str, Any]:
 # {hub id: {file: its rows}} in the published form
 SETS: dict[str, dict[str, Callable[[int], dict[str, Any]]]] = {
     "BytedTsinghua-SIA/DAPO-Math-17k": {"data/dapo-math-17k.parquet": _dapo},
-    "math-ai/aime24": {"data/test-00000-of-00001.parquet": lambda n: {"id": n, **_solved(n), "url": "u"}},
-    "math-ai/aime25": {"test.jsonl": lambda n: {"problem": f"Is it {n}?", "answer": str(n), "id": str(n)}},
+    "math-ai/aime24": {
+        "data/test-00000-of-00001.parquet": lambda n: {"id": n, **_solved(n), "url": "u"}
+    },
+    "math-ai/aime25": {
+        "test.jsonl": lambda n: {"problem": f"Is it {n}?", "answer": str(n), "id": str(n)}
+    },
     "DigitalLearningGmbH/MATH-lighteval": {
         "data/train-00000-of-00001.parquet": _solved,
         "data/test-00000-of-00001.parquet": lambda n: _solved(n + 100),
     },
     "HuggingFaceH4/MATH-500": {
-        "test.jsonl": lambda n: {**_solved(n + 200), "answer": str(n + 201), "subject": "Algebra", "unique_id": str(n)}
+        "test.jsonl": lambda n: {
+            **_solved(n + 200),
+            "answer": str(n + 201),
+            "subject": "Algebra",
+            "unique_id": str(n),
+        }
     },
     "openai/gsm8k": {
-        f"main/{split}-00000-of-00001.parquet": lambda n: {"question": f"{n} + 1?", "answer": f"So.\n#### {n + 1}"}
+        f"main/{split}-00000-of-00001.parquet": lambda n: {
+            "question": f"{n} + 1?",
+            "answer": f"So.\n#### {n + 1}",
+        }
         for split in ("train", "test")
     },
 }
@@ -77,7 +94,8 @@ def laid(folder: Path, recipe: str) -> Path:
     for repository, files in SETS.items():
         raw = folder / "raw" / repository
         for name, row in files.items():
-            rows, file = [row(number) for number in range(12)], raw / name
+            rows = [row(number) for number in range(12)]
+            file = raw / name
             file.parent.mkdir(parents=True, exist_ok=True)
             if file.suffix == ".parquet":
                 pq.write_table(pa.Table.from_pylist(rows * (3 if row is _dapo else 1)), file)
@@ -88,11 +106,14 @@ def laid(folder: Path, recipe: str) -> Path:
 
 
 def goes_to_its_end(folder: Path, recipe: str) -> None:
-    cache, work = laid(folder, recipe), folder / "work"
+    cache = laid(folder, recipe)
+    work = folder / "work"
     work.mkdir()
     command = (sys.executable, "-c", MAIN, "train")
     words = ("--config-name", recipe, "+scale=laptop", "~model.hf_config")
-    with Run(folder / "output", *words, command=command, site={"HF_HOME": str(cache)}, cwd=work) as run:
+    with Run(
+        folder / "output", *words, command=command, site={"HF_HOME": str(cache)}, cwd=work
+    ) as run:
         assert run.end(400) == 0, run.out + run.err
     assert "GRPO 2/2" in run.out or "PPO 2/2" in run.out
     made = work / "runs" / recipe

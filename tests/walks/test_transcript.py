@@ -13,11 +13,17 @@ from tests.walks.transcript import Command, Walk
 
 def test_numbers_and_what_is_left_out_may_differ_and_nothing_else(tmp_path: Path) -> None:
     walk = Walk(tmp_path)
-    walk.run(Command("echo took 3.5 s; echo; echo a; echo b; echo end", "took 12 s\n\n[...]\nend\n"))
+    walk.run(
+        Command("echo took 3.5 s; echo; echo a; echo b; echo end", "took 12 s\n\n[...]\nend\n")
+    )
     walk.run(Command("echo job 777123 of 777123: 0:11", "job 64255 of 64255: 0:02\n"))
     walk.run(Command("echo 64255.out", "64255.out\n"))
     assert walk.numbers == {"64255": "777123"}
-    walk.run(Command("echo 'hybridflow: no such file x.y' >&2; exit 2", "hybridflow: no such file [...]\n"))
+    walk.run(
+        Command(
+            "echo 'hybridflow: no such file x.y' >&2; exit 2", "hybridflow: no such file [...]\n"
+        )
+    )
     walk.run(Command("echo one \\\n  two", "one two\n"))
     for text, shown in (
         ("echo took 3.5 min", "took 12 s\n"),
@@ -36,6 +42,12 @@ def test_numbers_and_what_is_left_out_may_differ_and_nothing_else(tmp_path: Path
 
 def test_every_transcript_of_the_documents_is_walked() -> None:
     documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    shown = {str(path.relative_to(ROOT)) for path in documents if "```console\n" in path.read_text(encoding="utf-8")}
-    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    shown = {
+        str(path.relative_to(ROOT))
+        for path in documents
+        if "```console\n" in path.read_text(encoding="utf-8")
+    }
+    tests = "".join(
+        path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py")
+    )
     assert shown == set(re.findall(r'walk\("([\w/]+\.md)"', tests))

@@ -1,9 +1,10 @@
-"""Transcripts in the documents, walked: each command of a ```console block runs as the reader would type it, and its
-output is compared with what the reader is shown.
+"""Transcripts in the documents, walked: each command of a ```console block runs as the reader would
+type it, and its output is compared with what the reader is shown.
 
-A command begins with `$ ` and goes on after a backslash. In the output `[...]` stands for anything, on a line of its
-own for any lines; a number stands for any number, one of five digits or more (a job's) for the same one from there on.
-A command fails where its output begins with `hybridflow: `, and only there.
+A command begins with `$ ` and goes on after a backslash. In the output `[...]` stands for anything,
+on a line of its own for any lines; a number stands for any number, one of five digits or more (a
+job's) for the same one from there on. A command fails where its output begins with `hybridflow: `,
+and only there.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Command:
 
 
 def commands(document: str, section: str = "") -> list[Command]:
-    """The commands of a document's ```console blocks, in order; of one section where it is named."""
+    """The commands of a document's ```console blocks, in order; of one section where it is
+    named."""
     text = (ROOT / document).read_text(encoding="utf-8")
     if section:
         text = re.split(r"\n#+ ", text.split(f"# {section}\n")[1])[0]
@@ -65,7 +67,8 @@ class Walk:
     numbers: dict[str, str] = field(default_factory=dict)  # as shown -> as it is here
 
     def walk(self, document: str, section: str = "") -> None:
-        """Run all commands; AssertionError at the first one that ends or prints otherwise than shown."""
+        """Run all commands; AssertionError at the first one that ends or prints otherwise than
+        shown."""
         todo = commands(document, section)
         assert todo, f"{document} has no console block in {section or 'it'}"
         for command in todo:
@@ -87,8 +90,12 @@ class Walk:
             check=False,
             timeout=TIMEOUT_S,
         )
-        found = re.fullmatch(self._pattern(command.shown), done.stdout.rstrip("\n") + "\n" * bool(done.stdout))
-        told = f"$ {text}\n" + "\n".join(difflib.ndiff(command.shown.splitlines(), done.stdout.splitlines()))
+        found = re.fullmatch(
+            self._pattern(command.shown), done.stdout.rstrip("\n") + "\n" * bool(done.stdout)
+        )
+        told = f"$ {text}\n" + "\n".join(
+            difflib.ndiff(command.shown.splitlines(), done.stdout.splitlines())
+        )
         assert found is not None, f"the output is not what the document shows (-)\n{told}"
         assert bool(done.returncode) == command.fails, f"status {done.returncode}\n{told}"
         self.numbers |= {name[1:]: value for name, value in found.groupdict().items()}
@@ -103,7 +110,9 @@ class Walk:
         lines = []
         for line in shown.splitlines():
             tokens = enumerate(_TOKENS.split(line))
-            parts = [self._token(part, learned) if at % 2 else re.escape(part) for at, part in tokens]
+            parts = [
+                self._token(part, learned) if at % 2 else re.escape(part) for at, part in tokens
+            ]
             lines.append(r"(?:.*\n)*?" if line == "[...]" else "".join(parts) + r" *\n")
         return "".join(lines)
 

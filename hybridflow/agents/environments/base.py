@@ -30,18 +30,21 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode, in a process beside the driver. Anything random in it is to follow from the row, so that a run that
-    is resumed meets the same episodes."""
+    """One episode, in a process beside the driver. Anything random in it is to follow from the row,
+    so that a run that is resumed meets the same episodes."""
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Begin. `row` has data_source, ground_truth and extra_info of the prompt, which shows the first state."""
+        """Begin. `row` has data_source, ground_truth and extra_info of the prompt, which shows the
+        first state."""
 
     def step(self, answer: str) -> Step:
         """Take the policy's answer."""
 
 
 Maker = Callable[[], Environment]
-ENVIRONMENTS: Registry[Maker] = Registry(ENVIRONMENT.kind, ENVIRONMENT.package, "rollout.agent.environment")
+ENVIRONMENTS: Registry[Maker] = Registry(
+    ENVIRONMENT.kind, ENVIRONMENT.package, "rollout.agent.environment"
+)
 
 
 def environment(name: str) -> Callable[[Maker], Maker]:

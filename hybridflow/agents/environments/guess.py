@@ -1,4 +1,5 @@
-"""A number to be guessed: each wrong guess is answered with `+` (it is larger) or `-` (it is smaller)."""
+"""A number to be guessed: each wrong guess is answered with `+` (it is larger) or `-` (it is
+smaller)."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from hybridflow.agents.environments.base import Step, environment
 
 @environment("guess")
 class Guess:
-    """The ground truth of the row is the number. The guess that finds it has reward 1, any other 0; an answer that is
-    no number is shown `?`."""
+    """The ground truth of the row is the number. The guess that finds it has reward 1, any other 0;
+    an answer that is no number is shown `?`."""
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Take the number from the row."""

@@ -17,10 +17,12 @@ class Call:
     """A call as an answer writes it.
 
     Attributes:
-        arguments: by name. With `is_text` they are as they were written, and the tool's declaration says what they are.
+        arguments: by name. With `is_text` they are as they were written, and the tool's declaration
+            says what they are.
         problem: what is wrong with one that cannot be read; the policy is told.
         id: as the answer writes it; empty where the format has none.
-        span: where it begins and ends in the text, whose markers of a thinking are text then; not compared.
+        span: where it begins and ends in the text, whose markers of a thinking are text then; not
+            compared.
     """
 
     name: str
@@ -32,7 +34,8 @@ class Call:
 
 
 MOST_CALLS = 1000  # of an answer that are read; more are written by a policy that repeats itself
-# calls of an answer that cannot be read before reading stops: each error of Python's decoder counts the lines before it
+# calls of an answer that cannot be read before reading stops: each error of Python's decoder counts
+# the lines before it
 MOST_UNREAD = 100
 
 
@@ -49,7 +52,9 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 # (answer, {name of a tool: names of its parameters}) -> the calls in it, in order
 CallFormat = Callable[[str, Mapping[str, Sequence[str]]], list[Call]]
-FORMATS: Registry[CallFormat] = Registry(CALL_FORMAT.kind, CALL_FORMAT.package, "rollout.agent.call_format")
+FORMATS: Registry[CallFormat] = Registry(
+    CALL_FORMAT.kind, CALL_FORMAT.package, "rollout.agent.call_format"
+)
 
 
 def call_format(name: str) -> Callable[[CallFormat], CallFormat]:
@@ -58,8 +63,8 @@ def call_format(name: str) -> Callable[[CallFormat], CallFormat]:
 
 
 def json_at(text: str, place: int) -> tuple[Any, int]:
-    """The JSON value that begins at `place`, and where it ends. ValueError: there is none, or it holds a number that is
-    not finite."""
+    """The JSON value that begins at `place`, and where it ends. ValueError: there is none, or it
+    holds a number that is not finite."""
     try:
         return _DECODER.raw_decode(text, place)
     except RecursionError as error:

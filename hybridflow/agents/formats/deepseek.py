@@ -1,5 +1,5 @@
-"""Calls as DeepSeek writes them between the tokens of a tool call: `function SEP name, ```json block` (V3, R1) and
-`name SEP json` (V3.1)."""
+"""Calls as DeepSeek writes them between the tokens of a tool call: `function SEP name, ```json
+block` (V3, R1) and `name SEP json` (V3.1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ FORMATS.register(
     "deepseek",
     JsonCalls(
         begin=_BEGIN,
-        header=re.compile(rf"(?P<kind>[^<]*+){_SEPARATOR}\s*+(?:(?P<name>[^\n`{{<]*+)\n```(?:json)?)?\s*+"),
+        header=re.compile(
+            rf"(?P<kind>[^<]*+){_SEPARATOR}\s*+(?:(?P<name>[^\n`{{<]*+)\n```(?:json)?)?\s*+"
+        ),
         end=_END,
         lacks=f"the call has no {_SEPARATOR}",
         fence="```",

@@ -1,5 +1,5 @@
-"""Calls as DeepSeek-V3.2 and later write them: invoke tags of its markup, whose parameters say whether they are text or
-JSON."""
+"""Calls as DeepSeek-V3.2 and later write them: invoke tags of its markup, whose parameters say
+whether they are text or JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Calls as Gemma 4 writes them: call:NAME and an object whose keys have no quotation marks, and whose strings stand
-between <|"|>."""
+"""Calls as Gemma 4 writes them: call:NAME and an object whose keys have no quotation marks, and
+whose strings stand between <|"|>."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _KEY = re.compile(r'([{,]\s*+)([^\s{}\[\],:"\\][^{}\[\],:"\\\x00-\x1f]*+):')
 
 
 def _object_at(text: str, place: int) -> tuple[Any, int]:
-    """The object from `place` to the next mark of a call, and where that begins. ValueError: there is none.
+    """The object from `place` to the next mark of a call, and where that begins. ValueError: there
+    is none.
 
     It is written anew as JSON: keys and strings between quotation marks.
     """
@@ -24,7 +25,10 @@ def _object_at(text: str, place: int) -> tuple[Any, int]:
         closed = text.find(mark["quote"], mark.end())
         if closed < 0:
             raise ValueError("a string is not closed")
-        written += [_with_keys(text[place : mark.start()]), encode_basestring_ascii(text[mark.end() : closed])]
+        written += [
+            _with_keys(text[place : mark.start()]),
+            encode_basestring_ascii(text[mark.end() : closed]),
+        ]
         place = closed + len(mark["quote"])
     stop = mark.start() if mark else len(text)
     whole = "".join([*written, _with_keys(text[place:stop])])

@@ -1,5 +1,5 @@
-"""Calls as GLM-4.5 and later write them: <tool_call>name, then <arg_key>...</arg_key><arg_value>...</arg_value>
-pairs."""
+"""Calls as GLM-4.5 and later write them: <tool_call>name, then
+<arg_key>...</arg_key><arg_value>...</arg_value> pairs."""
 
 from __future__ import annotations
 

@@ -6,7 +6,14 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import MOST_CALLS, MOST_UNREAD, Call, call_format, json_at, with_arguments
+from hybridflow.agents.formats.base import (
+    MOST_CALLS,
+    MOST_UNREAD,
+    Call,
+    call_format,
+    json_at,
+    with_arguments,
+)
 
 _MESSAGE = "<|message|>"
 _RECIPIENT = re.compile(r"to=functions\.(?P<name>[^\s<]+)")
@@ -16,12 +23,17 @@ _SPACE = re.compile(r"\s*")
 
 @call_format("harmony")
 def harmony(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Every message to a function. What is thought in the analysis channel calls nothing. Reading stops
-    after `MOST_UNREAD` calls that cannot be read."""
+    """Every message to a function. What is thought in the analysis channel calls nothing. Reading
+    stops after `MOST_UNREAD` calls that cannot be read."""
     del tools
-    calls, unread = list[Call](), 0
+    calls = list[Call]()
+    unread = 0
     place = 0
-    while unread < MOST_UNREAD and len(calls) < MOST_CALLS and (message := text.find(_MESSAGE, place)) >= 0:
+    while (
+        unread < MOST_UNREAD
+        and len(calls) < MOST_CALLS
+        and (message := text.find(_MESSAGE, place)) >= 0
+    ):
         recipients = list(_RECIPIENT.finditer(text, place, message))
         start = message + len(_MESSAGE)
         if recipients:

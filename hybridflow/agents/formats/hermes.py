@@ -1,4 +1,5 @@
-"""Calls as Hermes and Qwen models write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+"""Calls as Hermes and Qwen models write them: <tool_call>{"name": ..., "arguments":
+{...}}</tool_call>."""
 
 from __future__ import annotations
 
@@ -7,4 +8,6 @@ import re
 from hybridflow.agents.formats.base import FORMATS
 from hybridflow.agents.json_calls import JsonCalls
 
-FORMATS.register("hermes", JsonCalls(begin="<tool_call>", header=re.compile(r"\s*"), end="</tool_call>"))
+FORMATS.register(
+    "hermes", JsonCalls(begin="<tool_call>", header=re.compile(r"\s*"), end="</tool_call>")
+)

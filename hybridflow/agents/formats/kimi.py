@@ -1,5 +1,5 @@
-"""Calls as Kimi-K2 writes them: an id that holds the name, functions.NAME:INDEX, and JSON. The id goes to the chat
-template with the result."""
+"""Calls as Kimi-K2 writes them: an id that holds the name, functions.NAME:INDEX, and JSON. The id
+goes to the chat template with the result."""
 
 from __future__ import annotations
 

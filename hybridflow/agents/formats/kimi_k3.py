@@ -1,4 +1,5 @@
-"""Calls as Kimi-K3 writes them: a section of tags, whose arguments say whether they are text or JSON."""
+"""Calls as Kimi-K3 writes them: a section of tags, whose arguments say whether they are text or
+JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +18,13 @@ FORMATS.register(
     "kimi_k3",
     TaggedCalls(
         begin=re.compile(r"""<\|open\|>call\s++tool="(?P<name>[^"<>]*+)"[^<]*+<\|sep\|>"""),
-        key=re.compile(r"""\s*+<\|open\|>argument\s++key="(?P<key>[^"<>]*+)"\s++type="(?P<type>[^"<>]*+)"<\|sep\|>"""),
-        value_end=re.compile(r"<\|close\|>argument<\|sep\|>(?=\s*+<\|(?:open\|>argument\s|close\|>call<\|sep\|>))"),
+        key=re.compile(
+            r"""\s*+<\|open\|>argument\s++key="(?P<key>[^"<>]*+)"\s++"""
+            r"""type="(?P<type>[^"<>]*+)"<\|sep\|>"""
+        ),
+        value_end=re.compile(
+            r"<\|close\|>argument<\|sep\|>(?=\s*+<\|(?:open\|>argument\s|close\|>call<\|sep\|>))"
+        ),
         end="<|close|>call<|sep|>",
         example='<|open|>argument key="key" type="string"<|sep|> blocks',
         section="<|open|>tools<|sep|>",

@@ -1,5 +1,5 @@
-"""Calls as Llama 3.1 and later write them: the whole answer is {"name": ..., "parameters": {...}}, or several of them
-with semicolons between; <|python_tag|> may stand before."""
+"""Calls as Llama 3.1 and later write them: the whole answer is {"name": ..., "parameters": {...}},
+or several of them with semicolons between; <|python_tag|> may stand before."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ _OBJECT = re.compile(r"[\s;]*\{")
 
 @call_format("llama")
 def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """The objects of an answer that begins with one. An answer that does not, or whose object has no "name" or names no
-    tool and has no parameters, calls nothing; after the tag it must."""
-    rest, offset = text.strip(), len(text) - len(text.lstrip())
+    """The objects of an answer that begins with one. An answer that does not, or whose object has
+    no "name" or names no tool and has no parameters, calls nothing; after the tag it must."""
+    rest = text.strip()
+    offset = len(text) - len(text.lstrip())
     tagged = rest.startswith(_TAG)
-    place, calls = len(_TAG) if tagged else 0, list[Call]()
+    place = len(_TAG) if tagged else 0
+    calls = list[Call]()
     while len(calls) < MOST_CALLS and (begin := _OBJECT.match(rest, place)):
         try:
             found, place = json_at(rest, begin.end() - 1)
         except ValueError:
             break
         key = next((key for key in ("parameters", "arguments") if key in found), None)
-        if not tagged and (not isinstance(found.get("name"), str) or (key is None and found["name"] not in tools)):
+        if not tagged and (
+            not isinstance(found.get("name"), str) or (key is None and found["name"] not in tools)
+        ):
             return []
         call = json_call(found, key or "parameters")
         calls.append(dataclasses.replace(call, span=(offset + begin.end() - 1, offset + place)))

@@ -1,4 +1,5 @@
-"""Calls as MiniMax-M2 writes them: <invoke name="..."> with <parameter name="..."> for each argument."""
+"""Calls as MiniMax-M2 writes them: <invoke name="..."> with <parameter name="..."> for each
+argument."""
 
 from __future__ import annotations
 

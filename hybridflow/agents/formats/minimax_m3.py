@@ -1,5 +1,5 @@
-"""Calls as MiniMax-M3 writes them: tags behind a mark of its own, <invoke name="..."> with a tag for each argument,
-whose lists and objects are tags as well."""
+"""Calls as MiniMax-M3 writes them: tags behind a mark of its own, <invoke name="..."> with a tag
+for each argument, whose lists and objects are tags as well."""
 
 from __future__ import annotations
 
@@ -35,16 +35,20 @@ class _Open:
 
 @call_format("minimax_m3")
 def minimax_m3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """The first `MOST_CALLS` calls behind the opening of the section. A closing tag of another name than the one that
-    is open is text."""
+    """The first `MOST_CALLS` calls behind the opening of the section. A closing tag of another name
+    than the one that is open is text."""
     del tools
-    place, calls, opened = text.find(_SECTION), list[Call](), list[_Open]()
-    begin, called = 0, ""
+    place = text.find(_SECTION)
+    calls = list[Call]()
+    opened = list[_Open]()
+    begin = 0
+    called = ""
     for tag in _TAG.finditer(text, place + len(_SECTION)) if place >= 0 else ():
         if not opened:
             invoked = _INVOKE.fullmatch(tag["name"])
             if invoked and not tag["close"]:
-                begin, called = tag.start(), invoked["name"].strip()
+                begin = tag.start()
+                called = invoked["name"].strip()
                 opened.append(_Open("invoke", tag.end()))
         elif not tag["close"]:
             opened.append(_Open(tag["name"].strip(), tag.end()))
@@ -57,7 +61,9 @@ def minimax_m3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
             if len(calls) == MOST_CALLS:
                 return calls
     if opened:
-        calls.append(Call(called, problem=f"the call of {called} is not closed", span=(begin, len(text))))
+        calls.append(
+            Call(called, problem=f"the call of {called} is not closed", span=(begin, len(text)))
+        )
     if place >= 0 and not calls and text[place + len(_SECTION) :].strip():
         return [Call("", problem=f"{_SECTION} holds no call")]
     return calls

@@ -1,4 +1,5 @@
-"""Calls as Mistral models write them: [TOOL_CALLS] and a list of objects, or for each a name, [ARGS] and an object."""
+"""Calls as Mistral models write them: [TOOL_CALLS] and a list of objects, or for each a name,
+[ARGS] and an object."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ _HEADER = re.compile(r"(?P<name>[^\[{]*)(?:\[CALL_ID\](?P<id>[^\[{]*))?(?:\[ARGS
 
 @call_format("mistral")
 def mistral(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """What follows every [TOOL_CALLS], up to the last of `MOST_UNREAD` calls that cannot be read."""
+    """What follows every [TOOL_CALLS], up to the last of `MOST_UNREAD` calls that cannot be
+    read."""
     del tools
-    calls, unread = list[Call](), 0
+    calls = list[Call]()
+    unread = 0
     place = text.find(_BEGIN)
     while place >= 0 and unread < MOST_UNREAD and len(calls) < MOST_CALLS:
         found, end = _calls(text, place + len(_BEGIN))
@@ -52,4 +55,6 @@ def _calls(text: str, place: int) -> tuple[list[Call], int]:
 
 def _named(call: Call, value: object) -> Call:
     number = value.get("id") if isinstance(value, dict) else None
-    return Call(call.name, call.arguments, call.problem, number) if isinstance(number, str) else call
+    return (
+        Call(call.name, call.arguments, call.problem, number) if isinstance(number, str) else call
+    )

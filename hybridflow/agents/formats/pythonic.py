@@ -1,4 +1,5 @@
-"""Calls as Llama 4 and LFM2 write them: a list of Python calls whose arguments are literals with names."""
+"""Calls as Llama 4 and LFM2 write them: a list of Python calls whose arguments are literals with
+names."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ _MOST = 100_000  # characters of a list that is read
 
 @call_format("pythonic")
 def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """The calls of the list that an answer is, or that stands between <|python_start|> or <|tool_call_start|> and the
-    last end. A list without these markers whose first call names no tool is an answer."""
+    """The calls of the list that an answer is, or that stands between <|python_start|> or
+    <|tool_call_start|> and the last end. A list without these markers whose first call names no
+    tool is an answer."""
     started = _START.search(text)
     begin = started.end() if started else 0
     first = _LIST.match(text, begin)
@@ -27,7 +29,11 @@ def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     try:
         listed = ast.parse(text[slice(*span)][:_MOST].strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [Call(first["name"], problem=f"the calls are no list of Python calls ({error})", span=span)]
+        return [
+            Call(
+                first["name"], problem=f"the calls are no list of Python calls ({error})", span=span
+            )
+        ]
     calls = listed.elts if isinstance(listed, ast.List) else [listed]
     return [_call(one, span) for one in calls[:MOST_CALLS]]
 
@@ -35,7 +41,9 @@ def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
 def _call(node: ast.expr, span: tuple[int, int]) -> Call:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return Call("", problem="the list holds something else than calls", span=span)
-    name, arguments, problem = node.func.id, dict[str, object](), ""
+    name = node.func.id
+    arguments = dict[str, object]()
+    problem = ""
     for one in node.keywords:
         try:
             arguments[str(one.arg)] = _literal(one.value)

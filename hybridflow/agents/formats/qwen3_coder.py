@@ -1,5 +1,5 @@
-"""Calls as Qwen3-Coder and Qwen3.5 write them: <function=name> with <parameter=key> for each argument, whose value
-stands between line breaks that are not part of it."""
+"""Calls as Qwen3-Coder and Qwen3.5 write them: <function=name> with <parameter=key> for each
+argument, whose value stands between line breaks that are not part of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls as Step-3 writes them: <steptml:invoke name="..."> with <steptml:parameter name="..."> for each argument."""
+"""Calls as Step-3 writes them: <steptml:invoke name="..."> with <steptml:parameter name="..."> for
+each argument."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ FORMATS.register(
     TaggedCalls(
         begin=re.compile(r"""<steptml:invoke name="(?P<name>[^"<>]*+)">"""),
         key=re.compile(r"""\s*+<steptml:parameter name="(?P<key>[^"<>]*+)">"""),
-        value_end=re.compile(r"</steptml:parameter>(?=\s*+(?:<steptml:parameter name=|</steptml:invoke>))"),
+        value_end=re.compile(
+            r"</steptml:parameter>(?=\s*+(?:<steptml:parameter name=|</steptml:invoke>))"
+        ),
         end="</steptml:invoke>",
         example='<steptml:parameter name="key"> blocks',
         section="<｜tool_calls_begin｜>",

@@ -10,8 +10,8 @@ from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format
 
 @call_format("tags")
 def tags(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """The first `MOST_CALLS` pairs of tags that are named like a tool. A call ends at the last closing tag before
-    another call, so that its text may hold one."""
+    """The first `MOST_CALLS` pairs of tags that are named like a tool. A call ends at the last
+    closing tag before another call, so that its text may hold one."""
     names = "|".join(map(re.escape, sorted(tools, key=len, reverse=True)))
     calls: list[Call] = []
     opened: re.Match[str] | None = None
@@ -22,18 +22,24 @@ def tags(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
                 closed = found
         elif not opened or closed:
             calls += [_call(opened, closed, tools)] if opened else []
-            opened, closed = found, None
+            opened = found
+            closed = None
             if len(calls) == MOST_CALLS:
                 return calls
     return [*calls, _call(opened, closed, tools)] if opened else calls
 
 
-def _call(opened: re.Match[str], closed: re.Match[str] | None, tools: Mapping[str, Sequence[str]]) -> Call:
-    name, text = opened["name"], opened.string
+def _call(
+    opened: re.Match[str], closed: re.Match[str] | None, tools: Mapping[str, Sequence[str]]
+) -> Call:
+    name = opened["name"]
+    text = opened.string
     span = opened.start(), closed.end() if closed else len(text)
     if closed is None:
         return Call(name, problem=f"<{name}> is not closed", span=span)
     parameters = tools[name]
     if len(parameters) != 1:
-        return Call(name, problem=f"{name} takes {len(parameters)} arguments, and tags hold one", span=span)
+        return Call(
+            name, problem=f"{name} takes {len(parameters)} arguments, and tags hold one", span=span
+        )
     return Call(name, {parameters[0]: text[opened.end() : closed.start()]}, is_text=True, span=span)

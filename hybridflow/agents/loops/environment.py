@@ -1,4 +1,5 @@
-"""Answers that an environment takes one after another, and shows what they lead to, until the episode is over."""
+"""Answers that an environment takes one after another, and shows what they lead to, until the
+episode is over."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from hybridflow.agents.tools.base import Toolbox
 
 @agent_loop("environment", gives_rewards=True)
 async def environment(conversation: Conversation, tools: Toolbox) -> None:
-    """Ask, give the answer to the environment, and show its observation, which the next answer follows."""
+    """Ask, give the answer to the environment, and show its observation, which the next answer
+    follows."""
     del tools
     async with conversation.episode() as episode:
         while True:

@@ -1,6 +1,7 @@
 """What a tool is, how one is registered, and how the calls of an answer are run.
 
-A built-in tool is a file of this package that bears its name; one of a user's is named in `rollout.agent.tools`.
+A built-in tool is a file of this package that bears its name; one of a user's is named in
+`rollout.agent.tools`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _MOST_CHARACTERS = 1 << 16  # of a result, before it is cut to tokens
 
 
 class ToolLostError(HybridFlowError):
-    """What runs a tool has ended, through no fault of the policy. The conversation that has called it is lost."""
+    """What runs a tool has ended, through no fault of the policy. The conversation that has called
+    it is lost."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,13 @@ class Tool:
 
     Attributes:
         name: as the policy writes it.
-        function: its arguments have names and the types str, int, float or bool; what it returns is shown as text. It
-            may be async; one that is not runs in a thread of its own.
+        function: its arguments have names and the types str, int, float or bool; what it returns is
+            shown as text. It may be async; one that is not runs in a thread of its own.
         description: what the policy is told of it: the first paragraph of the function's docstring.
         is_instant: it takes microseconds and cannot hang, so that it needs no thread.
-        options: a frozen dataclass, where the tool takes any. `function` is then called once as the run begins, with
-            what `rollout.agent.tool_options` gives of it, and returns the function that the policy may call.
+        options: a frozen dataclass, where the tool takes any. `function` is then called once as the
+            run begins, with what `rollout.agent.tool_options` gives of it, and returns the function
+            that the policy may call.
         declared: the JSON schema of its arguments, where that is not read from the function.
     """
 
@@ -79,7 +82,11 @@ class Tool:
     def schema(self) -> dict[str, Any]:
         """The declaration of the tool, as chat templates take it."""
         if self.declared is not None:
-            declared = {"name": self.name, "description": self.description, "parameters": dict(self.declared)}
+            declared = {
+                "name": self.name,
+                "description": self.description,
+                "parameters": dict(self.declared),
+            }
             return {"type": "function", "function": declared}
         found = inspect.signature(self.function, eval_str=True).parameters.values()
         kinds = {one.name: {"type": _JSON_TYPES.get(one.annotation, "string")} for one in found}
@@ -96,7 +103,9 @@ def tool(
     name: str, *, is_instant: bool = False, options: type | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the tool of this name; `Tool` says what it may look like."""
-    return TOOLS.entry(name, lambda function: Tool(name, function, _description(function), is_instant, options))
+    return TOOLS.entry(
+        name, lambda function: Tool(name, function, _description(function), is_instant, options)
+    )
 
 
 def _description(function: Callable[..., Any]) -> str:
@@ -111,28 +120,36 @@ class Toolbox:
         thinking_open: answers begin inside of a thinking, as the prompt has opened one.
 
     Raises:
-        ConfigError: there is no tool or format of a name, two tools have the same one, or the options of a tool are
-            wrong.
+        ConfigError: there is no tool or format of a name, two tools have the same one, or the
+            options of a tool are wrong.
     """
 
-    def __init__(self, config: AgentConfig, offered: Sequence[Tool] = (), *, thinking_open: bool = False) -> None:
+    def __init__(
+        self, config: AgentConfig, offered: Sequence[Tool] = (), *, thinking_open: bool = False
+    ) -> None:
         self.tools: dict[str, Tool] = {}
         for found in [*(_opened(TOOLS.get(name), config) for name in config.tools), *offered]:
             if found.name in self.tools:
-                raise ConfigError(f"rollout.agent.tools: two tools are called {found.name}; leave one of them out")
+                raise ConfigError(
+                    f"rollout.agent.tools: two tools are called {found.name}; leave one of them out"
+                )
             self.tools[found.name] = found
         FORMATS.get(config.call_format)
-        self._format, self._thinking_open = config.call_format, thinking_open
-        self._declared = {name: found.schema()["function"]["parameters"] for name, found in self.tools.items()}
-        self._timeout_s, self._at_a_time = config.tool_timeout_s, config.max_parallel_calls
+        self._format = config.call_format
+        self._thinking_open = thinking_open
+        self._declared = {
+            name: found.schema()["function"]["parameters"] for name, found in self.tools.items()
+        }
+        self._timeout_s = config.tool_timeout_s
+        self._at_a_time = config.max_parallel_calls
 
     def schemas(self) -> list[dict[str, Any]]:
         """What chat templates are told of the tools."""
         return [found.schema() for found in self.tools.values()]
 
     def calls(self, answer: str) -> list[Call]:
-        """The calls in an answer, in order; what is written in its thinking calls nothing. Arguments have the types
-        that the tools declare."""
+        """The calls in an answer, in order; what is written in its thinking calls nothing.
+        Arguments have the types that the tools declare."""
         return read_calls(self._format, answer, self._declared, thinking_open=self._thinking_open)
 
     async def results(self, calls: Sequence[Call]) -> list[str]:
@@ -160,7 +177,9 @@ class Toolbox:
         if problem:
             return f"error: {problem}"
         try:
-            found = await asyncio.wait_for(_run(self.tools[call.name], call.arguments), self._timeout_s)
+            found = await asyncio.wait_for(
+                _run(self.tools[call.name], call.arguments), self._timeout_s
+            )
         except TimeoutError:
             return f"error: {call.name} did not answer within {self._timeout_s:g} s"
         except ToolLostError:
@@ -200,7 +219,8 @@ async def _run(tool: Tool, arguments: Mapping[str, Any]) -> Any:
 
 
 async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Run it in a thread that the process does not wait for at its end: a call that hangs is left alone."""
+    """Run it in a thread that the process does not wait for at its end: a call that hangs is left
+    alone."""
     done: Future[Any] = Future()
     done.set_running_or_notify_cancel()  # it goes on when nobody waits any longer
 

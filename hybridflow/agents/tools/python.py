@@ -11,9 +11,10 @@ from hybridflow.agents.tools.base import tool
 from hybridflow.rewards.sandbox import ENDED, ProgramResult, Sandbox
 
 _lock = threading.Lock()
-_idle: list[Sandbox] = []  # each runs one program at a time; as many are started as are in use at once
-# A sandbox ends with the thread that has started it (`process.children.die_with_parent`), and that of a call ends with
-# the call.
+# each runs one program at a time; as many are started as are in use at once
+_idle: list[Sandbox] = []
+# A sandbox ends with the thread that has started it (`process.children.die_with_parent`), and that
+# of a call ends with the call.
 _starter = ThreadPoolExecutor(1, "sandboxes")
 
 
@@ -31,7 +32,11 @@ def python(code: str) -> str:
         return "error: the sandbox has ended twice with this program"
     if result.why:
         return f"{result.stdout}error: the program reached its limit of {result.why}"
-    return result.stdout if result.code == 0 else f"{result.stdout}error: {result.stderr.strip()[-2000:]}"
+    return (
+        result.stdout
+        if result.code == 0
+        else f"{result.stdout}error: {result.stderr.strip()[-2000:]}"
+    )
 
 
 def _result(code: str, fresh: bool = False) -> ProgramResult:

@@ -1,4 +1,5 @@
-"""Search in documents of the user's: the passages that rank highest by BM25 (Robertson and Zaragoza, 2009)."""
+"""Search in documents of the user's: the passages that rank highest by BM25 (Robertson and
+Zaragoza, 2009)."""
 
 from __future__ import annotations
 
@@ -40,17 +41,20 @@ _log = logging.getLogger(__name__)
 class Options:
     """Options of the tool `retrieval`."""
 
-    # a .jsonl or .parquet file, whose rows are passages, or a folder of such and of .txt and .md files
+    # a .jsonl or .parquet file, whose rows are passages, or a folder of such and of .txt and .md
+    # files
     documents: str = ""
     text_column: str = "text"  # of .jsonl and .parquet
     top_k: PositiveInt = 3  # passages that are shown
-    passage_characters: PositiveInt = 1000  # files of text are cut into such passages; longer rows are shown in part
+    # files of text are cut into such passages; longer rows are shown in part
+    passage_characters: PositiveInt = 1000
     index: str | None = None  # the folder that keeps the index; null: beside the documents
 
 
 @tool("retrieval", options=Options)
 def retrieval(options: Options) -> Callable[[str], str]:
-    """Read the documents and their index, which is built when it is not there or the documents have changed.
+    """Read the documents and their index, which is built when it is not there or the documents have
+    changed.
 
     Raises:
         ConfigError: there are no documents, or one cannot be read; names the key and the file.
@@ -64,7 +68,10 @@ def retrieval(options: Options) -> Callable[[str], str]:
         """Search the documents and return the passages that fit the query best."""
         found = index.best(query, options.top_k)
         texts = [passage[: options.passage_characters] for passage in found]
-        return "\n\n".join(f"[{place}] {text}" for place, text in enumerate(texts, 1)) or "nothing was found"
+        return (
+            "\n\n".join(f"[{place}] {text}" for place, text in enumerate(texts, 1))
+            or "nothing was found"
+        )
 
     return search
 
@@ -73,10 +80,12 @@ class _Index:
     """Passages and their scores."""
 
     def __init__(self, passages: Sequence[str], ranked: bm25s.BM25) -> None:
-        self.passages, self.ranked = passages, ranked
+        self.passages = passages
+        self.ranked = ranked
 
     def best(self, query: str, count: int) -> list[str]:
-        """The passages with the highest scores above 0; of equal ones the first in the documents."""
+        """The passages with the highest scores above 0; of equal ones the first in the
+        documents."""
         words = [word for word in _words(query) if word in self.ranked.vocab_dict]
         if not words:
             return []
@@ -89,14 +98,22 @@ class _Index:
 def _index(options: Options) -> _Index:
     """The index of these documents; one in a process."""
     if not options.documents:
-        raise ConfigError(f"{_KEY}.documents is not set; give a .jsonl or .parquet file, or a folder")
+        raise ConfigError(
+            f"{_KEY}.documents is not set; give a .jsonl or .parquet file, or a folder"
+        )
     source = Path(options.documents)
     files = _files(source)
     passages = [passage for file in files for passage in _passages(file, options)]
     if not passages:
         raise ConfigError(f"{_KEY}.documents={source} holds no text")
-    kept = Path(options.index) if options.index else source.resolve().with_name(f"{source.resolve().name}.bm25")
-    digest = hashlib.sha256(json.dumps([_FORMAT, bm25s.__version__, passages]).encode()).hexdigest()[:16]
+    kept = (
+        Path(options.index)
+        if options.index
+        else source.resolve().with_name(f"{source.resolve().name}.bm25")
+    )
+    digest = hashlib.sha256(
+        json.dumps([_FORMAT, bm25s.__version__, passages]).encode()
+    ).hexdigest()[:16]
     ranked = _loaded(kept / digest, len(passages))
     if ranked is None:
         ranked = bm25s.BM25(backend="numpy")
@@ -108,13 +125,22 @@ def _index(options: Options) -> _Index:
 def _files(source: Path) -> list[Path]:
     if source.is_file():
         if source.suffix not in _TABLES + _TEXTS:
-            raise ConfigError(f"{_KEY}.documents={source}: expected a file that ends in {', '.join(_TABLES + _TEXTS)}")
+            raise ConfigError(
+                f"{_KEY}.documents={source}: expected a file that ends in "
+                f"{', '.join(_TABLES + _TEXTS)}"
+            )
         return [source]
     if not source.is_dir():
-        raise ConfigError(f"{_KEY}.documents={source}: there is no such file or folder (looked in {Path.cwd()})")
-    found = sorted(path for path in source.rglob("*") if path.suffix in _TABLES + _TEXTS and path.is_file())
+        raise ConfigError(
+            f"{_KEY}.documents={source}: there is no such file or folder (looked in {Path.cwd()})"
+        )
+    found = sorted(
+        path for path in source.rglob("*") if path.suffix in _TABLES + _TEXTS and path.is_file()
+    )
     if not found:
-        raise ConfigError(f"{_KEY}.documents={source}: this folder has no file of {', '.join(_TABLES + _TEXTS)}")
+        raise ConfigError(
+            f"{_KEY}.documents={source}: this folder has no file of {', '.join(_TABLES + _TEXTS)}"
+        )
     return found
 
 
@@ -126,12 +152,19 @@ def _passages(file: Path, options: Options) -> Iterator[str]:
                 raise ConfigError(f"{_KEY}.documents: {file} is empty; remove it")
             yield from _parts(text, options.passage_characters)
             return
-        for number, row in enumerate(_json_rows(file) if file.suffix == ".jsonl" else _rows(file, options), 1):
+        for number, row in enumerate(
+            _json_rows(file) if file.suffix == ".jsonl" else _rows(file, options), 1
+        ):
             cell = row.get(options.text_column) if isinstance(row, dict) else None
             if not isinstance(cell, str):
-                has = f" (it has: {', '.join(map(str, row)) or 'none'})" if isinstance(row, dict) else ""
+                has = (
+                    f" (it has: {', '.join(map(str, row)) or 'none'})"
+                    if isinstance(row, dict)
+                    else ""
+                )
                 raise ConfigError(
-                    f"{_KEY}.text_column={options.text_column}: row {number} of {file} has no text of this name{has}"
+                    f"{_KEY}.text_column={options.text_column}: row {number} of {file} has no text "
+                    f"of this name{has}"
                 )
             if not cell.strip():
                 raise ConfigError(f"{_KEY}.documents: row {number} of {file} is empty; remove it")
@@ -153,13 +186,17 @@ def _rows(file: Path, options: Options) -> Iterator[object]:
     with pq.ParquetFile(file) as table:
         if options.text_column not in table.schema_arrow.names:
             has = ", ".join(table.schema_arrow.names)
-            raise ConfigError(f"{_KEY}.text_column={options.text_column}: {file} has no such column (it has: {has})")
+            raise ConfigError(
+                f"{_KEY}.text_column={options.text_column}: {file} has no such column (it has: "
+                f"{has})"
+            )
         for batch in table.iter_batches(columns=[options.text_column]):
             yield from batch.to_pylist()
 
 
 def _parts(text: str, most: int) -> Iterator[str]:
-    """Paragraphs, put together as far as they fit in `most` characters; a longer one is cut between words."""
+    """Paragraphs, put together as far as they fit in `most` characters; a longer one is cut between
+    words."""
     part = ""
     for paragraph in filter(None, map(str.strip, re.split(r"\n\s*\n", text))):
         for piece in _cut(paragraph, most):
@@ -196,19 +233,29 @@ def _parts_of(word: str) -> Iterator[str]:
 
 
 def _loaded(folder: Path, count: int) -> bm25s.BM25 | None:
-    """The saved index of so many passages; None where there is none that can be read. Arrays of numpy and JSON, never
-    a pickle."""
+    """The saved index of so many passages; None where there is none that can be read. Arrays of
+    numpy and JSON, never a pickle."""
     try:
         ranked = bm25s.BM25.load(folder, allow_pickle=False, show_progress=False)
-        data, indices, indptr = (np.asarray(ranked.scores[name]) for name in ("data", "indices", "indptr"))
+        data, indices, indptr = (
+            np.asarray(ranked.scores[name]) for name in ("data", "indices", "indptr")
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None
-    whole = len(data) == len(indices) == indptr[-1] and len(indptr) > max(ranked.vocab_dict.values(), default=0) - 1
-    return ranked if whole and ranked.scores["num_docs"] == count and indices.max(initial=0) < count else None
+    whole = (
+        len(data) == len(indices) == indptr[-1]
+        and len(indptr) > max(ranked.vocab_dict.values(), default=0) - 1
+    )
+    return (
+        ranked
+        if whole and ranked.scores["num_docs"] == count and indices.max(initial=0) < count
+        else None
+    )
 
 
 def _keep(ranked: bm25s.BM25, kept: Path, digest: str) -> None:
-    """Save the index in place of earlier ones. Without room or right to write it is built again by the next process."""
+    """Save the index in place of earlier ones. Without room or right to write it is built again by
+    the next process."""
     made = None
     try:
         kept.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""Statistics of the samples of a prompt, for estimators that compare them. B samples in G groups; torch's methods only.
+"""Statistics of the samples of a prompt, for estimators that compare them. B samples in G groups;
+torch's methods only.
 
-Scores of a group that are all equal are centred to exactly 0: a mean in floating point would leave a rounding error,
-which a division by a small standard deviation makes large.
+Scores of a group that are all equal are centred to exactly 0: a mean in floating point would leave
+a rounding error, which a division by a small standard deviation makes large.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Groups:
-    """The group of each sample as a number from 0 [B], and how many samples each group has [G], in float64."""
+    """The group of each sample as a number from 0 [B], and how many samples each group has [G], in
+    float64."""
 
     of: torch.Tensor
     count: torch.Tensor
@@ -33,7 +35,8 @@ class Groups:
         return (self.count == 1)[self.of]
 
     def ranked(self, scores_B: torch.Tensor) -> torch.Tensor:
-        """[B] rows in the order of groups, of each group the best first; equal ones in their order."""
+        """[B] rows in the order of groups, of each group the best first; equal ones in their
+        order."""
         order = scores_B.argsort(descending=True, stable=True)
         return order[self.of[order].argsort(stable=True)]
 
@@ -41,16 +44,19 @@ class Groups:
         """[G] float64."""
         return self.count.new_zeros(len(self.count)).index_add_(0, self.of, values_B.double())
 
-    def centred(self, scores_B: torch.Tensor, weights_B: torch.Tensor | None = None) -> torch.Tensor:
-        """[B] float64 score less the (weighted) mean of its group; the score itself where it is alone, 0 where the
-        scores of a group are equal."""
+    def centred(
+        self, scores_B: torch.Tensor, weights_B: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[B] float64 score less the (weighted) mean of its group; the score itself where it is
+        alone, 0 where the scores of a group are equal."""
         scores = scores_B.double()
         if weights_B is None:
             mean = self.sums(scores) / self.count
         else:
             mean = self.sums(scores * weights_B) / self.sums(weights_B).clamp(min=1e-30)
         mean = mean.where(self.count > 1, 0.0)
-        first = scores.new_zeros(len(self.count)).scatter_(0, self.of, scores)  # any score of the group
+        # any score of the group
+        first = scores.new_zeros(len(self.count)).scatter_(0, self.of, scores)
         differs = self.sums(scores != first[self.of]) > 0
         return (scores - mean[self.of]).where(differs[self.of] | self.alone, 0.0)
 

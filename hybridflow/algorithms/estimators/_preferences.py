@@ -1,8 +1,10 @@
-"""What estimators that compare the policy with the reference, sample by sample, have in common; torch's methods only.
+"""What estimators that compare the policy with the reference, sample by sample, have in common;
+torch's methods only.
 
-The gradient of a preference loss with respect to the log-probability of an answer is one number for each sample. With
-it as the advantage, one update a step of a policy gradient (`actor.policy_loss=reinforce`, or `ppo` at its first
-update) summed over tokens (`actor.loss_agg_mode=seq-mean-token-sum`) is exactly the gradient step of that loss.
+The gradient of a preference loss with respect to the log-probability of an answer is one number for
+each sample. With it as the advantage, one update a step of a policy gradient
+(`actor.policy_loss=reinforce`, or `ppo` at its first update) summed over tokens
+(`actor.loss_agg_mode=seq-mean-token-sum`) is exactly the gradient step of that loss.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ def log_ratios(samples: Samples) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The best and the worst answer to each prompt whose answers differ in score: rows [P], and samples of the prompt
-    [P]."""
+    """The best and the worst answer to each prompt whose answers differ in score: rows [P], and
+    samples of the prompt [P]."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -49,13 +51,16 @@ class Pairs:
         groups = Groups.by(samples.groups)
         order = groups.ranked(samples.scores)
         ends = groups.count.long().cumsum(0)
-        chosen, rejected = order[ends - groups.count.long()], order[ends - 1]
+        chosen = order[ends - groups.count.long()]
+        rejected = order[ends - 1]
         differ = samples.scores[chosen] > samples.scores[rejected]
         return cls(chosen[differ], rejected[differ], groups.count[differ])
 
-    def advantages(self, samples: Samples, chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
-        """[T] the given advantages at the tokens of the pairs, times the samples of the prompt: a mean over samples is
-        then a mean over prompts."""
+    def advantages(
+        self, samples: Samples, chosen_P: torch.Tensor, rejected_P: torch.Tensor
+    ) -> torch.Tensor:
+        """[T] the given advantages at the tokens of the pairs, times the samples of the prompt: a
+        mean over samples is then a mean over prompts."""
         values = chosen_P.new_zeros(len(samples.scores))
         values[self.chosen], values[self.rejected] = self.size * chosen_P, self.size * rejected_P
         return samples.over_tokens(values.to(samples.scores.dtype))

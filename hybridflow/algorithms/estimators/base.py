@@ -1,8 +1,8 @@
 """What an advantage estimator is given and returns, and how one is registered.
 
-A built-in estimator is a file of this package that bears its name. It imports torch for type checkers alone and works
-with methods of tensors: `--explain` reads its declaration, and must not wait for torch. A file of a user's may import
-what it likes.
+A built-in estimator is a file of this package that bears its name. It imports torch for type
+checkers alone and works with methods of tensors: `--explain` reads its declaration, and must not
+wait for torch. A file of a user's may import what it likes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ Function = Callable[["Samples", Any], "Estimate"]
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of one step: B samples, and their T response tokens one after another without padding.
+    """The samples of one step: B samples, and their T response tokens one after another without
+    padding.
 
     Attributes:
         scores: [B] f32 reward of each sample, its KL penalties taken off.
-        rewards: [T] f32 the same by token: minus the penalty of the token, and the score at the last sampled token.
+        rewards: [T] f32 the same by token: minus the penalty of the token, and the score at the
+            last sampled token.
         groups: [B] int64 the prompt of each sample.
         lengths: [B] int64 response tokens of each sample.
-        mask: [T] bool, whether the policy sampled the token. Advantages and returns of other tokens are 0.
-        columns: [T], or [B] where the batch has one value a sample: the columns that the estimator declared to read.
+        mask: [T] bool, whether the policy sampled the token. Advantages and returns of other tokens
+            are 0.
+        columns: [T], or [B] where the batch has one value a sample: the columns that the estimator
+            declared to read.
         parts: [B] numbers that the reward returned for every sample beside the score, by name.
-        part_rewards: [T] where samples are rewarded turn by turn or token by token: the reward of each part at its last
-            token, less the KL penalty of each token; None: they are not.
+        part_rewards: [T] where samples are rewarded turn by turn or token by token: the reward of
+            each part at its last token, less the KL penalty of each token; None: they are not.
         part_ends: [T] bool, the last token of each part; with part_rewards.
     """
 
@@ -64,6 +68,15 @@ def estimator(
     takes_parts: bool = False,
     preferences: bool = False,
 ) -> Callable[[Function], Function]:
-    """Register a function (samples, options) -> (advantages, returns or None); see `Estimator` for the arguments."""
-    declared = (reads, needs_critic, compares_samples, options, aggregations, takes_parts, preferences)
+    """Register a function (samples, options) -> (advantages, returns or None); see `Estimator` for
+    the arguments."""
+    declared = (
+        reads,
+        needs_critic,
+        compares_samples,
+        options,
+        aggregations,
+        takes_parts,
+        preferences,
+    )
     return ESTIMATORS.entry(name, lambda function: Estimator(function, *declared))

@@ -1,17 +1,32 @@
-"""DPO on the best and the worst answer to each prompt, sampled from the policy (online DPO) or recorded."""
+"""DPO on the best and the worst answer to each prompt, sampled from the policy (online DPO) or
+recorded."""
 
 from __future__ import annotations
 
-from hybridflow.algorithms.estimators._preferences import AGGREGATIONS, READS, Beta, Pairs, log_ratios
+from hybridflow.algorithms.estimators._preferences import (
+    AGGREGATIONS,
+    READS,
+    Beta,
+    Pairs,
+    log_ratios,
+)
 from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 
-@estimator("dpo", reads=READS, compares_samples=True, options=Beta, aggregations=AGGREGATIONS, preferences=True)
+@estimator(
+    "dpo",
+    reads=READS,
+    compares_samples=True,
+    options=Beta,
+    aggregations=AGGREGATIONS,
+    preferences=True,
+)
 def dpo(samples: Samples, options: Beta) -> Estimate:
-    """beta sigmoid(-beta margin) for the chosen answer, minus that for the rejected one: the gradient of -log
-    sigmoid(beta margin), where margin is the difference of their log-ratios (arXiv 2305.18290, section 4; pairs sampled
-    from the policy: arXiv 2402.04792)."""
-    pairs, ratios = Pairs.of(samples), log_ratios(samples)
+    """beta sigmoid(-beta margin) for the chosen answer, minus that for the rejected one: the
+    gradient of -log sigmoid(beta margin), where margin is the difference of their log-ratios (arXiv
+    2305.18290, section 4; pairs sampled from the policy: arXiv 2402.04792)."""
+    pairs = Pairs.of(samples)
+    ratios = log_ratios(samples)
     margin = ratios[pairs.chosen] - ratios[pairs.rejected]
     weight = options.beta * (-options.beta * margin).sigmoid()
     return pairs.advantages(samples, weight, -weight), None

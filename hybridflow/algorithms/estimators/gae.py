@@ -1,4 +1,5 @@
-"""Generalised advantage estimation: token rewards and a critic's values become advantages and returns."""
+"""Generalised advantage estimation: token rewards and a critic's values become advantages and
+returns."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GaeOptions:
-    """`gamma` discounts a token; `lam` 1 sums the rewards to go, 0 looks one token ahead; `critic_lam` is that of the
-    returns, None: the same. With `length_alpha` the lambda of an answer grows with its length, in place of `lam`."""
+    """`gamma` discounts a token; `lam` 1 sums the rewards to go, 0 looks one token ahead;
+    `critic_lam` is that of the returns, None: the same. With `length_alpha` the lambda of an answer
+    grows with its length, in place of `lam`."""
 
     gamma: float = 1.0
     lam: float = 1.0
@@ -28,10 +30,10 @@ class GaeOptions:
 def gae_estimator(samples: Samples, options: GaeOptions) -> Estimate:
     """Whitened advantages, and the returns that the critic learns from.
 
-    With a lambda of its own the critic's bias does not depend on the policy's (decoupled GAE of VC-PPO and VAPO, arXiv
-    2504.05118, section 4.1: critic_lam 1). The policy's may follow the l sampled tokens of an answer: 1 - 1 / (alpha
-    l), and 0 where alpha l is under 1, so that errors over about alpha l tokens count (length-adaptive GAE, section
-    4.2: length_alpha 0.05).
+    With a lambda of its own the critic's bias does not depend on the policy's (decoupled GAE of
+    VC-PPO and VAPO, arXiv 2504.05118, section 4.1: critic_lam 1). The policy's may follow the l
+    sampled tokens of an answer: 1 - 1 / (alpha l), and 0 where alpha l is under 1, so that errors
+    over about alpha l tokens count (length-adaptive GAE, section 4.2: length_alpha 0.05).
     """
     from hybridflow_kernels.scans import gae
 

@@ -12,8 +12,8 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class GdpoOptions:
-    """Names of the numbers that the reward returns beside the score, `weights` of them (empty: 1 each), and whether
-    each is divided by the standard deviation of its group."""
+    """Names of the numbers that the reward returns beside the score, `weights` of them (empty: 1
+    each), and whether each is divided by the standard deviation of its group."""
 
     rewards: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
@@ -22,21 +22,23 @@ class GdpoOptions:
 
 @estimator("gdpo", compares_samples=True, options=GdpoOptions)
 def gdpo(samples: Samples, options: GdpoOptions) -> Estimate:
-    """Whitened weighted sum of the group-relative advantages of each reward (arXiv 2601.05242, eq. 4 to 6).
+    """Whitened weighted sum of the group-relative advantages of each reward (arXiv 2601.05242, eq.
+    4 to 6).
 
     Raises:
-        ConfigError: no reward is named, one is missing in what the reward function returned, or weights do not match.
+        ConfigError: no reward is named, one is missing in what the reward function returned, or
+            weights do not match.
     """
     key = "algorithm.adv_estimator_options"
     if not options.rewards or len(options.weights) not in (0, len(options.rewards)):
         raise ConfigError(
-            f"{key}: gdpo needs rewards=[NAME, ...] and as many weights or none, got rewards={options.rewards} and "
-            f"weights={options.weights}"
+            f"{key}: gdpo needs rewards=[NAME, ...] and as many weights or none, got "
+            f"rewards={options.rewards} and weights={options.weights}"
         )
     if missing := [name for name in options.rewards if name not in samples.parts]:
         raise ConfigError(
-            f"{key}.rewards names {missing[0]!r}, which the reward did not return as a number for every sample (it "
-            f"returned: {', '.join(samples.parts) or 'the score alone'})"
+            f"{key}.rewards names {missing[0]!r}, which the reward did not return as a number for "
+            f"every sample (it returned: {', '.join(samples.parts) or 'the score alone'})"
         )
     weights = options.weights or (1.0,) * len(options.rewards)
     total = samples.scores.double() * 0.0

@@ -1,4 +1,5 @@
-"""GiGPO: an answer of several turns is compared as a whole, and each turn with others that began in the same state."""
+"""GiGPO: an answer of several turns is compared as a whole, and each turn with others that began in
+the same state."""
 
 from __future__ import annotations
 
@@ -11,38 +12,45 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class GigpoOptions(GrpoOptions):
-    """GRPO's division by the standard deviation; `gamma` discounts a turn, and `step_weight` is what the comparison of
-    turns counts beside that of whole answers."""
+    """GRPO's division by the standard deviation; `gamma` discounts a turn, and `step_weight` is
+    what the comparison of turns counts beside that of whole answers."""
 
     gamma: float = 1.0
     step_weight: float = 1.0
 
 
-@estimator("gigpo", reads=("response_ids",), compares_samples=True, options=GigpoOptions, takes_parts=True)
+@estimator(
+    "gigpo", reads=("response_ids",), compares_samples=True, options=GigpoOptions, takes_parts=True
+)
 def gigpo(samples: Samples, options: GigpoOptions) -> Estimate:
-    """A_E + step_weight A_S at each token of a turn (arXiv 2505.10978, section 4). A_E compares the sums of the turns'
-    rewards of a prompt's answers, A_S the discounted rewards from a turn on with those of the turns of these answers
-    that began in the same state: at the start, or after the same tokens of a tool or an environment. A_S is 0 for a
-    turn whose state no other has.
+    """A_E + step_weight A_S at each token of a turn (arXiv 2505.10978, section 4). A_E compares the
+    sums of the turns' rewards of a prompt's answers, A_S the discounted rewards from a turn on with
+    those of the turns of these answers that began in the same state: at the start, or after the
+    same tokens of a tool or an environment. A_S is 0 for a turn whose state no other has.
 
     Raises:
         ConfigError: no sample has rewards of its turns.
     """
-    ends, given = samples.part_ends, samples.part_rewards
+    ends = samples.part_ends
+    given = samples.part_rewards
     if ends is None or given is None:
         raise ConfigError(
-            "algorithm.adv_estimator=gigpo needs a reward for each turn: return turn_rewards (a list of numbers) "
-            "beside the score, or choose rollout.agent.loop=environment"
+            "algorithm.adv_estimator=gigpo needs a reward for each turn: return turn_rewards (a "
+            "list of numbers) beside the score, or choose rollout.agent.loop=environment"
         )
-    number, norm = int(ends.sum()), options.norm_adv_by_std
+    number = int(ends.sum())
+    norm = options.norm_adv_by_std
     row = samples.lengths.new_tensor(range(len(samples.lengths))).repeat_interleave(samples.lengths)
-    part = ends.cumsum(0) - ends.long()  # of each sampled token; what is behind a sample's last turn is not sampled
+    # of each sampled token; what is behind a sample's last turn is not sampled
+    part = ends.cumsum(0) - ends.long()
     parts = given.new_zeros(number + 1).index_add_(0, part, given)[:number]
     totals = parts.new_zeros(len(samples.lengths)).index_add_(0, row[ends], parts)
     whole = grpo_advantages(totals, samples.groups, norm_by_std=norm)[row]
     to_go = parts.new_tensor(_discounted(parts.tolist(), row[ends].tolist(), options.gamma))
     states = row.new_tensor(_states(samples))
-    steps = grpo_advantages(to_go, states, norm_by_std=norm).where(states.bincount()[states] > 1, 0.0)
+    steps = grpo_advantages(to_go, states, norm_by_std=norm).where(
+        states.bincount()[states] > 1, 0.0
+    )
     of_tokens = parts.new_zeros(len(row))
     of_tokens[samples.mask] = steps[part[samples.mask]]
     return (whole + options.step_weight * of_tokens).where(samples.mask, 0.0), None
@@ -58,14 +66,16 @@ def _discounted(rewards: list[float], rows: list[int], gamma: float) -> list[flo
 
 
 def _states(samples: Samples) -> list[int]:
-    """The number of each turn's state, the same for turns that answers to one prompt began after the same tokens."""
+    """The number of each turn's state, the same for turns that answers to one prompt began after
+    the same tokens."""
     assert samples.part_ends is not None
     numbers: dict[tuple[object, ...], int] = {}
     found: list[int] = []
     columns = samples.columns["response_ids"], samples.mask, samples.part_ends
     rows = zip(*(column.split(samples.lengths.tolist()) for column in columns), strict=True)
     for group, (ids, mask, ends) in zip(samples.groups.tolist(), rows, strict=True):
-        shown: list[int] | None = []  # since the last turn; None: a part goes on where another ended
+        # since the last turn; None: a part goes on where another ended
+        shown: list[int] | None = []
         begun = False
         for token, sampled, last in zip(ids.tolist(), mask.tolist(), ends.tolist(), strict=True):
             if not sampled:
@@ -74,5 +84,6 @@ def _states(samples: Samples) -> list[int]:
             if not begun:
                 key = (group, *shown) if shown is not None else (group, None, len(found))
                 found.append(numbers.setdefault(key, len(numbers)))
-            begun, shown = not last, None
+            begun = not last
+            shown = None
     return found

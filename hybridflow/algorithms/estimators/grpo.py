@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GrpoOptions:
-    """Whether advantages are divided by the standard deviation of their group; without that it is Dr.GRPO."""
+    """Whether advantages are divided by the standard deviation of their group; without that it is
+    Dr.GRPO."""
 
     norm_adv_by_std: bool = True
 
 
 @dataclass(frozen=True)
 class ScaledOptions(GrpoOptions):
-    """The same; and of what the standard deviation is: of a `group`, or of all samples of the step (`batch`)."""
+    """The same; and of what the standard deviation is: of a `group`, or of all samples of the step
+    (`batch`)."""
 
     std: Literal["group", "batch"] = "group"
 
@@ -30,7 +32,8 @@ class ScaledOptions(GrpoOptions):
 def grpo(samples: Samples, options: ScaledOptions) -> Estimate:
     """The group-relative advantage of a sample at each of its sampled tokens.
 
-    With the deviation of the batch easy and hard prompts weigh alike (arXiv 2508.08221; TRL's scale_rewards=batch).
+    With the deviation of the batch easy and hard prompts weigh alike (arXiv 2508.08221; TRL's
+    scale_rewards=batch).
     """
     by_group = options.norm_adv_by_std and options.std == "group"
     advantages = grpo_advantages(samples.scores, samples.groups, norm_by_std=by_group)
@@ -40,13 +43,15 @@ def grpo(samples: Samples, options: ScaledOptions) -> Estimate:
     return samples.over_tokens(advantages), None
 
 
-def grpo_advantages(scores_B: torch.Tensor, groups_B: torch.Tensor, *, norm_by_std: bool = True) -> torch.Tensor:
+def grpo_advantages(
+    scores_B: torch.Tensor, groups_B: torch.Tensor, *, norm_by_std: bool = True
+) -> torch.Tensor:
     """(score - mean) / (std + 1e-6) within the samples of one prompt.
 
-    DeepSeekMath (arXiv 2402.03300), equation for outcome supervision; without the division, Dr.GRPO (arXiv 2503.20783).
-    The standard deviation is the unbiased one. Computed in float64, and exactly 0 where the scores of a group are
-    equal: float32 would leave rounding errors over 1e-6. A group of one sample has mean 0 and std 1, so its advantage
-    is its score.
+    DeepSeekMath (arXiv 2402.03300), equation for outcome supervision; without the division, Dr.GRPO
+    (arXiv 2503.20783). The standard deviation is the unbiased one. Computed in float64, and exactly
+    0 where the scores of a group are equal: float32 would leave rounding errors over 1e-6. A group
+    of one sample has mean 0 and std 1, so its advantage is its score.
 
     Args:
         scores_B: [B] one score a sample.

@@ -9,11 +9,14 @@ from hybridflow.algorithms.estimators.grpo import GrpoOptions
 
 @estimator("grpo_passk", compares_samples=True, options=GrpoOptions)
 def grpo_passk(samples: Samples, options: GrpoOptions) -> Estimate:
-    """Best score less second best, at the tokens of the best sample (arXiv 2503.19595, section 3); 0 at all others.
+    """Best score less second best, at the tokens of the best sample (arXiv 2503.19595, section 3);
+    0 at all others.
 
-    Of equally good samples none is better than the next, so the group has no advantage; nor has a group of one.
+    Of equally good samples none is better than the next, so the group has no advantage; nor has a
+    group of one.
     """
-    groups, scores = Groups.by(samples.groups), samples.scores.double()
+    groups = Groups.by(samples.groups)
+    scores = samples.scores.double()
     order = groups.ranked(scores)
     first = groups.count.long().cumsum(0) - groups.count.long()
     second = (first + 1).clamp(max=max(len(order) - 1, 0))

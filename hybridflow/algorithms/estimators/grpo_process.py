@@ -9,11 +9,11 @@ from hybridflow.errors import ConfigError
 
 @estimator("grpo_process", compares_samples=True, options=GrpoOptions, takes_parts=True)
 def grpo_process(samples: Samples, options: GrpoOptions) -> Estimate:
-    """At each token the sum of the normalised rewards of its part and of those that follow (DeepSeekMath, arXiv
-    2402.03300, section 4.1.3).
+    """At each token the sum of the normalised rewards of its part and of those that follow
+    (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
 
-    A part's reward, its KL penalties taken off, is compared with those of all parts of all answers to the prompt. The
-    score of the whole answer does not count.
+    A part's reward, its KL penalties taken off, is compared with those of all parts of all answers
+    to the prompt. The score of the whole answer does not count.
 
     Raises:
         ConfigError: no sample has such rewards.
@@ -22,13 +22,17 @@ def grpo_process(samples: Samples, options: GrpoOptions) -> Estimate:
 
     if samples.part_ends is None or samples.part_rewards is None:
         raise ConfigError(
-            "algorithm.adv_estimator=grpo_process needs a reward for each turn or token: return turn_rewards or "
-            "token_rewards (lists of numbers) beside the score, or choose rollout.agent.loop=environment"
+            "algorithm.adv_estimator=grpo_process needs a reward for each turn or token: return "
+            "turn_rewards or token_rewards (lists of numbers) beside the score, or choose "
+            "rollout.agent.loop=environment"
         )
     ends = samples.part_ends
-    part = ends.cumsum(0) - ends.long()  # of each token; what comes behind a sample's last part has no reward
+    # of each token; what comes behind a sample's last part has no reward
+    part = ends.cumsum(0) - ends.long()
     number = int(ends.sum())
-    rewards = samples.part_rewards.new_zeros(number + 1).index_add_(0, part, samples.part_rewards)[:number]
+    rewards = samples.part_rewards.new_zeros(number + 1).index_add_(0, part, samples.part_rewards)[
+        :number
+    ]
     groups = samples.groups.repeat_interleave(samples.lengths)[ends]
     normalised = samples.part_rewards * 0.0
     normalised[ends] = grpo_advantages(rewards, groups, norm_by_std=options.norm_adv_by_std)

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from hybridflow.algorithms.estimators._preferences import AGGREGATIONS, READS, Beta, Pairs, log_ratios
+from hybridflow.algorithms.estimators._preferences import (
+    AGGREGATIONS,
+    READS,
+    Beta,
+    Pairs,
+    log_ratios,
+)
 from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 from hybridflow.algorithms.rewards import sums_of_rows
 
 
-@estimator("ipo", reads=READS, compares_samples=True, options=Beta, aggregations=AGGREGATIONS, preferences=True)
+@estimator(
+    "ipo",
+    reads=READS,
+    compares_samples=True,
+    options=Beta,
+    aggregations=AGGREGATIONS,
+    preferences=True,
+)
 def ipo(samples: Samples, options: Beta) -> Estimate:
-    """The gradient of (margin - 1 / (2 beta))^2, where margin is the difference of the mean log-ratios of a token
-    (arXiv 2310.12036, eq. 17; means over tokens as TRL takes them)."""
-    pairs, lengths = Pairs.of(samples), sums_of_rows(samples.mask.double(), samples.lengths).clamp(min=1)
+    """The gradient of (margin - 1 / (2 beta))^2, where margin is the difference of the mean
+    log-ratios of a token (arXiv 2310.12036, eq. 17; means over tokens as TRL takes them)."""
+    pairs = Pairs.of(samples)
+    lengths = sums_of_rows(samples.mask.double(), samples.lengths).clamp(min=1)
     ratios = log_ratios(samples) / lengths
     margin = ratios[pairs.chosen] - ratios[pairs.rejected]
     weight = 1 / options.beta - 2 * margin
-    return pairs.advantages(samples, weight / lengths[pairs.chosen], -weight / lengths[pairs.rejected]), None
+    return pairs.advantages(
+        samples, weight / lengths[pairs.chosen], -weight / lengths[pairs.rejected]
+    ), None

@@ -10,7 +10,8 @@ from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 @dataclass(frozen=True)
 class KtoOptions(Beta):
-    """From which score on an answer is desirable, and how much desirable and undesirable answers count."""
+    """From which score on an answer is desirable, and how much desirable and undesirable answers
+    count."""
 
     threshold: float = 0.5
     desirable_weight: float = 1.0
@@ -19,13 +20,18 @@ class KtoOptions(Beta):
 
 @estimator("kto", reads=READS, options=KtoOptions, aggregations=AGGREGATIONS, preferences=True)
 def kto(samples: Samples, options: KtoOptions) -> Estimate:
-    """The gradient of 1 - sigmoid(+-beta (log-ratio - z)), + for desirable answers (arXiv 2402.01306, eq. 8).
+    """The gradient of 1 - sigmoid(+-beta (log-ratio - z)), + for desirable answers (arXiv
+    2402.01306, eq. 8).
 
-    z is the mean log-ratio of the batch, at least 0 and without a gradient: answers sampled from the policy estimate
-    its divergence from the reference, for which the paper needs mismatched pairs.
+    z is the mean log-ratio of the batch, at least 0 and without a gradient: answers sampled from
+    the policy estimate its divergence from the reference, for which the paper needs mismatched
+    pairs.
     """
-    ratios, desirable = log_ratios(samples), samples.scores >= options.threshold
+    ratios = log_ratios(samples)
+    desirable = samples.scores >= options.threshold
     gain = (options.beta * (ratios - ratios.mean().clamp(min=0))).sigmoid()
     slope = options.beta * gain * (1 - gain)
-    advantages = (options.desirable_weight * slope).where(desirable, -options.undesirable_weight * slope)
+    advantages = (options.desirable_weight * slope).where(
+        desirable, -options.undesirable_weight * slope
+    )
     return samples.over_tokens(advantages.to(samples.scores.dtype)), None

@@ -1,4 +1,5 @@
-"""Optimal token baseline: a baseline for each position, in which answers count by the gradient they have gathered."""
+"""Optimal token baseline: a baseline for each position, in which answers count by the gradient they
+have gathered."""
 
 from __future__ import annotations
 
@@ -7,20 +8,25 @@ from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 from hybridflow.algorithms.rewards import rows_of_tokens
 
 
-@estimator("optimal_token_baseline", reads=("old_log_probs", "sum_pi_squared"), compares_samples=True)
+@estimator(
+    "optimal_token_baseline", reads=("old_log_probs", "sum_pi_squared"), compares_samples=True
+)
 def optimal_token_baseline(samples: Samples, options: object) -> Estimate:
-    """G_t less sum(W_t G_t) / sum(W_t) over the answers to the prompt that have a t-th sampled token.
+    """G_t less sum(W_t G_t) / sum(W_t) over the answers to the prompt that have a t-th sampled
+    token.
 
-    The optimal token baseline of arXiv 2602.07078. G_t is the reward to go. W_t sums 1 - 2 p + sum of p^2 over the
-    vocabulary for the tokens up to t: the squared length of the gradient of their log-probabilities with respect to the
-    logits. Positions count sampled tokens alone, as in verl's form for several turns. Where one answer alone goes on
-    there is no baseline.
+    The optimal token baseline of arXiv 2602.07078. G_t is the reward to go. W_t sums 1 - 2 p + sum
+    of p^2 over the vocabulary for the tokens up to t: the squared length of the gradient of their
+    log-probabilities with respect to the logits. Positions count sampled tokens alone, as in verl's
+    form for several turns. Where one answer alone goes on there is no baseline.
     """
     from hybridflow_kernels.scans import discounted_sums
 
-    mask, groups = samples.mask, Groups.by(samples.groups)
+    mask = samples.mask
+    groups = Groups.by(samples.groups)
     returns = discounted_sums(samples.rewards, samples.lengths, gamma=1.0, mask_T=mask)
-    row = rows_of_tokens(samples.lengths)[mask]  # the sample of each sampled token, and how many of it come before
+    # the sample of each sampled token, and how many of it come before
+    row = rows_of_tokens(samples.lengths)[mask]
     number = row.bincount(minlength=len(samples.lengths))
     place = (row.new_ones(len(row)).cumsum(0) - 1) - (number.cumsum(0) - number)[row]
     longest = int(place.max()) + 1
@@ -31,7 +37,8 @@ def optimal_token_baseline(samples: Samples, options: object) -> Estimate:
     weight = gathered.cumsum(1)[row, place]
 
     at = groups.of[row] * longest + place  # the prompt and position of each token
-    reached, others = at.bincount(), weight.new_zeros(int(at.max()) + 1)
+    reached = at.bincount()
+    others = weight.new_zeros(int(at.max()) + 1)
     own = returns[mask].double()
     # relative to any return of the position, so that equal ones leave exactly 0
     relative = own - others.scatter(0, at, own)[at]

@@ -17,11 +17,15 @@ class ReinforcePlusPlusOptions:
 
 @estimator("reinforce_plus_plus", options=ReinforcePlusPlusOptions)
 def reinforce_plus_plus(samples: Samples, options: ReinforcePlusPlusOptions) -> Estimate:
-    """Whitened returns G_t = r_t + gamma G_{t+1} (arXiv 2501.03262, section 3); the KL penalty is part of the rewards.
+    """Whitened returns G_t = r_t + gamma G_{t+1} (arXiv 2501.03262, section 3); the KL penalty is
+    part of the rewards.
 
-    Tokens that the policy did not sample are skipped: a return reaches over them without a discount.
+    Tokens that the policy did not sample are skipped: a return reaches over them without a
+    discount.
     """
     from hybridflow_kernels.scans import discounted_sums
 
-    returns = discounted_sums(samples.rewards, samples.lengths, gamma=options.gamma, mask_T=samples.mask)
+    returns = discounted_sums(
+        samples.rewards, samples.lengths, gamma=options.gamma, mask_T=samples.mask
+    )
     return whiten(returns, samples.mask), None

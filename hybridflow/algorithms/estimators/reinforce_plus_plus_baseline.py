@@ -9,6 +9,7 @@ from hybridflow.algorithms.whitening import whiten
 
 @estimator("reinforce_plus_plus_baseline", compares_samples=True)
 def reinforce_plus_plus_baseline(samples: Samples, options: object) -> Estimate:
-    """Score less the mean of its prompt, whitened over the tokens of the batch (arXiv 2501.03262, section 3.3)."""
+    """Score less the mean of its prompt, whitened over the tokens of the batch (arXiv 2501.03262,
+    section 3.3)."""
     centred = Groups.by(samples.groups).centred(samples.scores).to(samples.scores.dtype)
     return whiten(samples.over_tokens(centred), samples.mask), None

@@ -7,7 +7,8 @@ from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 @estimator("remax", reads=("greedy_scores",))
 def remax(samples: Samples, options: object) -> Estimate:
-    """Rewards to go less `greedy_scores` [B], the score of the most likely answer (arXiv 2310.10505, eq. 5)."""
+    """Rewards to go less `greedy_scores` [B], the score of the most likely answer (arXiv
+    2310.10505, eq. 5)."""
     from hybridflow_kernels.scans import discounted_sums
 
     returns = discounted_sums(samples.rewards, samples.lengths, gamma=1.0, mask_T=samples.mask)

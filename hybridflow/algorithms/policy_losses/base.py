@@ -1,8 +1,8 @@
 """What a policy loss is given and returns, and how one is registered.
 
-A built-in loss is a file of this package that bears its name. It imports torch for type checkers alone and works with
-methods of tensors: `--explain` reads its declaration, and must not wait for torch. A file of a user's may import what
-it likes.
+A built-in loss is a file of this package that bears its name. It imports torch for type checkers
+alone and works with methods of tensors: `--explain` reads its declaration, and must not wait for
+torch. A file of a user's may import what it likes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ class Clipping:
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
 
-    def surrogates(self, advantages: torch.Tensor, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def surrogates(
+        self, advantages: torch.Tensor, ratio: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """-A ratio, as it is and with the ratio clipped; PPO's loss is the larger of the two."""
-        return -advantages * ratio, -advantages * ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
+        return -advantages * ratio, -advantages * ratio.clamp(
+            1 - self.clip_ratio_low, 1 + self.clip_ratio_high
+        )
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one micro-batch that the policy sampled: T of them in S sequences, one after another.
+    """The tokens of one micro-batch that the policy sampled: T of them in S sequences, one after
+    another.
 
     Attributes:
         log_probs: [T] of the sampled tokens under the present weights, with gradient.
@@ -61,9 +66,12 @@ def policy_loss(
     options: type = NoOptions,
     aggregations: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Register a function (tokens, options) -> (loss of each token, metrics); see `TokenLoss` for the arguments.
+    """Register a function (tokens, options) -> (loss of each token, metrics); see `TokenLoss` for
+    the arguments.
 
-    `actor.loss_agg_mode` says how the losses of tokens become one number; entropy bonus and KL penalty are added to
-    every policy loss alike.
+    `actor.loss_agg_mode` says how the losses of tokens become one number; entropy bonus and KL
+    penalty are added to every policy loss alike.
     """
-    return POLICY_LOSSES.entry(name, lambda function: TokenLoss(function, reads, options, aggregations))
+    return POLICY_LOSSES.entry(
+        name, lambda function: TokenLoss(function, reads, options, aggregations)
+    )

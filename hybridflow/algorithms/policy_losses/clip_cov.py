@@ -9,8 +9,8 @@ from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, pol
 
 @dataclass(frozen=True)
 class ClipCovOptions(Clipping):
-    """PPO's clipping; and the `share` of tokens without gradient, chosen among those whose covariance of advantage and
-    log-probability lies between `lower` and `upper`."""
+    """PPO's clipping; and the `share` of tokens without gradient, chosen among those whose
+    covariance of advantage and log-probability lies between `lower` and `upper`."""
 
     share: float = 0.0002
     lower: float = 1.0
@@ -21,16 +21,26 @@ class ClipCovOptions(Clipping):
 def clip_cov(tokens: Tokens, options: ClipCovOptions) -> Loss:
     """PPO without the tokens that would lower the entropy most (arXiv 2505.22617, eq. 10 and 11).
 
-    Means are those of the micro-batch. Of more candidates than are left out, evenly spaced ones are: ranks that share a
-    sequence choose the same ones without a common random generator.
+    Means are those of the micro-batch. Of more candidates than are left out, evenly spaced ones
+    are: ranks that share a sequence choose the same ones without a common random generator.
     """
-    advantages, log_ratio = tokens.columns["advantages"], tokens.log_probs - tokens.columns["old_log_probs"]
+    advantages = tokens.columns["advantages"]
+    log_ratio = tokens.log_probs - tokens.columns["old_log_probs"]
     unclipped, clipped = options.surrogates(advantages, log_ratio.exp())
     new = tokens.log_probs.detach()
     covariance = (advantages - advantages.mean()) * (new - new.mean())
-    wanted = (covariance > options.lower) & (covariance < options.upper) & ~(clipped > unclipped).detach()
+    wanted = (
+        (covariance > options.lower)
+        & (covariance < options.upper)
+        & ~(clipped > unclipped).detach()
+    )
     candidates = wanted.nonzero()[:, 0]
     number = min(max(int(options.share * len(new)), 1), len(candidates))
-    chosen = candidates[[i * len(candidates) // number for i in range(number)]] if number else candidates
+    chosen = (
+        candidates[[i * len(candidates) // number for i in range(number)]] if number else candidates
+    )
     kept = new.new_ones(len(new)).index_fill(0, chosen, 0.0)
-    return unclipped.maximum(clipped) * kept, {"actor/ppo_kl": -log_ratio.detach(), "actor/pg_clipfrac": kept == 0}
+    return unclipped.maximum(clipped) * kept, {
+        "actor/ppo_kl": -log_ratio.detach(),
+        "actor/pg_clipfrac": kept == 0,
+    }

@@ -8,10 +8,12 @@ from hybridflow.algorithms.policy_losses.dppo_tv import DppoOptions, weighted
 
 @policy_loss("dppo_kl", options=DppoOptions)
 def dppo_kl(tokens: Tokens, options: DppoOptions) -> Loss:
-    """-sg(ratio) A log p where the divergence of the token is within the bound or the update leads back
-    (DPPO-Binary-KL, arXiv 2602.04879, section 4.2), 0 elsewhere."""
-    new, old = tokens.log_probs.detach(), tokens.columns["old_log_probs"]
-    p, p_old = new.exp(), old.exp()
+    """-sg(ratio) A log p where the divergence of the token is within the bound or the update leads
+    back (DPPO-Binary-KL, arXiv 2602.04879, section 4.2), 0 elsewhere."""
+    new = tokens.log_probs.detach()
+    old = tokens.columns["old_log_probs"]
+    p = new.exp()
+    p_old = old.exp()
     divergence = p_old * (old - new) + (1 - p_old) * ((1 - p_old + 1e-8) / (1 - p + 1e-8)).log()
     rising = (divergence <= options.clip_ratio_high) | (p <= p_old)
     falling = (divergence <= options.clip_ratio_low) | (p >= p_old)

@@ -7,13 +7,14 @@ from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, pol
 
 @policy_loss("gspo", options=Clipping)
 def gspo(tokens: Tokens, options: Clipping) -> Loss:
-    """The clipped surrogate of s_i = exp(mean of a sequence's log-ratios), whose gradient flows through each token
-    (GSPO-token, arXiv 2507.18071, eq. 13 and 14). The paper takes actor.loss_agg_mode=seq-mean-token-mean
-    and clips to 1 - 3e-4 and 1 + 4e-4.
+    """The clipped surrogate of s_i = exp(mean of a sequence's log-ratios), whose gradient flows
+    through each token (GSPO-token, arXiv 2507.18071, eq. 13 and 14). The paper takes
+    actor.loss_agg_mode=seq-mean-token-mean and clips to 1 - 3e-4 and 1 + 4e-4.
 
     The log-ratio of a sequence is at most 10.
     """
-    advantages, log_ratio = tokens.columns["advantages"], tokens.log_probs - tokens.columns["old_log_probs"]
+    advantages = tokens.columns["advantages"]
+    log_ratio = tokens.log_probs - tokens.columns["old_log_probs"]
     whole = tokens.mean_of_sequences(log_ratio.detach())
     ratio = (tokens.log_probs - tokens.log_probs.detach() + whole).clamp(max=10.0).exp()
     unclipped, clipped = options.surrogates(advantages, ratio)

@@ -17,10 +17,17 @@ class KlCovOptions:
 
 @policy_loss("kl_cov", options=KlCovOptions)
 def kl_cov(tokens: Tokens, options: KlCovOptions) -> Loss:
-    """-A ratio, plus coefficient x |log-ratio| at the tokens whose covariance of advantage and log-probability is
-    largest (arXiv 2505.22617, eq. 12 and 13). Means are those of the micro-batch."""
-    advantages, log_ratio = tokens.columns["advantages"], tokens.log_probs - tokens.columns["old_log_probs"]
-    new, number = tokens.log_probs.detach(), min(max(int(options.share * len(advantages)), 1), len(advantages))
+    """-A ratio, plus coefficient x |log-ratio| at the tokens whose covariance of advantage and
+    log-probability is largest (arXiv 2505.22617, eq. 12 and 13). Means are those of the
+    micro-batch."""
+    advantages = tokens.columns["advantages"]
+    log_ratio = tokens.log_probs - tokens.columns["old_log_probs"]
+    new = tokens.log_probs.detach()
+    number = min(max(int(options.share * len(advantages)), 1), len(advantages))
     covariance = (advantages - advantages.mean()) * (new - new.mean())
-    penalised = new.new_zeros(len(new)).index_fill(0, covariance.topk(number).indices, options.ppo_kl_coef)
-    return -advantages * log_ratio.exp() + penalised * log_ratio.abs(), {"actor/ppo_kl": log_ratio.detach().abs()}
+    penalised = new.new_zeros(len(new)).index_fill(
+        0, covariance.topk(number).indices, options.ppo_kl_coef
+    )
+    return -advantages * log_ratio.exp() + penalised * log_ratio.abs(), {
+        "actor/ppo_kl": log_ratio.detach().abs()
+    }

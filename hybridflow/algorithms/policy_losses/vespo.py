@@ -1,4 +1,5 @@
-"""VESPO: each sequence counts by a smooth weight of its ratio that is largest near the policy that sampled it."""
+"""VESPO: each sequence counts by a smooth weight of its ratio that is largest near the policy that
+sampled it."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ from dataclasses import dataclass
 from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 from hybridflow.algorithms.rewards import rows_of_tokens, sums_of_rows
 
-_LEAST, _MOST = math.log(1e-8), 20.0  # of the log-ratio of a sequence; of a token +-20
+# of the log-ratio of a sequence; of a token +-20
+_LEAST = math.log(1e-8)
+_MOST = 20.0
 
 
 @dataclass(frozen=True)
 class VespoOptions:
-    """Exponent `k` and decay `lambda` of the weight, for advantages from 0 on (`pos`) and below (`neg`): a larger k
-    takes more weight off ratios under 1, a larger lambda off those over 1."""
+    """Exponent `k` and decay `lambda` of the weight, for advantages from 0 on (`pos`) and below
+    (`neg`): a larger k takes more weight off ratios under 1, a larger lambda off those over 1."""
 
     k_pos: float = 2.0
     lambda_pos: float = 3.0
@@ -24,12 +27,14 @@ class VespoOptions:
 
 @policy_loss("vespo", options=VespoOptions)
 def vespo(tokens: Tokens, options: VespoOptions) -> Loss:
-    """-phi(w) A log p with phi(w) = w^k exp(lambda (1 - w)), where w is the product of a sequence's ratios (arXiv
-    2602.10693); phi has no gradient, and is 1 where the policy has not moved. As TRL 1.16 computes it.
+    """-phi(w) A log p with phi(w) = w^k exp(lambda (1 - w)), where w is the product of a sequence's
+    ratios (arXiv 2602.10693); phi has no gradient, and is 1 where the policy has not moved. As TRL
+    1.16 computes it.
 
     Metrics: ppo_kl (mean of -log-ratio), vespo_weight (phi).
     """
-    advantages, log_ratio = tokens.columns["advantages"], tokens.log_probs.detach() - tokens.columns["old_log_probs"]
+    advantages = tokens.columns["advantages"]
+    log_ratio = tokens.log_probs.detach() - tokens.columns["old_log_probs"]
     whole = sums_of_rows(log_ratio.clamp(-20.0, 20.0), tokens.lengths).clamp(_LEAST, _MOST)
     log_w = whole[rows_of_tokens(tokens.lengths)]
     positive = advantages >= 0

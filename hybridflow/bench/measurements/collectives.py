@@ -17,7 +17,11 @@ SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24}
 WORLD = 2
 WARM_UP = 2
 # Bytes on the wire of each rank over bytes of the buffer (nccl-tests, PERFORMANCE.md).
-BUS = {"all_reduce": 2 * (WORLD - 1) / WORLD, "all_gather": (WORLD - 1) / WORLD, "broadcast": 1.0}
+BUS = {
+    "all_reduce": 2 * (WORLD - 1) / WORLD,
+    "all_gather": (WORLD - 1) / WORLD,
+    "broadcast": 1.0,
+}
 AT_LEAST = 4 << 20  # bytes that a timed call moves
 
 
@@ -47,7 +51,9 @@ def _cases(rank: int, store: str) -> Iterator[Timed]:
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD
+    )
     for size, nbytes in SIZES.items():
         values = torch.zeros(nbytes // 4)
         halves = list(torch.zeros(nbytes // 4).chunk(WORLD))
@@ -62,7 +68,9 @@ def _cases(rank: int, store: str) -> Iterator[Timed]:
             yield Timed(
                 {f"{kind}/{size}, bus": partial(_repeated, call, repeats)},
                 # there and back is twice the buffer
-                yardstick=Side("gloo's bare send there and back", bare, scale=BUS[kind] / 2),
+                yardstick=Side(
+                    "gloo's bare send there and back", bare, scale=BUS[kind] / 2
+                ),
                 amount=repeats * nbytes * BUS[kind] / 1e9,
                 unit="GB/s",
                 bound=0.15,

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.bench.measurements.base import PROCESSES, ROUNDS_EACH, Place, measurement
+from hybridflow.bench.measurements.base import (
+    PROCESSES,
+    ROUNDS_EACH,
+    Place,
+    measurement,
+)
 from hybridflow.bench.rounds import Side, Timed
 
 ROWS = 512
@@ -15,7 +20,14 @@ PARTS = 16
 TOKENS = 2_000_000
 
 
-@measurement("columns", "micro", processes=PROCESSES, rounds=ROUNDS_EACH, warm_up=2, cpu_time=True)
+@measurement(
+    "columns",
+    "micro",
+    processes=PROCESSES,
+    rounds=ROUNDS_EACH,
+    warm_up=2,
+    cpu_time=True,
+)
 def columns(place: Place) -> Iterator[Timed]:
     """concat and reorder of a jagged batch of 32 MB beside a copy of its bytes"""
     random = np.random.default_rng(1)
@@ -24,7 +36,10 @@ def columns(place: Place) -> Iterator[Timed]:
     ids = random.integers(0, 50_000, TOKENS)
     log_probs = random.random(TOKENS)
     batch = DataProto.from_columns(
-        {"response_ids": Jagged(ids, offsets), "old_log_probs": Jagged(log_probs, offsets)}
+        {
+            "response_ids": Jagged(ids, offsets),
+            "old_log_probs": Jagged(log_probs, offsets),
+        }
     )
     parts = batch.split(ROWS // PARTS)
     order = random.permutation(ROWS)

@@ -1,5 +1,5 @@
-"""Dataset preparation: `prepare("arithmetic", out)` writes parquet files, a tokenizer and a manifest into a folder,
-once."""
+"""Dataset preparation: `prepare("arithmetic", out)` writes parquet files, a tokenizer and a
+manifest into a folder, once."""
 
 from __future__ import annotations
 
@@ -44,23 +44,27 @@ class PreparedData:
 def prepare(
     task: str, out: Path, source: Path | None = None, options: Mapping[str, object] | None = None
 ) -> PreparedData:
-    """Prepares a dataset in the folder `out`, or returns at once when it already holds this request unharmed.
+    """Prepares a dataset in the folder `out`, or returns at once when it already holds this request
+    unharmed.
 
-    `out` is written as a whole: a temporary folder next to it is filled, its manifest written last, then renamed. An
-    `out` that an earlier preparation wrote for another request (or whose files were changed since) is replaced; an
-    `out` that holds files no preparation wrote is refused, so that nothing of the user's is ever deleted.
+    `out` is written as a whole: a temporary folder next to it is filled, its manifest written last,
+    then renamed. An `out` that an earlier preparation wrote for another request (or whose files
+    were changed since) is replaced; an `out` that holds files no preparation wrote is refused, so
+    that nothing of the user's is ever deleted.
 
     Args:
         task: a built-in task, or one of yours as path/to/file.py:name.
-        out: folder that receives train.parquet, test.parquet, [sft.parquet], tokenizer/ and manifest.json.
-        source: folder of raw files, for tasks that need one; those of published data sets read the Hugging Face cache
-            without it.
+        out: folder that receives train.parquet, test.parquet, [sft.parquet], tokenizer/ and
+            manifest.json.
+        source: folder of raw files, for tasks that need one; those of published data sets read the
+            Hugging Face cache without it.
         options: the task's options by name; missing ones take their defaults.
 
     Raises:
-        ConfigError: unknown task, unknown option, an option of a wrong type or out of range, `source` missing or
-        superfluous.
-        DataError: a raw file is missing or malformed, or `out` holds files that no preparation wrote.
+        ConfigError: unknown task, unknown option, an option of a wrong type or out of range,
+        `source` missing or superfluous.
+        DataError: a raw file is missing or malformed, or `out` holds files that no preparation
+            wrote.
     """
     known = TASKS.get(task)
     parsed = build_options(known.options(), options or {}, KEY)
@@ -81,7 +85,8 @@ def prepare(
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent))
     try:
-        staging.chmod(0o755)  # mkdtemp makes it private; workers of another user may have to read the data
+        # mkdtemp makes it private; workers of another user may have to read the data
+        staging.chmod(0o755)
         rows = known.write(parsed, staging, source)
         write_manifest(staging, request, rows)
         _put_in_place(staging, out, request)
@@ -96,25 +101,29 @@ def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str
     if not known.source_files:
         if source is not None:
             raise ConfigError(
-                f"task {task!r} reads no raw files: remove {str(source)!r} (--source or data.prepare.source)"
+                f"task {task!r} reads no raw files: remove {str(source)!r} (--source or "
+                "data.prepare.source)"
             )
         return {}
     if source is None:
         raise ConfigError(
-            f"task {task!r} reads {' and '.join(known.source_files)}: give their folder (--source DIR, or "
-            "data.prepare.source in a recipe)"
+            f"task {task!r} reads {' and '.join(known.source_files)}: give their folder (--source "
+            "DIR, or data.prepare.source in a recipe)"
         )
     missing = [name for name in known.source_files if not (source / name).is_file()]
     if missing:
         raise DataError(
-            f"{source}: no {' and no '.join(missing)}; task {task!r} reads {', '.join(known.source_files)} from this "
-            "folder"
+            f"{source}: no {' and no '.join(missing)}; task {task!r} reads "
+            f"{', '.join(known.source_files)} from this folder"
         )
     return listed_files(source, known.source_files)
 
 
-def _rows_if_done(out: Path, request: Mapping[str, object], any_source: bool = False) -> dict[str, int] | None:
-    """Rows per file when `out` holds exactly this request with every file as it was written, else None.
+def _rows_if_done(
+    out: Path, request: Mapping[str, object], any_source: bool = False
+) -> dict[str, int] | None:
+    """Rows per file when `out` holds exactly this request with every file as it was written, else
+    None.
 
     Args:
         any_source: the raw files may have been any.
@@ -132,7 +141,8 @@ def _rows_if_done(out: Path, request: Mapping[str, object], any_source: bool = F
 
 
 def _refuse_foreign_files(out: Path) -> None:
-    """Raises DataError unless `out` is absent, empty, or holds nothing but what a preparation wrote."""
+    """Raises DataError unless `out` is absent, empty, or holds nothing but what a preparation
+    wrote."""
     if not out.exists():
         return
     if not out.is_dir():
@@ -146,8 +156,8 @@ def _refuse_foreign_files(out: Path) -> None:
     foreign = sorted(unknown)
     if foreign:
         raise DataError(
-            f"{out} holds files that no preparation wrote ({', '.join(foreign[:3])}): choose another data.prepare.out "
-            "or empty it"
+            f"{out} holds files that no preparation wrote ({', '.join(foreign[:3])}): choose "
+            "another data.prepare.out or empty it"
         )
 
 
@@ -159,7 +169,8 @@ def _put_in_place(staging: Path, out: Path, request: Mapping[str, object]) -> No
             os.replace(out, aside)
         os.replace(staging, out)
     except OSError as error:
-        # Another process may have prepared the same folder in the meantime: then there is nothing left to do.
+        # Another process may have prepared the same folder in the meantime: then there is nothing
+        # left to do.
         if _rows_if_done(out, request) is None:
             raise DataError(f"cannot move the prepared data to {out}: {error}") from error
     finally:

@@ -1,4 +1,5 @@
-"""manifest.json of a prepared folder: what was asked for, how many rows came out, and the hash of every file."""
+"""manifest.json of a prepared folder: what was asked for, how many rows came out, and the hash of
+every file."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 from hybridflow.errors import naming
 
 MANIFEST = "manifest.json"
-_FORMAT = 1  # raise it when the written files change for the same options: older folders are then prepared anew
+# raise it when the written files change for the same options: older folders are then prepared anew
+_FORMAT = 1
 
 
 def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[str, int]) -> None:
@@ -21,19 +23,30 @@ def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[st
         if path.is_file():
             files.append(str(path.relative_to(folder)))
     names = sorted(files)
-    manifest = {"format": _FORMAT, "request": request, "rows": rows, "files": listed_files(folder, names)}
+    manifest = {
+        "format": _FORMAT,
+        "request": request,
+        "rows": rows,
+        "files": listed_files(folder, names),
+    }
     with naming(folder / MANIFEST):
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / MANIFEST).write_text(
+            json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of `folder`, or None when there is none of this format (then nothing in the folder is known to be
-    ours)."""
+    """The manifest of `folder`, or None when there is none of this format (then nothing in the
+    folder is known to be ours)."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    complete = isinstance(found, dict) and isinstance(found.get("rows"), dict) and isinstance(found.get("files"), dict)
+    complete = (
+        isinstance(found, dict)
+        and isinstance(found.get("rows"), dict)
+        and isinstance(found.get("files"), dict)
+    )
     if not complete or "request" not in found:
         return None
     # A folder of another format keeps its file list (so it may be replaced) but matches no request.

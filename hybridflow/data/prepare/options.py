@@ -1,4 +1,5 @@
-"""A task's options are read and checked like the keys of a configuration; what a range cannot say is checked here."""
+"""A task's options are read and checked like the keys of a configuration; what a range cannot say
+is checked here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Data sets in the forms in which the Hugging Face hub has them, as rows of prompts.
 
-A set is read from the cache that `hf download --repo-type dataset ORG/NAME` fills, or from a folder of its files.
-Repeated questions are kept once: DAPO-Math-17k has each about a hundred times.
+A set is read from the cache that `hf download --repo-type dataset ORG/NAME` fills, or from a folder
+of its files. Repeated questions are kept once: DAPO-Math-17k has each about a hundred times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class PublishedOptions:
 
     Attributes:
         max_rows: rows taken from the top of each split; -1 takes all.
-        instruction: stands after the question where the set's own rows have none; null: the task's own.
+        instruction: stands after the question where the set's own rows have none; null: the task's
+            own.
         evaluate: other tasks of this kind, whose held-out rows are written to TASK.parquet.
     """
 
@@ -44,7 +45,12 @@ class PublishedOptions:
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option that is out of range."""
-        require(self.max_rows >= -1 and self.max_rows != 0, "max_rows", self.max_rows, "positive, or -1 for all")
+        require(
+            self.max_rows >= -1 and self.max_rows != 0,
+            "max_rows",
+            self.max_rows,
+            "positive, or -1 for all",
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,9 @@ class Published:
 
         seen: set[str] = set()
         repeated = left_out = 0
-        for row in chain.from_iterable(read_rows(file, self.columns, self.optional) for file in files):
+        for row in chain.from_iterable(
+            read_rows(file, self.columns, self.optional) for file in files
+        ):
             prompt = self.convert(row)
             if prompt is None:
                 left_out += 1
@@ -114,17 +122,25 @@ class Published:
             if len(seen) == options.max_rows:
                 break
         if repeated or left_out:
-            log.info("%s: %d repeated rows and %d of another kind left out", self.repository, repeated, left_out)
+            log.info(
+                "%s: %d repeated rows and %d of another kind left out",
+                self.repository,
+                repeated,
+                left_out,
+            )
 
 
 def register(name: str, published: Published, tokenizer: bool = False) -> None:
-    """Register the task `name`, which writes train.parquet and test.parquet as far as the set has the splits.
+    """Register the task `name`, which writes train.parquet and test.parquet as far as the set has
+    the splits.
 
     Args:
         tokenizer: also write a byte-level tokenizer, for models of random weights.
     """
     reads = _Reads(name, published)
-    PREPARATIONS.register(name, Preparation(PublishedOptions, partial(_write, reads, tokenizer), published=reads))
+    PREPARATIONS.register(
+        name, Preparation(PublishedOptions, partial(_write, reads, tokenizer), published=reads)
+    )
 
 
 @dataclass(frozen=True)
@@ -140,14 +156,22 @@ class _Reads:
         for other in options.evaluate:
             entry = PREPARATIONS.get(other).published
             if not isinstance(entry, _Reads) or "test" not in entry.own.splits:
-                raise ConfigError(f"{KEY}.evaluate: {other} is no task that reads a published set of held-out rows")
+                raise ConfigError(
+                    f"{KEY}.evaluate: {other} is no task that reads a published set of held-out "
+                    "rows"
+                )
             if other != self.name:
                 found[other] = (entry.own, ("test",))
         return found
 
     def place(self, name: str, published: Published, source: Path | None) -> Path | None:
-        """Where the files of a set are looked for: an evaluation set that the folder lacks comes from the cache."""
-        if source is None or name == self.name or (source / published.repository.rpartition("/")[2]).is_dir():
+        """Where the files of a set are looked for: an evaluation set that the folder lacks comes
+        from the cache."""
+        if (
+            source is None
+            or name == self.name
+            or (source / published.repository.rpartition("/")[2]).is_dir()
+        ):
             return source
         return None
 
@@ -158,15 +182,15 @@ class _Reads:
             lacking = [split for split in splits if not published.files(split, place)]
             if lacking and place is not None:
                 yield (
-                    f"{place}: no files of the split {' and '.join(lacking)}; task {self.name!r} reads those of "
-                    f"{published.repository}: `hf download --repo-type dataset {published.repository} --local-dir "
-                    f"{place}`"
+                    f"{place}: no files of the split {' and '.join(lacking)}; task {self.name!r} "
+                    f"reads those of {published.repository}: `hf download --repo-type dataset "
+                    f"{published.repository} --local-dir {place}`"
                 )
             elif lacking:
                 yield (
-                    f"data.prepare.task={self.name} reads the data set {published.repository}, which is "
-                    f"{hub.missing(published.repository, 'dataset')}; or give a folder with its files as "
-                    "data.prepare.source (`hybridflow prepare`: --source)"
+                    f"data.prepare.task={self.name} reads the data set {published.repository}, "
+                    f"which is {hub.missing(published.repository, 'dataset')}; or give a folder "
+                    "with its files as data.prepare.source (`hybridflow prepare`: --source)"
                 )
 
     def fingerprint(self, options: PublishedOptions, source: Path | None) -> dict[str, str]:
@@ -187,7 +211,9 @@ class _Reads:
         return found
 
 
-def _write(reads: _Reads, tokenizer: bool, options: PublishedOptions, out: Path, source: Path | None) -> dict[str, int]:
+def _write(
+    reads: _Reads, tokenizer: bool, options: PublishedOptions, out: Path, source: Path | None
+) -> dict[str, int]:
     import pyarrow as pa
 
     from hybridflow.data.prepare.rows import write_prompts
@@ -199,7 +225,9 @@ def _write(reads: _Reads, tokenizer: bool, options: PublishedOptions, out: Path,
             files = published.files(split, reads.place(name, published, source))
             written = []
             for index, prompt in enumerate(published.prompts(files, options)):
-                written.append(_row(prompt, options.instruction, published.instruction, split, index))
+                written.append(
+                    _row(prompt, options.instruction, published.instruction, split, index)
+                )
             if not written:
                 raise DataError(f"{', '.join(map(str, files))}: no rows that task {name!r} can use")
             file = f"{split if name == reads.name else name}.parquet"
@@ -239,7 +267,8 @@ def problem_with_answer(data_source: str, row: Row) -> Prompt:
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
         raise row.malformed(
-            "answer" if "answer" in row.values else "solution", r"an answer, or a solution with a \boxed{} one"
+            "answer" if "answer" in row.values else "solution",
+            r"an answer, or a solution with a \boxed{} one",
         )
     return Prompt(data_source, row.text("problem"), answer.strip())
 
@@ -253,7 +282,8 @@ def rows_of_prompts(row: Row) -> Prompt:
 
 
 def calls_of(code: str, names: Sequence[str]) -> tuple[str, list[Any], list[Any]] | None:
-    """(function, arguments of each call, results) of tests `assert f(1, 2) == 3`, for the verifier `code`.
+    """(function, arguments of each call, results) of tests `assert f(1, 2) == 3`, for the verifier
+    `code`.
 
     Args:
         code: Python, which is parsed and not run.
@@ -266,15 +296,25 @@ def calls_of(code: str, names: Sequence[str]) -> tuple[str, list[Any], list[Any]
 
     try:
         tree = ast.parse(code)
-        function, given, wanted = names[0] if names else "", [], []
+        function = names[0] if names else ""
+        given = []
+        wanted = []
         for node in ast.walk(tree):
             if not isinstance(node, ast.Assert):
                 continue
             test = node.test
-            if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq) or len(test.ops) > 1:
+            if (
+                not isinstance(test, ast.Compare)
+                or not isinstance(test.ops[0], ast.Eq)
+                or len(test.ops) > 1
+            ):
                 return None
             call = test.left
-            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.keywords:
+            if (
+                not isinstance(call, ast.Call)
+                or not isinstance(call.func, ast.Name)
+                or call.keywords
+            ):
                 return None
             function = function or call.func.id
             if call.func.id not in (*names, function):
@@ -288,7 +328,8 @@ def calls_of(code: str, names: Sequence[str]) -> tuple[str, list[Any], list[Any]
 
 
 def _plain_json(value: Any) -> bool:
-    """Whether JSON gives the value back as it was; tuples and sets come back as lists or not at all."""
+    """Whether JSON gives the value back as it was; tuples and sets come back as lists or not at
+    all."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):

@@ -1,5 +1,5 @@
-"""Rows as users know them: prompts {data_source, prompt, ability, reward_model, extra_info}, demonstrations {prompt,
-response}, pairs {prompt, chosen, rejected}.
+"""Rows as users know them: prompts {data_source, prompt, ability, reward_model, extra_info},
+demonstrations {prompt, response}, pairs {prompt, chosen, rejected}.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 
-def prompt_row(data_source: str, question: str, ground_truth: str, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+def prompt_row(
+    data_source: str, question: str, ground_truth: str, extra_info: Mapping[str, Any]
+) -> dict[str, Any]:
     """One row of train.parquet or test.parquet, with the question as a single user message."""
     return {
         "data_source": data_source,
@@ -36,7 +38,8 @@ def write_prompts(
     Args:
         path: the parquet file.
         rows: as `prompt_row` makes them.
-        extra_info: field types of the extra_info struct, given so that an empty file has the schema of a full one.
+        extra_info: field types of the extra_info struct, given so that an empty file has the schema
+            of a full one.
         ground_truth: its type; None: text.
     """
     schema = pa.schema(
@@ -44,7 +47,10 @@ def write_prompts(
             ("data_source", pa.string()),
             ("prompt", MESSAGES),
             ("ability", pa.string()),
-            ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", ground_truth or pa.string())])),
+            (
+                "reward_model",
+                pa.struct([("style", pa.string()), ("ground_truth", ground_truth or pa.string())]),
+            ),
             ("extra_info", pa.struct(list(extra_info.items()))),
         ]
     )
@@ -58,7 +64,11 @@ def write_demonstrations(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
 
 def write_pairs(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
     """Writes rows {prompt: messages, chosen: str, rejected: str} and returns their number."""
-    return _write(path, rows, pa.schema([("prompt", MESSAGES), ("chosen", pa.string()), ("rejected", pa.string())]))
+    return _write(
+        path,
+        rows,
+        pa.schema([("prompt", MESSAGES), ("chosen", pa.string()), ("rejected", pa.string())]),
+    )
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> int:

@@ -1,5 +1,5 @@
-"""Tiny tokenizers made on the spot, saved in Hugging Face format: characters for arithmetic, bytes for text. Nothing is
-downloaded."""
+"""Tiny tokenizers made on the spot, saved in Hugging Face format: characters for arithmetic, bytes
+for text. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+PAD = "<pad>"
+EOS = "<eos>"
+UNK = "<unk>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 END = "<|end|>"
 
-# The content of each message as it is, with "=" to ask for the answer, which ends with eos: "12+34=".
+# The content of each message as it is, with "=" to ask for the answer, which ends with eos:
+# "12+34=".
 CHARACTER_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}={{ message['content'] }}<eos>"
-    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}={{ message['content'] "
+    "}}<eos>{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt "
+    "%}={% endif %}"
 )
 ROLE_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] "
@@ -27,13 +31,14 @@ ROLE_TEMPLATE = (
 
 
 def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str] = ()) -> None:
-    """Writes a tokenizer with one token a character; ids 0, 1, 2 are pad, eos, unknown, then `characters` and `words`
-    in order. No BOS.
+    """Writes a tokenizer with one token a character; ids 0, 1, 2 are pad, eos, unknown, then
+    `characters` and `words` in order. No BOS.
 
     Args:
         folder: created; receives tokenizer.json, tokenizer_config.json and chat_template.jinja.
         characters: the alphabet, each character once; any other becomes the unknown token.
-        words: texts that are one token each wherever they occur; of two that begin at the same place the earlier one.
+        words: texts that are one token each wherever they occur; of two that begin at the same
+            place the earlier one.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -48,8 +53,8 @@ def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Writes a tokenizer with one token a byte of UTF-8: ids 0-4 pad, end of turn (eos) and the roles, then the 256
-    bytes. No BOS."""
+    """Writes a tokenizer with one token a byte of UTF-8: ids 0-4 pad, end of turn (eos) and the
+    roles, then the 256 bytes. No BOS."""
     _save(byte_level([PAD, END, *ROLES]), folder, ROLE_TEMPLATE, eos=END, unk=None)
 
 
@@ -62,16 +67,24 @@ def byte_level(specials: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in specials]
+    )
     return tokenizer
 
 
-def _save(tokenizer: Tokenizer, folder: Path, chat_template: str, *, eos: str, unk: str | None) -> None:
+def _save(
+    tokenizer: Tokenizer, folder: Path, chat_template: str, *, eos: str, unk: str | None
+) -> None:
     from transformers import PreTrainedTokenizerFast
 
     unknown = {} if unk is None else {"unk_token": unk}
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=eos, clean_up_tokenization_spaces=False, **unknown
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=eos,
+        clean_up_tokenization_spaces=False,
+        **unknown,
     )
     fast.chat_template = chat_template
     fast.save_pretrained(str(folder))

@@ -1,7 +1,8 @@
-"""The engine `hf`: transformers' model and its `generate`, without a server or a process of its own.
+"""The engine `hf`: transformers' model and its `generate`, without a server or a process of its
+own.
 
-It is slow next to a server that batches continuously: a batch of prompts is answered until its longest response ends.
-It is there for debugging and for the smallest machine.
+It is slow next to a server that batches continuously: a batch of prompts is answered until its
+longest response ends. It is there for debugging and for the smallest machine.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from hybridflow.sync.schedule import EngineLayout
 
 _WHY = (
-    "the engine hf takes weights in the trainer's process alone; choose cluster=in-process, or another rollout.engine"
+    "the engine hf takes weights in the trainer's process alone; choose cluster=in-process, or "
+    "another rollout.engine"
 )
 
 
@@ -39,7 +41,8 @@ class HfEngine:
     """One engine. Its calls compute in the caller's thread."""
 
     def __init__(self, spec: EngineSpec, log_path: Path, check: Callable[[], None]) -> None:
-        self.spec, self._check = spec, check
+        self.spec = spec
+        self._check = check
         self._model: Any = None
         self._version: str | None = None
 
@@ -51,7 +54,9 @@ class HfEngine:
         Raises:
             ModelError: transformers' model has other tensors than the family's map.
         """
-        config = json.loads((Path(self.spec.model_path) / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(
+            (Path(self.spec.model_path) / "config.json").read_text(encoding="utf-8")
+        )
         family = family_of(config)
         model = causal_on_meta(family, getattr(torch, self.spec.dtype))
         allocate(model, Platform.detect().device(0))
@@ -59,11 +64,12 @@ class HfEngine:
         if held != family.tensors():
             wrong = sorted(held.items() ^ family.tensors().items())
             raise ModelError(
-                f"transformers' {type(model).__name__} and the family's map differ: {wrong[:4]}; use another "
-                "rollout.engine"
+                f"transformers' {type(model).__name__} and the family's map differ: {wrong[:4]}; "
+                "use another rollout.engine"
             )
         self._model = model.eval().requires_grad_(False)
-        self._model.generation_config.eos_token_id = None  # a response ends with the stop tokens that were asked for
+        # a response ends with the stop tokens that were asked for
+        self._model.generation_config.eos_token_id = None
 
     def wait_ready(self) -> None:
         """Return at once: a started engine is ready. EngineError when it was not started."""
@@ -81,7 +87,8 @@ class HfEngine:
 
     def stop(self) -> None:
         """Give the model up."""
-        self._model, self._version = None, None
+        self._model = None
+        self._version = None
 
     # ---- tokens
 
@@ -98,8 +105,8 @@ class HfEngine:
     ) -> list[Completion]:
         """One response for each prompt, in order; see `Engine.generate`.
 
-        What is sampled follows from seed, version of the weights and prompts alone, so that a resumed run samples what
-        an uninterrupted one does.
+        What is sampled follows from seed, version of the weights and prompts alone, so that a
+        resumed run samples what an uninterrupted one does.
         """
         self.check_alive()
         if self._version is None:
@@ -108,13 +115,22 @@ class HfEngine:
             raise EngineError("does not return the experts of tokens", engine=self.spec.name)
         for name in ("frequency_penalty", "presence_penalty", "stop"):
             if value := getattr(sampling, name):
-                raise EngineError(f"knows no {name}={value} of rollout.sampling; leave it out", engine=self.spec.name)
+                raise EngineError(
+                    f"knows no {name}={value} of rollout.sampling; leave it out",
+                    engine=self.spec.name,
+                )
         self._check_prompts(prompts)
         found: list[Completion] = []
         longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
         size = max(1, min(self.spec.max_running_requests, self.spec.max_total_tokens // longest))
         for start in range(0, len(prompts), size):
-            found += self._answer(prompts[start : start + size], sampling, max_new_tokens, stop_token_ids, with_support)
+            found += self._answer(
+                prompts[start : start + size],
+                sampling,
+                max_new_tokens,
+                stop_token_ids,
+                with_support,
+            )
         return found
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -124,7 +140,10 @@ class HfEngine:
         longest = config.max_position_embeddings
         for number, prompt in enumerate(prompts):
             if len(prompt) >= longest:
-                said = f"prompt {number} has {len(prompt)} tokens, and with an answer the model has room for {longest}"
+                said = (
+                    f"prompt {number} has {len(prompt)} tokens, and with an answer the model has "
+                    f"room for {longest}"
+                )
                 raise EngineError(said, engine=self.spec.name)
 
     def _answer(
@@ -137,9 +156,14 @@ class HfEngine:
     ) -> list[Completion]:
         from transformers import GenerationConfig, LogitsProcessorList
 
-        width, device = max(map(len, prompts)), self._model.device
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        width = max(map(len, prompts))
+        device = self._model.device
+        ids = torch.tensor(
+            [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
+        )
+        mask = torch.tensor(
+            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
+        )
         greedy = sampling.temperature == 0
         config = GenerationConfig(
             max_new_tokens=most,
@@ -147,12 +171,15 @@ class HfEngine:
             eos_token_id=list(stops) or None,
             pad_token_id=stops[0] if stops else 0,
             **({} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}),
-            **({} if greedy else {"top_k": max(0, sampling.top_k), "min_p": sampling.min_p or None}),
+            **(
+                {} if greedy else {"top_k": max(0, sampling.top_k), "min_p": sampling.min_p or None}
+            ),
             repetition_penalty=sampling.repetition_penalty,
             return_dict_in_generate=True,
             output_scores=with_support,
         )
-        scores, read = _LogProbs(1.0 if greedy else sampling.temperature), self._read_once(prompts, ids, mask)
+        scores = _LogProbs(1.0 if greedy else sampling.temperature)
+        read = self._read_once(prompts, ids, mask)
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else None):
             torch.manual_seed(self._seed(prompts))
             made = self._model.generate(
@@ -162,7 +189,8 @@ class HfEngine:
                 logits_processor=LogitsProcessorList([scores]),
                 **read,
             )
-        tokens, supports = made.sequences[:, width:], list[Supports | None]([None] * len(prompts))
+        tokens = made.sequences[:, width:]
+        supports = list[Supports | None]([None] * len(prompts))
         log_probs = scores.of(made.sequences)
         if with_support:
             log_probs, supports = _among(torch.stack(made.scores, 1), tokens)
@@ -172,32 +200,47 @@ class HfEngine:
     def _read_once(
         self, prompts: Sequence[Sequence[int]], ids: torch.Tensor, mask: torch.Tensor
     ) -> dict[str, DynamicCache]:
-        """What `generate` takes for prompts that are there several times (the samples of a group): keys and values of
-        all tokens but the last, computed once for each different prompt. Nothing where that saves nothing."""
+        """What `generate` takes for prompts that are there several times (the samples of a group):
+        keys and values of all tokens but the last, computed once for each different prompt. Nothing
+        where that saves nothing."""
         from transformers import DynamicCache
 
         numbers: dict[tuple[int, ...], int] = {}
         which = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
         if len(numbers) == len(prompts) or ids.shape[1] == 1:
             return {}
-        first = torch.tensor([which.index(number) for number in range(len(numbers))], device=ids.device)
-        ids, mask = ids[first, :-1], mask[first, :-1]
+        first = torch.tensor(
+            [which.index(number) for number in range(len(numbers))], device=ids.device
+        )
+        ids = ids[first, :-1]
+        mask = mask[first, :-1]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         self._model(
-            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+            ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
         cache.batch_select_indices(torch.tensor(which, device=ids.device))
         return {"past_key_values": cache}
 
     def _completion(
-        self, tokens: list[int], log_probs: list[float], support: Supports | None, stops: Sequence[int]
+        self,
+        tokens: list[int],
+        log_probs: list[float],
+        support: Supports | None,
+        stops: Sequence[int],
     ) -> Completion:
         ends = [number for number, token in enumerate(tokens) if token in stops]
         length = ends[0] + 1 if ends else len(tokens)
         span = (WeightSpan(str(self._version), 0, length),)
         support = None if support is None else support.take(slice(length))
-        return Completion(tokens[:length], log_probs[:length], "stop" if ends else "length", span, support=support)
+        return Completion(
+            tokens[:length], log_probs[:length], "stop" if ends else "length", span, support=support
+        )
 
     def _seed(self, prompts: Sequence[Sequence[int]]) -> int:
         text = json.dumps([self.spec.seed, self._version, [list(prompt) for prompt in prompts]])
@@ -206,7 +249,8 @@ class HfEngine:
     # ---- weights and memory
 
     def take(self, version: str, fill: Callable[[Mapping[str, torch.Tensor]], int]) -> int:
-        """Take a version of the weights, which `fill` writes into this model's tensors; returns what it returns."""
+        """Take a version of the weights, which `fill` writes into this model's tensors; returns
+        what it returns."""
         self.check_alive()
         self._version = None
         written = fill(dict(checkpoint_tensors(self._model)))
@@ -229,7 +273,8 @@ class HfEngine:
 
 
 class _LogProbs:
-    """Sees the logits of each step before the sampler cuts them, and keeps the log-prob of the token that was taken.
+    """Sees the logits of each step before the sampler cuts them, and keeps the log-prob of the
+    token that was taken.
 
     A `LogitsProcessor` of transformers: the token of a step is the last one of the ids in the next.
     """
@@ -245,7 +290,8 @@ class _LogProbs:
         return scores
 
     def of(self, sequences: torch.Tensor) -> torch.Tensor:
-        """[b, t] log-probs of all tokens that were generated; `sequences` is what `generate` returned."""
+        """[b, t] log-probs of all tokens that were generated; `sequences` is what `generate`
+        returned."""
         self._take(sequences)
         return torch.stack(self._taken, dim=1)
 
@@ -254,13 +300,16 @@ class _LogProbs:
             self._taken.append(self._last.gather(1, input_ids[:, -1:])[:, 0])
 
 
-def _among(scores: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, list[Supports | None]]:
-    """[b, t] log-probs of the tokens among those that the sampler left, and each row's supports; `scores` [b, t, v] are
-    -inf elsewhere."""
+def _among(
+    scores: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, list[Supports | None]]:
+    """[b, t] log-probs of the tokens among those that the sampler left, and each row's supports;
+    `scores` [b, t, v] are -inf elsewhere."""
     left = scores.isfinite()
     log_probs = scores.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     rows: list[Supports | None] = [
-        Supports(row.sum(-1).int().cpu().numpy(), row.nonzero()[:, 1].int().cpu().numpy()) for row in left.unbind(0)
+        Supports(row.sum(-1).int().cpu().numpy(), row.nonzero()[:, 1].int().cpu().numpy())
+        for row in left.unbind(0)
     ]
     return log_probs, rows
 
@@ -272,17 +321,25 @@ _EXPERTS = re.compile(r"(?P<layer>.*\.)mlp\.experts\.(?P<part>gate_up|down)_proj
 def checkpoint_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of transformers' model by their names in a checkpoint, as views of its memory."""
     saved = model.state_dict().keys()
-    named = [*model.named_parameters(), *((name, one) for name, one in model.named_buffers() if name in saved)]
+    named = [
+        *model.named_parameters(),
+        *((name, one) for name, one in model.named_buffers() if name in saved),
+    ]
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, tensor in named:
-        live, found = tensor.detach(), _EXPERTS.match(name)
+        live = tensor.detach()
+        found = _EXPERTS.match(name)
         if found is None:
             yield name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name, live
             continue
         experts = f"{found['layer']}{'block_sparse_moe' if mixtral else 'mlp'}.experts"
         for number, one in enumerate(live):
-            parts = {down: one} if found["part"] == "down" else dict(zip((gate, up), one.chunk(2), strict=True))
+            parts = (
+                {down: one}
+                if found["part"] == "down"
+                else dict(zip((gate, up), one.chunk(2), strict=True))
+            )
             for part, view in parts.items():
                 yield f"{experts}.{number}.{part}.weight", view
 

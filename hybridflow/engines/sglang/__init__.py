@@ -1,5 +1,5 @@
 """SGLang as an engine, and the only room that imports sglang.
 
-Importing this package imports nothing: SGLang's own processes import it early, through the entry points of
-`cpu_plugin`.
+Importing this package imports nothing: SGLang's own processes import it early, through the entry
+points of `cpu_plugin`.
 """

@@ -1,9 +1,11 @@
-"""HTTP client of one SGLang server: generation and the weight-update session. Every call has a deadline.
+"""HTTP client of one SGLang server: generation and the weight-update session. Every call has a
+deadline.
 
-Log-probabilities: SGLang returns, for each generated token, log softmax(logits / temperature) over the whole
-vocabulary, taken *before* top-k, top-p and min-p cut the distribution (sglang/srt/layers/sampler.py, standard path). At
-temperature 0 it is log softmax(logits). Where the support is asked for (`return_sampling_mask`, which needs a finite
-top_k), it is normalised over that instead: what the sampler drew from.
+Log-probabilities: SGLang returns, for each generated token, log softmax(logits / temperature) over
+the whole vocabulary, taken *before* top-k, top-p and min-p cut the distribution
+(sglang/srt/layers/sampler.py, standard path). At temperature 0 it is log softmax(logits). Where the
+support is asked for (`return_sampling_mask`, which needs a finite top_k), it is normalised over
+that instead: what the sampler drew from.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ class EngineClient(ServerClient):
             "frequency_penalty": requests.sampling.frequency_penalty,
             "presence_penalty": requests.sampling.presence_penalty,
             "repetition_penalty": requests.sampling.repetition_penalty,
-            **({"stop": list(requests.sampling.stop), "no_stop_trim": True} if requests.sampling.stop else {}),
+            **(
+                {"stop": list(requests.sampling.stop), "no_stop_trim": True}
+                if requests.sampling.stop
+                else {}
+            ),
             "stop_token_ids": [int(token) for token in requests.stop_token_ids],
             "max_new_tokens": int(limit),
         }
@@ -43,14 +49,17 @@ class EngineClient(ServerClient):
     # ---- memory
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Give the device memory of these parts back; their contents are lost. No request may be running.
+        """Give the device memory of these parts back; their contents are lost. No request may be
+        running.
 
-        On CPU SGLang answers well and frees nothing: its memory saver needs CUDA's virtual memory calls.
+        On CPU SGLang answers well and frees nothing: its memory saver needs CUDA's virtual memory
+        calls.
         """
         self._request("/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take the memory of these parts again; weights must then be sent before the next request."""
+        """Take the memory of these parts again; weights must then be sent before the next
+        request."""
         self._request("/resume_memory_occupation", {"tags": list(tags)})
 
     # ---- weights
@@ -59,8 +68,9 @@ class EngineClient(ServerClient):
         """Stop generating.
 
         Args:
-            mode: what happens to running requests. abort: they end; retract: they wait, and their KV cache is computed
-                anew; in_place: they wait and keep it, although it was made by the old weights.
+            mode: what happens to running requests. abort: they end; retract: they wait, and their
+                KV cache is computed anew; in_place: they wait and keep it, although it was made by
+                the old weights.
         """
         self._post("/pause_generation", {"mode": mode})
 
@@ -69,7 +79,8 @@ class EngineClient(ServerClient):
         self._post("/continue_generation", {})
 
     def begin_weight_update(self) -> None:
-        """Open the session that `call_ranks` needs. Pause first: otherwise it waits for the requests in flight."""
+        """Open the session that `call_ranks` needs. Pause first: otherwise it waits for the
+        requests in flight."""
         self._post("/begin_weight_update", {})
 
     def end_weight_update(self) -> None:
@@ -77,28 +88,35 @@ class EngineClient(ServerClient):
         self._post("/end_weight_update", {})
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Bring a message to our code in every tensor-parallel rank and wait until all have handled it. They report
-        through the sync's store.
+        """Bring a message to our code in every tensor-parallel rank and wait until all have handled
+        it. They report through the sync's store.
 
         Needs an open session.
 
         Args:
             control: the message.
-            flush_cache: forget cached prefixes, which belong to the old weights. Fails with requests held by
-                `pause("in_place")`.
+            flush_cache: forget cached prefixes, which belong to the old weights. Fails with
+                requests held by `pause("in_place")`.
 
-        `weight_version` is left out: SGLang would take the new name on even when the loader has failed.
+        `weight_version` is left out: SGLang would take the new name on even when the loader has
+        failed.
         """
-        body = {"serialized_named_tensors": payload(control), "load_format": LOADER, "flush_cache": flush_cache}
+        body = {
+            "serialized_named_tensors": payload(control),
+            "load_format": LOADER,
+            "flush_cache": flush_cache,
+        }
         self._post("/update_weights_from_tensor", body)
 
     def set_weight_version(self, version: int | str) -> None:
         """Name the weights now loaded; later tokens carry it in `Completion.weight_versions`."""
-        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self._post(
+            "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+        )
 
     def flush_cache(self) -> None:
-        """Forget cached prefixes. Refused while requests are running; the last batch of those that have been answered
-        may take a moment."""
+        """Forget cached prefixes. Refused while requests are running; the last batch of those that
+        have been answered may take a moment."""
         self._request(f"/flush_cache?timeout={_SETTLE_S}", {})
 
     # ---- control calls
@@ -109,5 +127,7 @@ class EngineClient(ServerClient):
         if not isinstance(answer, dict):
             raise EngineError(f"{path} failed: answered {type(answer).__name__}", engine=self.name)
         if answer.get("success") is False:
-            raise EngineError(f"{path} failed: {answer.get('message', 'no reason given')}", engine=self.name)
+            raise EngineError(
+                f"{path} failed: {answer.get('message', 'no reason given')}", engine=self.name
+            )
         return answer

@@ -1,8 +1,8 @@
-"""SGLang's health, readiness and metrics ask for the engine's key like every other path. Part of the plugin, in the
-server's process.
+"""SGLang's health, readiness and metrics ask for the engine's key like every other path. Part of
+the plugin, in the server's process.
 
-SGLang lets everybody in there, for probes of orchestrators (sglang/srt/utils/auth.py:101), and `/health_generate` has
-the engine compute a token for each request.
+SGLang lets everybody in there, for probes of orchestrators (sglang/srt/utils/auth.py:101), and
+`/health_generate` has the engine compute a token for each request.
 """
 
 from __future__ import annotations

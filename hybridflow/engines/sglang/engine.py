@@ -1,4 +1,5 @@
-"""One SGLang server as an engine (`engines.base.Engine`): the server and its HTTP client together."""
+"""One SGLang server as an engine (`engines.base.Engine`): the server and its HTTP client
+together."""
 
 from __future__ import annotations
 
@@ -50,17 +51,23 @@ class SglangEngine(ServedEngine):
         return environment(self.spec, self._folder)
 
     def _fill(self, folder: Path) -> None:
-        """The keys travel in a private file: a command line is readable by every user of the machine.
+        """The keys travel in a private file: a command line is readable by every user of the
+        machine.
 
-        `admin-api-key` protects weights and control, `api-key` generation (sglang/srt/utils/auth.py:74): one key for
-        both.
+        `admin-api-key` protects weights and control, `api-key` generation
+        (sglang/srt/utils/auth.py:74): one key for both.
         """
         path = folder / KEYS
         path.touch(mode=0o600)
-        path.write_text(f"api-key: {self.admin_key}\nadmin-api-key: {self.admin_key}\n", encoding="utf-8")
+        path.write_text(
+            f"api-key: {self.admin_key}\nadmin-api-key: {self.admin_key}\n", encoding="utf-8"
+        )
 
     def _one_token(self) -> tuple[str, dict[str, Any]]:
-        return "/generate", {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        return "/generate", {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        }
 
 
 ENGINES.register("sglang", SglangEngine)

@@ -1,7 +1,9 @@
-"""Streamed answers of SGLang with their log-probabilities in binary. Part of the plugin, in the server's process.
+"""Streamed answers of SGLang with their log-probabilities in binary. Part of the plugin, in the
+server's process.
 
-SGLang answers a list [log-probability, token, text] for each token (sglang/srt/managers/tokenizer_manager.py:2860),
-about 30 bytes of JSON and five Python objects; packed it is four bytes, base64.
+SGLang answers a list [log-probability, token, text] for each token
+(sglang/srt/managers/tokenizer_manager.py:2860), about 30 bytes of JSON and five Python objects;
+packed it is four bytes, base64.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from typing import Any
 
 import numpy as np
 
-# in meta_info: base64 of float32, one for each of output_ids; of int32, how many tokens each was sampled among; and of
-# int32, these tokens
-LOG_PROBS, SUPPORT_SIZES, SUPPORT_IDS = "packed_log_probs", "packed_support_sizes", "packed_support_ids"
+# in meta_info: base64 of float32, one for each of output_ids; of int32, how many tokens each was
+# sampled among; and of int32, these tokens
+LOG_PROBS = "packed_log_probs"
+SUPPORT_SIZES = "packed_support_sizes"
+SUPPORT_IDS = "packed_support_ids"
 _LISTED = "output_token_logprobs"
-_SUPPORT, _AMONG = "output_token_sampling_mask", "output_token_sampling_logprobs"
+_SUPPORT = "output_token_sampling_mask"
+_AMONG = "output_token_sampling_logprobs"
 
 
 def pack_answers() -> None:
@@ -29,7 +34,11 @@ def pack_answers() -> None:
 
 
 async def packed(
-    original: Callable[..., AsyncIterator[dict[str, Any]]], manager: Any, request: Any, *args: Any, **kwargs: Any
+    original: Callable[..., AsyncIterator[dict[str, Any]]],
+    manager: Any,
+    request: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> AsyncIterator[dict[str, Any]]:
     """The events of one response. Experts come once, with the last one."""
     async for event in original(manager, request, *args, **kwargs):
@@ -40,7 +49,8 @@ async def packed(
 
 
 def pack(meta: dict[str, Any]) -> None:
-    """Replace the lists of log-probabilities by `LOG_PROBS`; with supports they are normalised over these."""
+    """Replace the lists of log-probabilities by `LOG_PROBS`; with supports they are normalised over
+    these."""
     values = [entry[0] for entry in meta.pop(_LISTED)]
     if (supports := meta.pop(_SUPPORT, None)) is not None:
         values = meta.pop(_AMONG)

@@ -1,5 +1,5 @@
-"""What a server of SGLang imports before it knows its model; importing this module imports it, for processes that fork
-servers (`process.fork_server`)."""
+"""What a server of SGLang imports before it knows its model; importing this module imports it, for
+processes that fork servers (`process.fork_server`)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 
 KEYS = "keys.yaml"
-# the file of srt/models that has the class of an architecture; of others SGLang looks through all files
+# the file of srt/models that has the class of an architecture; of others SGLang looks through all
+# files
 MODEL_FILES = {
     "DeepseekV3ForCausalLM": "deepseek_v2",
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -47,7 +48,8 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         "grammar-backend": "none",
         "log-level-http": "warning",
         "custom-weight-loader": [LOADER],
-        "sleep-on-idle": True,  # an idle scheduler polls in a busy loop otherwise and takes a core from the trainer
+        # an idle scheduler polls in a busy loop otherwise and takes a core from the trainer
+        "sleep-on-idle": True,
     }
     if spec.device == "cpu":
         arguments["device"] = "cpu"
@@ -68,26 +70,35 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
     if spec.data_attention > 1:
         arguments |= {"dp-size": spec.data_attention, "enable-dp-attention": True}
     if spec.nnodes > 1:
-        arguments |= {"nnodes": spec.nnodes, "node-rank": spec.node_rank, "dist-init-addr": spec.dist_init_addr}
+        arguments |= {
+            "nnodes": spec.nnodes,
+            "node-rank": spec.node_rank,
+            "dist-init-addr": spec.dist_init_addr,
+        }
     return arguments | {name.replace("_", "-"): value for name, value in spec.extra_args.items()}
 
 
 def core_binding(ranks: int, cores: list[int]) -> str:
-    """SGLANG_CPU_OMP_THREADS_BIND: cores of each rank, `0,1|2,3`. Ranks share cores when there are fewer cores than
-    ranks.
+    """SGLANG_CPU_OMP_THREADS_BIND: cores of each rank, `0,1|2,3`. Ranks share cores when there are
+    fewer cores than ranks.
 
-    Why: on CPU SGLang gives one NUMA node to each rank and refuses more ranks than nodes unless told the cores.
+    Why: on CPU SGLang gives one NUMA node to each rank and refuses more ranks than nodes unless
+    told the cores.
     """
     share = max(1, len(cores) // ranks)
-    parts = [[cores[(rank * share + i) % len(cores)] for i in range(share)] for rank in range(ranks)]
+    parts = [
+        [cores[(rank * share + i) % len(cores)] for i in range(share)] for rank in range(ranks)
+    ]
     return "|".join(",".join(str(core) for core in part) for part in parts)
 
 
 def unused_model_files(model_path: str) -> list[str]:
-    """Names of SGLang's model files but that of this model's architecture; empty when that is not in `MODEL_FILES`.
+    """Names of SGLang's model files but that of this model's architecture; empty when that is not
+    in `MODEL_FILES`.
 
-    SGLang imports every one of its model files to find one class (sglang/srt/models/registry.py:118), about a second of
-    processor time a start. It skips those that SGLANG_DISABLED_MODEL_ARCHS names.
+    SGLang imports every one of its model files to find one class
+    (sglang/srt/models/registry.py:118), about a second of processor time a start. It skips those
+    that SGLANG_DISABLED_MODEL_ARCHS names.
     """
     config = Path(model_path) / "config.json"
     package = importlib.util.find_spec("sglang")
@@ -98,20 +109,25 @@ def unused_model_files(model_path: str) -> list[str]:
     except (ValueError, AttributeError):
         return []  # SGLang says what is wrong with it
     used = {MODEL_FILES.get(name) for name in architectures}
-    files = {path.stem for path in (Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py")}
+    files = {
+        path.stem
+        for path in (Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py")
+    }
     return sorted(files - used) if used and used <= files else []
 
 
 def sglang_environment(device: str) -> dict[str, str]:
-    """What is the same for all servers of SGLang. SGLang and its libraries read some of it when they are imported."""
+    """What is the same for all servers of SGLang. SGLang and its libraries read some of it when
+    they are imported."""
     env = {
         "TOKENIZERS_PARALLELISM": "false",
-        # /health would sleep a second and generate a token each time (sglang/srt/entrypoints/http_server.py:721).
+        # /health would sleep a second and generate a token each time
+        # (sglang/srt/entrypoints/http_server.py:721).
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     if device == "cpu":
-        # Ranks compare free memory before they load (sglang/srt/distributed/bootstrap.py:441); a host's moves with
-        # whatever starts on it.
+        # Ranks compare free memory before they load (sglang/srt/distributed/bootstrap.py:441); a
+        # host's moves with whatever starts on it.
         env |= {"CUDA_VISIBLE_DEVICES": "", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
         # torch.compile on a CPU needs a C++ tool chain and minutes of warm-up
         env["TORCH_COMPILE_DISABLE"] = os.environ.get("TORCH_COMPILE_DISABLE", "1")
@@ -119,29 +135,35 @@ def sglang_environment(device: str) -> dict[str, str]:
 
 
 def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
-    """Environment of the server: the caller's, without its own distributed rank, kept on loopback."""
+    """Environment of the server: the caller's, without its own distributed rank, kept on
+    loopback."""
     env = common_environment(spec, folder) | sglang_environment(spec.device)
-    # torch's TCPStore listens on every interface whatever its host name says; a file needs no listener
-    # (sglang/srt/distributed/bootstrap.py:238).
+    # torch's TCPStore listens on every interface whatever its host name says; a file needs no
+    # listener (sglang/srt/distributed/bootstrap.py:238).
     env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/rendezvous"
-    # Where other ranks find this one's queues. Left to SGLang, it is the address towards the internet, and every
-    # interface where there is no way there (sglang/srt/utils/network.py:391).
+    # Where other ranks find this one's queues. Left to SGLang, it is the address towards the
+    # internet, and every interface where there is no way there (sglang/srt/utils/network.py:391).
     env["SGLANG_HOST_IP"] = spec.host
-    for name in ALLOCATOR_SETTINGS:  # torch_memory_saver refuses expandable segments, which trainers want
+    # torch_memory_saver refuses expandable segments, which trainers want
+    for name in ALLOCATOR_SETTINGS:
         env.pop(name, None)
-    # it permutes expert weights after each load without undoing it first: orders that describe or fail permute twice
-    # (sglang/srt/layers/quantization/unquant.py:936)
+    # it permutes expert weights after each load without undoing it first: orders that describe or
+    # fail permute twice (sglang/srt/layers/quantization/unquant.py:936)
     env["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
     if spec.memory_saver and spec.device == "cuda":
-        env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # graphs hold gigabytes, and go with `Engine.sleep`
+        # graphs hold gigabytes, and go with `Engine.sleep`
+        env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     if unused := unused_model_files(spec.model_path):
         env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused))
     if spec.device == "cpu" and spec.ranks > 1:
         ranks_here = spec.ranks // spec.nnodes
-        env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", core_binding(ranks_here, sorted(os.sched_getaffinity(0))))
+        env.setdefault(
+            "SGLANG_CPU_OMP_THREADS_BIND", core_binding(ranks_here, sorted(os.sched_getaffinity(0)))
+        )
     if spec.nnodes > 1:
-        # the ranks of all nodes meet in the job's store that the first node's server keeps (`SglangEngine._prepare`).
-        # Left to SGLang, rank 0 would serve torch's store, which listens on every interface and answers anybody
+        # the ranks of all nodes meet in the job's store that the first node's server keeps
+        # (`SglangEngine._prepare`). Left to SGLang, rank 0 would serve torch's store, which listens
+        # on every interface and answers anybody
         host, port = meeting_address(spec)
         env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{SCHEME}://{host}:{port}"
     return env
@@ -152,6 +174,7 @@ def meeting_address(spec: EngineSpec) -> tuple[str, int]:
     host, _, port = spec.dist_init_addr.rpartition(":")
     if not host or not port.isdigit():
         raise EngineError(
-            f"nnodes={spec.nnodes} needs dist_init_addr=HOST:PORT, not {spec.dist_init_addr!r}", engine=spec.name
+            f"nnodes={spec.nnodes} needs dist_init_addr=HOST:PORT, not {spec.dist_init_addr!r}",
+            engine=spec.name,
         )
     return host, int(port)

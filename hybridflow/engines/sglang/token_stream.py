@@ -1,4 +1,5 @@
-"""How SGLang is asked for tokens (`engines.token_stream`). Log-probabilities come packed (`packed_answers`)."""
+"""How SGLang is asked for tokens (`engines.token_stream`). Log-probabilities come packed
+(`packed_answers`)."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from hybridflow.errors import EngineError
 
 EVENT_TOKENS = 256  # an answer is heard of at its first token, after so many more, and at its end
 _REFUSED = 400  # status of a request that SGLang ends with an error of its own, as HTTP has them
-# how the error begins of a request whose next token has a support that is larger than --sampling-mask-max-tokens: that
-# token is not taken, and those before it are right (managers/scheduler_components/batch_result_processor.py:1333)
+# how the error begins of a request whose next token has a support that is larger than
+# --sampling-mask-max-tokens: that token is not taken, and those before it are right
+# (managers/scheduler_components/batch_result_processor.py:1333)
 _OVERFLOW = "Sampling support exceeds"
 
 
@@ -27,16 +29,22 @@ class SglangStreams(TokenStreams):
         body: dict[str, Any] = {
             "rid": [asked.names[number] for number in numbers],
             "input_ids": [asked.prompts[number] for number in numbers],
-            "sampling_params": [asked.parameters[number] | {"stream_interval": EVENT_TOKENS} for number in numbers],
+            "sampling_params": [
+                asked.parameters[number] | {"stream_interval": EVENT_TOKENS} for number in numbers
+            ],
             "return_logprob": True,
             "stream": True,
         }
-        wanted = {"return_routed_experts": asked.extras.routes, "return_sampling_mask": asked.extras.support}
+        wanted = {
+            "return_routed_experts": asked.extras.routes,
+            "return_sampling_mask": asked.extras.support,
+        }
         return body | {name: True for name, value in wanted.items() if value}
 
     def _read(self, asked: Asked, event: Any, names: Mapping[str, int]) -> str:
         meta = event["meta_info"]
-        name, ended = meta["id"], meta["finish_reason"]
+        name = meta["id"]
+        ended = meta["finish_reason"]
         if ended is not None and (ended.get("status_code") or 0) >= _REFUSED:
             message = str(ended.get("message"))
             if not message.startswith(_OVERFLOW):
@@ -46,7 +54,9 @@ class SglangStreams(TokenStreams):
         log_probs = _decoded(meta, LOG_PROBS, np.float32)
         supports = None
         if asked.extras.support:
-            supports = Supports(*(_decoded(meta, name, np.int32) for name in (SUPPORT_SIZES, SUPPORT_IDS)))
+            supports = Supports(
+                *(_decoded(meta, name, np.int32) for name in (SUPPORT_SIZES, SUPPORT_IDS))
+            )
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
         answer.routes = meta.get("routed_experts")
         answer.add(tokens, log_probs, ended["type"] if ended is not None else "", spans, supports)

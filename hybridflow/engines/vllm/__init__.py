@@ -3,4 +3,5 @@
 Importing this package imports nothing: vLLM's own processes import parts of it (`door`, `worker`).
 """
 
-TELLS_SUPPORT = False  # answers do not say what their tokens were sampled among; read by the check of a configuration
+# answers do not say what their tokens were sampled among; read by the check of a configuration
+TELLS_SUPPORT = False

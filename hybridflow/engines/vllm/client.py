@@ -1,9 +1,9 @@
 """HTTP client of one vLLM server: token ids in and out, and the control calls of a weight sync.
 
-Log-probabilities: the server runs with `--logprobs-mode processed_logprobs`, which are those of the distribution that
-was sampled from. That is log softmax(logits / temperature) where nothing cuts it, and log softmax(logits) at
-temperature 0. With top-k or top-p they would be those of the cut distribution, which is not what `Completion` promises,
-so such requests are refused.
+Log-probabilities: the server runs with `--logprobs-mode processed_logprobs`, which are those of the
+distribution that was sampled from. That is log softmax(logits / temperature) where nothing cuts it,
+and log softmax(logits) at temperature 0. With top-k or top-p they would be those of the cut
+distribution, which is not what `Completion` promises, so such requests are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError
 
 RPC = "take_weight_message"  # of `worker.WeightExtension`
-_PREFIX = "generate-tokens-"  # what vLLM puts before the name of a request (scale_out/token_in_token_out/serving.py)
+# what vLLM puts before the name of a request (scale_out/token_in_token_out/serving.py)
+_PREFIX = "generate-tokens-"
 _PAUSE = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
@@ -32,12 +33,19 @@ class VllmStreams(TokenStreams):
 
     def _body(self, asked: Asked, numbers: range) -> dict[str, Any]:
         (number,) = numbers
-        name, tokens = asked.names[number], asked.prompts[number]
-        return {"request_id": name, "token_ids": tokens, "sampling_params": asked.parameters[number], "stream": True}
+        name = asked.names[number]
+        tokens = asked.prompts[number]
+        return {
+            "request_id": name,
+            "token_ids": tokens,
+            "sampling_params": asked.parameters[number],
+            "stream": True,
+        }
 
     def _read(self, asked: Asked, event: Any, names: Mapping[str, int]) -> str:
         name = str(event["request_id"]).removeprefix(_PREFIX)
-        answer, choices = asked.answers[names[name]], event["choices"]
+        answer = asked.answers[names[name]]
+        choices = event["choices"]
         for choice in choices:
             log_probs = choice["logprobs"]["content"] if choice["logprobs"] else []
             spans = choice["weight_versions"] or answer.continued(self.version)
@@ -50,7 +58,9 @@ class VllmStreams(TokenStreams):
         return name
 
     async def _call_off(self, names: Sequence[str]) -> None:
-        await self._tell("/inference/v1/abort_requests", {"request_ids": [_PREFIX + name for name in names]})
+        await self._tell(
+            "/inference/v1/abort_requests", {"request_ids": [_PREFIX + name for name in names]}
+        )
 
 
 class VllmClient(ServerClient):
@@ -65,13 +75,16 @@ class VllmClient(ServerClient):
             raise EngineError("does not return the experts of tokens", engine=self.name)
         if sampling.stop:
             raise EngineError(
-                f"ends no answer behind a text, stop={list(sampling.stop)}; leave it out", engine=self.name
+                f"ends no answer behind a text, stop={list(sampling.stop)}; leave it out",
+                engine=self.name,
             )
-        if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
+        if sampling.temperature > 0 and (
+            sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+        ):
             raise EngineError(
-                f"vLLM's log-probs with top_p={sampling.top_p} and top_k={sampling.top_k} are those of the cut "
-                "distribution, which a trainer does not compute; set top_p=1 and top_k=-1 in rollout.sampling and "
-                "rollout.val_sampling, or another rollout.engine",
+                f"vLLM's log-probs with top_p={sampling.top_p} and top_k={sampling.top_k} are "
+                "those of the cut distribution, which a trainer does not compute; set top_p=1 and "
+                "top_k=-1 in rollout.sampling and rollout.val_sampling, or another rollout.engine",
                 engine=self.name,
             )
         return {
@@ -82,24 +95,28 @@ class VllmClient(ServerClient):
             "max_tokens": int(limit),
             "logprobs": 0,  # that of the token itself
             "stop_token_ids": [int(token) for token in requests.stop_token_ids],
-            "ignore_eos": True,  # a response ends with the stop tokens that were asked for, and no other
+            # a response ends with the stop tokens that were asked for, and no other
+            "ignore_eos": True,
             "detokenize": False,
         }
 
     # ---- memory
 
     def release_memory(self) -> None:
-        """Give the device memory of weights and KV cache back. On CPU vLLM agrees and frees nothing."""
+        """Give the device memory of weights and KV cache back. On CPU vLLM agrees and frees
+        nothing."""
         self._request("/sleep?level=2", {})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take the memory of these parts again; weights must then be sent before the next request."""
+        """Take the memory of these parts again; weights must then be sent before the next
+        request."""
         self._request("/wake_up?" + "&".join(f"tags={tag}" for tag in tags), {})
 
     # ---- weights
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop generating; see `Order.pause`. Requests that are retracted lose their KV cache in `call_ranks`."""
+        """Stop generating; see `Order.pause`. Requests that are retracted lose their KV cache in
+        `call_ranks`."""
         self._request(f"/pause?mode={_PAUSE[mode]}", {})
 
     def resume(self) -> None:
@@ -113,16 +130,22 @@ class VllmClient(ServerClient):
         """Do nothing, as `begin_weight_update`."""
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Bring a message to our code in every rank and wait until all have handled it; they report through the sync's
-        store.
+        """Bring a message to our code in every rank and wait until all have handled it; they report
+        through the sync's store.
 
         Args:
             control: the message.
-            flush_cache: forget the KV cache, which belongs to the old weights, also of requests that wait.
+            flush_cache: forget the KV cache, which belongs to the old weights, also of requests
+                that wait.
         """
         self._request("/collective_rpc", {"method": RPC, "args": [control.to_json()]})
-        if flush_cache and not self._call("/reset_prefix_cache?reset_running_requests=true", {}).get("success"):
-            raise EngineError("/reset_prefix_cache failed: the KV cache of the old weights is in use", engine=self.name)
+        if flush_cache and not self._call(
+            "/reset_prefix_cache?reset_running_requests=true", {}
+        ).get("success"):
+            raise EngineError(
+                "/reset_prefix_cache failed: the KV cache of the old weights is in use",
+                engine=self.name,
+            )
 
     def set_weight_version(self, version: int | str) -> None:
         """Name the weights now loaded; later tokens carry it in `Completion.weight_versions`."""

@@ -1,7 +1,8 @@
 """The door of a vLLM server: no path answers without the engine's key.
 
-vLLM's own `--api-key` guards the paths under `/v1`, `/v2` and `/inference`, and leaves those that change weights and
-memory open (vllm/entrypoints/serve/middleware/authenticate.py:14). `Door` is its `--middleware`; standard library only.
+vLLM's own `--api-key` guards the paths under `/v1`, `/v2` and `/inference`, and leaves those that
+change weights and memory open (vllm/entrypoints/serve/middleware/authenticate.py:14). `Door` is its
+`--middleware`; standard library only.
 """
 
 from __future__ import annotations
@@ -19,15 +20,23 @@ class Door:
     """An ASGI application around another, which answers 401 where the key is missing or wrong."""
 
     def __init__(self, app: _App) -> None:
-        self._app, self._expected = app, f"Bearer {os.environ[KEY]}".encode()
+        self._app = app
+        self._expected = f"Bearer {os.environ[KEY]}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Pass a request with the key on. A connection that is no HTTP request (a web socket) is not answered."""
+        """Pass a request with the key on. A connection that is no HTTP request (a web socket) is
+        not answered."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         shown = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if scope["type"] == "http" and hmac.compare_digest(shown, self._expected):
             return await self._app(scope, receive, send)
         if scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 401,
+                    "headers": [(b"content-length", b"0")],
+                }
+            )
             await send({"type": "http.response.body", "body": b""})

@@ -11,7 +11,13 @@ from hybridflow.engines.base import ENGINES
 from hybridflow.engines.served_engine import ServedEngine
 from hybridflow.engines.server import command_line
 from hybridflow.engines.vllm.client import VllmClient
-from hybridflow.engines.vllm.server import IMPORTS, check_python, check_spec, environment, server_arguments
+from hybridflow.engines.vllm.server import (
+    IMPORTS,
+    check_python,
+    check_spec,
+    environment,
+    server_arguments,
+)
 from hybridflow.sync.session import Order, Outcome
 
 
@@ -42,7 +48,11 @@ class VllmEngine(ServedEngine):
         check_python(self.spec)
 
     def _command(self) -> list[str]:
-        return ["-m", "vllm.entrypoints.openai.api_server", *command_line(server_arguments(self.spec, self.port))]
+        return [
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            *command_line(server_arguments(self.spec, self.port)),
+        ]
 
     def _environment(self) -> dict[str, str]:
         return environment(self.spec, self._folder, self.admin_key)
@@ -50,7 +60,9 @@ class VllmEngine(ServedEngine):
     def _fill(self, folder: Path) -> None:
         imports = folder / IMPORTS
         imports.mkdir()
-        (imports / "hybridflow").symlink_to(Path(hybridflow.__file__).parent, target_is_directory=True)
+        (imports / "hybridflow").symlink_to(
+            Path(hybridflow.__file__).parent, target_is_directory=True
+        )
 
     def _one_token(self) -> tuple[str, dict[str, Any]]:
         parameters = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}

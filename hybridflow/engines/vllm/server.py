@@ -14,7 +14,8 @@ from hybridflow.errors import EngineError
 from hybridflow.process.surroundings import SAFE_PATH
 
 BLOCK_TOKENS = 32  # of the KV cache; the smallest that vLLM's attention on CPUs takes
-NEEDED = ("vllm", "torch", "numpy", "xxhash")  # modules; the last three are what our code in the ranks imports
+# modules; the last three are what our code in the ranks imports
+NEEDED = ("vllm", "torch", "numpy", "xxhash")
 IMPORTS = "imports"  # folder with a link to this package
 _LOOK = f"import importlib.util as u; print(*(n for n in {NEEDED} if u.find_spec(n) is None))"
 _LOOK_S = 60.0
@@ -31,10 +32,14 @@ def check_spec(spec: EngineSpec) -> None:
     }
     for key, size in sizes.items():
         if size > 1:
-            raise EngineError(f"{key}={size} is not supported with vLLM; set it to 1, or {other}", engine=spec.name)
+            raise EngineError(
+                f"{key}={size} is not supported with vLLM; set it to 1, or {other}",
+                engine=spec.name,
+            )
     if spec.return_routed_experts:
         raise EngineError(
-            f"vLLM does not return the experts of tokens here; set actor.router_replay to none or r2, or {other}",
+            "vLLM does not return the experts of tokens here; set actor.router_replay to none or "
+            f"r2, or {other}",
             engine=spec.name,
         )
     if model_config(spec).get("quantization_config"):
@@ -46,8 +51,8 @@ def check_python(spec: EngineSpec) -> None:
     """Raise EngineError where the interpreter of the server lacks a module. Takes some 50 ms."""
     python = spec.python or sys.executable
     remedy = (
-        "install vLLM and xxhash in an environment of their own, and set rollout.python to its interpreter "
-        "(docs/adr/0050-vllm-as-a-kind-of-engine.md)"
+        "install vLLM and xxhash in an environment of their own, and set rollout.python to its "
+        "interpreter (docs/adr/0050-vllm-as-a-kind-of-engine.md)"
     )
     try:
         found = subprocess.run(
@@ -59,9 +64,14 @@ def check_python(spec: EngineSpec) -> None:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise EngineError(f"rollout.python={python} does not run: {error}; {remedy}", engine=spec.name) from error
+        raise EngineError(
+            f"rollout.python={python} does not run: {error}; {remedy}", engine=spec.name
+        ) from error
     if missing := found.stdout.split():
-        raise EngineError(f"rollout.python={python} has no module {', '.join(missing)}; {remedy}", engine=spec.name)
+        raise EngineError(
+            f"rollout.python={python} has no module {', '.join(missing)}; {remedy}",
+            engine=spec.name,
+        )
 
 
 def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
@@ -83,7 +93,8 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         "generation-config": "vllm",  # the model's own sampling settings are not ours
         "enable-scale-out": True,  # the path of token ids in and out
         "logprobs-mode": "processed_logprobs",
-        "stream-interval": 64,  # an answer is heard of at its first token, after so many more, and at its end
+        # an answer is heard of at its first token, after so many more, and at its end
+        "stream-interval": 64,
         "middleware": "hybridflow.engines.vllm.door.Door",
         "worker-extension-cls": "hybridflow.engines.vllm.worker.WeightExtension",
         "disable-log-stats": True,
@@ -96,8 +107,8 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         arguments["distributed-executor-backend"] = "uni"
     if spec.device == "cpu":
         arguments["enforce-eager"] = True  # compiling on a CPU needs a C++ tool chain and minutes
-        # vLLM keeps one that it never fills. On a GPU the memory fraction decides: a number would be taken as it is,
-        # also where the memory does not hold it
+        # vLLM keeps one that it never fills. On a GPU the memory fraction decides: a number would
+        # be taken as it is, also where the memory does not hold it
         arguments["num-gpu-blocks-override"] = blocks + 1
     if spec.memory_saver and spec.device == "cuda":
         arguments["enable-sleep-mode"] = True
@@ -107,7 +118,8 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
 
 
 def environment(spec: EngineSpec, folder: str, key: str) -> dict[str, str]:
-    """Environment of the server: the caller's, without its own distributed rank, kept on loopback."""
+    """Environment of the server: the caller's, without its own distributed rank, kept on
+    loopback."""
     env = common_environment(spec, folder)
     env |= {
         KEY: key,  # not in the command line, which every user of the machine can read
@@ -116,11 +128,14 @@ def environment(spec: EngineSpec, folder: str, key: str) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",  # pause, sleep and collective_rpc; `door` guards them
         "VLLM_HOST_IP": HOST,
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # the caller's environment may say otherwise: pickles in calls
+        # the caller's environment may say otherwise: pickles in calls
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if spec.device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
-        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; how much is taken is said by the number of blocks
-        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # engines of one machine would share the first cores
+        # GiB; how much is taken is said by the number of blocks
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        # engines of one machine would share the first cores
+        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return env

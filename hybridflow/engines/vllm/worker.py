@@ -1,9 +1,10 @@
 """Runs inside every rank of a vLLM server, as its `--worker-extension-cls`: takes new weights.
 
-vLLM may lay weights out otherwise than its loader wrote them: on a CPU it packs each linear layer for oneDNN and drops
-the parameter (vllm/model_executor/layers/utils.py, `dispatch_cpu_unquantized_gemm`). A loader that is traced says
-nothing of such a layout. So slices go to the places of the traced loader where every layer is known to compute with
-what its loader wrote, and otherwise the rank receives whole tensors and hands them to vLLM's own reload, which lays
+vLLM may lay weights out otherwise than its loader wrote them: on a CPU it packs each linear layer
+for oneDNN and drops the parameter (vllm/model_executor/layers/utils.py,
+`dispatch_cpu_unquantized_gemm`). A loader that is traced says nothing of such a layout. So slices
+go to the places of the traced loader where every layer is known to compute with what its loader
+wrote, and otherwise the rank receives whole tensors and hands them to vLLM's own reload, which lays
 them out anew.
 """
 
@@ -30,18 +31,20 @@ _AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
 class WeightExtension:
-    """vLLM makes it a base class of its worker. Its attributes must not have the names of the worker's own."""
+    """vLLM makes it a base class of its worker. Its attributes must not have the names of the
+    worker's own."""
 
     _weight_receiver: WeightReceiver | None = None
 
     def take_weight_message(self, text: str) -> None:
-        """What `collective_rpc` calls, with a `Control` as JSON. Never raises: an error in a rank would end the
-        server."""
+        """What `collective_rpc` calls, with a `Control` as JSON. Never raises: an error in a rank
+        would end the server."""
         try:
             if self._weight_receiver is None:
                 self._weight_receiver = receiver_of(self)
             self._weight_receiver.handle(Control.from_json(text))
-        except BaseException:  # a report that cannot be posted is missed: the engine's worker takes it for a failure
+        except BaseException:
+            # a report that cannot be posted is missed: the engine's worker takes it for a failure
             _log.exception("a weight-sync message could not be answered")
 
 
@@ -62,7 +65,10 @@ def computes_with_what_was_loaded(model: torch.nn.Module) -> bool:
         if method is not None and type(method).__name__ not in _AS_LOADED:
             return False
         # attention of one kind computes scales there, that of DeepSeek other weights
-        if hasattr(module, "process_weights_after_loading") and type(module).__name__ != "Attention":
+        if (
+            hasattr(module, "process_weights_after_loading")
+            and type(module).__name__ != "Attention"
+        ):
             return False
     return True
 
@@ -70,8 +76,9 @@ def computes_with_what_was_loaded(model: torch.nn.Module) -> bool:
 class WholeTensors(WeightReceiver):
     """Receives every tensor of the checkpoint whole, and has vLLM load them.
 
-    The rank holds a second copy of the whole model, not of its part alone, during a sync. All tensors are received and
-    verified before vLLM loads the first. Where vLLM fails after that the engine stays paused.
+    The rank holds a second copy of the whole model, not of its part alone, during a sync. All
+    tensors are received and verified before vLLM loads the first. Where vLLM fails after that the
+    engine stays paused.
     """
 
     def __init__(self, worker: Any, model: torch.nn.Module) -> None:
@@ -85,8 +92,13 @@ class WholeTensors(WeightReceiver):
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
             shapes = {name: tuple(shape) for name, shape in catalog["tensors"].items()}
             kinds = {name: catalog["dtypes"].get(name, catalog["dtype"]) for name in shapes}
-            self._tensors = {name: (shape, getattr(torch, kinds[name])) for name, shape in shapes.items()}
-            buffers = [replace(whole(name, name, shape), dtype=kinds[name]) for name, shape in shapes.items()]
+            self._tensors = {
+                name: (shape, getattr(torch, kinds[name])) for name, shape in shapes.items()
+            }
+            buffers = [
+                replace(whole(name, name, shape), dtype=kinds[name])
+                for name, shape in shapes.items()
+            ]
             self._layout = RankLayout.of(buffers, Catalog.of(shapes).index(), catalog["dtype"])
             self._digest = layout_digest(self._layout)
         return self._layout
@@ -95,9 +107,14 @@ class WholeTensors(WeightReceiver):
         post_layout(store, layout, {name: shape for name, (shape, _) in self._tensors.items()})
 
     def _receive(self, board: Board, rank: int) -> int:
-        order, device = board.order, next(self.model.parameters()).device
-        schedule, channel = self._scheduled(board, rank), self._opened(order, rank)
-        given = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self._tensors.items()}
+        order = board.order
+        device = next(self.model.parameters()).device
+        schedule = self._scheduled(board, rank)
+        channel = self._opened(order, rank)
+        given = {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in self._tensors.items()
+        }
         # these tensors are nobody's yet: nothing need be staged before it is written to them
         received = receive_stream(schedule.messages, channel, self._staging, False, given)
         self._agree_to_commit(board, rank)

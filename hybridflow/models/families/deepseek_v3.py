@@ -13,7 +13,13 @@ from hybridflow.models.blocks import Block
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import REQUIRED, Fields
 from hybridflow.models.mla import LatentAttention
-from hybridflow.models.sigmoid_router import EXPERT_ALIASES, LAYER_SIZES, ROUTER_FIXED, ROUTER_UNUSED, SigmoidDecoder
+from hybridflow.models.sigmoid_router import (
+    EXPERT_ALIASES,
+    LAYER_SIZES,
+    ROUTER_FIXED,
+    ROUTER_UNUSED,
+    SigmoidDecoder,
+)
 
 
 class DeepseekV3(SigmoidDecoder):
@@ -55,8 +61,8 @@ class DeepseekV3(SigmoidDecoder):
         super().__init__(hf, mtp)
         if self.groups != self.heads:
             raise ModelError(
-                f"latent attention has a key and a value for each head: num_key_value_heads={self.groups} must be "
-                f"num_attention_heads={self.heads}"
+                "latent attention has a key and a value for each head: "
+                f"num_key_value_heads={self.groups} must be num_attention_heads={self.heads}"
             )
         rank = self.values["q_lora_rank"]
         self.q_rank = None if rank is None else int(rank)
@@ -80,7 +86,8 @@ class DeepseekV3(SigmoidDecoder):
 
     def megatron_config(self) -> dict[str, Any]:
         """Return the keyword arguments of MLATransformerConfig."""
-        values, rotary = self.values, self.rotary
+        values = self.values
+        rotary = self.rotary
         config = super().megatron_config() | {
             "multi_latent_attention": True,
             "num_query_groups": self.heads,
@@ -95,8 +102,9 @@ class DeepseekV3(SigmoidDecoder):
             "rope_type": "rope",
         }
         if rotary.kind != "default":
-            # With rope_type yarn Megatron takes the factor of the cosines from the rotary module, here `mcore.rotary`.
-            # The other two settings determine the factor on the logits (multi_latent_attention.py:125).
+            # With rope_type yarn Megatron takes the factor of the cosines from the rotary module,
+            # here `mcore.rotary`. The other two settings determine the factor on the logits
+            # (multi_latent_attention.py:125).
             config |= {
                 "rope_type": "yarn",
                 "rotary_scaling_factor": float(rotary.settings["factor"]),

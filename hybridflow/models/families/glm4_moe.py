@@ -10,14 +10,22 @@ from typing import Any
 
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import Fields
-from hybridflow.models.sigmoid_router import EXPERT_ALIASES, LAYER_SIZES, ROUTER_FIXED, ROUTER_UNUSED, SigmoidDecoder
+from hybridflow.models.sigmoid_router import (
+    EXPERT_ALIASES,
+    LAYER_SIZES,
+    ROUTER_FIXED,
+    ROUTER_UNUSED,
+    SigmoidDecoder,
+)
 
 
 class Glm4Moe(SigmoidDecoder):
-    """Parameter map of a `glm4_moe` config. GLM-4.5 has query and key norms, GLM-4.5-Air does not (`use_qk_norm`)."""
+    """Parameter map of a `glm4_moe` config. GLM-4.5 has query and key norms, GLM-4.5-Air does not
+    (`use_qk_norm`)."""
 
     architecture = "Glm4MoeForCausalLM"
-    positions, partial = 131072, 0.5
+    positions = 131072
+    partial = 0.5
     fields = Fields(
         used={
             **LAYER_SIZES,
@@ -39,7 +47,8 @@ class Glm4Moe(SigmoidDecoder):
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
-        self.qkv_bias, self.qk_norm = bool(self.values["attention_bias"]), bool(self.values["use_qk_norm"])
+        self.qkv_bias = bool(self.values["attention_bias"])
+        self.qk_norm = bool(self.values["use_qk_norm"])
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of GPTModel, including the rotated share of each head."""

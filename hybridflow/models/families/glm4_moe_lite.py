@@ -1,4 +1,5 @@
-"""GLM-4.7-Flash: DeepSeek-V3's latent attention and router, with the kind of each layer's MLP as a list."""
+"""GLM-4.7-Flash: DeepSeek-V3's latent attention and router, with the kind of each layer's MLP as a
+list."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Glm4MoeLite(DeepseekV3):
             "rms_norm_eps": 1e-5,
             "mlp_layer_types": None,
         },
-        # transformers reads mlp_layer_types in place of first_k_dense_replace, which published configs keep
+        # transformers reads mlp_layer_types in place of first_k_dense_replace, which published
+        # configs keep
         unused=DeepseekV3.fields.unused | {"first_k_dense_replace"},
     )
 
@@ -39,7 +41,8 @@ class Glm4MoeLite(DeepseekV3):
         """The dense layers of `mlp_layer_types`: one, where config.json has no list.
 
         Raises:
-            ModelError: the list has another length than the model, or a dense layer follows a sparse one.
+            ModelError: the list has another length than the model, or a dense layer follows a
+                sparse one.
         """
         kinds = self.values["mlp_layer_types"]
         if kinds is None:
@@ -47,8 +50,8 @@ class Glm4MoeLite(DeepseekV3):
         dense = kinds.count("dense")
         if kinds != ["dense"] * dense + ["sparse"] * (self.num_layers - dense):
             raise ModelError(
-                f"mlp_layer_types={kinds} is not supported: it must list the {self.num_layers} layers of "
-                "num_hidden_layers, dense ones first, then sparse ones"
+                f"mlp_layer_types={kinds} is not supported: it must list the {self.num_layers} "
+                "layers of num_hidden_layers, dense ones first, then sparse ones"
             )
         return int(dense)
 

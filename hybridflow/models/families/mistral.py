@@ -26,8 +26,9 @@ class Mistral(Decoder):
         super().__init__(hf, mtp)
         if "sliding_window" not in hf:
             raise ModelError(
-                "the config of model_type mistral lacks sliding_window, which transformers then takes as 4096, and "
-                "windows are not supported; set sliding_window to null if the model was trained without one"
+                "the config of model_type mistral lacks sliding_window, which transformers then "
+                "takes as 4096, and windows are not supported; set sliding_window to null if the "
+                "model was trained without one"
             )
 
 

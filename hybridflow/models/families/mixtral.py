@@ -13,10 +13,12 @@ from hybridflow.models.softmax_router import softmax_router_config
 
 
 class Mixtral(Decoder):
-    """Parameter map of a `mixtral` config. In its checkpoints gate, down and up are named w1, w2 and w3."""
+    """Parameter map of a `mixtral` config. In its checkpoints gate, down and up are named w1, w2
+    and w3."""
 
     architecture = "MixtralForCausalLM"
-    positions, theta = 131072, 1e6
+    positions = 131072
+    theta = 1e6
     fields = Fields(
         used={
             "intermediate_size": REQUIRED,
@@ -42,7 +44,14 @@ class Mixtral(Decoder):
         """Return an experts block for every layer."""
         names = MlpNames(gate="w1", up="w3", down="w2")
         keys = ("intermediate_size", "num_local_experts")
-        return Experts(self.hidden, self.ffn, self.num_experts, prefix="block_sparse_moe.", names=names, keys=keys)
+        return Experts(
+            self.hidden,
+            self.ffn,
+            self.num_experts,
+            prefix="block_sparse_moe.",
+            names=names,
+            keys=keys,
+        )
 
 
 FAMILIES.register("mixtral", Mixtral)

@@ -1,4 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, a softmax router, and a shared expert behind a gate."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, a softmax router, and a shared expert behind a
+gate."""
 
 from __future__ import annotations
 
@@ -52,8 +53,13 @@ class Qwen2Moe(Decoder):
         self.num_experts = int(values["num_experts"])
         renormalised = bool(values["norm_topk_prob"])
         topk = int(values["num_experts_per_tok"])
-        self.router = softmax_router_config(self.num_experts, topk, self.ffn, renormalised=renormalised)
-        self.router |= {"moe_shared_expert_intermediate_size": self.shared_ffn, "moe_shared_expert_gate": True}
+        self.router = softmax_router_config(
+            self.num_experts, topk, self.ffn, renormalised=renormalised
+        )
+        self.router |= {
+            "moe_shared_expert_intermediate_size": self.shared_ffn,
+            "moe_shared_expert_gate": True,
+        }
 
     def mlp(self, layer: int) -> Block:
         """Routed experts and a gated shared one in every layer."""

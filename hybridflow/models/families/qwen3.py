@@ -15,7 +15,11 @@ class Qwen3(Decoder):
     qk_norm = True
     fields = Fields(
         used={"intermediate_size": REQUIRED, "head_dim": 128, "num_key_value_heads": 32},
-        fixed={"use_sliding_window": (False,), "layer_types": ("full_attention",), "attention_bias": (False,)},
+        fixed={
+            "use_sliding_window": (False,),
+            "layer_types": ("full_attention",),
+            "attention_bias": (False,),
+        },
         unused=frozenset({"sliding_window", "max_window_layers"}),
         nullable=frozenset({"num_key_value_heads"}),
     )

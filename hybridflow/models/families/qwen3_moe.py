@@ -31,7 +31,9 @@ class Qwen3Moe(Qwen3):
             "decoder_sparse_step": (1,),
             "mlp_only_layers": (),
         },
-        unused=frozenset({"sliding_window", "intermediate_size", "output_router_logits", "router_aux_loss_coef"}),
+        unused=frozenset(
+            {"sliding_window", "intermediate_size", "output_router_logits", "router_aux_loss_coef"}
+        ),
         aliases={"num_local_experts": "num_experts"},
     )
 
@@ -39,7 +41,9 @@ class Qwen3Moe(Qwen3):
         super().__init__(hf, mtp)
         names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
         experts, topk, self.ffn = (int(self.values[name]) for name in names)
-        self.router = softmax_router_config(experts, topk, self.ffn, renormalised=bool(self.values["norm_topk_prob"]))
+        self.router = softmax_router_config(
+            experts, topk, self.ffn, renormalised=bool(self.values["norm_topk_prob"])
+        )
 
     def mlp(self, layer: int) -> Block:
         """Return an experts block for every layer."""

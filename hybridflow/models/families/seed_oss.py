@@ -9,7 +9,8 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import REQUIRED, Fields
 
-# published configs keep the dropout of pretraining; log-probs and their gradients are computed without it
+# published configs keep the dropout of pretraining; log-probs and their gradients are computed
+# without it
 _DROPOUT = (0.1, 0.0)
 
 
@@ -19,7 +20,12 @@ class SeedOss(Decoder):
     architecture = "SeedOssForCausalLM"
     positions = 524288
     fields = Fields(
-        used={"intermediate_size": REQUIRED, "head_dim": 128, "num_key_value_heads": 8, "attention_bias": True},
+        used={
+            "intermediate_size": REQUIRED,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "attention_bias": True,
+        },
         fixed={
             "attention_out_bias": (False,),
             "mlp_bias": (False,),

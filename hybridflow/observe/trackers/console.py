@@ -29,16 +29,24 @@ CONSOLE_KEYS = (
 
 @tracker("console")
 class ConsoleTracker:
-    """Prints a line for each step. Runs with a progress display leave it out: the display shows the same."""
+    """Prints a line for each step. Runs with a progress display leave it out: the display shows the
+    same."""
 
     def __init__(self, run_dir: Path) -> None:
         """The run folder is not used."""
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
         """Print a line."""
-        of_sets = (name for name in metrics if name.startswith("val-") and name.count("/") == 1 and "/score" in name)
+        of_sets = (
+            name
+            for name in metrics
+            if name.startswith("val-") and name.count("/") == 1 and "/score" in name
+        )
         shown = [*(name for name in CONSOLE_KEYS if name in metrics), *of_sets] or list(metrics)
-        print(f"{phase} step {step}  " + "  ".join(f"{name} {metrics[name]:.4g}" for name in shown), flush=True)
+        print(
+            f"{phase} step {step}  " + "  ".join(f"{name} {metrics[name]:.4g}" for name in shown),
+            flush=True,
+        )
 
     def truncate_after(self, phase: Phase, step: int) -> None:
         """Nothing: printed lines stay."""

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one flat object a line.
 
-`{"step": 3, "phase": "train", "wall_time": 1700000000.0, "critic/score/mean": 0.5, ...}`. A value that is NaN or
-infinite is written as null, and the line gets a `"warning"` that names it.
+`{"step": 3, "phase": "train", "wall_time": 1700000000.0, "critic/score/mean": 0.5, ...}`. A value
+that is NaN or infinite is written as null, and the line gets a `"warning"` that names it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ class JsonlTracker:
         head = {"step": step, "phase": phase, "wall_time": round(wall_time, 3)}
         record: dict[str, object] = {**head, **metrics, **dict.fromkeys(odd)}
         if odd:
-            record["warning"] = "not finite: " + ", ".join(f"{name}={value}" for name, value in odd.items())
+            record["warning"] = "not finite: " + ", ".join(
+                f"{name}={value}" for name, value in odd.items()
+            )
         self._writer.write(record)
 
     def truncate_after(self, phase: Phase, step: int) -> None:
         """Rewrite the file without the phase's later lines."""
-        self._writer.keep(lambda record: record.get("phase") != phase or record.get("step", 0) <= step)
+        self._writer.keep(
+            lambda record: record.get("phase") != phase or record.get("step", 0) <= step
+        )
 
     def close(self) -> None:
         """Close the file."""

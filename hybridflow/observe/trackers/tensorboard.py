@@ -1,7 +1,7 @@
 """TensorBoard scalars without TensorFlow or torch: event records written straight into a file.
 
-TensorBoard's own EventFileWriter is not used: it tries to import TensorFlow, starts a thread, and puts the host's name
-in the file name.
+TensorBoard's own EventFileWriter is not used: it tries to import TensorFlow, starts a thread, and
+puts the host's name in the file name.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from hybridflow.observe.trackers.base import RESERVED, Phase, tracker
 
 @tracker("tensorboard")
 class TensorBoardTracker:
-    """Writes event files in `tensorboard/`. The first scalar makes the folder and imports tensorboard."""
+    """Writes event files in `tensorboard/`. The first scalar makes the folder and imports
+    tensorboard."""
 
     _count = itertools.count()
 
     def __init__(self, run_dir: Path) -> None:
-        self._folder, self._metrics = run_dir / "tensorboard", run_dir / "metrics.jsonl"
+        self._folder = run_dir / "tensorboard"
+        self._metrics = run_dir / "metrics.jsonl"
         self._records: Any = None
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
-        """Write the scalars of one step and flush, so that a TensorBoard that is open shows them."""
+        """Write the scalars of one step and flush, so that a TensorBoard that is open shows
+        them."""
         self._write(step, wall_time, metrics)
         self._records.flush()
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Write the earlier records again from metrics.jsonl. Without that file TensorBoard itself drops what is logged
-        a second time."""
+        """Write the earlier records again from metrics.jsonl. Without that file TensorBoard itself
+        drops what is logged a second time."""
         if not self._metrics.exists():
             return
         self.close()
@@ -54,7 +57,8 @@ class TensorBoardTracker:
             path.unlink()
 
     def close(self) -> None:
-        """Close the event file; a later `log` starts another one, which TensorBoard reads after this one."""
+        """Close the event file; a later `log` starts another one, which TensorBoard reads after
+        this one."""
         if self._records is not None:
             self._records.close()
             self._records = None
@@ -68,7 +72,9 @@ class TensorBoardTracker:
         values = []
         for tag, value in scalars.items():
             values.append(Summary.Value(tag=tag, simple_value=math.nan if value is None else value))
-        self._records.write(Event(step=step, wall_time=wall_time, summary=Summary(value=values)).SerializeToString())
+        self._records.write(
+            Event(step=step, wall_time=wall_time, summary=Summary(value=values)).SerializeToString()
+        )
 
     def _open(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -77,6 +83,9 @@ class TensorBoardTracker:
         self._folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         # Zero-padded, as TensorBoard reads the files of a folder in the order of their names.
-        path = self._folder / f"events.out.tfevents.{int(now):010d}.{os.getpid()}.{next(self._count):04d}"
+        path = (
+            self._folder
+            / f"events.out.tfevents.{int(now):010d}.{os.getpid()}.{next(self._count):04d}"
+        )
         self._records = RecordWriter(path.open("xb"))
         self._records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())

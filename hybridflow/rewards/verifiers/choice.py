@@ -14,13 +14,18 @@ _ANNOUNCED = re.compile(
     r"(?i:\b(?:answer|choice|respuesta|réponse|antwort|risposta|resposta|ответ)\b)|答案|答え|정답|[选選]"
 )
 _SUBJECT = re.compile(
-    r"(?<![A-Za-z])\(?([A-Z])\)?[*_]{0,2}\s(?:is|must be|would be)\s(?:the\s)?(?:only\s|best\s|most\s)?"
+    r"(?<![A-Za-z])\(?([A-Z])\)?[*_]{0,2}\s(?:is|must be|would "
+    r"be)\s(?:the\s)?(?:only\s|best\s|most\s)?"
     r"(?:correct|right|accurate|answer|best)\b"
 )
-_NEAR_END, _MOST_STATEMENTS = 20_000, 200  # characters, and statements in them, that are looked at
+# characters, and statements in them, that are looked at
+_NEAR_END = 20_000
+_MOST_STATEMENTS = 200
 _NAMED = re.compile(r"(?i:\boption\b)")
 # what may stand between the announcement and its letter, and ends with a verb or a colon
-_VERB = re.compile(r"(?i:[^.\n:：=]{0,40}?(?:\b(?:is|are|be|es|est|ist|was)\b|[:：=]|是|为|為|は|은))")
+_VERB = re.compile(
+    r"(?i:[^.\n:：=]{0,40}?(?:\b(?:is|are|be|es|est|ist|was)\b|[:：=]|是|为|為|は|은))"
+)
 # the end of a statement; what follows it discusses
 _OVER = re.compile(
     r"[.。!！?？\n;；]|"
@@ -28,35 +33,56 @@ _OVER = re.compile(
     r"[,，](?=\s?[A-Za-z]{2})"
 )
 _LETTER = re.compile(r"(?<![A-Za-z\\'’0-9])([A-Za-z])(?![A-Za-z'’0-9])")
-_FIRST = re.compile(r"[\s\"'“‘(\[]{0,6}([A-Za-z])[)\].:：,](?![A-Za-z])")  # "B) Paris", "(B) Paris", "B: Paris"
+# "B) Paris", "(B) Paris", "B: Paris"
+_FIRST = re.compile(r"[\s\"'“‘(\[]{0,6}([A-Za-z])[)\].:：,](?![A-Za-z])")
 _DECORATION = re.compile(
-    r"\\(?:text|math)(?:bf|it|rm|sf|tt|normal)?|\\boldsymbol|\\left|\\right|\\[ ,;:!]|[{}$*_`]|</?\w+>"
+    r"\\(?:text|math)(?:bf|it|rm|sf|tt|normal)?|\\boldsymbol|\\left|\\right|\\[ "
+    r",;:!]|[{}$*_`]|</?\w+>"
 )
-_RULED_OUT = re.compile(r"(?i:\s{0,2}(?:is|was|seems|looks)\s(?:also\s)?(?:wrong|incorrect|not|false|out)|,?\stoo\b)")
+_RULED_OUT = re.compile(
+    r"(?i:\s{0,2}(?:is|was|seems|looks)\s(?:also\s)?(?:wrong|incorrect|not|false|out)|,?\stoo\b)"
+)
 
 
 def _letter(ground_truth: Any) -> str:
-    """The letter of a ground truth: "B", "(b)", or the index of an option from 0 on, as MMLU has it."""
-    if isinstance(ground_truth, int) and not isinstance(ground_truth, bool) and 0 <= ground_truth < 26:
+    """The letter of a ground truth: "B", "(b)", or the index of an option from 0 on, as MMLU has
+    it."""
+    if (
+        isinstance(ground_truth, int)
+        and not isinstance(ground_truth, bool)
+        and 0 <= ground_truth < 26
+    ):
         return chr(ord("A") + ground_truth)
     expected = ground_truth.strip().strip("()").upper() if isinstance(ground_truth, str) else ""
     if not re.fullmatch("[A-Z]", expected):
-        raise ValueError(f"the ground truth {ground_truth!r} is not a letter, nor the index of an option from 0 on")
+        raise ValueError(
+            f"the ground truth {ground_truth!r} is not a letter, nor the index of an option from 0 "
+            "on"
+        )
     return str(expected)
 
 
 @verifier(
     "choice",
-    data_sources=["multiple_choice", "cais/mmlu", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa", "allenai/ai2_arc"],
+    data_sources=[
+        "multiple_choice",
+        "cais/mmlu",
+        "TIGER-Lab/MMLU-Pro",
+        "Idavidrein/gpqa",
+        "allenai/ai2_arc",
+    ],
     runs_in_driver=True,
     truth=_letter,
 )
-def choice(response: str, ground_truth: str | int, *, thinking_open: bool | None = None) -> ScoreResult:
+def choice(
+    response: str, ground_truth: str | int, *, thinking_open: bool | None = None
+) -> ScoreResult:
     r"""1.0 when the response's choice is the ground truth.
 
-    The choice is the last of: the letter in the last \boxed{} or <answer>, and the letter behind "answer" or "choice";
-    without any, the last option that is not ruled out ("option A is wrong"); without that, the letter that ends the
-    response or is all of it. Several letters in one statement are no choice, and neither are the words "I" and "a".
+    The choice is the last of: the letter in the last \boxed{} or <answer>, and the letter behind
+    "answer" or "choice"; without any, the last option that is not ruled out ("option A is wrong");
+    without that, the letter that ends the response or is all of it. Several letters in one
+    statement are no choice, and neither are the words "I" and "a".
 
     Args:
         ground_truth: one letter, or the index of the option from 0 on.
@@ -74,7 +100,8 @@ def choice(response: str, ground_truth: str | int, *, thinking_open: bool | None
 
 
 def _read(text: str) -> str | None:
-    box, section = last_box(text), last_section(text, "answer")
+    box = last_box(text)
+    section = last_section(text, "answer")
     cut_section = text.rfind("<answer>") > text.rfind("</answer>")
     if cut_section or (box is not None and box.content is None):
         return None
@@ -90,8 +117,9 @@ def _read(text: str) -> str | None:
 
 
 def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | None]]:
-    """The position and the letter of the last "the answer is B" and the last "B is correct"; None where several letters
-    are named, or one is denied. The words before a box announce it, and are no statement of their own."""
+    """The position and the letter of the last "the answer is B" and the last "B is correct"; None
+    where several letters are named, or one is denied. The words before a box announce it, and are
+    no statement of their own."""
     near = max(len(text) - _NEAR_END, 0)
     for found in reversed(list(_ANNOUNCED.finditer(text, near))[-_MOST_STATEMENTS:]):
         after = text[found.end() : found.end() + _REACH]
@@ -111,7 +139,9 @@ def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | No
 
 def _options(text: str) -> Iterator[str]:
     """The letters of "option B" that are not ruled out, the last one first."""
-    for found in reversed(list(_NAMED.finditer(text, max(len(text) - _NEAR_END, 0)))[-_MOST_STATEMENTS:]):
+    for found in reversed(
+        list(_NAMED.finditer(text, max(len(text) - _NEAR_END, 0)))[-_MOST_STATEMENTS:]
+    ):
         after = _DECORATION.sub("", text[found.end() : found.end() + _REACH])
         letter = re.match(r"\s{0,2}[(\[]?([A-Z])\b[)\]]?", after)
         before = text[max(0, found.start() - 12) : found.start()]
@@ -121,7 +151,8 @@ def _options(text: str) -> Iterator[str]:
 
 
 def _letters(text: str) -> list[str]:
-    """The letters that a statement names before it ends. Small letters count alone or in parentheses."""
+    """The letters that a statement names before it ends. Small letters count alone or in
+    parentheses."""
     bare = _DECORATION.sub("", text.lstrip(" \t\n*_:：="))
     first = _FIRST.match(bare)
     if first and (first[1].isupper() or "(" in first.group()):
@@ -151,7 +182,9 @@ def _at_the_end(text: str) -> str | None:
         return line.lstrip("(")[0]
     sentence = re.split(r"(?<=[.!?])\s", line)[-1]
     letters = [letter for letter in _LETTER.findall(sentence) if letter.isupper()]
-    if not re.search(r"[A-Z]['\")\]]{0,2}[.。]?$", sentence) and not re.fullmatch(r"\(?[A-Za-z]\)?\.?", sentence):
+    if not re.search(r"[A-Z]['\")\]]{0,2}[.。]?$", sentence) and not re.fullmatch(
+        r"\(?[A-Za-z]\)?\.?", sentence
+    ):
         return None
     if len(sentence) < 5:
         return sentence.strip("()[].\"'").upper()[:1] or None

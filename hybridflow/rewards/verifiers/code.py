@@ -14,7 +14,8 @@ from hybridflow.rewards.sandbox import Limits, Sandbox
 from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
 _LABELS = ("python", "py", "python3", "python2", "py3")
-_SHARE = 0.9  # of the deadline of a call that tests may use, so that what has passed is still reported
+# of the deadline of a call that tests may use, so that what has passed is still reported
+_SHARE = 0.9
 
 
 def _plausible(ground_truth: Any) -> None:
@@ -40,24 +41,26 @@ def code(
 ) -> ScoreResult:
     """The share of tests that the program of the response passes.
 
-    The program is the last fenced block with a label of Python, or without any the last one without a label. A block
-    that never ends was cut, and is no program. The sandbox has the standard library and numpy; `failed_with` names a
-    module that a program misses.
+    The program is the last fenced block with a label of Python, or without any the last one without
+    a label. A block that never ends was cut, and is no program. The sandbox has the standard
+    library and numpy; `failed_with` names a module that a program misses.
 
     Args:
         response: text with the program in a fenced block.
-        ground_truth: one of these, or JSON of it.
-            {"inputs": [...], "outputs": [...]}: an input is the program's standard input and an output what it must
-            print, token by token; numbers with a decimal point within 1e-6. A list of {"input", "output"} is the same.
-            With "fn_name" an input is the list of arguments of this function or method of `Solution` (or JSON, an
-            argument a line), and an output its result.
-            {"asserts": [...]} (or "test_list", as in MBPP, or the list alone, or its text): each assert is a test.
-            {"test": ..., "entry_point": ...}, as in HumanEval: the asserts of its `check`. "setup" (or
+        ground_truth: one of these, or JSON of it. {"inputs": [...], "outputs": [...]}: an input is
+            the program's standard input and an output what it must print, token by token; numbers
+            with a decimal point within 1e-6. A list of {"input", "output"} is the same. With
+            "fn_name" an input is the list of arguments of this function or method of `Solution` (or
+            JSON, an argument a line), and an output its result. {"asserts": [...]} (or "test_list",
+            as in MBPP, or the list alone, or its text): each assert is a test. {"test": ...,
+            "entry_point": ...}, as in HumanEval: the asserts of its `check`. "setup" (or
             "test_setup_code", "test_imports") runs before each.
-        partial_credit: False counts 1.0 for all tests passed, else 0.0. The first test that fails then ends it.
+        partial_credit: False counts 1.0 for all tests passed, else 0.0. The first test that fails
+            then ends it.
         test_timeout_s: wall clock of a test.
         max_slow_tests: after so many tests that ran out of time the rest count as failed.
-        timeout_s: deadline of the call. Tests that it leaves no time for count as failed, and the others count.
+        timeout_s: deadline of the call. Tests that it leaves no time for count as failed, and the
+            others count.
         thinking_open: whether the prompt opened the thinking.
 
     Returns:
@@ -76,7 +79,9 @@ def code(
     failed_with = None
     for number, test in enumerate(tests, start=1):
         left = test_timeout_s if ends is None else min(test_timeout_s, ends - time.monotonic())
-        said = _failure(text, test, left, goes_on=number < len(tests)) if left > 0 else "no time left"
+        said = (
+            _failure(text, test, left, goes_on=number < len(tests)) if left > 0 else "no time left"
+        )
         passed += said is None
         slow += said == "timeout"
         failed_with = failed_with or said
@@ -95,7 +100,8 @@ def program_of(answer: str) -> str | None:
 
 
 def _whole(block: Block) -> str:
-    """The text of a block; where it is no Python and a longer one is, a fence was part of the program."""
+    """The text of a block; where it is no Python and a longer one is, a fence was part of the
+    program."""
     return next((text for text in (block.text, *block.longer) if _is_python(text)), block.text)
 
 
@@ -114,7 +120,12 @@ def _sandbox() -> Sandbox:
 
 def _failure(program: str, test: ProgramTest, timeout_s: float, *, goes_on: bool) -> str | None:
     """How one test failed, or None."""
-    result = _sandbox().run(program, test.given, Limits(timeout_s=timeout_s), calls=test.calls, goes_on=goes_on)
+    result = _sandbox().run(
+        program, test.given, Limits(timeout_s=timeout_s), calls=test.calls, goes_on=goes_on
+    )
     if result.why or result.code:
-        return result.why or (result.stderr.strip().splitlines() or [f"exit code {result.code}"])[-1][:200]
+        return (
+            result.why
+            or (result.stderr.strip().splitlines() or [f"exit code {result.code}"])[-1][:200]
+        )
     return test.judge(result.stdout)

@@ -15,13 +15,13 @@ def format(
     sections: tuple[str, ...] = ("think", "answer"),
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """1.0 when the response is these sections and nothing else, each once and with something inside:
-    <think>...</think> <answer>...</answer>.
+    """1.0 when the response is these sections and nothing else, each once and with something
+    inside: <think>...</think> <answer>...</answer>.
 
     Args:
         sections: names of the tags, in order.
-        thinking_open: whether the prompt ends with the first tag, so that the response begins behind it. None: not
-            known, and a response without it is taken for one that does.
+        thinking_open: whether the prompt ends with the first tag, so that the response begins
+            behind it. None: not known, and a response without it is taken for one that does.
     """
     tags = [tag for name in sections for tag in (f"<{name}>", f"</{name}>")]
     text = response.strip()

@@ -1,4 +1,5 @@
-"""Geometry3K: the answer counts most, and that the response thinks first and boxes it counts a little."""
+"""Geometry3K: the answer counts most, and that the response thinks first and boxes it counts a
+little."""
 
 from __future__ import annotations
 
@@ -17,8 +18,15 @@ def geo3k(
     comparison_s: float = 5.0,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    r"""The `math` score, and `format_share` of the whole for a thinking that ends before a \boxed{} answer."""
-    judged = math(response, ground_truth, literal=literal, comparison_s=comparison_s, thinking_open=thinking_open)
+    r"""The `math` score, and `format_share` of the whole for a thinking that ends before a \boxed{}
+    answer."""
+    judged = math(
+        response,
+        ground_truth,
+        literal=literal,
+        comparison_s=comparison_s,
+        thinking_open=thinking_open,
+    )
     reading = read_response(response, bool(thinking_open))
     box = last_box(reading.answer)
     form = float(bool(reading.thinking) and box is not None and box.content is not None)

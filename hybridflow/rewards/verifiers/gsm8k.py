@@ -15,7 +15,8 @@ _LEADING_NUMBER = re.compile(
     r"(?P<sign>[-+\u2212]?)\s{0,4}\$?\s{0,4}"
     rf"(?P<inner>[-+\u2212]?)\s{{0,4}}(?P<digits>{_NUMBER})"
 )
-# a number after the answer that is part of a unit (m2), or counts what the words before it are about (for 2 eggs)
+# a number after the answer that is part of a unit (m2), or counts what the words before it are
+# about (for 2 eggs)
 _BELONGING_NUMBER = re.compile(
     r"^(?:[kcm]?m|ft|in|yd)[23]\b|(?<![A-Za-z0-9])(?!x[0-9])[A-Za-z]+[0-9]+\b|"
     rf"\b(?:after|at|by|during|every|for|from|in|of|on|over|per|with|within) \$?(?:{_NUMBER})\b"
@@ -23,7 +24,8 @@ _BELONGING_NUMBER = re.compile(
 _ANY_NUMBER = re.compile(rf"(?P<sign>(?<![0-9])[-\u2212])?\s?\$?(?P<digits>{_NUMBER})")
 # what Markdown, LaTeX and currencies put around a number
 _DECORATION = re.compile(
-    r"[*`]|\\[()\[\],!]|\\text(?:bf|rm|it)?(?=\{)|(?<!\d)[{}]|[{}](?!\d)|^answer\s?:\s?", re.IGNORECASE
+    r"[*`]|\\[()\[\],!]|\\text(?:bf|rm|it)?(?=\{)|(?<!\d)[{}]|[{}](?!\d)|^answer\s?:\s?",
+    re.IGNORECASE,
 )
 _CURRENCY = re.compile(r"\\\$|[£€¥₹]")
 
@@ -39,17 +41,19 @@ def _expected(ground_truth: object) -> str:
 def gsm8k(
     response: str, ground_truth: str, *, flexible: bool = False, thinking_open: bool | None = None
 ) -> ScoreResult:
-    r"""1.0 when the response's final answer equals the ground truth as an exact decimal number ("72" = "72.0" = "+72").
+    r"""1.0 when the response's final answer equals the ground truth as an exact decimal number
+    ("72" = "72.0" = "+72").
 
-    The strict reading wants the data set's "####". What is put around the number behind it does not change it, and is
-    allowed: bold type, a box, dollars and other currencies, parentheses, "Answer:". Words before the number are not,
-    nor an approximation ("~72"). verl's strict reading takes neither, its flexible one is `flexible`.
+    The strict reading wants the data set's "####". What is put around the number behind it does not
+    change it, and is allowed: bold type, a box, dollars and other currencies, parentheses,
+    "Answer:". Words before the number are not, nor an approximation ("~72"). verl's strict reading
+    takes neither, its flexible one is `flexible`.
 
     Args:
         response: text with the final answer after "####".
         ground_truth: a number, or a number as text.
-        flexible: where nothing can be read after a "####", take the number in the last box, or the last number of the
-            whole text. A last box that never ends has none.
+        flexible: where nothing can be read after a "####", take the number in the last box, or the
+            last number of the whole text. A last box that never ends has none.
         thinking_open: whether the prompt opened the thinking.
 
     Returns:
@@ -59,24 +63,32 @@ def gsm8k(
         ValueError: the ground truth is not a number.
     """
     expected = _expected(ground_truth)
-    answer = extract_gsm8k_answer(read_response(response, bool(thinking_open)).answer, flexible=flexible)
-    return ScoreResult(float(answer is not None and Decimal(answer) == Decimal(expected)), {"answer": answer})
+    answer = extract_gsm8k_answer(
+        read_response(response, bool(thinking_open)).answer, flexible=flexible
+    )
+    return ScoreResult(
+        float(answer is not None and Decimal(answer) == Decimal(expected)), {"answer": answer}
+    )
 
 
 def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
     """The final answer of a response as plain digits, e.g. "-1234.5", or None.
 
-    Read from the last "####" that has digits on its line (a later one without is a heading, not an answer): an optional
-    sign and "$", then one number with or without thousands commas. Words, a unit ("540 m2") or a full stop may follow,
-    and a number that belongs to them ("18 dollars for 2 eggs"). Another answer may not ("3 or 4", "3/4", "18 (or 25)"):
-    guessing twice is no answer.
+    Read from the last "####" that has digits on its line (a later one without is a heading, not an
+    answer): an optional sign and "$", then one number with or without thousands commas. Words, a
+    unit ("540 m2") or a full stop may follow, and a number that belongs to them ("18 dollars for 2
+    eggs"). Another answer may not ("3 or 4", "3/4", "18 (or 25)"): guessing twice is no answer.
     """
     lines = (_first_line(after) for after in reversed(text.split(_MARK)[1:]))
     found = _leading_number(next((line for line in lines if re.search("[0-9]", line)), ""))
     if found is None and flexible:
         box = last_box(text)
         numbers = list(_ANY_NUMBER.finditer(text if box is None else box.content or ""))
-        found = ("-" if numbers[-1]["sign"] else "") + numbers[-1]["digits"].replace(",", "") if numbers else None
+        found = (
+            ("-" if numbers[-1]["sign"] else "") + numbers[-1]["digits"].replace(",", "")
+            if numbers
+            else None
+        )
     return found
 
 

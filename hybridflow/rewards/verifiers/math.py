@@ -1,4 +1,5 @@
-"""Mathematics: an answer that is equal to the ground truth, however it is written, by the package math-verify."""
+"""Mathematics: an answer that is equal to the ground truth, however it is written, by the package
+math-verify."""
 
 from __future__ import annotations
 
@@ -16,15 +17,28 @@ from hybridflow.rewards.time_budget import OverBudget, time_budget
 from hybridflow.rewards.verifiers.base import ScoreResult, text_truth, verifier
 
 _SOURCES = (
-    *("math", "math_dapo", "math_dapo_reasoning", "aime*", "lighteval/MATH", "HuggingFaceH4/MATH-500"),
-    *("DigitalLearningGmbH/MATH-lighteval", "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"),
+    *(
+        "math",
+        "math_dapo",
+        "math_dapo_reasoning",
+        "aime*",
+        "lighteval/MATH",
+        "HuggingFaceH4/MATH-500",
+    ),
+    *(
+        "DigitalLearningGmbH/MATH-lighteval",
+        "numina_aops_forum",
+        "numina_synthetic_math",
+        "numina_amc_aime",
+    ),
     *("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
 )
 
 _TRUTHS = 4096  # ground truths that a process keeps as it has read them
 _RECORDED = 200  # characters of an answer that are kept
 _PRECISE = 7  # digits of a decimal that may stand for a fraction, as math-verify rounds
-_MOST_DIGITS = 10_000  # of an integer that a comparison may compute: a larger power cannot be interrupted
+# of an integer that a comparison may compute: a larger power cannot be interrupted
+_MOST_DIGITS = 10_000
 # operations that an answer leaves to the reader
 _UNDONE = re.compile(
     r"\\(?:sum|prod|int|lim|binom|[bp]?mod|equiv|gcd|lcm|lfloor|lceil|det|max|min)(?![A-Za-z])|"
@@ -42,23 +56,25 @@ def math(
     comparison_s: float = 5.0,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    r"""1.0 when the answer of the response equals the ground truth: 1/2, 0.5 and \frac{1}{2} are one number.
+    r"""1.0 when the answer of the response equals the ground truth: 1/2, 0.5 and \frac{1}{2} are
+    one number.
 
-    The answer is the content of the last \boxed{}; without any, what follows the last "the answer is"; without that,
-    the last expression of the last sentence. A box or a thinking that never ends was cut, and has no answer. Several
-    numbers where one is asked for are no answer either.
+    The answer is the content of the last \boxed{}; without any, what follows the last "the answer
+    is"; without that, the last expression of the last sentence. A box or a thinking that never ends
+    was cut, and has no answer. Several numbers where one is asked for are no answer either.
 
     Args:
         response: text with the answer.
         ground_truth: the answer in LaTeX or as plain text.
-        literal: a ground truth that is a number wants a number that is worked out: an integer, decimal, fraction, root
-            or multiple of pi, and not 6+1, 13! or \sum_{i=1}^7 1. False: the value alone counts.
+        literal: a ground truth that is a number wants a number that is worked out: an integer,
+            decimal, fraction, root or multiple of pi, and not 6+1, 13! or \sum_{i=1}^7 1. False:
+            the value alone counts.
         comparison_s: seconds that a comparison may take; an answer that needs more is wrong.
         thinking_open: whether the prompt opened the thinking.
 
     Returns:
-        extra["answer"] holds the answer that was read, or None; a rational number in its lowest terms, so that 0.5 and
-        1/2 are one vote of maj@k.
+        extra["answer"] holds the answer that was read, or None; a rational number in its lowest
+        terms, so that 0.5 and 1/2 are one vote of maj@k.
 
     Raises:
         ValueError: nothing can be read from the ground truth.
@@ -72,32 +88,44 @@ def math(
             right = found is not None and _equal(truth, found, literal)
     except (OverBudget, RecursionError):
         right = False
-    return ScoreResult(float(right), {"answer": found if found is None else expressions.canonical(found)[:_RECORDED]})
+    return ScoreResult(
+        float(right),
+        {"answer": found if found is None else expressions.canonical(found)[:_RECORDED]},
+    )
 
 
 def _equal(truth: str, found: str, literal: bool) -> bool:
     if not expressions.readable(found):
         return False
-    expected, given = expressions.plain(truth), expressions.plain(found)
+    expected = expressions.plain(truth)
+    given = expressions.plain(found)
     if expected.replace(" ", "") == given.replace(" ", ""):
         return True
-    word, said = expressions.words(truth), expressions.words(found)
+    word = expressions.words(truth)
+    said = expressions.words(found)
     if word is not None:
         return said is not None and expressions.same_words(word, said)
-    base, given_base = expressions.in_base(expected), expressions.in_base(given)
+    base = expressions.in_base(expected)
+    given_base = expressions.in_base(given)
     if base or given_base:
         return base == given_base
-    return bool(given) and _same_name_and_unit(expected, given) and _equal_expressions(expected, given, literal)
+    return (
+        bool(given)
+        and _same_name_and_unit(expected, given)
+        and _equal_expressions(expected, given, literal)
+    )
 
 
 def _equal_expressions(expected: str, given: str, literal: bool) -> bool:
-    wanted, numbers = expressions.literals(expected), expressions.literals(given)
+    wanted = expressions.literals(expected)
+    numbers = expressions.literals(given)
     if wanted is None or numbers is None:
         undone = set(_UNDONE.findall(given)) - set(_UNDONE.findall(expected))
         if literal and (wanted is not None or undone):
             return False
         with_names = "=" in expected and "=" in given
-        one, other = _letters(expected, with_names), _letters(given, with_names)
+        one = _letters(expected, with_names)
+        other = _letters(given, with_names)
         return (one == other or (wanted is not None and not literal)) and _verified(expected, given)
     if len(wanted) == 1 and len(numbers) != 1:
         return False
@@ -107,24 +135,31 @@ def _equal_expressions(expected: str, given: str, literal: bool) -> bool:
 
 
 def _same_number(wanted: str, given: str) -> bool:
-    one, other = expressions.rational(wanted), expressions.rational(given)
+    one = expressions.rational(wanted)
+    other = expressions.rational(given)
     if one is None or other is None:
         return _verified(wanted, given)
     if one == other or (("%" in wanted) != ("%" in given) and one * 100 in (other, other * 10000)):
         return True
     texts = (wanted, given)
     # a long decimal stands for the fraction that it begins
-    precise = any("." in text and len(re.sub(r"\D", "", text).lstrip("0")) >= _PRECISE for text in texts)
-    return precise and abs(one - other) <= Fraction(1, 10**6) * min(abs(one), abs(other), Fraction(1))
+    precise = any(
+        "." in text and len(re.sub(r"\D", "", text).lstrip("0")) >= _PRECISE for text in texts
+    )
+    return precise and abs(one - other) <= Fraction(1, 10**6) * min(
+        abs(one), abs(other), Fraction(1)
+    )
 
 
 def _same_name_and_unit(expected: str, given: str) -> bool:
     """Whether names (x = 5, y = 5) and units (cm, m) do not contradict each other."""
-    (rest, name), (given_rest, given_name) = expressions.without_name(expected), expressions.without_name(given)
-    unit, given_unit = expressions.without_unit(rest)[1], expressions.without_unit(given_rest)[1]
-    return (not name or not given_name or name.replace(" ", "") == given_name.replace(" ", "")) and (
-        not unit or not given_unit or unit[0].lower() == given_unit[0].lower()
-    )
+    rest, name = expressions.without_name(expected)
+    given_rest, given_name = expressions.without_name(given)
+    unit = expressions.without_unit(rest)[1]
+    given_unit = expressions.without_unit(given_rest)[1]
+    return (
+        not name or not given_name or name.replace(" ", "") == given_name.replace(" ", "")
+    ) and (not unit or not given_unit or unit[0].lower() == given_unit[0].lower())
 
 
 def _is_relation(text: str) -> bool:
@@ -136,7 +171,8 @@ def _bare(text: str) -> str:
 
 
 def _letters(text: str, with_name: bool) -> set[str]:
-    """The variables of an expression; small and capital letters differ, as they do not for math-verify."""
+    """The variables of an expression; small and capital letters differ, as they do not for
+    math-verify."""
     rest = text if with_name else expressions.without_name(text)[0]
     return {sign for sign in _COMMAND.sub(" ", rest) if sign.isalpha()}
 
@@ -145,7 +181,8 @@ def _verified(truth: str, found: str) -> bool:
     """Whether math-verify finds both equal."""
     parse, verify = _functions()
     with cheap_prediction():
-        expected, given = parse(boxed(truth)), parse(boxed(found))
+        expected = parse(boxed(truth))
+        given = parse(boxed(found))
     if any(_is_costly(one) for one in (*expected, *given)):
         return False
     return bool(expected and given) and bool(verify(expected, given))
@@ -175,7 +212,11 @@ def _digits(expression: Any) -> float:
         base, exponent = expression.args
         if _digits(exponent) > 5 or _digits(base) > limit:
             return 2 * limit
-        return float(abs(exponent.evalf(5, maxn=20))) * max(_digits(base), 1.0) if exponent.is_number else 0.0
+        return (
+            float(abs(exponent.evalf(5, maxn=20))) * max(_digits(base), 1.0)
+            if exponent.is_number
+            else 0.0
+        )
     if isinstance(expression, (sympy.factorial, sympy.binomial)) and not expression.free_symbols:
         size = max(_digits(part) for part in expression.args)
         return 2 * limit if size > 4 else 10.0 ** (size + 1)
@@ -186,14 +227,17 @@ def _digits(expression: Any) -> float:
 
 @functools.cache
 def _functions() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
-    """How an expression is read, and two are compared. `time_budget` is in place of math-verify's own deadlines, which
-    do not reach through its handlers of errors. The samples of a prompt have one ground truth, which is read once."""
+    """How an expression is read, and two are compared. `time_budget` is in place of math-verify's
+    own deadlines, which do not reach through its handlers of errors. The samples of a prompt have
+    one ground truth, which is read once."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     parser()
     for part in ("parser", "grader"):  # they warn that calls have no deadline of math-verify's
         logging.getLogger(f"math_verify.{part}").setLevel(logging.ERROR)
-    read = functools.partial(parse, extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
+    read = functools.partial(
+        parse, extraction_config=[LatexExtractionConfig()], parsing_timeout=None
+    )
     return (
         functools.lru_cache(_TRUTHS)(read),
         functools.partial(verify, timeout_seconds=None, allow_set_relation_comp=True),

@@ -16,18 +16,27 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def _targets(ground_truth: Any) -> list[str]:
     target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
-    targets = [target] if isinstance(target, str) else list(target if isinstance(target, Sequence) else ())
+    targets = (
+        [target]
+        if isinstance(target, str)
+        else list(target if isinstance(target, Sequence) else ())
+    )
     if not targets or not all(isinstance(one, str) for one in targets):
-        raise ValueError(f'the ground truth {ground_truth!r} is no {{"target": an answer, or a list of them}}')
+        raise ValueError(
+            f'the ground truth {ground_truth!r} is no {{"target": an answer, or a list of them}}'
+        )
     return targets
 
 
 @verifier("question", data_sources=["searchR1_*"], runs_in_driver=True, truth=_targets)
 def question(
-    response: str, ground_truth: Mapping[str, Sequence[str] | str], *, thinking_open: bool | None = None
+    response: str,
+    ground_truth: Mapping[str, Sequence[str] | str],
+    *,
+    thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """1.0 when the last <answer> of the response is one of the targets; case, punctuation, articles and white space
-    aside (the exact match of SQuAD, arXiv 1606.05250).
+    """1.0 when the last <answer> of the response is one of the targets; case, punctuation, articles
+    and white space aside (the exact match of SQuAD, arXiv 1606.05250).
 
     Args:
         ground_truth: {"target": an answer, or a list of them}.

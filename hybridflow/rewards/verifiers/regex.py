@@ -13,7 +13,9 @@ def _pattern(ground_truth: Any) -> re.Pattern[str]:
     try:
         return re.compile(text_truth(ground_truth), re.DOTALL)
     except re.error as error:
-        raise ValueError(f"the ground truth {ground_truth!r} is no regular expression: {error}") from error
+        raise ValueError(
+            f"the ground truth {ground_truth!r} is no regular expression: {error}"
+        ) from error
 
 
 @verifier("regex", data_sources=["regex"], truth=_pattern)
@@ -25,7 +27,8 @@ def regex(
     with_thinking: bool = False,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """1.0 when the ground truth, a regular expression, is found in the answer. A dot matches a line's end too.
+    """1.0 when the ground truth, a regular expression, is found in the answer. A dot matches a
+    line's end too.
 
     Args:
         whole: when it matches all of the answer, white space at both ends aside.

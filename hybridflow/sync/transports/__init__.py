@@ -1,4 +1,5 @@
-"""Transports for a slice plan's messages from trainer ranks to the ranks of one engine, one per file.
+"""Transports for a slice plan's messages from trainer ranks to the ranks of one engine, one per
+file.
 
 Each transport declares where it runs.
 """
@@ -12,14 +13,20 @@ import torch
 from hybridflow.config.registry import is_user_entry
 from hybridflow.device.platform import Platform
 from hybridflow.errors import ConfigError, WeightSyncError
-from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, ReceiveChannel, SendChannel, Transport
+from hybridflow.sync.transports.base import (
+    TRANSPORTS,
+    Endpoint,
+    ReceiveChannel,
+    SendChannel,
+    Transport,
+)
 
 
 def chosen(wanted: str, platform: Platform, shares_devices: bool = False) -> str:
     """Resolve a transport name. A user file is returned with its absolute path.
 
-    `auto` selects the fastest transport that works between any two hosts, or, if trainer and engines share GPUs
-    (`shares_devices`), between two processes on one GPU.
+    `auto` selects the fastest transport that works between any two hosts, or, if trainer and
+    engines share GPUs (`shares_devices`), between two processes on one GPU.
     """
     if is_user_entry(wanted):
         path, _, name = wanted.rpartition(":")
@@ -30,25 +37,29 @@ def chosen(wanted: str, platform: Platform, shares_devices: bool = False) -> str
 
 
 def part_bytes(transport: str, platform: Platform) -> int:
-    """Return the part size for `Messages` in bytes. A part stays cached from packing to sending; 0: whole buckets."""
+    """Return the part size for `Messages` in bytes. A part stays cached from packing to sending; 0:
+    whole buckets."""
     return platform.cache_bytes * TRANSPORTS.get(transport).parts
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device | str = "cpu") -> SendChannel:
-    """Open trainer rank `rank`'s end of the session. Blocks until all ranks of the session have arrived.
+    """Open trainer rank `rank`'s end of the session. Blocks until all ranks of the session have
+    arrived.
 
     Args:
         device: device of the payloads to send.
 
     Raises:
-        WeightSyncError: no such transport or rank, or a rank did not arrive within the endpoint's `timeout_s` (it is
-            named).
+        WeightSyncError: no such transport or rank, or a rank did not arrive within the endpoint's
+            `timeout_s` (it is named).
     """
     transport = _transport(endpoint, rank, endpoint.senders, "trainer")
     return transport.open_sender(endpoint, rank, torch.device(device))
 
 
-def open_receiver(endpoint: Endpoint, rank: int, device: torch.device | str = "cpu") -> ReceiveChannel:
+def open_receiver(
+    endpoint: Endpoint, rank: int, device: torch.device | str = "cpu"
+) -> ReceiveChannel:
     """Open engine rank `rank`'s end of the session. The counterpart of `open_sender`."""
     transport = _transport(endpoint, rank, endpoint.receivers, "engine")
     return transport.open_receiver(endpoint, rank, torch.device(device))
@@ -57,7 +68,8 @@ def open_receiver(endpoint: Endpoint, rank: int, device: torch.device | str = "c
 def _transport(endpoint: Endpoint, rank: int, ranks: tuple[int, ...], side: str) -> Transport:
     if rank not in ranks:
         raise WeightSyncError(
-            f"{side} rank {rank} takes no part in session {endpoint.session}, its {side} ranks are {list(ranks)}"
+            f"{side} rank {rank} takes no part in session {endpoint.session}, its {side} ranks are "
+            f"{list(ranks)}"
         )
     try:
         return TRANSPORTS.get(endpoint.transport)

@@ -1,9 +1,9 @@
 """The transport interface: ordered messages between the senders and the receivers of one session.
 
-A session connects the trainer ranks that hold weights for one engine with that engine's ranks. It is reused over many
-syncs and does not belong to any global process group. After any failure it is aborted, and the next sync opens another
-under a new name. Payloads are opaque bytes to a transport; `sync.stream` handles their contents, checksums and
-positions in buffers.
+A session connects the trainer ranks that hold weights for one engine with that engine's ranks. It
+is reused over many syncs and does not belong to any global process group. After any failure it is
+aborted, and the next sync opens another under a new name. Payloads are opaque bytes to a transport;
+`sync.stream` handles their contents, checksums and positions in buffers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from hybridflow.sync.payload import Payload
 if TYPE_CHECKING:
     import torch
 
-# Tag of the last message to a peer in a sync, which contains the checksums of the others. Bucket indices are below
-# 2^19.
+# Tag of the last message to a peer in a sync, which contains the checksums of the others. Bucket
+# indices are below 2^19.
 LAST_TAG = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Configuration of a session. Plain data, created by the trainer and read by the engine's ranks.
+    """Configuration of a session. Plain data, created by the trainer and read by the engine's
+    ranks.
 
     Attributes:
         transport: name of an entry of `TRANSPORTS`.
@@ -52,7 +53,9 @@ class Endpoint:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Endpoint:
         """Rebuild an endpoint from `dataclasses.asdict` after a JSON round trip."""
-        return cls(**{**data, "senders": tuple(data["senders"]), "receivers": tuple(data["receivers"])})
+        return cls(
+            **{**data, "senders": tuple(data["senders"]), "receivers": tuple(data["receivers"])}
+        )
 
 
 class Work(Protocol):
@@ -62,8 +65,8 @@ class Work(Protocol):
         """Wait until the payload may be reused (sender) or read (receiver).
 
         Raises:
-            WeightSyncError: the peer is lost, or the endpoint's `timeout_s` has passed. Names session, peer, message
-                and deadline.
+            WeightSyncError: the peer is lost, or the endpoint's `timeout_s` has passed. Names
+                session, peer, message and deadline.
         """
 
 
@@ -76,26 +79,31 @@ DONE = _Done()  # work of a payload that may be reused immediately
 
 
 class SendChannel(Protocol):
-    """A trainer rank's end of a session. Messages to one peer arrive in the order in which they were sent."""
+    """A trainer rank's end of a session. Messages to one peer arrive in the order in which they
+    were sent."""
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Start sending `payload` to engine rank `peer`. It must not be modified until `wait` returns.
+        """Start sending `payload` to engine rank `peer`. It must not be modified until `wait`
+        returns.
 
-        For a message with `LAST_TAG`, `wait` returns once the peer has received it; for others it may return earlier.
+        For a message with `LAST_TAG`, `wait` returns once the peer has received it; for others it
+        may return earlier.
         """
 
     def close(self) -> None:
         """Close the session cleanly."""
 
     def abort(self) -> None:
-        """Abort the session without waiting; pending work fails. Safe after any error, and idempotent."""
+        """Abort the session without waiting; pending work fails. Safe after any error, and
+        idempotent."""
 
 
 class ReceiveChannel(Protocol):
     """An engine rank's end of a session."""
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """Start receiving from trainer rank `peer` into `into`, which the transport owns until `wait` returns."""
+        """Start receiving from trainer rank `peer` into `into`, which the transport owns until
+        `wait` returns."""
 
     def close(self) -> None:
         """Close the session cleanly."""
@@ -118,7 +126,8 @@ class LendingSendChannel(SendChannel, Protocol):
         """
 
     def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
-        """Wait for free memory for the next message to `peer` and return it, to be filled and passed to `send`.
+        """Wait for free memory for the next message to `peer` and return it, to be filled and
+        passed to `send`.
 
         Returns the same object in every sync if `rewind` is called before each.
 
@@ -132,7 +141,8 @@ class Loan(Protocol):
 
     @property
     def payload(self) -> Payload:
-        """The message, valid until `release`. It is the same object in every sync if `rewind` is called before each."""
+        """The message, valid until `release`. It is the same object in every sync if `rewind` is
+        called before each."""
 
     def release(self) -> None:
         """Return the memory to the sender."""
@@ -162,12 +172,13 @@ class Transport:
     """How to carry messages from trainer ranks to the ranks of one engine, and where that works.
 
     Attributes:
-        open_sender, open_receiver: called with endpoint, rank and device; block until all ranks of the session have
-            arrived.
+        open_sender, open_receiver: called with endpoint, rank and device; block until all ranks of
+            the session have arrived.
         devices: supported buffer devices, "cpu" and "cuda".
         shares_devices: True if trainer and engines may be two processes on one GPU.
         one_host: True if trainer and engines must be on one host; False allows any placement.
-        keeps_messages: True if a receiver that stages leaves all messages of a sync in the transport's slots.
+        keeps_messages: True if a receiver that stages leaves all messages of a sync in the
+            transport's slots.
         parts: message size as a multiple of the bytes that stay in a core's cache.
     """
 
@@ -180,4 +191,6 @@ class Transport:
     parts: int = 1
 
 
-TRANSPORTS: Registry[Transport] = Registry(TRANSPORT.kind, TRANSPORT.package, "rollout.sync.transport")
+TRANSPORTS: Registry[Transport] = Registry(
+    TRANSPORT.kind, TRANSPORT.package, "rollout.sync.transport"
+)

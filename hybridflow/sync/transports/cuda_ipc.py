@@ -1,12 +1,14 @@
 """Messages through GPU memory shared by two processes of a node; over NCCL between nodes.
 
-The protocol is that of `sync.lending`, as for shared memory on CPUs. A slot is memory of the sender's GPU, exported
-once per session when its first message is sent. The receiver copies from it into its parameters, which are in memory
-that cannot be exported. Each side records an event after its work on a slot, and the other side queries that event. The
-transport supports trainer and engines that share GPUs, which NCCL rejects, and any two GPUs of a node.
+The protocol is that of `sync.lending`, as for shared memory on CPUs. A slot is memory of the
+sender's GPU, exported once per session when its first message is sent. The receiver copies from it
+into its parameters, which are in memory that cannot be exported. Each side records an event after
+its work on a slot, and the other side queries that event. The transport supports trainer and
+engines that share GPUs, which NCCL rejects, and any two GPUs of a node.
 
-If an engine's ranks or its senders are on several nodes, pairs within a node use such slots. Other pairs use a process
-group (`p2p`). In that group NCCL connects only pairs that exchange messages, hence never two processes on one GPU.
+If an engine's ranks or its senders are on several nodes, pairs within a node use such slots. Other
+pairs use a process group (`p2p`). In that group NCCL connects only pairs that exchange messages,
+hence never two processes on one GPU.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _LEAST = 1 << 16
 def _open(member: Member, device: torch.device) -> Any:
     if device.type != "cuda":
         raise WeightSyncError(
-            f"the transport {member.endpoint.transport} carries buffers of GPUs, {member.side} rank {member.rank} has "
-            f"them on {device}; use shared_memory"
+            f"the transport {member.endpoint.transport} carries buffers of GPUs, {member.side} "
+            f"rank {member.rank} has them on {device}; use shared_memory"
         )
     return join_nodes(
         member,
@@ -52,7 +54,9 @@ def join_nodes(member: Member, near: Callable[[Member], Any], far: Callable[[], 
     kernels = {side: _kernels(meeting, side, ranks) for side, ranks in sides.items()}
     if len({kernel for side in kernels.values() for kernel in side.values()}) == 1:
         return near(replace(member, endpoint=_part(endpoint, kernels, "")))
-    neighbour = replace(member, endpoint=_part(endpoint, kernels, kernels[member.side][member.rank]))
+    neighbour = replace(
+        member, endpoint=_part(endpoint, kernels, kernels[member.side][member.rank])
+    )
     close = frozenset(neighbour.peers)
     channel = near(neighbour) if close else None
     try:
@@ -64,10 +68,13 @@ def join_nodes(member: Member, near: Callable[[Member], Any], far: Callable[[], 
 
 
 class _Joined:
-    """Either end of a session over several nodes. Routes each message to the channel that reaches its peer."""
+    """Either end of a session over several nodes. Routes each message to the channel that reaches
+    its peer."""
 
     def __init__(self, near: Any, far: Any, close: frozenset[int]) -> None:
-        self._near, self._far, self._close = near, far, close
+        self._near = near
+        self._far = far
+        self._close = close
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
         return (self._near if peer in self._close else self._far).send(peer, tag, payload)
@@ -93,7 +100,8 @@ class DeviceMemory:
     """
 
     def __init__(self, device: torch.device, peer: Any) -> None:
-        self._device, self._peer = device, peer
+        self._device = device
+        self._peer = peer
         self._events: dict[int, Any] = {}
 
     def file_bytes(self, endpoint: Endpoint) -> int:
@@ -107,30 +115,50 @@ class DeviceMemory:
 
     def open(self, member: Member, peer: int, offered: Any, file: torch.Tensor) -> _DeviceSlots:
         """Open the pair's slots, which have no memory yet."""
-        mine, theirs = self._events.pop(peer), self._peer.PeerEvents(offered, self._device)
+        mine = self._events.pop(peer)
+        theirs = self._peer.PeerEvents(offered, self._device)
         return _DeviceSlots(member, self._device, self._peer, file, mine, theirs)
 
 
 class _DeviceSlots:
     """One side of a pair.
 
-    The sender writes the handle of each slot's memory to the file. Memory is allocated when a message first needs it
-    and at least doubles in size each time, so a pair with small messages uses little memory.
+    The sender writes the handle of each slot's memory to the file. Memory is allocated when a
+    message first needs it and at least doubles in size each time, so a pair with small messages
+    uses little memory.
     """
 
-    def __init__(self, member: Member, device: torch.device, peer: Any, file: torch.Tensor, mine: Any, theirs: Any):
-        self._device, self._peer, self._mine, self._theirs = device, peer, mine, theirs
-        self._is_sender, self._most = member.side == "trainer", slot_bytes(member.endpoint)
-        self._notes = [file[n * _NOTE_BYTES :][:_NOTE_BYTES].numpy() for n in range(member.endpoint.slots)]
+    def __init__(
+        self,
+        member: Member,
+        device: torch.device,
+        peer: Any,
+        file: torch.Tensor,
+        mine: Any,
+        theirs: Any,
+    ):
+        self._device = device
+        self._peer = peer
+        self._mine = mine
+        self._theirs = theirs
+        self._is_sender = member.side == "trainer"
+        self._most = slot_bytes(member.endpoint)
+        self._notes = [
+            file[n * _NOTE_BYTES :][:_NOTE_BYTES].numpy() for n in range(member.endpoint.slots)
+        ]
         self._memory: dict[int, tuple[str, torch.Tensor]] = {}
         self._payloads: dict[tuple[int, int], Payload] = {}
         self._is_open = True
 
     def at(self, slot: int, nbytes: int) -> Payload:
         if slot not in self._memory or self._memory[slot][1].numel() < nbytes:
-            self._payloads = {place: payload for place, payload in self._payloads.items() if place[0] != slot}
+            self._payloads = {
+                place: payload for place, payload in self._payloads.items() if place[0] != slot
+            }
             self._memory.pop(slot, None)
-            self._memory[slot] = self._export(slot, nbytes) if self._is_sender else self._import(slot)
+            self._memory[slot] = (
+                self._export(slot, nbytes) if self._is_sender else self._import(slot)
+            )
         place = (slot, nbytes)
         if place not in self._payloads:
             self._payloads[place] = Payload(self._memory[slot][1][:nbytes])
@@ -158,7 +186,8 @@ class _DeviceSlots:
         """Release the memory. Views of it may outlive this call."""
         if self._is_open:
             self._is_open = False
-            self._memory, self._payloads = {}, {}
+            self._memory = {}
+            self._payloads = {}
             self._mine.release()
 
 
@@ -175,8 +204,12 @@ def _part(endpoint: Endpoint, kernels: dict[str, dict[int, str]], kernel: str) -
     senders = tuple(rank for rank, where in kernels["trainer"].items() if kernel in ("", where))
     receivers = tuple(rank for rank, where in kernels["engine"].items() if kernel in ("", where))
     name = hashlib.sha256(kernel.encode()).hexdigest()[:12]
-    return replace(endpoint, session=f"{endpoint.session}/{name}", senders=senders, receivers=receivers)
+    return replace(
+        endpoint, session=f"{endpoint.session}/{name}", senders=senders, receivers=receivers
+    )
 
 
 open_sender, open_receiver = both_ends(_open)
-TRANSPORTS.register("cuda_ipc", Transport(open_sender, open_receiver, devices=("cuda",), shares_devices=True))
+TRANSPORTS.register(
+    "cuda_ipc", Transport(open_sender, open_receiver, devices=("cuda",), shares_devices=True)
+)

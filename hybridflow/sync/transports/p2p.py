@@ -1,15 +1,18 @@
-"""Point-to-point messages over a separate process group per session: gloo for CPU buffers, NCCL for GPU buffers.
+"""Point-to-point messages over a separate process group per session: gloo for CPU buffers, NCCL for
+GPU buffers.
 
-The group is created directly from the session's store. It neither reads nor modifies `torch.distributed`'s global
-state, so the same process may also have Megatron's or SGLang's groups. NCCL matches messages by order and ignores tags;
-both sides process messages in the same order anyway.
+The group is created directly from the session's store. It neither reads nor modifies
+`torch.distributed`'s global state, so the same process may also have Megatron's or SGLang's groups.
+NCCL matches messages by order and ignores tags; both sides process messages in the same order
+anyway.
 
-**NCCL.** An NCCL kernel occupies its device until the other side's kernel runs, and kernels of one device may share a
-queue even across sessions. Two senders that start messages to two engines in different orders would deadlock. Therefore
-a receiver announces in the store when it starts to wait for a message and has received all earlier ones, and a sender
-starts a message only then. Everything in a sender's queue can then complete without any other kernel being started,
-regardless of the order in which engines are served. A session has one communicator. All its pairs are connected before
-the first message, because NCCL connects a pair at its first message, and that call blocks.
+**NCCL.** An NCCL kernel occupies its device until the other side's kernel runs, and kernels of one
+device may share a queue even across sessions. Two senders that start messages to two engines in
+different orders would deadlock. Therefore a receiver announces in the store when it starts to wait
+for a message and has received all earlier ones, and a sender starts a message only then. Everything
+in a sender's queue can then complete without any other kernel being started, regardless of the
+order in which engines are served. A session has one communicator. All its pairs are connected
+before the first message, because NCCL connects a pair at its first message, and that call blocks.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import TRANSPORTS, Transport, Work
 
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# Each engine's session is opened by a separate thread, but the constructor reads process-wide state. Never wait for
-# another rank under this lock: ranks open their sessions in different orders.
+# Each engine's session is opened by a separate thread, but the constructor reads process-wide
+# state. Never wait for another rank under this lock: ranks open their sessions in different orders.
 _making = threading.Lock()
 _POLL_S = 0.001
 _LOOK_S = 0.2  # interval between checks of the peers' processes while waiting for the store
@@ -50,12 +53,17 @@ class PeerToPeer:
     """Either end. In the group, trainer ranks come first, followed by engine ranks."""
 
     def __init__(self, member: Member, device: torch.device) -> None:
-        self.member, self.device = member, device
+        self.member = member
+        self.device = device
         meeting = meet(member)
         endpoint = member.endpoint
         senders = {rank: number for number, rank in enumerate(endpoint.senders)}
-        receivers = {rank: number for number, rank in enumerate(endpoint.receivers, start=len(senders))}
-        own, self._place = (senders, receivers) if member.side == "trainer" else (receivers, senders)
+        receivers = {
+            rank: number for number, rank in enumerate(endpoint.receivers, start=len(senders))
+        }
+        own, self._place = (
+            (senders, receivers) if member.side == "trainer" else (receivers, senders)
+        )
         self.peers = Peers(member, meeting)
         self._store = TorchStore(meeting.store, f"group/{endpoint.session}/")
         try:
@@ -74,15 +82,19 @@ class PeerToPeer:
 
     def _unopened(self, error: BaseException) -> WeightSyncError:
         """Build the error for a group that could not be created."""
-        member, reason = self.member, _first_line(error)
+        member = self.member
+        reason = _first_line(error)
         if ended := self.peers.ended():
             return member.failure(
-                ended[0], 0, f"the session could not be opened, because that rank's process has ended ({reason})"
+                ended[0],
+                0,
+                "the session could not be opened, because that rank's process has ended "
+                f"({reason})",
             )
         return WeightSyncError(
-            f"session {member.endpoint.session}, {member.side} rank {member.rank}: no process group with "
-            f"{member.peer_side} ranks {list(member.peers)} within {member.endpoint.timeout_s:g} s: {reason}; look at "
-            "the logs of those ranks"
+            f"session {member.endpoint.session}, {member.side} rank {member.rank}: no process "
+            f"group with {member.peer_side} ranks {list(member.peers)} within "
+            f"{member.endpoint.timeout_s:g} s: {reason}; look at the logs of those ranks"
         )
 
     def close(self) -> None:
@@ -93,7 +105,8 @@ class PeerToPeer:
 
     def abort(self) -> None:
         """Abort the session without waiting."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             group.abort()
         self.close()
@@ -137,7 +150,10 @@ class OverGloo(PeerToPeer):
 
 class _GlooTransfer:
     def __init__(self, channel: OverGloo, peer: int, tag: int, work: Any) -> None:
-        self._channel, self._peer, self._tag, self._work = channel, peer, tag, work
+        self._channel = channel
+        self._peer = peer
+        self._tag = tag
+        self._work = work
 
     def wait(self) -> None:
         member = self._channel.member
@@ -163,14 +179,16 @@ class OverNccl(PeerToPeer):
         # half of the messages in flight; the rest are being processed
         self._together = max(1, endpoint.slots // 2)
         self._next: _Batch | None = None  # receiver only: not started yet
-        self._started: deque[_Batch] = deque()  # receiver only: in order; the first has been announced
+        # receiver only: in order; the first has been announced
+        self._started: deque[_Batch] = deque()
         self._connect()
 
     def _join(self, number: int, size: int) -> Any:
         import torch.distributed as dist
 
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(days=30)  # because the watchdog kills the process when a transfer times out
+        # because the watchdog kills the process when a transfer times out
+        options._timeout = timedelta(days=30)
         options.config.max_ctas = _MOST_CTAS
         with _making:
             before = os.environ.get(_NCCL_ERRORS)
@@ -185,7 +203,8 @@ class OverNccl(PeerToPeer):
     def _connect(self) -> None:
         """Create the communicator and connect all pairs by sending one byte each.
 
-        NCCL has no timeout for either, so they run in another thread and this one waits with a deadline.
+        NCCL has no timeout for either, so they run in another thread and this one waits with a
+        deadline.
         """
         failed: list[BaseException] = []
 
@@ -200,7 +219,9 @@ class OverNccl(PeerToPeer):
                 failed.append(error)
 
         deadline = time.monotonic() + self.member.endpoint.timeout_s
-        thread = threading.Thread(target=connect, args=(self._group,), name="connect-nccl", daemon=True)
+        thread = threading.Thread(
+            target=connect, args=(self._group,), name="connect-nccl", daemon=True
+        )
         thread.start()
         while thread.is_alive() and time.monotonic() < deadline and not self.peers.ended_now():
             thread.join(_POLL_S)
@@ -235,7 +256,8 @@ class OverNccl(PeerToPeer):
         """Start the messages of a batch in NCCL, unless they have already started."""
         if batch is self._next:
             return self._start_next()
-        group, (_, _, peer, tag) = self._group, batch.parts[0]
+        group = self._group
+        _, _, peer, tag = batch.parts[0]
         if batch.work is not None:
             return None
         if group is None:
@@ -249,11 +271,13 @@ class OverNccl(PeerToPeer):
             raise self.peers.lost(peer, tag, _first_line(error)) from error
 
     def _start_next(self) -> None:
-        batch, self._next = self._next, None
+        batch = self._next
+        self._next = None
         assert batch is not None
         self._started.append(batch)
         if self._started[0] is batch:
-            self._announce(batch)  # announce first: NCCL blocks on an unconnected pair until the sender arrives
+            # announce first: NCCL blocks on an unconnected pair until the sender arrives
+            self._announce(batch)
         self.start(batch)
 
     def _announce(self, batch: _Batch) -> None:
@@ -266,7 +290,8 @@ class OverNccl(PeerToPeer):
                 raise self._without_store(peer, tag, error) from error
 
     def ended(self, batch: _Batch) -> None:
-        """Mark a receiver's batch as received, like all earlier ones, and let the senders of the next batch start."""
+        """Mark a receiver's batch as received, like all earlier ones, and let the senders of the
+        next batch start."""
         if batch not in self._started:
             return
         while self._started.popleft() is not batch:
@@ -276,13 +301,16 @@ class OverNccl(PeerToPeer):
 
     def _wait_for_receiver(self, peer: int, tag: int) -> None:
         """Wait until the peer waits for the next message from this rank."""
-        key, deadline = f"{peer}/{self.member.rank}/{self._counts[peer] + 1}", time.monotonic()
+        key = f"{peer}/{self.member.rank}/{self._counts[peer] + 1}"
+        deadline = time.monotonic()
         deadline += self.member.endpoint.timeout_s
         while True:
             if not self.is_open:
                 raise self.member.failure(peer, tag, "the session was given up before")
             try:
-                self._notes.wait([key], timedelta(seconds=max(0.0, min(_LOOK_S, deadline - time.monotonic()))))
+                self._notes.wait(
+                    [key], timedelta(seconds=max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+                )
                 self._notes.delete_key(key)
                 break
             except StoreLate:
@@ -295,7 +323,9 @@ class OverNccl(PeerToPeer):
         self._counts[peer] += 1
 
     def _without_store(self, peer: int, tag: int, error: StoreError) -> WeightSyncError:
-        return self.member.failure(peer, tag, str(error) if self.is_open else "the session was given up before")
+        return self.member.failure(
+            peer, tag, str(error) if self.is_open else "the session was given up before"
+        )
 
     def close(self) -> None:
         """Close the session cleanly."""
@@ -313,7 +343,10 @@ class _Batch:
 
 class _NcclTransfer:
     def __init__(self, channel: OverNccl, batch: _Batch, peer: int, tag: int) -> None:
-        self._channel, self._batch, self._peer, self._tag = channel, batch, peer, tag
+        self._channel = channel
+        self._batch = batch
+        self._peer = peer
+        self._tag = tag
 
     def wait(self) -> None:
         channel = self._channel
@@ -328,11 +361,16 @@ class _NcclTransfer:
     def _wait_for_the_device(self) -> None:
         """Poll until the transfer has completed.
 
-        Polling is needed because NCCL's own timeout would kill this process, a dead peer leaves its kernels spinning,
-        and a transfer stopped by `abort` looks successful.
+        Polling is needed because NCCL's own timeout would kill this process, a dead peer leaves its
+        kernels spinning, and a transfer stopped by `abort` looks successful.
         """
-        channel, deadline = self._channel, time.monotonic() + self._channel.member.endpoint.timeout_s
-        while not (done := self._batch.work.is_completed()) and channel.is_open and time.monotonic() < deadline:
+        channel = self._channel
+        deadline = time.monotonic() + self._channel.member.endpoint.timeout_s
+        while (
+            not (done := self._batch.work.is_completed())
+            and channel.is_open
+            and time.monotonic() < deadline
+        ):
             if ended := channel.peers.ended_now():
                 raise channel.member.lost(ended[0], self._tag)
             time.sleep(_POLL_S)
@@ -351,5 +389,6 @@ def _first_line(error: BaseException) -> str:
 
 
 open_sender, open_receiver = both_ends(open_end)
-# Larger messages for gloo, which hands each to another thread and performs a handshake with the receiver.
+# Larger messages for gloo, which hands each to another thread and performs a handshake with the
+# receiver.
 TRANSPORTS.register("p2p", Transport(open_sender, open_receiver, devices=("cpu", "cuda"), parts=4))

@@ -1,4 +1,5 @@
-"""Messages through memory that sender and receiver both map, for CPU buffers of engines on the trainer's host.
+"""Messages through memory that sender and receiver both map, for CPU buffers of engines on the
+trainer's host.
 
 The protocol is that of `sync.lending`; a pair's slots are in its file.
 """
@@ -55,4 +56,6 @@ class _HostSlots:
         """Do nothing: the memory is unmapped with the last view."""
 
 
-TRANSPORTS.register("shared_memory", Transport(*both_ends(_open), one_host=True, keeps_messages=True))
+TRANSPORTS.register(
+    "shared_memory", Transport(*both_ends(_open), one_host=True, keeps_messages=True)
+)

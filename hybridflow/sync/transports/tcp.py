@@ -1,14 +1,15 @@
-"""Messages over one TCP connection per pair of ranks, for CPU buffers and any placement, without extra threads or
-copies.
+"""Messages over one TCP connection per pair of ranks, for CPU buffers and any placement, without
+extra threads or copies.
 
-`send` returns once the kernel has the bytes, so the payload may be reused. The receiver acknowledges the first of every
-`slots` messages and the last of a sync, which reveals a dead or stalled receiver to the sender. (An acknowledgement per
-message of 1 MiB costs a tenth of copying it.) For comparison, gloo uses a thread in every rank and performs a handshake
-with the receiver before each message.
+`send` returns once the kernel has the bytes, so the payload may be reused. The receiver
+acknowledges the first of every `slots` messages and the last of a sync, which reveals a dead or
+stalled receiver to the sender. (An acknowledgement per message of 1 MiB costs a tenth of copying
+it.) For comparison, gloo uses a thread in every rank and performs a handshake with the receiver
+before each message.
 
-A receiver listens on the address from which the trainer's store is reachable, on loopback if the store is there, and
-publishes its port through the store. Both ends of a connection prove that they know the job's secret before any message
-is sent.
+A receiver listens on the address from which the trainer's store is reachable, on loopback if the
+store is there, and publishes its port through the store. Both ends of a connection prove that they
+know the job's secret before any message is sent.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _RANK = struct.Struct("<q")  # the trainer rank that opened the connection
 _HEADER = struct.Struct("<qq")  # tag, payload bytes
 _TAKEN = struct.Struct("<q")  # tag
 _HELLO_S = 5.0  # limit for the whole greeting
-_TRIES, _PAUSE_S = 5, 0.05
+_TRIES = 5
+_PAUSE_S = 0.05
 _BACKLOG = 1024  # peers, plus unknown clients that connect before all ranks have arrived
 
 
@@ -49,7 +51,9 @@ def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connecti
         links = {}
         for peer, said in meeting.peers.items():
             try:
-                links[peer] = _connected((said["host"], said["port"]), rank, _purpose(member, rank, peer), deadline)
+                links[peer] = _connected(
+                    (said["host"], said["port"]), rank, _purpose(member, rank, peer), deadline
+                )
             except OSError as error:
                 what = f"it cannot be reached at {said['host']}:{said['port']} ({error})"
                 raise member.failure(peer, 0, what) from error
@@ -79,7 +83,8 @@ class _Link:
         self.pending: deque[_Transfer] = deque()  # pending reads, in order
         self.count = 0  # messages sent or requested
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Use the kernel's timeouts. Python's would poll before each call, and cannot wait for a whole message.
+        # Use the kernel's timeouts. Python's would poll before each call, and cannot wait for a
+        # whole message.
         connection.settimeout(None)
         for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, direction, _timeval(timeout_s))
@@ -88,18 +93,30 @@ class _Link:
 class Connections:
     """Either end of a session.
 
-    The number of calls per message is kept minimal: with 1 MiB of message data in the cache, the code of each call must
-    be fetched from memory.
+    The number of calls per message is kept minimal: with 1 MiB of message data in the cache, the
+    code of each call must be fetched from memory.
     """
 
-    def __init__(self, member: Member, meeting: Meeting, connections: dict[int, socket.socket]) -> None:
-        self.member, self.peers = member, Peers(member, meeting)
-        self._links = {peer: _Link(connection, member.endpoint.timeout_s) for peer, connection in connections.items()}
+    def __init__(
+        self, member: Member, meeting: Meeting, connections: dict[int, socket.socket]
+    ) -> None:
+        self.member = member
+        self.peers = Peers(member, meeting)
+        self._links = {
+            peer: _Link(connection, member.endpoint.timeout_s)
+            for peer, connection in connections.items()
+        }
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
         """Start sending. The payload must not be modified until `wait` returns."""
         link = self._links.get(peer) or self._no_link(peer, tag)
-        self._write(link, peer, tag, (_HEADER.pack(tag, payload.nbytes), payload.memory), _HEADER.size + payload.nbytes)
+        self._write(
+            link,
+            peer,
+            tag,
+            (_HEADER.pack(tag, payload.nbytes), payload.memory),
+            _HEADER.size + payload.nbytes,
+        )
         if not self._is_acknowledged(link, tag):
             return DONE  # the kernel has all bytes
         sent = _Sent(self, link, peer, tag)
@@ -118,11 +135,14 @@ class Connections:
         self._write(link, peer, tag, (_TAKEN.pack(tag),), _TAKEN.size)
 
     def _is_acknowledged(self, link: _Link, tag: int) -> bool:
-        """Return True if the receiver acknowledges the next message. Both ends count in the same way."""
+        """Return True if the receiver acknowledges the next message. Both ends count in the same
+        way."""
         link.count += 1
         return link.count % self.member.endpoint.slots == 1 or tag == LAST_TAG
 
-    def _write(self, link: _Link, peer: int, tag: int, parts: Sequence[bytes | memoryview], size: int) -> None:
+    def _write(
+        self, link: _Link, peer: int, tag: int, parts: Sequence[bytes | memoryview], size: int
+    ) -> None:
         try:
             count = link.socket.sendmsg(parts)
             if count < size:  # interrupted by a signal
@@ -130,7 +150,9 @@ class Connections:
         except OSError as error:
             raise self._problem(peer, tag, error) from error
 
-    def read(self, link: _Link, peer: int, tag: int, into: bytearray | memoryview, size: int) -> None:
+    def read(
+        self, link: _Link, peer: int, tag: int, into: bytearray | memoryview, size: int
+    ) -> None:
         """Read exactly `size` bytes."""
         try:
             count = link.socket.recv_into(into, size, socket.MSG_WAITALL)
@@ -155,17 +177,20 @@ class Connections:
 
     def close(self) -> None:
         """Close the connections. Data already sent still arrives."""
-        links, self._links = self._links, {}
+        links = self._links
+        self._links = {}
         for link in links.values():
             link.socket.close()
         self.peers.forget()
 
     def abort(self) -> None:
         """Abort the session without waiting."""
-        links, self._links = self._links, {}
+        links = self._links
+        self._links = {}
         for link in links.values():
             with suppress(OSError):  # the connection may be broken already
-                link.socket.shutdown(socket.SHUT_RDWR)  # wakes other threads blocked on the socket; close does not
+                # wakes other threads blocked on the socket; close does not
+                link.socket.shutdown(socket.SHUT_RDWR)
             link.socket.close()
         self.peers.forget()
 
@@ -176,7 +201,11 @@ class _Transfer:
     __slots__ = ("channel", "is_done", "link", "peer", "tag")
 
     def __init__(self, channel: Connections, link: _Link, peer: int, tag: int) -> None:
-        self.channel, self.link, self.peer, self.tag, self.is_done = channel, link, peer, tag, False
+        self.channel = channel
+        self.link = link
+        self.peer = peer
+        self.tag = tag
+        self.is_done = False
 
     def wait(self) -> None:
         """Complete all earlier reads from the peer, then this one."""
@@ -195,8 +224,8 @@ class _Transfer:
         self.channel.read(self.link, self.peer, self.tag, header, form.size)
         if (found := form.unpack(header)) != wanted:
             what = (
-                f"message and bytes {list(wanted)} were expected, {list(found)} came; the two sides have different "
-                "plans"
+                f"message and bytes {list(wanted)} were expected, {list(found)} came; the two "
+                "sides have different plans"
             )
             raise self.channel.member.failure(self.peer, self.tag, what)
 
@@ -214,14 +243,23 @@ class _Arrival(_Transfer):
     __slots__ = ("_into", "_is_acknowledged")
 
     def __init__(
-        self, channel: Connections, link: _Link, peer: int, tag: int, into: Payload, is_acknowledged: bool
+        self,
+        channel: Connections,
+        link: _Link,
+        peer: int,
+        tag: int,
+        into: Payload,
+        is_acknowledged: bool,
     ) -> None:
         super().__init__(channel, link, peer, tag)
-        self._into, self._is_acknowledged = into, is_acknowledged
+        self._into = into
+        self._is_acknowledged = is_acknowledged
 
     def read(self) -> None:
         """Read the header and the payload."""
-        channel, link, into = self.channel, self.link, self._into
+        channel = self.channel
+        link = self.link
+        into = self._into
         self.expect(_HEADER, self.tag, into.nbytes)
         channel.read(link, self.peer, self.tag, into.memory, into.nbytes)
         if self._is_acknowledged:
@@ -237,8 +275,8 @@ def _timeval(seconds: float) -> bytes:
 def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float) -> socket.socket:
     """Connect and verify the other end.
 
-    Retries a few times if the connection is closed during the greeting, which happens if too many unknown clients
-    connect.
+    Retries a few times if the connection is closed during the greeting, which happens if too many
+    unknown clients connect.
     """
     for tries_left in reversed(range(_TRIES)):
         left = max(deadline - time.monotonic(), 0.001)
@@ -257,7 +295,9 @@ def _connected(where: tuple[str, int], rank: int, purpose: str, deadline: float)
     raise AssertionError("unreachable")
 
 
-def _accept_all(member: Member, listener: socket.socket, deadline: float) -> dict[int, socket.socket]:
+def _accept_all(
+    member: Member, listener: socket.socket, deadline: float
+) -> dict[int, socket.socket]:
     """Accept one connection from each sender. Returns them by rank."""
     if not member.peers:
         return {}
@@ -266,12 +306,17 @@ def _accept_all(member: Member, listener: socket.socket, deadline: float) -> dic
 
 
 class _Greeter:
-    """Greets all clients concurrently, each within `_HELLO_S`, so that an unknown client cannot delay a rank."""
+    """Greets all clients concurrently, each within `_HELLO_S`, so that an unknown client cannot
+    delay a rank."""
 
     def __init__(self, member: Member, listener: socket.socket) -> None:
-        self._member, self._listener = member, listener
-        self._missing, self._links = set(member.peers), dict[int, socket.socket]()
-        self._lobby, self._tasks, self._are_here = Lobby(), set[asyncio.Task[None]](), asyncio.Event()
+        self._member = member
+        self._listener = listener
+        self._missing = set(member.peers)
+        self._links = dict[int, socket.socket]()
+        self._lobby = Lobby()
+        self._tasks = set[asyncio.Task[None]]()
+        self._are_here = asyncio.Event()
 
     async def links(self, deadline: float) -> dict[int, socket.socket]:
         """Return the connections by rank. Raises WeightSyncError at the deadline."""
@@ -295,7 +340,8 @@ class _Greeter:
         while True:
             try:
                 link, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-            except OSError:  # the client has disconnected, or no file descriptor is free until others are closed
+            except OSError:
+                # the client has disconnected, or no file descriptor is free until others are closed
                 await asyncio.sleep(_PAUSE_S)
                 continue
             task = asyncio.create_task(self._greet(link))
@@ -338,7 +384,11 @@ class _Greeter:
             await loop.sock_sendall(link, data)
 
         rank = int(_RANK.unpack(await read(_RANK.size))[0])
-        return rank if await greet_client(read, write, _purpose(self._member, rank, self._member.rank)) else -1
+        return (
+            rank
+            if await greet_client(read, write, _purpose(self._member, rank, self._member.rank))
+            else -1
+        )
 
 
 def _purpose(member: Member, sender: int, receiver: int) -> str:

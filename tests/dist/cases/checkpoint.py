@@ -16,7 +16,9 @@ def resumable(parallel: dict[str, Any], hf: dict[str, Any], eps: float = 1e-3) -
     """A policy with optimizer and reference. The large epsilon: see `parity_cases`."""
     policy = policy_of(parallel, hf)
     policy.set_optimizer(
-        OptimConfig(lr=1e-2, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1, adam_eps=eps)
+        OptimConfig(
+            lr=1e-2, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1, adam_eps=eps
+        )
     )
     policy.freeze_reference()
     return policy
@@ -43,9 +45,11 @@ def state_of(policy: Any) -> dict[str, Any]:
     return {"weights": digest(policy), "reference": reference, "random": torch.rand(3).tolist()}
 
 
-def save_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str, full_disk_on: int) -> Any:
-    """Two steps, a checkpoint in the background while three more are taken; then saves that fail on one rank, in both
-    ways."""
+def save_and_go_on(
+    parallel: dict[str, Any], hf: dict[str, Any], folder: str, full_disk_on: int
+) -> Any:
+    """Two steps, a checkpoint in the background while three more are taken; then saves that fail on
+    one rank, in both ways."""
     import resource
 
     from hybridflow.errors import CheckpointError
@@ -72,10 +76,14 @@ def save_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str, fu
 
 
 def load_and_go_on(
-    parallel: dict[str, Any], hf: dict[str, Any], folder: str, broken: list[str], other: dict[str, Any]
+    parallel: dict[str, Any],
+    hf: dict[str, Any],
+    folder: str,
+    broken: list[str],
+    other: dict[str, Any],
 ) -> Any:
-    """The same three steps in a new world, from the checkpoint; then what loading each broken one says, and one of
-    another model."""
+    """The same three steps in a new world, from the checkpoint; then what loading each broken one
+    says, and one of another model."""
     from hybridflow.errors import CheckpointError
     from hybridflow.mcore import checkpoint
 
@@ -99,7 +107,8 @@ def load_and_go_on(
 
 
 def resume_with_other_settings(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:
-    """Load the checkpoint under other optimizer settings; the rate of the next update and the groups' weight decay."""
+    """Load the checkpoint under other optimizer settings; the rate of the next update and the
+    groups' weight decay."""
     from hybridflow.mcore import checkpoint
 
     policy = policy_of(parallel, hf)
@@ -110,7 +119,9 @@ def resume_with_other_settings(parallel: dict[str, Any], hf: dict[str, Any], fol
     return {"rate": rate, "decays": sorted(decays)}
 
 
-def export_and_save(parallel: dict[str, Any], hf: dict[str, Any], folder: str, max_shard_bytes: int) -> None:
+def export_and_save(
+    parallel: dict[str, Any], hf: dict[str, Any], folder: str, max_shard_bytes: int
+) -> None:
     """The same weights as a Hugging Face folder and as a checkpoint."""
     from hybridflow.mcore import checkpoint
     from hybridflow.mcore.hf_export import export
@@ -122,8 +133,8 @@ def export_and_save(parallel: dict[str, Any], hf: dict[str, Any], folder: str, m
 
 
 def memory_of_export(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> dict[str, int]:
-    """Bytes by which this rank's resident memory grows at most during an export; the size of the model and of its
-    largest tensor."""
+    """Bytes by which this rank's resident memory grows at most during an export; the size of the
+    model and of its largest tensor."""
     import gc
     from math import prod
     from threading import Event, Thread
@@ -134,7 +145,9 @@ def memory_of_export(parallel: dict[str, Any], hf: dict[str, Any], folder: str) 
 
     policy = policy_of(parallel, hf)
     gc.collect()
-    process, stop, peak = psutil.Process(), Event(), [0]
+    process = psutil.Process()
+    stop = Event()
+    peak = [0]
     before = process.memory_info().rss
 
     def watch() -> None:

@@ -1,4 +1,5 @@
-"""Tiny configs of every family, other legal values of all their fields, and Megatron's log-probs for each."""
+"""Tiny configs of every family, other legal values of all their fields, and Megatron's log-probs
+for each."""
 
 from __future__ import annotations
 
@@ -90,16 +91,28 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
 ROTARY: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}},
     "yarn": {"rope_parameters": {**_YARN, "rope_theta": 777.5}},
-    "yarn, its old name, another base": {"rope_theta": 500, "rope_scaling": {"type": "yarn", **_YARN, "beta_fast": 4}},
-    "yarn with mscale": {"rope_scaling": {**_YARN, "mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False}},
+    "yarn, its old name, another base": {
+        "rope_theta": 500,
+        "rope_scaling": {"type": "yarn", **_YARN, "beta_fast": 4},
+    },
+    "yarn with mscale": {
+        "rope_scaling": {**_YARN, "mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False}
+    },
     "yarn with mscale_all_dim alone": {"rope_scaling": {**_YARN, "mscale_all_dim": 0.5}},
-    "yarn with a factor of attention": {"rope_parameters": {**_YARN, "attention_factor": 1.7, "beta_slow": 0.5}},
+    "yarn with a factor of attention": {
+        "rope_parameters": {**_YARN, "attention_factor": 1.7, "beta_slow": 0.5}
+    },
     "yarn of the longest position": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-    "yarn, original length outside": {"rope_scaling": _YARN, "original_max_position_embeddings": 16},
+    "yarn, original length outside": {
+        "rope_scaling": _YARN,
+        "original_max_position_embeddings": 16,
+    },
     "llama3": {"rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 8}},
     "both places": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": _YARN},
     "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-    "longrope": {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+    "longrope": {
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    },
 }
 
 
@@ -111,13 +124,18 @@ def fields_of(family: str) -> set[str]:
 
 
 def changes_of(family: str, fields: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, config.json) of the family's cases: each field changed, each left out, rotary settings."""
+    """(name, config.json) of the family's cases: each field changed, each left out, rotary
+    settings."""
     base = {"model_type": family, **FIELD_MODELS[family]}
     yield "as it is", base
     supported_nowhere = {"sliding_window"} if family in ("mixtral", "mistral") else set()
     yield (
         "without influence",
-        base | {name: WITHOUT_INFLUENCE[name] for name in fields & WITHOUT_INFLUENCE.keys() - supported_nowhere},
+        base
+        | {
+            name: WITHOUT_INFLUENCE[name]
+            for name in fields & WITHOUT_INFLUENCE.keys() - supported_nowhere
+        },
     )
     extra = {"head_dim", "partial_rotary_factor", "rope_theta", "original_max_position_embeddings"}
     for name in sorted(fields & OTHER.keys() | extra):
@@ -133,17 +151,24 @@ def changes_of(family: str, fields: set[str]) -> Iterator[tuple[str, dict[str, A
 
 
 def batch() -> DataProto:
-    """Four sequences, two of them longer than the `original_max_position_embeddings` of the rotary cases."""
+    """Four sequences, two of them longer than the `original_max_position_embeddings` of the rotary
+    cases."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, 51, length) for length in (3, 9, 20, 1)]
     responses = [rng.integers(2, 51, length) for length in (5, 2, 18, 4)]
     return DataProto.from_columns(
-        {"prompt_ids": Jagged.from_rows(prompts, np.int64), "response_ids": Jagged.from_rows(responses, np.int64)}
+        {
+            "prompt_ids": Jagged.from_rows(prompts, np.int64),
+            "response_ids": Jagged.from_rows(responses, np.int64),
+        }
     )
 
 
-def log_probs(cases: dict[str, dict[str, Any]], folder: str, backend: str = "megatron") -> dict[str, Any]:
-    """For each config: the log-probs of `batch`, its weights being in the folder of that name; or why it is refused."""
+def log_probs(
+    cases: dict[str, dict[str, Any]], folder: str, backend: str = "megatron"
+) -> dict[str, Any]:
+    """For each config: the log-probs of `batch`, its weights being in the folder of that name; or
+    why it is refused."""
     return {name: _one(hf, Path(folder, name), backend) for name, hf in cases.items()}
 
 

@@ -1,4 +1,5 @@
-"""A model on the stand-in device: what construction leaves on the CPU, and where a pass makes the host wait."""
+"""A model on the stand-in device: what construction leaves on the CPU, and where a pass makes the
+host wait."""
 
 from __future__ import annotations
 
@@ -17,11 +18,14 @@ KINDS = ("full", "adapter", "frozen")
 
 
 def left_on_the_cpu(family: str, dtype: str) -> dict[str, Any]:
-    """By kind of role and whether the optimizer is distributed: names (or shapes) of the floating-point tensors on the
-    CPU, and how many tensors are on the device. Scalars are left out: torch's AdamW counts its steps on the CPU."""
+    """By kind of role and whether the optimizer is distributed: names (or shapes) of the
+    floating-point tensors on the CPU, and how many tensors are on the device. Scalars are left out:
+    torch's AdamW counts its steps on the CPU."""
     stand_in_device.install()
     return {
-        f"{kind}, distributed optimizer {'on' if distributed else 'off'}": _devices(family, dtype, kind, distributed)
+        f"{kind}, distributed optimizer {'on' if distributed else 'off'}": _devices(
+            family, dtype, kind, distributed
+        )
         for kind in KINDS
         for distributed in (True, False)
     }
@@ -45,8 +49,12 @@ def _devices(family: str, dtype: str, kind: str, distributed: bool) -> tuple[lis
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers())
     }
     made = [tensor for tensor in _tensors() if id(tensor) not in known and tensor.dim()]
-    on_cpu = [tensor for tensor in made if tensor.device.type == "cpu" and tensor.is_floating_point()]
-    return sorted(names.get(id(tensor), str(tuple(tensor.shape))) for tensor in on_cpu), len(made) - len(on_cpu)
+    on_cpu = [
+        tensor for tensor in made if tensor.device.type == "cpu" and tensor.is_floating_point()
+    ]
+    return sorted(names.get(id(tensor), str(tuple(tensor.shape))) for tensor in on_cpu), len(
+        made
+    ) - len(on_cpu)
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -55,8 +63,8 @@ def _tensors() -> list[torch.Tensor]:
 
 
 def host_waits(family: str, recompute: str) -> dict[str, int]:
-    """Run a training pass of one micro-batch where a wait raises; returns how many tensors Megatron's token dispatcher
-    moved to the host."""
+    """Run a training pass of one micro-batch where a wait raises; returns how many tensors
+    Megatron's token dispatcher moved to the host."""
     from megatron.core.transformer.moe import token_dispatcher
 
     from hybridflow.algorithms.vocab_parallel import Scoring
@@ -64,13 +72,17 @@ def host_waits(family: str, recompute: str) -> dict[str, int]:
     from hybridflow.mcore.step import response_log_probs
 
     stand_in_device.install()
-    policy = policy_of({}, models.FAMILIES[family], dtype="bfloat16", backend="gloo", recompute=recompute)
+    policy = policy_of(
+        {}, models.FAMILIES[family], dtype="bfloat16", backend="gloo", recompute=recompute
+    )
     moved = []
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, **_: moved.append(tensor)
     batch = batch_of(6, 1)
     (micro,) = build_micro_batches(batch, [np.arange(6)], (), Cut())
     with stand_in_device.NoBlockingCopies():
-        hidden = policy.chunks[0](micro.tokens, micro.positions, None, packed_seq_params=micro.packed)
+        hidden = policy.chunks[0](
+            micro.tokens, micro.positions, None, packed_seq_params=micro.packed
+        )
         scoring = Scoring(models.FAMILIES[family]["vocab_size"], 1.0, False)
         log_probs, _, _ = response_log_probs(policy.chunks, hidden, micro, scoring)
         log_probs.sum().backward()

@@ -1,4 +1,5 @@
-"""What Megatron-Core 0.16.1 gets wrong without a word, with our workaround and with it switched off, on each rank."""
+"""What Megatron-Core 0.16.1 gets wrong without a word, with our workaround and with it switched
+off, on each rank."""
 
 from __future__ import annotations
 
@@ -44,14 +45,25 @@ def faults(worlds: Any, folder: Path) -> dict[str, Any]:
             "schedule_settings",
             lambda parallel: {},
         ),
-        ("experts of other tensor parallelism", {"expert_tensor": 2}, "moe", "mark_experts", lambda models: None),
+        (
+            "experts of other tensor parallelism",
+            {"expert_tensor": 2},
+            "moe",
+            "mark_experts",
+            lambda models: None,
+        ),
     )
     for title, parallel, name, function, nothing in cases:
         result[title] = {"expected": expected.get(name)}
-        for key, context in (("ours", contextlib.nullcontext()), ("without", replaced(model, function, nothing))):
+        for key, context in (
+            ("ours", contextlib.nullcontext()),
+            ("without", replaced(model, function, nothing)),
+        ):
             if worlds.mine(range(2)):
                 with worlds.world(range(2)), context:
-                    result[title][key] = _norms(policy_of(parallel, DENSE_UNTIED if name == "dense" else TINY))
+                    result[title][key] = _norms(
+                        policy_of(parallel, DENSE_UNTIED if name == "dense" else TINY)
+                    )
     result["initial experts"] = _initial_experts(worlds)
     result["resumed optimizer"] = _resumed(worlds, folder)
     return result
@@ -68,16 +80,16 @@ def _norms(policy: Any, steps: range = range(2), fresh: bool = True) -> list[flo
     for step in steps:
         batch = share_of(batch_of(8, step))
         norms.append(
-            policy.train_mini_batch(batch, sft_loss, columns=(), max_tokens=16, temperature=1.0, with_entropy=False)[1][
-                "grad_norm"
-            ]
+            policy.train_mini_batch(
+                batch, sft_loss, columns=(), max_tokens=16, temperature=1.0, with_entropy=False
+            )[1]["grad_norm"]
         )
     return norms
 
 
 def _initial_experts(worlds: Any) -> dict[str, Any]:
-    """Whether two expert-parallel ranks hold the same first expert: with our weights, and in Megatron's own linear on a
-    CPU."""
+    """Whether two expert-parallel ranks hold the same first expert: with our weights, and in
+    Megatron's own linear on a CPU."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     found: dict[str, Any] = {}
@@ -86,8 +98,13 @@ def _initial_experts(worlds: Any) -> dict[str, Any]:
             policy = policy_of({"expert": 2}, TINY)
             torch.manual_seed(1)
             upstream = ColumnParallelLinear(
-                8, 8, config=policy.stages[0].config, init_method=torch.nn.init.normal_, bias=False, is_expert=True
-            )  # fmt: skip
+                8,
+                8,
+                config=policy.stages[0].config,
+                init_method=torch.nn.init.normal_,
+                bias=False,
+                is_expert=True,
+            )
             ours = policy.weights()["decoder.layers.0.mlp.experts.linear_fc1.weight0"]
             for key, weight in (("ours", ours), ("without", upstream.weight)):
                 both = [torch.empty_like(weight) for _ in range(2)]
@@ -97,8 +114,8 @@ def _initial_experts(worlds: Any) -> dict[str, Any]:
 
 
 def _resumed(worlds: Any, folder: Path) -> dict[str, Any]:
-    """Gradient norms after a checkpoint: uninterrupted, resumed, and resumed through Megatron's own loading of the
-    optimizer."""
+    """Gradient norms after a checkpoint: uninterrupted, resumed, and resumed through Megatron's own
+    loading of the optimizer."""
     from hybridflow.config.schema import OptimConfig
     from hybridflow.mcore import checkpoint
     from hybridflow.mcore.optimizer import inner_optimizers
@@ -108,7 +125,8 @@ def _resumed(worlds: Any, folder: Path) -> dict[str, Any]:
         for inner in inner_optimizers(optimizer):
             inner.load_state_dict(inner.state_dict())
 
-    original, found = checkpoint.set_adam_step, {}
+    original = checkpoint.set_adam_step
+    found = {}
     if worlds.mine(range(2)):
         with worlds.world(range(2)):
             policy = policy_of({}, DENSE_UNTIED)

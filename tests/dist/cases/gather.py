@@ -37,19 +37,27 @@ class StagePlan:
 def plan_stages(
     family: Family, ranks: Sequence[Coordinates], bucket_bytes: int, bytes_per_element: int
 ) -> list[StagePlan]:
-    """Group whole tensors into buckets of at most `bucket_bytes` (a single larger tensor travels alone), by stage."""
-    shapes, by_stage = family.tensors(), dict[int, dict[str, list[OwnedPiece]]]()
+    """Group whole tensors into buckets of at most `bucket_bytes` (a single larger tensor travels
+    alone), by stage."""
+    shapes = family.tensors()
+    by_stage = dict[int, dict[str, list[OwnedPiece]]]()
     for name, owned in megatron_owners(family, ranks).items():
         by_stage.setdefault(ranks[owned[0].rank].pp_rank, {})[name] = owned
     plans = []
     for stage, tensors in sorted(by_stage.items()):
         leader = min(rank for rank, at in enumerate(ranks) if at.pp_rank == stage)
-        plans.append(StagePlan(stage, leader, tuple(_buckets(tensors, shapes, bucket_bytes // bytes_per_element))))
+        plans.append(
+            StagePlan(
+                stage, leader, tuple(_buckets(tensors, shapes, bucket_bytes // bytes_per_element))
+            )
+        )
     return plans
 
 
 def _buckets(
-    tensors: Mapping[str, list[OwnedPiece]], shapes: Mapping[str, tuple[int, ...]], max_elements: int
+    tensors: Mapping[str, list[OwnedPiece]],
+    shapes: Mapping[str, tuple[int, ...]],
+    max_elements: int,
 ) -> list[Bucket]:
     buckets: list[Bucket] = []
     names: list[str] = []
@@ -63,7 +71,8 @@ def _buckets(
         numel = prod(shapes[name])
         if names and elements + numel > max_elements:
             close()
-            names, elements = [], 0
+            names = []
+            elements = 0
         names.append(name)
         elements += numel
     if names:
@@ -75,11 +84,11 @@ def _buckets(
 def gather_stage(
     plan: StagePlan, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield, for each bucket, the whole tensors {HF name: [shape] of `dtype`} on the stage's leader, an empty dict
-    elsewhere.
+    """Yield, for each bucket, the whole tensors {HF name: [shape] of `dtype`} on the stage's
+    leader, an empty dict elsewhere.
 
-    Called by every rank of the stage, which must exhaust the iterator. One message per rank and bucket; at most one
-    bucket is in memory.
+    Called by every rank of the stage, which must exhaust the iterator. One message per rank and
+    bucket; at most one bucket is in memory.
     """
     rank = dist.get_rank()
     for bucket in plan.buckets:
@@ -108,9 +117,12 @@ def _assemble(bucket: Bucket, own: torch.Tensor, leader: int) -> dict[str, torch
         if sender != leader:
             packed = own.new_empty(sum(piece.numel for piece in pieces))
             dist.recv(packed, sender, tag=_TAG)
-        for piece, values in zip(pieces, packed.split([piece.numel for piece in pieces]), strict=True):
+        for piece, values in zip(
+            pieces, packed.split([piece.numel for piece in pieces]), strict=True
+        ):
             region = tuple(
-                slice(start, start + size) for start, size in zip(piece.source_start, piece.shape, strict=True)
+                slice(start, start + size)
+                for start, size in zip(piece.source_start, piece.shape, strict=True)
             )
             whole[piece.source][region] = values.view(piece.shape)
     return whole

@@ -26,7 +26,10 @@ LOSSES: dict[str, ActorConfig | None] = {
         for mode in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
     },
     "entropy": replace(_POLICY, entropy_coef=0.1, loss_agg_mode="seq-mean-token-mean"),
-    **{f"kl {kind}": replace(_POLICY, kl_loss_coef=0.5, kl_loss_type=kind) for kind in ("k1", "abs", "k2", "k3")},
+    **{
+        f"kl {kind}": replace(_POLICY, kl_loss_coef=0.5, kl_loss_type=kind)
+        for kind in ("k1", "abs", "k2", "k3")
+    },
 }
 
 
@@ -64,8 +67,8 @@ INTO_MAIN_GRAD = "token-mean, into main_grad"
 
 
 def gradients(worlds: Any, folder: Path) -> dict[str, dict[str, float]]:
-    """{cut: {loss: largest difference of any gradient from one micro-batch on one process, in units of the largest
-    gradient}}."""
+    """{cut: {loss: largest difference of any gradient from one micro-batch on one process, in units
+    of the largest gradient}}."""
     from tests.dist.harness.worlds import windows
 
     found = {}
@@ -81,15 +84,23 @@ def gradients(worlds: Any, folder: Path) -> dict[str, dict[str, float]]:
 def _measure(cut: Cut, path: Path) -> dict[str, float]:
     from tests.dist.cases.parity import wait_for
 
-    # a dense model: what a mixture of experts chooses may flip with the last bit, and then no bound holds; and small
-    # weights, since large ones amplify the rounding of activations (1.4e-6 at 0.2), which is not what this is about
+    # a dense model: what a mixture of experts chooses may flip with the last bit, and then no bound
+    # holds; and small weights, since large ones amplify the rounding of activations (1.4e-6 at
+    # 0.2), which is not what this is about
     policy = policy_of({**cut.parallel, "distributed_optimizer": False}, DENSE_UNTIED, std=0.05)
     batch = batch_with_columns(policy)
     batch = batch.reorder(np.arange(ROWS)[::-1]) if cut.is_reversed else batch
-    found = {name: _gradient(policy, share_of(batch), config, cut.max_tokens) for name, config in LOSSES.items()}
+    found = {
+        name: _gradient(policy, share_of(batch), config, cut.max_tokens)
+        for name, config in LOSSES.items()
+    }
     if cut.name in MASKED_CUTS:
-        masked, plain = share_of(with_mask(batch)), share_of(with_mask(batch, share=0.0))
-        found |= {name: _gradient(policy, masked, config, cut.max_tokens) for name, config in MASKED.items()}
+        masked = share_of(with_mask(batch))
+        plain = share_of(with_mask(batch, share=0.0))
+        found |= {
+            name: _gradient(policy, masked, config, cut.max_tokens)
+            for name, config in MASKED.items()
+        }
         again = _gradient(policy, plain, LOSSES["token-mean"], cut.max_tokens)
         assert all(torch.equal(found["token-mean"][name], tensor) for name, tensor in again.items())
     found[INTO_MAIN_GRAD] = _gradient_into_main_grad(policy, share_of(batch), cut.max_tokens)
@@ -103,15 +114,19 @@ def _measure(cut: Cut, path: Path) -> dict[str, float]:
     for name, tensors in found.items():
         expected = one["token-mean" if name == INTO_MAIN_GRAD else name]
         scale = max(float(tensor.abs().max()) for tensor in expected.values())
-        worst = torch.tensor(max((float((tensors[key] - expected[key]).abs().max()) for key in tensors), default=0.0))
+        worst = torch.tensor(
+            max((float((tensors[key] - expected[key]).abs().max()) for key in tensors), default=0.0)
+        )
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         differences[name] = float(worst) / scale
     return differences
 
 
-def _gradient_into_main_grad(policy: Any, batch: DataProto, max_tokens: int) -> dict[str, torch.Tensor]:
-    """The reduced gradient where the output layer's is added to the buffer of Megatron's DDP by the backward of the
-    log-probs, as on a GPU, and not by DDP's hook."""
+def _gradient_into_main_grad(
+    policy: Any, batch: DataProto, max_tokens: int
+) -> dict[str, torch.Tensor]:
+    """The reduced gradient where the output layer's is added to the buffer of Megatron's DDP by the
+    backward of the log-probs, as on a GPU, and not by DDP's hook."""
     kept = vocab_parallel.uses_triton
     vocab_parallel.uses_triton = lambda tensor: True
     try:
@@ -119,44 +134,69 @@ def _gradient_into_main_grad(policy: Any, batch: DataProto, max_tokens: int) -> 
     finally:
         vocab_parallel.uses_triton = kept
     weights = policy.weights()
-    added = {name for name, parameter in weights.items() if getattr(parameter, "grad_added_to_main_grad", False)}
+    added = {
+        name
+        for name, parameter in weights.items()
+        if getattr(parameter, "grad_added_to_main_grad", False)
+    }
     assert added == {name for name in weights if name.endswith("output_layer.weight")}, added
     return found
 
 
 def batch_with_columns(policy: Any, rows: int = ROWS) -> DataProto:
-    """Rows with old log-probs, reference log-probs and advantages, so that every branch of the losses is taken."""
-    batch, rng = batch_of(rows, 5), np.random.default_rng(0)
+    """Rows with old log-probs, reference log-probs and advantages, so that every branch of the
+    losses is taken."""
+    batch = batch_of(rows, 5)
+    rng = np.random.default_rng(0)
     lengths = batch["response_ids"].lengths
 
     def column(spread: float, middle: float) -> Jagged:
-        return Jagged.from_rows([rng.normal(middle, spread, n).astype(np.float32) for n in lengths], np.float32)
+        return Jagged.from_rows(
+            [rng.normal(middle, spread, n).astype(np.float32) for n in lengths], np.float32
+        )
 
     return batch.with_columns(
-        old_log_probs=column(0.5, -3.9), ref_log_probs=column(0.5, -3.9), advantages=column(1.0, 0.0)
+        old_log_probs=column(0.5, -3.9),
+        ref_log_probs=column(0.5, -3.9),
+        advantages=column(1.0, 0.0),
     )
 
 
 def with_mask(batch: DataProto, share: float = 0.4) -> DataProto:
-    """Some response tokens are observations, at which every column of a loss is NaN: one that is read would show."""
+    """Some response tokens are observations, at which every column of a loss is NaN: one that is
+    read would show."""
     responses = batch.jagged("response_ids")
     # the same tokens are observations in whatever order the rows come
     mask = np.array([(token * 7919) % 100 >= 100 * share for token in responses.values], np.bool_)
     columns = {
-        name: Jagged(np.where(mask, batch.jagged(name).values.T, np.float32(np.nan)).T, responses.offsets)
-        for name in ("old_log_probs", "ref_log_probs", "advantages", "values", "returns", "teacher_top_log_probs")
+        name: Jagged(
+            np.where(mask, batch.jagged(name).values.T, np.float32(np.nan)).T, responses.offsets
+        )
+        for name in (
+            "old_log_probs",
+            "ref_log_probs",
+            "advantages",
+            "values",
+            "returns",
+            "teacher_top_log_probs",
+        )
         if name in batch
     }
     return batch.with_columns(response_mask=Jagged(mask, responses.offsets), **columns)
 
 
-def _check_by_hand(policy: Any, batch: DataProto, found: dict[str, dict[str, torch.Tensor]]) -> None:
-    """The masked loss is the loss of all tokens with the observations picked out of its inputs afterwards."""
+def _check_by_hand(
+    policy: Any, batch: DataProto, found: dict[str, dict[str, torch.Tensor]]
+) -> None:
+    """The masked loss is the loss of all tokens with the observations picked out of its inputs
+    afterwards."""
     from hybridflow.workers.losses import PolicyLoss
 
-    masked, config = with_mask(batch), LOSSES["entropy"]
+    masked = with_mask(batch)
+    config = LOSSES["entropy"]
     assert config is not None
-    loss, mask = PolicyLoss(config), torch.tensor(masked.jagged("response_mask").values)
+    loss = PolicyLoss(config)
+    mask = torch.tensor(masked.jagged("response_mask").values)
     assert 0 < int(mask.sum()) < len(mask)
 
     def picked(log_probs: torch.Tensor, entropy: torch.Tensor, micro: Any) -> Any:
@@ -172,13 +212,19 @@ def _check_by_hand(policy: Any, batch: DataProto, found: dict[str, dict[str, tor
     expected = _gradient(policy, masked.drop(["response_mask"]), picked, 4096)
     scale = max(float(tensor.abs().max()) for tensor in expected.values())
     assert (
-        max(float((found["entropy, masked"][name] - expected[name]).abs().max()) for name in expected) <= 1e-6 * scale
+        max(
+            float((found["entropy, masked"][name] - expected[name]).abs().max())
+            for name in expected
+        )
+        <= 1e-6 * scale
     )
 
 
-def _gradient(policy: Any, batch: DataProto, config: Any, max_tokens: int) -> dict[str, torch.Tensor]:
-    """The reduced gradient of one mini-batch as HF tensors, on each stage's leader. `config` makes a policy loss, is a
-    loss with its columns, or None: the supervised one."""
+def _gradient(
+    policy: Any, batch: DataProto, config: Any, max_tokens: int
+) -> dict[str, torch.Tensor]:
+    """The reduced gradient of one mini-batch as HF tensors, on each stage's leader. `config` makes
+    a policy loss, is a loss with its columns, or None: the supervised one."""
     from hybridflow.mcore.nonfinite import Watch
     from hybridflow.mcore.parallel import all_coordinates
     from hybridflow.mcore.step import backward
@@ -190,8 +236,15 @@ def _gradient(policy: Any, batch: DataProto, config: Any, max_tokens: int) -> di
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     micro_batches = policy._micro_batches(batch, max_tokens, columns)
-    backward(policy.chunks, micro_batches, loss, policy._scoring(0.8, with_entropy), Watch(len(micro_batches)))
-    ranks, found = all_coordinates(), {}
+    backward(
+        policy.chunks,
+        micro_batches,
+        loss,
+        policy._scoring(0.8, with_entropy),
+        Watch(len(micro_batches)),
+    )
+    ranks = all_coordinates()
+    found = {}
     local = {name: parameter.main_grad for name, parameter in policy.weights().items()}
     for plan in plan_stages(policy.family, ranks, 1 << 20, 4):
         if plan.stage == ranks[dist.get_rank()].pp_rank:

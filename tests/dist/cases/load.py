@@ -1,4 +1,5 @@
-"""How many tokens each expert of each layer is said to have had in an update, on each rank of different cuts."""
+"""How many tokens each expert of each layer is said to have had in an update, on each rank of
+different cuts."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from hybridflow.config.schema import OptimConfig
 from tests.dist.harness.policies import batch_of, policy_of, share_of
 from tests.models import DEEPSEEK
 
-ROWS, LAYERS, EXPERTS = 14, 4, 8
+ROWS = 14
+LAYERS = 4
+EXPERTS = 8
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,9 @@ CUTS = [
     Cut("full recompute", options={"recompute": "full"}),
     Cut("CP2 EP2", {"context": 2, "expert": 2}, 2),
     Cut("EP2 allgather", {"expert": 2, "moe_dispatcher": "allgather"}, 2),
-    Cut("PP2 VPP2 full recompute", {"pipeline": 2, "virtual_pipeline": 2}, 2, {"recompute": "full"}),
+    Cut(
+        "PP2 VPP2 full recompute", {"pipeline": 2, "virtual_pipeline": 2}, 2, {"recompute": "full"}
+    ),
     Cut("TP2 SP PP2 EP2", {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}, 4),
     Cut(
         "TP2 SP CP2 EP2 full recompute",
@@ -45,11 +50,12 @@ CUTS = [
 
 
 def loads() -> list[dict[str, Any]]:
-    """{name, padding, counts by layer} of every cut whose first rank this is; the first cut also has `expected`,
-    counted by an unpacked pass."""
+    """{name, padding, counts by layer} of every cut whose first rank this is; the first cut also
+    has `expected`, counted by an unpacked pass."""
     from tests.dist.harness.worlds import Worlds, windows
 
-    worlds, found = Worlds(), []
+    worlds = Worlds()
+    found = []
     for cut, ranks in zip(CUTS, windows([cut.world for cut in CUTS], worlds.size), strict=True):
         if not worlds.mine(ranks):
             continue
@@ -88,23 +94,26 @@ def _measure(cut: Cut) -> dict[str, Any]:
 
 
 def _one_by_one(policy: Any) -> list[list[int]]:
-    """Tokens of each expert in the forward pass, one sequence at a time: there is no padding, and no gradient that
-    would count."""
+    """Tokens of each expert in the forward pass, one sequence at a time: there is no padding, and
+    no gradient that would count."""
     counts = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
     for step in range(2):
         batch = batch_of(ROWS, step)
         for row in range(len(batch)):
             with policy.replay.during("record"):
-                policy.log_probs(batch.rows([row]), max_tokens=4096, temperature=1.0, with_entropy=False)
-                routes = torch.from_numpy(policy.replay.recorded().values[:-1].astype("int64"))  # the last is not read
+                policy.log_probs(
+                    batch.rows([row]), max_tokens=4096, temperature=1.0, with_entropy=False
+                )
+                # the last is not read
+                routes = torch.from_numpy(policy.replay.recorded().values[:-1].astype("int64"))
             for layer in range(1, LAYERS):  # the first is dense
                 counts[layer] += torch.bincount(routes[:, layer].reshape(-1), minlength=EXPERTS)
     return counts.tolist()
 
 
 class _noted:
-    """Adds up what this rank's routers have counted when the biases are about to move. They are put back: both updates
-    route alike."""
+    """Adds up what this rank's routers have counted when the biases are about to move. They are put
+    back: both updates route alike."""
 
     def __init__(self, policy: Any, counts: torch.Tensor) -> None:
         from megatron.core.transformer.moe.router import TopKRouter
@@ -112,10 +121,15 @@ class _noted:
         from hybridflow.mcore.model import held_weights
 
         self.routers = [
-            module for stage in policy.stages for module in stage.modules() if isinstance(module, TopKRouter)
+            module
+            for stage in policy.stages
+            for module in stage.modules()
+            if isinstance(module, TopKRouter)
         ]
         self.biases = [
-            (bias, bias.clone()) for name, bias in held_weights(policy.stages).items() if name.endswith(".expert_bias")
+            (bias, bias.clone())
+            for name, bias in held_weights(policy.stages).items()
+            if name.endswith(".expert_bias")
         ]
         self.counts = counts
 

@@ -16,18 +16,22 @@ from tests.dist.cases.parity import MODELS, Case, _log_probs, _train, _weights, 
 from tests.dist.harness.policies import policy_of
 
 LORA = {"rank": 4, "alpha": 6.0}
-# of the weights. Another order of sums changes log-probs of these models by 2e-6; with 0.2, as elsewhere, and adapters'
-# steps by 1e-5
+# of the weights. Another order of sums changes log-probs of these models by 2e-6; with 0.2, as
+# elsewhere, and adapters' steps by 1e-5
 STD = 0.1
 
 
 def _cases() -> Iterator[Case]:
-    tp2, sp, pp2 = {"tensor": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}
+    tp2 = {"tensor": 2}
+    sp = {"tensor": 2, "sequence": True}
+    pp2 = {"pipeline": 2}
     both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     for model in ("dense", "moe", "deepseek"):
         yield Case(f"{model} one process", model)
     yield Case("dense TP2 PP2", "dense", {**tp2, **pp2})
-    yield Case("dense TP2 SP PP2 full recompute", "dense", {**sp, **pp2}, options={"recompute": "full"})
+    yield Case(
+        "dense TP2 SP PP2 full recompute", "dense", {**sp, **pp2}, options={"recompute": "full"}
+    )
     yield Case("dense TP4 (2 KV heads)", "dense", {"tensor": 4})
     yield Case("dense TP4 SP (2 KV heads)", "dense", {"tensor": 4, "sequence": True})
     yield Case("dense DP2 distributed optimizer", "dense", {}, 2)
@@ -39,15 +43,24 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = {case.name: case for case in _cases()}
-# what ranks must tell each other, left out: name -> (layout, name in `mcore.lora`, what stands there instead)
+# what ranks must tell each other, left out: name -> (layout, name in `mcore.lora`, what stands
+# there instead)
 MUTATIONS: dict[str, tuple[dict[str, Any], str, Callable[..., Any]]] = {
-    "what A makes is not added up": ({"tensor": 2}, "reduce_from_tensor_model_parallel_region", lambda low, group: low),
+    "what A makes is not added up": (
+        {"tensor": 2},
+        "reduce_from_tensor_model_parallel_region",
+        lambda low, group: low,
+    ),
     "the gradient of a whole A is not summed": (
         {"tensor": 2},
         "copy_to_tensor_model_parallel_region",
         lambda low, group: low,
     ),
-    "a cut factor counts as whole": ({"tensor": 2}, "set_tensor_model_parallel_attributes", lambda *_: None),
+    "a cut factor counts as whole": (
+        {"tensor": 2},
+        "set_tensor_model_parallel_attributes",
+        lambda *_: None,
+    ),
     "whole factors are not summed over the sequence": (
         {"tensor": 2, "sequence": True},
         "_mark_sequence_parallel",
@@ -78,9 +91,12 @@ def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
     """On each rank: every case in order; results on the first rank of each."""
     from tests.dist.harness.worlds import Worlds, windows
 
-    worlds, found = Worlds(), []
+    worlds = Worlds()
+    found = []
     cases = [(CASES | MUTANTS)[name] for name in names]
-    for case, ranks in zip(cases, windows([case.world for case in cases], worlds.size), strict=True):
+    for case, ranks in zip(
+        cases, windows([case.world for case in cases], worlds.size), strict=True
+    ):
         if worlds.mine(ranks):
             with worlds.world(ranks), mutated(case.name):
                 result = measure(case, Path(folder))
@@ -91,17 +107,22 @@ def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """Train adapters; what moved, and differences from one process (which comes first and writes its values)."""
+    """Train adapters; what moved, and differences from one process (which comes first and writes
+    its values)."""
     policy = policy_of(case.parallel, MODELS[case.model], STD, lora=LORA, **case.options)
     result = {"name": case.name, "world": case.world, "trainable": policy.trainable_parameters}
     if case.world == 1:
-        base, found = policy_of(case.parallel, MODELS[case.model], STD), _log_probs(policy)
+        base = policy_of(case.parallel, MODELS[case.model], STD)
+        found = _log_probs(policy)
         result["begins_off_by"] = float((found - _log_probs(base)).abs().max())
-        for (
-            stage
-        ) in base.stages:  # torch chooses another kernel for a weight without gradient (should_fold, LinearAlgebra.cpp)
+        # torch chooses another kernel for a weight without gradient (should_fold,
+        # LinearAlgebra.cpp)
+        for stage in base.stages:
             stage.requires_grad_(False)
-        result |= {"begins_at_the_base": torch.equal(_log_probs(base), found), "all": base.trainable_parameters}
+        result |= {
+            "begins_at_the_base": torch.equal(_log_probs(base), found),
+            "all": base.trainable_parameters,
+        }
     before = _base(policy)
     mine: dict[str, Any] = {
         "history": _train(policy),
@@ -114,35 +135,44 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     )
     result["not_adapters"] = _optimized_or_with_gradient(policy)
     if case.world == 1:
-        partial = folder / f"{case.model}.partial"  # the models' one-process cases run at the same time
+        # the models' one-process cases run at the same time
+        partial = folder / f"{case.model}.partial"
         torch.save(mine, partial)
         partial.rename(folder / f"{case.model}.pt")
     wait_for(folder / f"{case.model}.pt")
     one = torch.load(folder / f"{case.model}.pt", weights_only=True)
-    ours, theirs = torch.tensor(mine.pop("history")), torch.tensor(one.pop("history"))
+    ours = torch.tensor(mine.pop("history"))
+    theirs = torch.tensor(one.pop("history"))
     off = torch.tensor([float((mine[name] - one[name]).abs().max()) for name in mine]).max()
     dist.all_reduce(off, op=dist.ReduceOp.MAX)
     result |= {
         "tensors": float(off),
-        "moved": min(float(tensor.abs().max()) for name, tensor in mine.items() if ".lora_B." in name),
+        "moved": min(
+            float(tensor.abs().max()) for name, tensor in mine.items() if ".lora_B." in name
+        ),
     }
     result |= {"loss": float((ours[:, 0] - theirs[:, 0]).abs().max())}
     return result | {"grad_norm": float(((ours[:, 1] - theirs[:, 1]) / theirs[:, 1]).abs().max())}
 
 
 def factors(policy: Any) -> dict[str, torch.Tensor]:
-    """Every factor whole, by PEFT's name, on every rank: put together from the rectangles that checkpoints are made
-    of."""
+    """Every factor whole, by PEFT's name, on every rank: put together from the rectangles that
+    checkpoints are made of."""
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
     from hybridflow.mcore.sharded_state import _adapter_shards
 
     policy.settle()
     whole = {name: torch.zeros(shape) for name, shape in policy.adapters.map.tensors().items()}
-    for shard in (shard for shards in _adapter_shards(policy.adapters).values() for shard in shards):
+    for shard in (
+        shard for shards in _adapter_shards(policy.adapters).values() for shard in shards
+    ):
         if is_main_replica(shard.replica_id):
             whole[shard.key][
-                tuple(slice(s, s + n) for s, n in zip(shard.global_offset, shard.local_shape, strict=True))
+                tuple(
+                    slice(s, s + n)
+                    for s, n in zip(shard.global_offset, shard.local_shape, strict=True)
+                )
             ] += shard.data
     for name in sorted(whole):
         dist.all_reduce(whole[name])
@@ -155,19 +185,26 @@ def _base(policy: Any) -> dict[str, torch.Tensor]:
     from hybridflow.models.lora import is_adapter
 
     return {
-        name: tensor.detach().clone() for name, tensor in held_weights(policy.stages).items() if not is_adapter(name)
+        name: tensor.detach().clone()
+        for name, tensor in held_weights(policy.stages).items()
+        if not is_adapter(name)
     }
 
 
 def _optimized_or_with_gradient(policy: Any) -> list[str]:
-    """What beside adapters has a gradient, room for one, or optimizer state; and a size that does not fit."""
+    """What beside adapters has a gradient, room for one, or optimizer state; and a size that does
+    not fit."""
     from hybridflow.mcore.model import held_weights
     from hybridflow.mcore.optimizer import inner_optimizers
     from hybridflow.models.lora import is_adapter
 
-    held = {name: tensor for name, tensor in held_weights(policy.stages).items() if not is_adapter(name)}
+    held = {
+        name: tensor for name, tensor in held_weights(policy.stages).items() if not is_adapter(name)
+    }
     found = [
-        name for name, one in held.items() if one.requires_grad or one.grad is not None or hasattr(one, "main_grad")
+        name
+        for name, one in held.items()
+        if one.requires_grad or one.grad is not None or hasattr(one, "main_grad")
     ]
     trained = sum(parameter.numel() for parameter, _ in policy.adapters.parameters().values())
     room = sum(
@@ -182,14 +219,18 @@ def _optimized_or_with_gradient(policy: Any) -> list[str]:
     )
     # buffers of the distributed optimizer are padded so that they divide
     return found + [
-        f"{name} {size}" for name, size in (("gradients", room), ("optimizer", states)) if size > trained + 1024
+        f"{name} {size}"
+        for name, size in (("gradients", room), ("optimizer", states))
+        if size > trained + 1024
     ]
 
 
 def _resumable(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
     policy = policy_of(parallel, hf, STD, lora=LORA)
     policy.set_optimizer(
-        OptimConfig(lr=4e-3, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1, adam_eps=1e-3)
+        OptimConfig(
+            lr=4e-3, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1, adam_eps=1e-3
+        )
     )
     return policy
 
@@ -199,9 +240,11 @@ def _reference_log_probs(policy: Any) -> torch.Tensor:
         return _log_probs(policy)
 
 
-def export_save_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The base as a Hugging Face folder, one step, a reference (no longer the base), one step, a checkpoint and a
-    folder; three more."""
+def export_save_and_go_on(
+    parallel: dict[str, Any], hf: dict[str, Any], folder: str
+) -> dict[str, Any]:
+    """The base as a Hugging Face folder, one step, a reference (no longer the base), one step, a
+    checkpoint and a folder; three more."""
     from hybridflow.mcore import checkpoint
     from hybridflow.mcore.hf_export import export
 
@@ -211,19 +254,27 @@ def export_save_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: 
     at_reference = _log_probs(policy)
     policy.freeze_reference()
     steps(policy, range(1, 2))
-    log_probs, reference = _log_probs(policy), _reference_log_probs(policy)
+    log_probs = _log_probs(policy)
+    reference = _reference_log_probs(policy)
     checkpoint.save(policy, Path(folder) / "checkpoint", phase="rl", step=2)
     export(policy, Path(folder) / "hf", hf, None)
-    result = {"log_probs": log_probs.tolist(), "reference_off_by": float((reference - at_reference).abs().max())}
+    result = {
+        "log_probs": log_probs.tolist(),
+        "reference_off_by": float((reference - at_reference).abs().max()),
+    }
     result["moved"] = float((log_probs - reference).abs().max())
-    result["copies_left"] = any(copy.untyped_storage().nbytes() for copy in policy.adapters._merged.values())
-    result["reference_elements"] = sum(tensor.numel() for tensor in policy.reference_state().values())
+    result["copies_left"] = any(
+        copy.untyped_storage().nbytes() for copy in policy.adapters._merged.values()
+    )
+    result["reference_elements"] = sum(
+        tensor.numel() for tensor in policy.reference_state().values()
+    )
     return result | {"history": steps(policy, range(2, 5)), **_state(policy)}
 
 
 def load_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The same three steps from the checkpoint, in any layout; then what loading it into other adapters, or none,
-    says."""
+    """The same three steps from the checkpoint, in any layout; then what loading it into other
+    adapters, or none, says."""
     from hybridflow.errors import CheckpointError
     from hybridflow.mcore import checkpoint
 

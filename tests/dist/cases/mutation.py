@@ -18,14 +18,19 @@ def renamed(change: Callable[[str], str]) -> Change:
     """Pieces come from other HF tensors."""
 
     def apply(local: LocalTensor) -> LocalTensor:
-        return replace(local, pieces=tuple(replace(piece, source=change(piece.source)) for piece in local.pieces))
+        return replace(
+            local,
+            pieces=tuple(replace(piece, source=change(piece.source)) for piece in local.pieces),
+        )
 
     return apply
 
 
 def exchange(first: str, second: str) -> Change:
     """Every piece of the one from the other."""
-    return renamed(lambda name: re.sub(f"{first}|{second}", lambda m: second if m[0] == first else first, name))
+    return renamed(
+        lambda name: re.sub(f"{first}|{second}", lambda m: second if m[0] == first else first, name)
+    )
 
 
 def next_expert(name: str) -> str:
@@ -44,17 +49,21 @@ def shifted_rows(kind: str) -> Change:
     def apply(local: LocalTensor) -> LocalTensor:
         if kind not in local.name or not local.pieces:
             return local
-        return replace(local, pieces=tuple(part for piece in local.pieces for part in halves_exchanged(piece)))
+        return replace(
+            local, pieces=tuple(part for piece in local.pieces for part in halves_exchanged(piece))
+        )
 
     return apply
 
 
 def halves_exchanged(piece: Piece) -> Sequence[Piece]:
     """The upper half of the rows from where the lower half is, and the other way round."""
-    half, rest = piece.shape[0] // 2, piece.shape[1:]
+    half = piece.shape[0] // 2
+    rest = piece.shape[1:]
     if 2 * half != piece.shape[0]:
         return (piece,)
-    low, high = piece.source_start, (piece.source_start[0] + half, *piece.source_start[1:])
+    low = piece.source_start
+    high = (piece.source_start[0] + half, *piece.source_start[1:])
     place = piece.local_start
     return (
         Piece(piece.source, high, place, (half, *rest)),
@@ -63,7 +72,9 @@ def halves_exchanged(piece: Piece) -> Sequence[Piece]:
 
 
 MUTATIONS: dict[str, Change] = {
-    "gate and up exchanged": lambda local: exchange("w1.weight", "w3.weight")(exchange("gate_proj", "up_proj")(local)),
+    "gate and up exchanged": lambda local: exchange("w1.weight", "w3.weight")(
+        exchange("gate_proj", "up_proj")(local)
+    ),
     "key and value exchanged": exchange("k_proj", "v_proj"),
     "one expert off": renamed(next_expert),
     "norms exchanged": exchange("input_layernorm", "post_attention_layernorm"),
@@ -80,12 +91,14 @@ MUTATIONS: dict[str, Change] = {
 
 
 def log_prob_changes(models: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """{model: {mutation that changes the map: largest change of a response's log-prob}}, each in a real model of one
-    process."""
+    """{model: {mutation that changes the map: largest change of a response's log-prob}}, each in a
+    real model of one process."""
     found: dict[str, dict[str, float]] = {}
     for name, hf in models.items():
         policy = policy_of({}, hf)
-        right = policy.log_probs(batch_of(4, 3), max_tokens=4096, temperature=1.0, with_entropy=False)[0].values
+        right = policy.log_probs(
+            batch_of(4, 3), max_tokens=4096, temperature=1.0, with_entropy=False
+        )[0].values
         found[name] = {}
         for mutation, change in MUTATIONS.items():
             if (wrong := _changed(policy, change)) is not None:
@@ -105,4 +118,6 @@ def _changed(policy: Any, change: Change) -> Any:
         return None
     with mock.patch.object(policy.family, "local_tensors", local_tensors):
         load_weights(policy.stages, policy.family, weights_of(policy.family))
-    return policy.log_probs(batch_of(4, 3), max_tokens=4096, temperature=1.0, with_entropy=False)[0].values
+    return policy.log_probs(batch_of(4, 3), max_tokens=4096, temperature=1.0, with_entropy=False)[
+        0
+    ].values

@@ -1,5 +1,5 @@
-"""NaN and infinity put into a loss, into its gradient and into a layer's gradient, on one rank of four, on each
-rank."""
+"""NaN and infinity put into a loss, into its gradient and into a layer's gradient, on one rank of
+four, on each rank."""
 
 from __future__ import annotations
 
@@ -64,21 +64,24 @@ def _watched(on_nonfinite: str) -> Any:
 
 
 def _step(policy: Any, seed: int, kind: str = "") -> Any:
-    """A step of three or more micro-batches; `kind` goes wrong in micro-batch 1 of data-parallel rank 1 (ranks 1 and
-    3)."""
+    """A step of three or more micro-batches; `kind` goes wrong in micro-batch 1 of data-parallel
+    rank 1 (ranks 1 and 3)."""
     from hybridflow.workers.losses import sft_loss
 
-    calls, is_bad = [0], dist.get_rank() % 2 == 1
+    calls = [0]
+    is_bad = dist.get_rank() % 2 == 1
 
     def loss(log_probs: torch.Tensor, entropy: Any, micro: Any) -> Any:
         calls[0] += 1
         if is_bad and calls[0] == 2 and kind == "loss":
             log_probs = log_probs * torch.nan
-        if is_bad and calls[0] == 2 and kind == "gradient":  # 0 * inf in the backward pass; the value is finite
+        # 0 * inf in the backward pass; the value is finite
+        if is_bad and calls[0] == 2 and kind == "gradient":
             log_probs = log_probs + (log_probs * 0.0).clamp(min=0).sqrt()
         return sft_loss(log_probs, entropy, micro)
 
-    handles, backwards = [], [0]
+    handles = []
+    backwards = [0]
 
     def poison(module: Any, inputs: Any, outputs: Any) -> None:
         hidden = outputs[0]
@@ -93,9 +96,16 @@ def _step(policy: Any, seed: int, kind: str = "") -> Any:
     if kind == "layer" and dist.get_rank() == 1:
         handles.append(policy.stages[0].decoder.layers[0].register_forward_hook(poison))
     if kind == "weight" and dist.get_rank() == 3:  # as if the gradient of a weight alone overflowed
-        handles.append(policy.stages[0].decoder.final_layernorm.weight.register_hook(lambda grad: grad / 0.0))
+        handles.append(
+            policy.stages[0].decoder.final_layernorm.weight.register_hook(lambda grad: grad / 0.0)
+        )
     result = policy.train_mini_batch(
-        share_of(batch_of(12, seed)), loss, columns=(), max_tokens=24, temperature=1.0, with_entropy=False
+        share_of(batch_of(12, seed)),
+        loss,
+        columns=(),
+        max_tokens=24,
+        temperature=1.0,
+        with_entropy=False,
     )
     for handle in handles:
         handle.remove()
@@ -111,4 +121,8 @@ def _state(policy: Any) -> Any:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
-    return [digest(policy), moments, {name: tensor.double().sum().item() for name, tensor in policy.weights().items()}]
+    return [
+        digest(policy),
+        moments,
+        {name: tensor.double().sum().item() for name, tensor in policy.weights().items()},
+    ]

@@ -19,7 +19,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def bf16(worlds: Any) -> dict[str, Any]:
-    """Losses of eight small updates, and the share of middling weights that one and all of them moved."""
+    """Losses of eight small updates, and the share of middling weights that one and all of them
+    moved."""
     found = {}
     for name, (size, parallel) in LAYOUTS.items():
         if worlds.mine(range(size)):
@@ -34,15 +35,25 @@ def _train(policy: Any) -> dict[str, Any]:
     from hybridflow.workers.losses import sft_loss
 
     policy.set_optimizer(
-        OptimConfig(lr=1e-4, adam_eps=1e-12, adam_beta1=0.0, adam_beta2=0.9, weight_decay=0.0, clip_grad=1.0)
+        OptimConfig(
+            lr=1e-4, adam_eps=1e-12, adam_beta1=0.0, adam_beta2=0.9, weight_decay=0.0, clip_grad=1.0
+        )
     )
     start = {name: weight.detach().clone() for name, weight in policy.weights().items()}
-    losses, moved = [], []
+    losses = []
+    moved = []
     for _ in range(8):
         metrics, info = policy.train_mini_batch(
-            share_of(batch_of(8, 0)), sft_loss, columns=(), max_tokens=64, temperature=1.0, with_entropy=False
+            share_of(batch_of(8, 0)),
+            sft_loss,
+            columns=(),
+            max_tokens=64,
+            temperature=1.0,
+            with_entropy=False,
         )
-        pair = torch.tensor(metrics.get("loss", (0.0, 0.0)), dtype=torch.float64) * float(data_parallel_position()[2])
+        pair = torch.tensor(metrics.get("loss", (0.0, 0.0)), dtype=torch.float64) * float(
+            data_parallel_position()[2]
+        )
         dist.all_reduce(pair)
         losses.append(float(pair[0] / pair[1]))
         moved.append(_moved(start, policy.weights()))
@@ -55,10 +66,11 @@ def _train(policy: Any) -> dict[str, Any]:
 
 
 def _moved(start: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> float:
-    """Share of weights between 1/8 and 1/4 (steps of 2^-10 in bfloat16, ten times an update) that differ from the
-    start."""
+    """Share of weights between 1/8 and 1/4 (steps of 2^-10 in bfloat16, ten times an update) that
+    differ from the start."""
     chosen = total = 0
     for name, weight in now.items():
         middling = (start[name].abs() >= 0.125) & (start[name].abs() < 0.25)
-        chosen, total = chosen + int((weight[middling] != start[name][middling]).sum()), total + int(middling.sum())
+        chosen = chosen + int((weight[middling] != start[name][middling]).sum())
+        total = total + int(middling.sum())
     return chosen / max(total, 1)

@@ -20,13 +20,28 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     ("glm", GLM4, {}, ("mlp", "shared_experts", "moe_act")),
     ("deepseek", DEEPSEEK, {}, ("mla_up_proj",)),
     ("deepseek", DEEPSEEK, {}, ("layernorm",)),
-    ("deepseek", DEEPSEEK, {}, ("core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp", "shared_experts")),
+    (
+        "deepseek",
+        DEEPSEEK,
+        {},
+        ("core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp", "shared_experts"),
+    ),
     ("deepseek", DEEPSEEK, {}, ("moe", "mlp", "mla_up_proj")),
 ]
 PARALLEL = {"tensor": 2, "sequence": True, "expert": 2}
 PARALLEL_CASES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
-    ("deepseek", DEEPSEEK, PARALLEL, ("mla_up_proj", "layernorm", "moe_act", "mlp", "shared_experts")),
-    ("deepseek", DEEPSEEK, {"pipeline": 2, "virtual_pipeline": 2}, ("moe", "mla_up_proj", "layernorm")),
+    (
+        "deepseek",
+        DEEPSEEK,
+        PARALLEL,
+        ("mla_up_proj", "layernorm", "moe_act", "mlp", "shared_experts"),
+    ),
+    (
+        "deepseek",
+        DEEPSEEK,
+        {"pipeline": 2, "virtual_pipeline": 2},
+        ("moe", "mla_up_proj", "layernorm"),
+    ),
 ]
 # what runs again, by a part of its name in the model
 SEEN = {
@@ -49,7 +64,8 @@ def run_parallel() -> list[dict[str, Any]]:
     """Every case of two ranks."""
     from tests.dist.harness.worlds import Worlds
 
-    worlds, found = Worlds(), []
+    worlds = Worlds()
+    found = []
     for case in PARALLEL_CASES:
         assert worlds.mine(range(2))
         with worlds.world(range(2)):
@@ -58,7 +74,9 @@ def run_parallel() -> list[dict[str, Any]]:
     return found
 
 
-def _compare(name: str, hf: dict[str, Any], parallel: dict[str, Any], modules: tuple[str, ...]) -> dict[str, Any]:
+def _compare(
+    name: str, hf: dict[str, Any], parallel: dict[str, Any], modules: tuple[str, ...]
+) -> dict[str, Any]:
     kept, plain = _gradients(hf, parallel)
     again, twice = _gradients(hf, parallel, recompute="selective", recompute_modules=modules)
     return {
@@ -71,7 +89,9 @@ def _compare(name: str, hf: dict[str, Any], parallel: dict[str, Any], modules: t
     }
 
 
-def _gradients(hf: dict[str, Any], parallel: dict[str, Any], **options: Any) -> tuple[dict[str, Any], dict[str, int]]:
+def _gradients(
+    hf: dict[str, Any], parallel: dict[str, Any], **options: Any
+) -> tuple[dict[str, Any], dict[str, int]]:
     """(each parameter's gradient after an update, how often each kind of module has run)."""
     from megatron.core.transformer.identity_op import IdentityOp
 
@@ -95,7 +115,12 @@ def _gradients(hf: dict[str, Any], parallel: dict[str, Any], **options: Any) -> 
                 module.activation_func.register_forward_pre_hook(count("moe_act"))
     policy.set_optimizer(OptimConfig(lr=1e-2, clip_grad=0.0))
     policy.train_mini_batch(
-        share_of(batch_of(16, 3)), sft_loss, columns=(), max_tokens=64, temperature=1.0, with_entropy=False
+        share_of(batch_of(16, 3)),
+        sft_loss,
+        columns=(),
+        max_tokens=64,
+        temperature=1.0,
+        with_entropy=False,
     )
     found = {
         f"{chunk}.{name}": parameter.main_grad.clone()

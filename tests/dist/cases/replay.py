@@ -18,7 +18,8 @@ OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-3)
 
 def with_random_routes(batch: DataProto, hf: dict[str, Any], seed: int = 11) -> DataProto:
     """Routes that no router would choose; the last token of each sample is free."""
-    rng, experts = np.random.default_rng(seed), num_experts(hf)
+    rng = np.random.default_rng(seed)
+    experts = num_experts(hf)
     rows = []
     for tokens in (batch.lengths("prompt_ids") + batch.lengths("response_ids")).tolist():
         shape = (tokens, hf["num_hidden_layers"], experts)
@@ -49,7 +50,11 @@ def _gradient(policy: Any, batch: DataProto, max_tokens: int) -> torch.Tensor:
         _train(policy, batch, max_tokens)
     finally:
         policy.optimizer.inner.step = step
-    buffers = [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [
+        buffer
+        for chunk in policy.chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     return torch.cat([buffer.grad_data for buffer in buffers]).clone()
 
 
@@ -61,18 +66,22 @@ def _set_recompute(policy: Any, kind: str) -> None:
 def _set_recompute_of(stage: Any, kind: str) -> None:
     config = stage.config
     config.recompute_granularity = "full" if kind == "full" else None
-    config.recompute_method, config.recompute_num_layers = ("uniform", 1) if kind == "full" else (None, None)
+    config.recompute_method, config.recompute_num_layers = (
+        ("uniform", 1) if kind == "full" else (None, None)
+    )
     for module in stage.modules():
         if hasattr(module, "moe_layer_recompute"):
             module.moe_layer_recompute = kind == "moe"
 
 
 def replayed(parallel: dict[str, Any], hf: dict[str, Any], max_tokens: int) -> Any:
-    """Log-probs, routes and training under given routes, and the gradients of the same batch along several ways."""
+    """Log-probs, routes and training under given routes, and the gradients of the same batch along
+    several ways."""
     policy = policy_of(parallel, hf)
     policy.set_optimizer(OPTIM)
     plain = share_of(batch_of(12, 3))
-    batch, replay = share_of(with_random_routes(batch_of(12, 3), hf)), policy.replay
+    batch = share_of(with_random_routes(batch_of(12, 3), hf))
+    replay = policy.replay
     result: dict[str, Any] = {"free": _log_probs(policy, batch, max_tokens)}
     with replay.during("replay"):
         result["given"] = _log_probs(policy, batch, max_tokens)
@@ -94,16 +103,20 @@ def replayed(parallel: dict[str, Any], hf: dict[str, Any], max_tokens: int) -> A
     result["gradients"] = _gradients(policy, plain.with_columns(**{ROUTES: own}), batch, max_tokens)
     with replay.during("replay"):
         result["norms"] = [
-            _train(policy, share_of(with_random_routes(batch_of(8, step), hf, step)), max_tokens) for step in range(2)
+            _train(policy, share_of(with_random_routes(batch_of(8, step), hf, step)), max_tokens)
+            for step in range(2)
         ]
     replay.take_counts()
     result["digest"] = digest(policy)
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in result.items()}
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in result.items()
+    }
 
 
 def _gradients(policy: Any, own: DataProto, other: DataProto, max_tokens: int) -> dict[str, float]:
-    """Largest differences of this rank's gradient, relative to its largest entry: along its own routes against free
-    routing, and under recomputation against without, along other routes."""
+    """Largest differences of this rank's gradient, relative to its largest entry: along its own
+    routes against free routing, and under recomputation against without, along other routes."""
     replay = policy.replay
     free = _gradient(policy, own, max_tokens)
     with replay.during("replay"):
@@ -128,7 +141,8 @@ def broken(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
     from hybridflow.errors import HybridFlowError
 
     policy = policy_of(parallel, hf)
-    batch, said = with_random_routes(batch_of(4, 3), hf), {}
+    batch = with_random_routes(batch_of(4, 3), hf)
+    said = {}
 
     def attempt(name: str, batch: DataProto) -> None:
         try:
@@ -143,17 +157,30 @@ def broken(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
         return said
     attempt("no column", batch.drop([ROUTES]))
     routes = batch.jagged(ROUTES)
-    attempt("other layers", batch.with_columns(**{ROUTES: Jagged(routes.values[:, 1:], routes.offsets)}))
+    attempt(
+        "other layers", batch.with_columns(**{ROUTES: Jagged(routes.values[:, 1:], routes.offsets)})
+    )
     attempt(
         "other expert",
-        batch.with_columns(**{ROUTES: Jagged(np.where(routes.values == 3, 7, routes.values), routes.offsets)}),
+        batch.with_columns(
+            **{ROUTES: Jagged(np.where(routes.values == 3, 7, routes.values), routes.offsets)}
+        ),
     )
     lengths = np.array(routes.lengths)
     lengths[0], lengths[1] = lengths[0] - 1, lengths[1] + 1
-    attempt("other lengths", batch.with_columns(**{ROUTES: Jagged.from_lengths(routes.values, lengths)}))
-    attempt("twice", batch.with_columns(**{ROUTES: Jagged(np.zeros_like(routes.values), routes.offsets)}))
-    router = next(module for module in policy.stages[0].modules() if hasattr(module, "router_replay"))
-    hook, router.router_replay = router.router_replay, None  # as an upgrade of Megatron that no longer asks
+    attempt(
+        "other lengths", batch.with_columns(**{ROUTES: Jagged.from_lengths(routes.values, lengths)})
+    )
+    attempt(
+        "twice",
+        batch.with_columns(**{ROUTES: Jagged(np.zeros_like(routes.values), routes.offsets)}),
+    )
+    router = next(
+        module for module in policy.stages[0].modules() if hasattr(module, "router_replay")
+    )
+    # as an upgrade of Megatron that no longer asks
+    hook = router.router_replay
+    router.router_replay = None
     attempt("not asked", batch)
     router.router_replay = hook
     attempt("fine again", batch)
@@ -161,8 +188,8 @@ def broken(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
 
 
 def along_engine_routes(hf: dict[str, Any], folder: str, engine: str) -> Any:
-    """Log-probs of an engine's samples under slightly other weights, with and without its routes; and this router's own
-    choices."""
+    """Log-probs of an engine's samples under slightly other weights, with and without its routes;
+    and this router's own choices."""
     from hybridflow.config.schema import ParallelConfig
     from hybridflow.mcore import parallel as groups
     from hybridflow.mcore.policy import Policy

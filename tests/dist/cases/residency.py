@@ -29,7 +29,9 @@ def anonymous_bytes() -> int:
 def _step(policy: Any, batch: DataProto) -> float:
     from hybridflow.workers.losses import sft_loss
 
-    _, info = policy.train_mini_batch(batch, sft_loss, columns=(), max_tokens=40, temperature=1.0, with_entropy=False)
+    _, info = policy.train_mini_batch(
+        batch, sft_loss, columns=(), max_tokens=40, temperature=1.0, with_entropy=False
+    )
     return float(info["grad_norm"])
 
 
@@ -54,7 +56,8 @@ STEPS = {"actor": _step, "critic": _value_step, "reward_model": _pair_step}
 
 
 def _score(role: str, model: Any, batch: DataProto) -> None:
-    """A pass without gradients: of a value role over its weights, of the policy over the reference's."""
+    """A pass without gradients: of a value role over its weights, of the policy over the
+    reference's."""
     if role == "actor":
         with model.as_reference():
             model.log_probs(batch, max_tokens=40, temperature=1.0, with_entropy=False)
@@ -67,7 +70,9 @@ def _score(role: str, model: Any, batch: DataProto) -> None:
 def _everything(parts: Any) -> dict[str, torch.Tensor]:
     """A copy of every tensor of every part, views included."""
     return {
-        f"{part}{i}": tensor.detach().clone() for part, listed in parts.items() for i, tensor in enumerate(listed())
+        f"{part}{i}": tensor.detach().clone()
+        for part, listed in parts.items()
+        for i, tensor in enumerate(listed())
     }
 
 
@@ -77,13 +82,16 @@ def _same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bo
         before[name].dtype == after[name].dtype
         and before[name].shape == after[name].shape
         and torch.equal(
-            before[name].view(bits[before[name].element_size()]), after[name].view(bits[before[name].element_size()])
+            before[name].view(bits[before[name].element_size()]),
+            after[name].view(bits[before[name].element_size()]),
         )
         for name in before
     )
 
 
-def offloaded_roles(parallel: dict[str, Any], models: dict[str, dict[str, Any]], dtype: str) -> dict[str, Any]:
+def offloaded_roles(
+    parallel: dict[str, Any], models: dict[str, dict[str, Any]], dtype: str
+) -> dict[str, Any]:
     """`offloaded` of each role with its model, one after another."""
     found = {}
     for role, hf in models.items():
@@ -92,12 +100,17 @@ def offloaded_roles(parallel: dict[str, Any], models: dict[str, dict[str, Any]],
     return found
 
 
-def offloaded(parallel: dict[str, Any], hf: dict[str, Any], dtype: str, role: str) -> dict[str, Any]:
-    """Bytes before, during and after sleep; and five steps of training with sleep between them against five without."""
+def offloaded(
+    parallel: dict[str, Any], hf: dict[str, Any], dtype: str, role: str
+) -> dict[str, Any]:
+    """Bytes before, during and after sleep; and five steps of training with sleep between them
+    against five without."""
     from hybridflow.device.residency import PARTS, Residency
     from hybridflow.mcore.model_parts import model_parts
 
-    results, histories, finals = {}, [], []
+    results = {}
+    histories = []
+    finals = []
     for sleeps in (False, True):
         policy = _model_of(role, parallel, hf, dtype)
         policy.set_optimizer(OPTIM)
@@ -134,7 +147,8 @@ def _model_of(role: str, parallel: dict[str, Any], hf: dict[str, Any], dtype: st
 
     if not dist.is_initialized():
         groups.initialize(ParallelConfig(**parallel), seed=1, backend="gloo", timeout_s=180)
-    family, layout = family_of(hf), ParallelConfig(**parallel)
+    family = family_of(hf)
+    layout = ParallelConfig(**parallel)
     source = RandomWeights(family.tensors(), 5, 0.2)
     if role == "actor":
         return Policy(family, layout, dtype, source)
@@ -146,7 +160,8 @@ def _measured(policy: Any, residency: Any, parts: Any) -> dict[str, Any]:
     """One sleep of everything, and nested and partial residency."""
     from hybridflow.device.residency import PARTS
 
-    before, held = _everything(parts), residency.resident_bytes()
+    before = _everything(parts)
+    held = residency.resident_bytes()
     pointers = [parameter.data_ptr() for parameter in policy.stages[0].parameters()]
     awake = anonymous_bytes()
     freed = residency.sleep(*PARTS)
@@ -164,7 +179,9 @@ def _measured(policy: Any, residency: Any, parts: Any) -> dict[str, Any]:
         seen.append(sorted(residency.asleep))
     seen.append(sorted(residency.asleep))
     residency.wake(*PARTS)
-    moved = sum(a != b.data_ptr() for a, b in zip(pointers, policy.stages[0].parameters(), strict=True))
+    moved = sum(
+        a != b.data_ptr() for a, b in zip(pointers, policy.stages[0].parameters(), strict=True)
+    )
     same = _same(before, _everything(parts))
     return {
         "held": held,
@@ -179,8 +196,8 @@ def _measured(policy: Any, residency: Any, parts: Any) -> dict[str, Any]:
 
 
 def no_room(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:
-    """What is said when the offloaded bytes fit nowhere, and when a phase needs more memory than there is; and that
-    both go on after."""
+    """What is said when the offloaded bytes fit nowhere, and when a phase needs more memory than
+    there is; and that both go on after."""
     import tempfile
 
     from hybridflow.device.residency import Residency
@@ -190,10 +207,14 @@ def no_room(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:
 
     policy = policy_of(parallel, hf)
     policy.set_optimizer(OPTIM)
-    parts, platform = model_parts(policy), Platform("cpu")
-    memory = RoleMemory(Residency(parts, platform), platform, OffloadConfig(weights=True, gradients=True))
+    parts = model_parts(policy)
+    platform = Platform("cpu")
+    memory = RoleMemory(
+        Residency(parts, platform), platform, OffloadConfig(weights=True, gradients=True)
+    )
     tempfile.tempdir = folder
-    before, said = _everything(parts), {}
+    before = _everything(parts)
+    said = {}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     import signal
 
@@ -220,7 +241,8 @@ def no_room(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:
             raise RuntimeError("something else")
 
     assert memory.sleep(("weights", "gradients", "optimizer", "reference")) > 0
-    assert memory.residency.asleep == {"weights", "gradients", "reference"}  # the optimizer stays: it is not configured
+    # the optimizer stays: it is not configured
+    assert memory.residency.asleep == {"weights", "gradients", "reference"}
     used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
     resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
     try:

@@ -42,23 +42,27 @@ def _worker(role: str, trains: bool, path: str | None = None, **actor: Any) -> A
 
 
 def not_finite() -> dict[str, Any]:
-    """A critic's update on a return that is NaN, where such updates are skipped: what it reports, and whether a weight
-    has moved."""
+    """A critic's update on a return that is NaN, where such updates are skipped: what it reports,
+    and whether a weight has moved."""
     worker = _worker("critic", True, on_nonfinite="skip")
     worker.set_optimizer(OptimConfig(lr=1e-2))
     before = {name: tensor.clone() for name, tensor in worker.model.parameters().items()}
     batch = with_targets(batch_of(4, 0), 0)
     returns = batch.jagged("returns")
-    batch = batch.with_columns(returns=Jagged(np.full_like(returns.values, np.nan), returns.offsets))
+    batch = batch.with_columns(
+        returns=Jagged(np.full_like(returns.values, np.nan), returns.offsets)
+    )
     [report] = worker.update_critic(batch, 4)
-    moved = [name for name, tensor in worker.model.parameters().items() if not tensor.equal(before[name])]
+    moved = [
+        name for name, tensor in worker.model.parameters().items() if not tensor.equal(before[name])
+    ]
     [after] = worker.update_critic(with_targets(batch_of(4, 1), 1), 4)
     return {"applied": report["info"]["applied"], "moved": moved, "after": after["info"]["applied"]}
 
 
 def frozen(folder: str) -> dict[str, Any]:
-    """A reference and a teacher that do not train, beside the same weights in a critic's buffers: bytes of each part,
-    what sleep frees, and the log-probs before and after it."""
+    """A reference and a teacher that do not train, beside the same weights in a critic's buffers:
+    bytes of each part, what sleep frees, and the log-probs before and after it."""
     found: dict[str, Any] = {}
     trained = _worker("critic", True)
     found["critic"] = trained.memory.residency.resident_bytes()
@@ -75,7 +79,9 @@ def frozen(folder: str) -> dict[str, Any]:
     found["teacher"] = teacher.memory.residency.resident_bytes()
     top = teacher.compute_teacher_top(batch)
     reference.fill(Path(folder))
-    found["filled"] = reference.compute_ref_log_probs(batch)["ref_log_probs"].values.tolist() == first.tolist()
+    found["filled"] = (
+        reference.compute_ref_log_probs(batch)["ref_log_probs"].values.tolist() == first.tolist()
+    )
     found["likeliest"] = bool((top["teacher_top_log_probs"].values[:, 0] >= first - 1e-6).all())
     try:
         reference.set_optimizer(OptimConfig())

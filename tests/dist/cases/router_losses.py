@@ -1,4 +1,5 @@
-"""The gradients that the routers' losses add, on each rank of different cuts, and by their formulas in float64."""
+"""The gradients that the routers' losses add, on each rank of different cuts, and by their formulas
+in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests import models
 from tests.dist.cases.load import ROWS, Cut
 from tests.dist.harness.policies import batch_of, policy_of, share_of
 
-AUX_COEF, Z_COEF = 0.7, 0.3
+AUX_COEF = 0.7
+Z_COEF = 0.3
 CUTS = [
     Cut("one micro-batch", max_tokens=4096),
     Cut("many micro-batches, full recompute", options={"recompute": "full"}),
@@ -32,15 +34,18 @@ def by_formulas() -> list[dict[str, Any]]:
 
 
 def _by_formula(hf: str, max_tokens: int, mode: str) -> dict[str, Any]:
-    """On one rank: what the losses add to the gradient of the last layer's router (whose input they do not reach), and
-    the same by the papers' formulas from that router's inputs and weight; the reported losses and the formulas' own.
+    """On one rank: what the losses add to the gradient of the last layer's router (whose input they
+    do not reach), and the same by the papers' formulas from that router's inputs and weight; the
+    reported losses and the formulas' own.
     """
     policy = _policy({}, hf, AUX_COEF, Z_COEF)
     routers = _routers(policy)
     name, last = list(routers.items())[-1]
     layers = [list[torch.Tensor]() for _ in routers]
     for inputs, router in zip(layers, routers.values(), strict=True):
-        router.register_forward_pre_hook(lambda _, given, into=inputs: into.append(given[0].detach()))
+        router.register_forward_pre_hook(
+            lambda _, given, into=inputs: into.append(given[0].detach())
+        )
     gradients, metrics = _update(policy, max_tokens, mode)
     plain, _ = _update(_policy({}, hf, 0.0, 0.0), max_tokens, mode)
     micro_batches = policy._micro_batches(batch_of(ROWS, 1), max_tokens, ())
@@ -57,7 +62,10 @@ def _by_formula(hf: str, max_tokens: int, mode: str) -> dict[str, Any]:
         "found": (gradients[name] - plain[name]).double().tolist(),
         "expected": weight.grad.tolist(),  # type: ignore[union-attr]
         "main": float(plain[name].abs().max()),
-        "metrics": [metrics[key][0] / metrics[key][1] for key in ("actor/router_aux_loss", "actor/router_z_loss")],
+        "metrics": [
+            metrics[key][0] / metrics[key][1]
+            for key in ("actor/router_aux_loss", "actor/router_z_loss")
+        ],
         "losses": [float(value) for value in seen],
         "micro_batches": len(real),
     }
@@ -66,25 +74,32 @@ def _by_formula(hf: str, max_tokens: int, mode: str) -> dict[str, Any]:
 def _losses(
     weight: torch.Tensor, inputs: list[torch.Tensor], real: list[torch.Tensor], topk: int, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Load balancing, the mean over micro-batches by their tokens, and the z-loss, the mean over tokens."""
-    total, aux, z = sum(int(mask.sum()) for mask in real), torch.zeros(()), torch.zeros(())
+    """Load balancing, the mean over micro-batches by their tokens, and the z-loss, the mean over
+    tokens."""
+    total = sum(int(mask.sum()) for mask in real)
+    aux = torch.zeros(())
+    z = torch.zeros(())
     for hidden, mask in zip(inputs, real, strict=True):
         logits = hidden.reshape(len(mask), -1)[mask].double() @ weight.t()
         scores = logits.softmax(-1)
         if kind == "sigmoid":
             scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
         tokens, experts = scores.shape
-        share = torch.nn.functional.one_hot(scores.topk(topk).indices, experts).sum((0, 1)) / (tokens * topk)
+        share = torch.nn.functional.one_hot(scores.topk(topk).indices, experts).sum((0, 1)) / (
+            tokens * topk
+        )
         aux = aux + tokens / total * experts * (share * scores.mean(0)).sum()
         z = z + (logits.logsumexp(-1) ** 2).sum() / total
     return aux, z
 
 
 def z_gradients() -> list[dict[str, Any]]:
-    """{name, what the z-loss adds to the gradients of all routers, the metric} of each cut with this rank."""
+    """{name, what the z-loss adds to the gradients of all routers, the metric} of each cut with
+    this rank."""
     from tests.dist.harness.worlds import Worlds, windows
 
-    worlds, found = Worlds(), []
+    worlds = Worlds()
+    found = []
     for cut, ranks in zip(CUTS, windows([cut.world for cut in CUTS], worlds.size), strict=True):
         if not worlds.mine(ranks):
             continue
@@ -93,8 +108,12 @@ def z_gradients() -> list[dict[str, Any]]:
                 _update(_policy(cut.parallel, "TINY", 0.0, coef, **cut.options), cut.max_tokens)
                 for coef in (Z_COEF, 0.0)
             ]
-            added = {name: (value - runs[1][0][name]).tolist() for name, value in runs[0][0].items()}
-        found.append({"name": cut.name, "added": added, "metric": runs[0][1].get("actor/router_z_loss")})
+            added = {
+                name: (value - runs[1][0][name]).tolist() for name, value in runs[0][0].items()
+            }
+        found.append(
+            {"name": cut.name, "added": added, "metric": runs[0][1].get("actor/router_z_loss")}
+        )
     worlds.finish()
     return found
 
@@ -119,7 +138,9 @@ def _update(
         temperature=1.0,
         with_entropy=False,
     )
-    return {name: router.weight.main_grad.clone() for name, router in _routers(policy).items()}, metrics
+    return {
+        name: router.weight.main_grad.clone() for name, router in _routers(policy).items()
+    }, metrics
 
 
 class _Supervised:

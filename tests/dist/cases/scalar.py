@@ -21,15 +21,22 @@ def _model(parallel: dict[str, Any], hf: dict[str, Any], head: str, bias: bool =
     from hybridflow.models import family_of
     from hybridflow.models.scalar_head import ScalarHead
 
-    config, family = ParallelConfig(**parallel), ScalarHead(family_of(hf), head, bias)
+    config = ParallelConfig(**parallel)
+    family = ScalarHead(family_of(hf), head, bias)
     groups.initialize(config, seed=1, backend="gloo", timeout_s=180)
     return ValueModel(family, config, "float32", weights_of(family))
 
 
 def outputs_and_export(
-    parallel: dict[str, Any], hf: dict[str, Any], folder: str, task: str, bias: bool, max_tokens: int
+    parallel: dict[str, Any],
+    hf: dict[str, Any],
+    folder: str,
+    task: str,
+    bias: bool,
+    max_tokens: int,
 ) -> Any:
-    """Values and scores of random weights, and the model as a Hugging Face folder; once more from that folder."""
+    """Values and scores of random weights, and the model as a Hugging Face folder; once more from
+    that folder."""
     from hybridflow.mcore.hf_export import export
     from hybridflow.mcore.parallel import data_parallel_position
     from hybridflow.models.weights import SafetensorsFolder
@@ -44,20 +51,34 @@ def outputs_and_export(
     again = model.values(batch, max_tokens=max_tokens)
     if not data_parallel_position()[2]:
         return None
-    return {"values": found[0].values.tolist(), "scores": found[1].tolist(), "again": again.values.tolist()}
+    return {
+        "values": found[0].values.tolist(),
+        "scores": found[1].tolist(),
+        "again": again.values.tolist(),
+    }
 
 
 def with_targets(batch: DataProto, seed: int) -> DataProto:
     """Returns and old values for every response token."""
-    rng, offsets = np.random.default_rng(seed), batch.jagged("response_ids").offsets
-    columns = {name: Jagged(rng.normal(size=offsets[-1]).astype(np.float32), offsets) for name in ("returns", "values")}
+    rng = np.random.default_rng(seed)
+    offsets = batch.jagged("response_ids").offsets
+    columns = {
+        name: Jagged(rng.normal(size=offsets[-1]).astype(np.float32), offsets)
+        for name in ("returns", "values")
+    }
     return batch.with_columns(**columns)
 
 
 def train(
-    parallel: dict[str, Any], hf: dict[str, Any], pairs: bool, steps: int, max_tokens: int, masked: bool = False
+    parallel: dict[str, Any],
+    hf: dict[str, Any],
+    pairs: bool,
+    steps: int,
+    max_tokens: int,
+    masked: bool = False,
 ) -> Any:
-    """Train on the same data; returns (loss, grad norm) a step, and a digest of the final weights in HF form.
+    """Train on the same data; returns (loss, grad norm) a step, and a digest of the final weights
+    in HF form.
 
     Args:
         masked: some response tokens are observations, whose returns and old values are NaN.
@@ -66,16 +87,21 @@ def train(
     from hybridflow.mcore.parallel import data_parallel_position
     from hybridflow.workers.losses import PairLoss, ValueLoss
 
-    model = _model(parallel, hf, head="ForSequenceClassification" if pairs else "ForTokenClassification")
+    model = _model(
+        parallel, hf, head="ForSequenceClassification" if pairs else "ForTokenClassification"
+    )
     model.set_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-3))
-    value_loss, history = ValueLoss(CriticConfig(cliprange_value=0.3)), []
+    value_loss = ValueLoss(CriticConfig(cliprange_value=0.3))
+    history = []
     for step in range(steps):
         batch = with_targets(batch_of(8, step), step)
         batch = share_of(with_mask(batch) if masked else batch)
         if pairs:
             sums, info = model.train_pairs(batch, PairLoss(), max_tokens=max_tokens)
         else:
-            sums, info = model.train_values(batch, value_loss, columns=value_loss.columns, max_tokens=max_tokens)
+            sums, info = model.train_values(
+                batch, value_loss, columns=value_loss.columns, max_tokens=max_tokens
+            )
         pair = torch.tensor(sums.get("loss", (0.0, 0.0)), dtype=torch.float64)
         if not data_parallel_position()[2]:
             pair.zero_()
@@ -91,7 +117,9 @@ def save_or_load(parallel: dict[str, Any], hf: dict[str, Any], folder: str, load
     from hybridflow.workers.losses import ValueLoss
 
     model = _model(parallel, hf, head="ForTokenClassification")
-    model.set_optimizer(OptimConfig(lr=1e-2, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1))
+    model.set_optimizer(
+        OptimConfig(lr=1e-2, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1)
+    )
     loss = ValueLoss(CriticConfig())
 
     def steps(numbers: range) -> list[list[float]]:

@@ -1,4 +1,5 @@
-"""What each rank does in the tests of the transports: ranks 0..3 are the trainer's, the others the engines'."""
+"""What each rank does in the tests of the transports: ranks 0..3 are the trainer's, the others the
+engines'."""
 
 from __future__ import annotations
 
@@ -36,14 +37,17 @@ def rank_and_store() -> tuple[int, str, int]:
     """This process's rank, and the store, which rank 0 serves."""
     from hybridflow.process.rendezvous import master_store
 
-    rank, host, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     if rank == 0:
         globals()["_store"] = master_store(host, port, 60)  # as long as the process
     return rank, host, port
 
 
 def line_up(name: str, world: int = TRAINERS + 3) -> None:
-    """Wait until every process of the test is here: a fault before has let them drift apart by its deadline."""
+    """Wait until every process of the test is here: a fault before has let them drift apart by its
+    deadline."""
     from hybridflow.process.rendezvous import client_store
 
     store = client_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60)
@@ -65,19 +69,23 @@ def _note_end(session: str, rank: int) -> None:
     """Tell the rank that stands still in this session that this one has ended it."""
     from hybridflow.process.rendezvous import client_store
 
-    client_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60).set(f"ended/{session}/{rank}", "")
+    client_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60).set(
+        f"ended/{session}/{rank}", ""
+    )
 
 
 def _wait_for_others_to_end(session: str, world: int = TRAINERS + 2) -> None:
     from hybridflow.process.rendezvous import client_store
 
     others = [f"ended/{session}/{rank}" for rank in range(world) if rank != int(os.environ["RANK"])]
-    client_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60).wait(others, timedelta(seconds=120))
+    client_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60).wait(
+        others, timedelta(seconds=120)
+    )
 
 
 class Case:
-    """A plan of the tiny MoE, and the weights that it carries: a value of its own for every element, another in every
-    version."""
+    """A plan of the tiny MoE, and the weights that it carries: a value of its own for every
+    element, another in every version."""
 
     def __init__(
         self,
@@ -90,7 +98,9 @@ class Case:
         self.family = family_of(STREAM_MOE)
         self.catalog = Catalog.of(self.family.tensors())
         source = megatron_layout(
-            self.family, ParallelShape(TRAINERS, tensor=2, pipeline=2, expert=2).coordinates(), trainer_dtype
+            self.family,
+            ParallelShape(TRAINERS, tensor=2, pipeline=2, expert=2).coordinates(),
+            trainer_dtype,
         )
         self.plan: SlicePlan = make_plan(
             self.catalog, source, engine_layout(self.family, engines, engine_dtype), staging
@@ -102,7 +112,9 @@ class Case:
         """One HF tensor; not to be written."""
         if (tensor, version) not in self._weights:
             seed = torch.Generator().manual_seed(1000 * version + tensor)
-            self._weights[tensor, version] = torch.randn(self.catalog.shapes[tensor].tolist(), generator=seed)
+            self._weights[tensor, version] = torch.randn(
+                self.catalog.shapes[tensor].tolist(), generator=seed
+            )
         return self._weights[tensor, version]
 
     def buffers(self, layout: Layout, rank: int, version: int | None) -> dict[str, torch.Tensor]:
@@ -110,7 +122,9 @@ class Case:
         mine = layout.classes[int(layout.rank_class[rank])]
         held = {
             name: torch.full(shape, torch.nan, dtype=getattr(torch, dtype), device=_device)
-            for name, shape, dtype in zip(mine.names, mine.shapes.tolist(), mine.dtypes, strict=True)
+            for name, shape, dtype in zip(
+                mine.names, mine.shapes.tolist(), mine.dtypes, strict=True
+            )
         }
         for row, tensor in enumerate(mine.tensor.tolist()):
             place = held[mine.names[int(mine.buffer[row])]][box(mine.local[row], mine.size[row])]
@@ -126,7 +140,7 @@ def box(start: np.ndarray, size: np.ndarray) -> tuple[slice, ...]:
 
 
 # ---- what a sync brings
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Allocations(TorchDispatchMode):
@@ -137,10 +151,15 @@ class Allocations(TorchDispatchMode):
         self.known = {tensor.untyped_storage().data_ptr() for tensor in known.values()}
         self.largest = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage().data_ptr() not in self.known
+            ):
                 made = "empty" in str(function)
                 self.largest = max(self.largest, tensor.untyped_storage().nbytes() if made else 0)
         return result
@@ -160,7 +179,8 @@ _device = torch.device("cpu")  # where all buffers of this process lie
 
 
 def all_syncs(transports: list[str], folder: str, device: str = "cpu") -> Any:
-    """Everything, transport after transport, in one start of seven processes; on a GPU all of them share the first."""
+    """Everything, transport after transport, in one start of seven processes; on a GPU all of them
+    share the first."""
     global _device
     _device = torch.device(device)
     rank, host, port = rank_and_store()
@@ -169,7 +189,8 @@ def all_syncs(transports: list[str], folder: str, device: str = "cpu") -> Any:
     for transport in transports:
         line_up(f"{transport}, good")
         facts[transport] = {"good": _good_syncs(transport, rank, host, port)}
-        if rank < TRAINERS + 2 and entry_name(transport) != "two_nodes":  # its faults are those of its two ways
+        # its faults are those of its two ways
+        if rank < TRAINERS + 2 and entry_name(transport) != "two_nodes":
             facts[transport]["bad"] = _bad_syncs(transport, rank, host, port)
     _hold_store("everything", rank, TRAINERS + 3)
     return facts
@@ -178,10 +199,17 @@ def all_syncs(transports: list[str], folder: str, device: str = "cpu") -> Any:
 def _good_syncs(transport: str, rank: int, host: str, port: int) -> Any:
     """Every layout and dtype, staged and in place, four versions on one session."""
     facts: dict[str, Any] = {}
-    for name, engines, dtypes, part, slots in (  # whole buckets; parts in a few slots; parts and room for all of them
+    # whole buckets; parts in a few slots; parts and room for all of them
+    for name, engines, dtypes, part, slots in (
         ("TP2", [EngineShape(tensor=2)], ("float32", "float32"), 0, 2),
         ("TP2 and TP1", [EngineShape(tensor=2), EngineShape()], ("float32", "float32"), 1 << 13, 5),
-        ("TP2 and TP1 in bf16", [EngineShape(tensor=2), EngineShape()], ("float32", "bfloat16"), 1 << 12, 700),
+        (
+            "TP2 and TP1 in bf16",
+            [EngineShape(tensor=2), EngineShape()],
+            ("float32", "bfloat16"),
+            1 << 12,
+            700,
+        ),
     ):
         case = Case(engines, *dtypes, staging=1 << (16 if "bf16" in name else 17), part=part)
         receivers = tuple(range(case.plan.target.num_ranks))
@@ -199,7 +227,9 @@ def _good_syncs(transport: str, rank: int, host: str, port: int) -> Any:
             slots,
         )
         facts[name] = (
-            _send_all(case, endpoint, rank) if rank < TRAINERS else _receive_all(case, endpoint, rank - TRAINERS)
+            _send_all(case, endpoint, rank)
+            if rank < TRAINERS
+            else _receive_all(case, endpoint, rank - TRAINERS)
         )
     gc.collect()
     facts["left"] = _left_behind()
@@ -212,8 +242,11 @@ STAGED = (True, False, False, True)
 def _send_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
-    channel, staging, found = open_sender(endpoint, rank, _device), SendStaging(rank, endpoint.slots), []
-    messages, live = case.messages.outgoing(rank), case.buffers(case.plan.source, rank, 0)
+    channel = open_sender(endpoint, rank, _device)
+    staging = SendStaging(rank, endpoint.slots)
+    found = []
+    messages = case.messages.outgoing(rank)
+    live = case.buffers(case.plan.source, rank, 0)
     for version in range(len(STAGED)):
         for name, values in case.buffers(case.plan.source, rank, version).items():
             live[name].copy_(values)
@@ -231,18 +264,26 @@ def _send_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
 def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
-    channel, staging, found = open_receiver(endpoint, rank, _device), ReceiveStaging(rank, endpoint.slots), []
-    messages, live = case.messages.incoming(rank), case.buffers(case.plan.target, rank, None)
-    elements = {name: int(values.isnan().sum()) * values.element_size() for name, values in live.items()}
+    channel = open_receiver(endpoint, rank, _device)
+    staging = ReceiveStaging(rank, endpoint.slots)
+    found = []
+    messages = case.messages.incoming(rank)
+    live = case.buffers(case.plan.target, rank, None)
+    elements = {
+        name: int(values.isnan().sum()) * values.element_size() for name, values in live.items()
+    }
     whole = (
-        max(int(np.prod(shape)) for shape in case.catalog.shapes.tolist()) * next(iter(live.values())).element_size()
+        max(int(np.prod(shape)) for shape in case.catalog.shapes.tolist())
+        * next(iter(live.values())).element_size()
     )
     overhead = 64 * len(messages)
     for version, staged in enumerate(STAGED):
         before = {name: values.clone() for name, values in live.items()}
         with Allocations(live) as allocations:
             received = receive_stream(messages, channel, staging, staged, live)
-        untouched = all(torch.equal(live[n].nan_to_num(9.0), before[n].nan_to_num(9.0)) for n in live)
+        untouched = all(
+            torch.equal(live[n].nan_to_num(9.0), before[n].nan_to_num(9.0)) for n in live
+        )
         received.commit(live)
         want = case.buffers(case.plan.target, rank, version)
         peers = _peers_of_lender(endpoint.transport, endpoint.senders)
@@ -254,7 +295,11 @@ def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
                 "right": all(torch.equal(live[n], want[n]) for n in want),
                 "largest_allocation": allocations.largest,
                 "bound": overhead
-                + (sum(elements.values()) if staged else endpoint.slots * largest_message(messages) * peers),
+                + (
+                    sum(elements.values())
+                    if staged
+                    else endpoint.slots * largest_message(messages) * peers
+                ),
             }
         )
         staging.release()
@@ -271,19 +316,27 @@ def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
 
 def _left_behind() -> list[str]:
     """Files and shared memory of sessions that are over."""
-    maps = [line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:hybridflow" in line]
+    maps = [
+        line.split()[-2]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "memfd:hybridflow" in line
+    ]
     return maps + [name for name in os.listdir("/dev/shm") if "hybridflow" in name]
 
 
 # ---- what goes wrong
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Meddler:
     """A sender's channel that does something to its n-th message."""
 
     def __init__(self, channel: Any, at: int, deed: str, session: str) -> None:
-        self.channel, self.at, self.deed, self.session, self.count = channel, at, deed, session, 0
+        self.channel = channel
+        self.at = at
+        self.deed = deed
+        self.session = session
+        self.count = 0
 
     def send(self, peer: int, tag: int, payload: Payload) -> Any:
         self.count += 1
@@ -302,7 +355,8 @@ class MeddlingReceiver:
     """The same for a receiver."""
 
     def __init__(self, channel: Any, at: int, deed: str, session: str) -> None:
-        self.channel, self.meddler = channel, Meddler(self, at, deed, session)
+        self.channel = channel
+        self.meddler = Meddler(self, at, deed, session)
 
     def send(self, peer: int, tag: int, payload: Payload) -> Any:
         return self.channel.receive(peer, tag, payload)
@@ -312,15 +366,24 @@ class MeddlingReceiver:
 
 
 DEADLINE = 3.0
-# only who stands still is known by its deadline; with files, so are those who wait for a rank that has given up
+# only who stands still is known by its deadline; with files, so are those who wait for a rank that
+# has given up
 DEADLINES = {"flip": 10.0, "kill": 15.0, "stall": DEADLINE}
-DEEDS = (("flip", "trainer"), ("kill", "trainer"), ("kill", "engine"), ("stall", "trainer"), ("stall", "engine"))
-BAD_TRAINER, BAD_ENGINE = 3, 1
+DEEDS = (
+    ("flip", "trainer"),
+    ("kill", "trainer"),
+    ("kill", "engine"),
+    ("stall", "trainer"),
+    ("stall", "engine"),
+)
+BAD_TRAINER = 3
+BAD_ENGINE = 1
 
 
 def _bad_syncs(transport: str, rank: int, host: str, port: int) -> Any:
     """Each deed in a session of its own, then a good sync in another."""
-    case, facts = Case([EngineShape(tensor=2)], staging=1 << 16), {}
+    case = Case([EngineShape(tensor=2)], staging=1 << 16)
+    facts = {}
     for deed, side in DEEDS:
         endpoint = Endpoint(
             transport,
@@ -339,12 +402,21 @@ def _bad_syncs(transport: str, rank: int, host: str, port: int) -> Any:
             if child == 0:
                 _take_part(case, endpoint, rank, deed, is_bad)
                 os._exit(1)
-            facts[f"{deed} {side}"] = {"ended_by": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
+            facts[f"{deed} {side}"] = {
+                "ended_by": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            }
         else:
             facts[f"{deed} {side}"] = _take_part(case, endpoint, rank, deed, is_bad)
     line_up(f"{transport}, after", TRAINERS + 2)
     endpoint = Endpoint(
-        transport, f"{transport}, after", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, 30.0
+        transport,
+        f"{transport}, after",
+        host,
+        port,
+        (0, 1, 2, 3),
+        (0, 1),
+        case.plan.bucket_bytes,
+        30.0,
     )
     facts["after"] = _take_part(case, endpoint, rank, "", False)
     facts["absent"] = _absent(transport, rank, host, port)
@@ -355,21 +427,31 @@ def _bad_syncs(transport: str, rank: int, host: str, port: int) -> Any:
 
 
 def _take_part(case: Case, endpoint: Endpoint, rank: int, deed: str, is_bad: bool) -> Any:
-    start, error, right, opened = time.monotonic(), "", None, 0.0
+    start = time.monotonic()
+    error = ""
+    right = None
+    opened = 0.0
     channel: Any = None
     try:
         if rank < TRAINERS:
             channel = open_sender(endpoint, rank, _device)
             opened = time.monotonic()
             used = Meddler(channel, 3, deed, endpoint.session) if is_bad else channel
-            send_stream(case.messages.outgoing(rank), case.buffers(case.plan.source, rank, 1), used, SendStaging(rank))
+            send_stream(
+                case.messages.outgoing(rank),
+                case.buffers(case.plan.source, rank, 1),
+                used,
+                SendStaging(rank),
+            )
         else:
             engine = rank - TRAINERS
             channel = open_receiver(endpoint, engine, _device)
             opened = time.monotonic()
             used = MeddlingReceiver(channel, 3, deed, endpoint.session) if is_bad else channel
             live = case.buffers(case.plan.target, engine, None)
-            receive_stream(case.messages.incoming(engine), used, ReceiveStaging(engine), True, live).commit(live)
+            receive_stream(
+                case.messages.incoming(engine), used, ReceiveStaging(engine), True, live
+            ).commit(live)
             want = case.buffers(case.plan.target, engine, 1)
             right = all(torch.equal(live[name], want[name]) for name in want)
     except WeightSyncError as caught:

@@ -23,7 +23,8 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """`subprocess.Popen` whose child is killed when the calling thread's process ends.
 
-    `new_session` puts it in a session of its own, so that Ctrl-C in the terminal reaches only the driver.
+    `new_session` puts it in a session of its own, so that Ctrl-C in the terminal reaches only the
+    driver.
     """
     parent = os.getpid()
     return subprocess.Popen(
@@ -34,5 +35,6 @@ def start_child(
         stdout=stdout,
         stderr=stderr,
         start_new_session=new_session,
-        preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509  one prepared C call: safe between fork and exec
+        # one prepared C call: safe between fork and exec
+        preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509
     )

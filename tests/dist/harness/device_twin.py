@@ -1,5 +1,6 @@
-"""The transport between processes of one GPU, without a GPU: files stand for device memory that another process opens,
-and for events, which are done a moment after they were recorded. With it go sessions over two "nodes"."""
+"""The transport between processes of one GPU, without a GPU: files stand for device memory that
+another process opens, and for events, which are done a moment after they were recorded. With it go
+sessions over two "nodes"."""
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ def _on_node(member: Member) -> None:
 def open_sender_of_two_nodes(endpoint: Endpoint, rank: int, device: torch.device) -> Any:
     _on_node(member := Member(endpoint, "trainer", rank))
     return join_nodes(
-        member, lambda near: Sender(near, _memory(device)), lambda: p2p.open_sender(endpoint, rank, device)
+        member,
+        lambda near: Sender(near, _memory(device)),
+        lambda: p2p.open_sender(endpoint, rank, device),
     )
 
 

@@ -1,10 +1,11 @@
-"""Run alone, not by pytest: trace what each rank of SGLang engines of several shapes holds, for tiny models of all
-families.
+"""Run alone, not by pytest: trace what each rank of SGLang engines of several shapes holds, for
+tiny models of all families.
 
-`python -m tests.dist.harness.engine_traces FOLDER` reads FOLDER/cases.json (list of {name, model, tensor, expert,
-pipeline, data_attention}) and writes FOLDER/{name}-{rank}.json. SGLang is imported once; each rank is a fork that joins
-its engine's process groups over gloo, builds the model as an engine does (dummy weights, SGLang's own post-processing
-included) and runs its `load_weights` on meta tensors.
+`python -m tests.dist.harness.engine_traces FOLDER` reads FOLDER/cases.json (list of {name, model,
+tensor, expert, pipeline, data_attention}) and writes FOLDER/{name}-{rank}.json. SGLang is imported
+once; each rank is a fork that joins its engine's process groups over gloo, builds the model as an
+engine does (dummy weights, SGLang's own post-processing included) and runs its `load_weights` on
+meta tensors.
 """
 
 from __future__ import annotations
@@ -44,27 +45,40 @@ def trace_rank(case: dict[str, Any], rank: int, folder: Path) -> None:
     in_fp8 = "quantization_config" in config
     dtype = "bfloat16" if in_fp8 else "float32"
     spec = EngineSpec(
-        name=case["name"], model_path=case["model"], dtype=dtype, extra_args={"load-format": "dummy"}, **shape
+        name=case["name"],
+        model_path=case["model"],
+        dtype=dtype,
+        extra_args={"load-format": "dummy"},
+        **shape,
     )
     (folder / case["name"]).mkdir(exist_ok=True)
     os.environ |= environment(spec, str(folder / case["name"]))
-    arguments = prepare_server_args(command_line(server_arguments(spec, 20000 + os.getpid() % 10000)))
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
+    arguments = prepare_server_args(
+        command_line(server_arguments(spec, 20000 + os.getpid() % 10000))
+    )
+    publish(
+        arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank)
+    )
     bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=0)
     model_config = ModelConfig.from_server_args(arguments)
     bootstrap.init_layer_runtime(model_config=model_config)
     initialize_moe_config()
-    tensors, load = family_of(config).tensors(), LoadConfig(load_format="dummy")
+    tensors = family_of(config).tensors()
+    load = LoadConfig(load_format="dummy")
     if in_fp8:
         tensors, kinds = BlockQuantisation.of(config).checkpoint(tensors)
         dtypes = {name: getattr(torch, kind) for name, kind in kinds.items()}
         # SGLang makes fp8 buffers on any CPU but refuses to prepare them for use on one without AMX
         # (sglang/srt/layers/quantization/fp8.py:827), so the model is taken as its loader fills it
         with set_default_torch_dtype(model_config.dtype):
-            model = loader._initialize_model(model_config, load, loader._get_quantization_config(model_config, load))
+            model = loader._initialize_model(
+                model_config, load, loader._get_quantization_config(model_config, load)
+            )
     else:
         dtypes = {}
-        model = get_model(model_config=model_config, load_config=load, device_config=DeviceConfig("cpu"))
+        model = get_model(
+            model_config=model_config, load_config=load, device_config=DeviceConfig("cpu")
+        )
     traced = trace_layout(model, model.load_weights, tensors, getattr(torch, dtype), dtypes)
     (folder / f"{case['name']}-{rank}.json").write_text(json.dumps(asdict(traced)))
 

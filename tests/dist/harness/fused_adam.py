@@ -1,7 +1,9 @@
-"""An Adam on the CPU that holds its state as Transformer Engine's FusedAdam documents it, and a Megatron that uses it.
+"""An Adam on the CPU that holds its state as Transformer Engine's FusedAdam documents it, and a
+Megatron that uses it.
 
-Main weights and moments are in their own precisions; those in float16 have a scale for each tensor; steps are counted
-in the group; gradients are `decoupled_grad`; `get_unscaled_state` gives float32, a copy wherever the state is not.
+Main weights and moments are in their own precisions; those in float16 have a scale for each tensor;
+steps are counted in the group; gradients are `decoupled_grad`; `get_unscaled_state` gives float32,
+a copy wherever the state is not.
 """
 
 from __future__ import annotations
@@ -34,9 +36,18 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         capturable: bool = False,
     ) -> None:
-        assert adam_w_mode and master_weights and use_decoupled_grad and not (store_param_remainders or capturable)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.dtypes = dict(zip(NAMES, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True))
+        assert (
+            adam_w_mode
+            and master_weights
+            and use_decoupled_grad
+            and not (store_param_remainders or capturable)
+        )
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+        self.dtypes = dict(
+            zip(NAMES, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True)
+        )
         self.scales: dict[Any, dict[str, torch.Tensor]] = {}
 
     def initialize_state(self, param: Any, store_param_remainders: bool) -> None:
@@ -73,25 +84,36 @@ class FusedAdam(torch.optim.Optimizer):
     def _update(self, param: Any, group: dict[str, Any]) -> None:
         if not self.state[param]:
             self.initialize_state(param, False)
-        main, first, second = (self.get_unscaled_state(param, n) for n in ("master_param", "exp_avg", "exp_avg_sq"))
-        grad, (beta1, beta2), step = param.decoupled_grad.float(), group["betas"], group["step"]
+        main, first, second = (
+            self.get_unscaled_state(param, n) for n in ("master_param", "exp_avg", "exp_avg_sq")
+        )
+        grad = param.decoupled_grad.float()
+        beta1, beta2 = group["betas"]
+        step = group["step"]
         first = torch.lerp(first, grad, 1 - beta1)
         second = torch.lerp(second, grad * grad, 1 - beta2)
         ahead = first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + group["eps"])
         main = main - group["lr"] * (ahead + group["weight_decay"] * main)
-        for name, value in zip(("master_param", "exp_avg", "exp_avg_sq"), (main, first, second), strict=True):
+        for name, value in zip(
+            ("master_param", "exp_avg", "exp_avg_sq"), (main, first, second), strict=True
+        ):
             self.set_scaled_state(param, name, value)
         param.copy_(main)
 
 
 def install() -> None:
-    """Have Megatron build this Adam, and this project take Transformer Engine for installed, in this process."""
+    """Have Megatron build this Adam, and this project take Transformer Engine for installed, in
+    this process."""
     import megatron.core.optimizer as optimizers
     from megatron.core.optimizer import distrib_optimizer
 
     from hybridflow.mcore import optimizer
 
-    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
+    for name in (
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        "transformer_engine.pytorch.optimizers",
+    ):
         sys.modules[name] = types.ModuleType(name)
     sys.modules["transformer_engine.pytorch.optimizers"].FusedAdam = FusedAdam  # type: ignore[attr-defined]
     sys.modules["transformer_engine"].__version__ = "2.10.0"  # type: ignore[attr-defined]

@@ -1,8 +1,9 @@
-"""Two ranks that save checkpoints in the background until they are killed, started again and again out of one warm
-process.
+"""Two ranks that save checkpoints in the background until they are killed, started again and again
+out of one warm process.
 
-The parent has imported everything but opened no socket and started no thread; each trial forks two children, which join
-a world, load the last checkpoint (proving it loadable), and go on saving. The test kills them by their ids.
+The parent has imported everything but opened no socket and started no thread; each trial forks two
+children, which join a world, load the last checkpoint (proving it loadable), and go on saving. The
+test kills them by their ids.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tests.models import WIDE
 
 
 class Ranks:
-    """What the driver's store asks of the ranks, on rank 0 (rank 1 does the same calls beside it)."""
+    """What the driver's store asks of the ranks, on rank 0 (rank 1 does the same calls beside
+    it)."""
 
     def __init__(self, saver: Any) -> None:
         self.saver = saver
@@ -57,11 +59,17 @@ def serve(folder: Path) -> None:
     policy.set_optimizer(OptimConfig())
     saver = checkpoint.Saver(policy, timeout_s=20)
     store = CheckpointStore(folder, Retention(last=1), background=True, timeout_s=20)
-    latest, step = store.latest(), 0
+    latest = store.latest()
+    step = 0
     if latest is not None:
         checkpoint.load(policy, latest.policy)
-        found = {float(value) for tensor in values(policy) for value in (tensor.min(), tensor.max())}
-        assert found == {float(latest.step)} and latest.state == {"step": latest.step}, (found, latest)
+        found = {
+            float(value) for tensor in values(policy) for value in (tensor.min(), tensor.max())
+        }
+        assert found == {float(latest.step)} and latest.state == {"step": latest.step}, (
+            found,
+            latest,
+        )
         step = latest.step
     say(rank=rank, loaded=step)
     while True:
@@ -81,7 +89,8 @@ def serve(folder: Path) -> None:
 
 
 def main() -> None:
-    """One line of JSON a trial on stdin ({port, folder}); prints the ranks' ids, and when both have ended how."""
+    """One line of JSON a trial on stdin ({port, folder}); prints the ranks' ids, and when both have
+    ended how."""
     import hybridflow.mcore.checkpoint
     import hybridflow.mcore.policy
     import hybridflow.models.families.qwen3
@@ -89,7 +98,9 @@ def main() -> None:
     from hybridflow.process.children import die_with_parent
 
     for line in sys.stdin:
-        trial, pids, server = json.loads(line), [], os.getpid()
+        trial = json.loads(line)
+        pids = []
+        server = os.getpid()
         for rank in range(2):
             pid = os.fork()
             if pid == 0:

@@ -11,19 +11,24 @@ from tests.dist.harness.policies import batch_of
 
 
 def oracle(folder: Path, temperature: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Response log-probs, entropies and log-probs of the whole vocabulary by transformers, one sequence at a time.
+    """Response log-probs, entropies and log-probs of the whole vocabulary by transformers, one
+    sequence at a time.
 
-    In float64, so that a difference is ours: two float32 results may each be half the bound from the exact one, and
-    which way they round depends on the processor.
+    In float64, so that a difference is ours: two float32 results may each be half the bound from
+    the exact one, and which way they round depends on the processor.
     """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    batch, log_probs, entropies, wholes = batch_of(12, 3), [], [], []
+    batch = batch_of(12, 3)
+    log_probs = []
+    entropies = []
+    wholes = []
     for i in range(len(batch)):
-        prompt, response = batch["prompt_ids"].row(i), batch["response_ids"].row(i)
+        prompt = batch["prompt_ids"].row(i)
+        response = batch["response_ids"].row(i)
         ids = torch.from_numpy(np.concatenate([prompt, response]))
         with torch.no_grad():
             logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / temperature

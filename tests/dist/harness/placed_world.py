@@ -1,5 +1,6 @@
-"""A Ray cluster of several nodes on this machine with GPUs that are not there, and a run's processes in it with a stub
-in place of the model. Runs as a program of its own: `placed_world.py CPU_HEAD RECIPE LOGS`, JSON in and out."""
+"""A Ray cluster of several nodes on this machine with GPUs that are not there, and a run's
+processes in it with a stub in place of the model. Runs as a program of its own: `placed_world.py
+CPU_HEAD RECIPE LOGS`, JSON in and out."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from hybridflow.config.build import build
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.placement import Process
 
-NODES, GPUS = 4, 8
+NODES = 4
+GPUS = 8
 
 
 class Stub:
@@ -59,9 +61,15 @@ def expected(one: Process, node_ids: list[str]) -> dict[str, Any]:
 
 
 def main(cpu_head: bool, recipe: dict[str, Any], logs: Path) -> dict[str, Any]:
-    """Start the nodes and the processes; returns the number of processes and where they differ from the map."""
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray takes this machine's address for 127.0.0.1
+    """Start the nodes and the processes; returns the number of processes and where they differ from
+    the map."""
+    os.environ |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    # else Ray takes this machine's address for 127.0.0.1
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     from ray.cluster_utils import Cluster as Nodes
 
     from hybridflow.single_controller import Cluster, WorkerGroup, reserve
@@ -70,7 +78,9 @@ def main(cpu_head: bool, recipe: dict[str, Any], logs: Path) -> dict[str, Any]:
     nodes = Nodes()
     for number, gpus in enumerate(sizes):
         address = f"127.0.0.{number + 1}"
-        nodes.add_node(num_cpus=32, num_gpus=gpus, node_ip_address=address, object_store_memory=80 << 20)
+        nodes.add_node(
+            num_cpus=32, num_gpus=gpus, node_ip_address=address, object_store_memory=80 << 20
+        )
     try:
         config = build(recipe | {"cluster": {**recipe["cluster"], "address": nodes.address}})
         with Cluster.start(config.cluster, logs) as cluster:
@@ -81,18 +91,32 @@ def main(cpu_head: bool, recipe: dict[str, Any], logs: Path) -> dict[str, Any]:
             print(placement.describe(), file=sys.stderr)
             ids = {state.address: state.node_id for state in cluster.nodes()}
             node_ids = [ids[node.address] for node in placement.cluster.nodes]
-            groups = {role: WorkerGroup(cluster, pool, Stub, role=role, log_dir=logs) for role, pool in pools.items()}
-            wrong, listening, count = [], [], 0
+            groups = {
+                role: WorkerGroup(cluster, pool, Stub, role=role, log_dir=logs)
+                for role, pool in pools.items()
+            }
+            wrong = []
+            listening = []
+            count = 0
             for role, group in groups.items():
                 for process, said in zip(placement.of(role), group.run(Stub.report), strict=True):
-                    count, wanted = count + 1, expected(process, node_ids)
+                    count = count + 1
+                    wanted = expected(process, node_ids)
                     listening.append(tuple(said["listens"]))
                     if {name: said[name] for name in wanted} != wanted:
-                        wrong.append({"process": f"{role} {process.rank}", "wanted": wanted, "said": said})
+                        wrong.append(
+                            {"process": f"{role} {process.rank}", "wanted": wanted, "said": said}
+                        )
             reached = all(all(group.run(Stub.reaches, listening)) for group in groups.values())
             for group in groups.values():
                 group.kill()
-            return {"kind": kind, "processes": count, "wrong": wrong, "reached": reached, "nodes": len(sizes)}
+            return {
+                "kind": kind,
+                "processes": count,
+                "wrong": wrong,
+                "reached": reached,
+                "nodes": len(sizes),
+            }
     finally:
         nodes.shutdown()
 

@@ -1,4 +1,5 @@
-"""Policies on the ranks of a test, their batches and their weights: the same ones whatever the layout."""
+"""Policies on the ranks of a test, their batches and their weights: the same ones whatever the
+layout."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ def batch_of(num: int, seed: int, vocab: int = 51) -> DataProto:
     prompts = [rng.integers(2, vocab, rng.integers(1, 9)) for _ in range(num)]
     responses = [rng.integers(2, vocab, rng.integers(1, 7)) for _ in range(num)]
     return DataProto.from_columns(
-        {"prompt_ids": Jagged.from_rows(prompts, np.int64), "response_ids": Jagged.from_rows(responses, np.int64)}
+        {
+            "prompt_ids": Jagged.from_rows(prompts, np.int64),
+            "response_ids": Jagged.from_rows(responses, np.int64),
+        }
     )
 
 
@@ -61,7 +65,9 @@ def policy_of(
 
     config = ParallelConfig(**parallel)
     if not parallel_state.model_parallel_is_initialized():
-        groups.initialize(config, seed=1, backend=backend or Platform.detect().collective_backend, timeout_s=180)
+        groups.initialize(
+            config, seed=1, backend=backend or Platform.detect().collective_backend, timeout_s=180
+        )
     family = family_of(hf)
     if lora is not None:
         options["lora"] = AdapterMap(family, LoraConfig(**lora), seed=3)
@@ -76,7 +82,8 @@ def share_of(batch: DataProto) -> DataProto:
 
 
 def digest(policy: Any) -> dict[str, list[float]]:
-    """Every HF tensor reduced to (sum, sum of squares), each element counted once; the same on all ranks."""
+    """Every HF tensor reduced to (sum, sum of squares), each element counted once; the same on all
+    ranks."""
     from hybridflow.mcore.parallel import all_coordinates
     from hybridflow.saving.ownership import megatron_owners
 

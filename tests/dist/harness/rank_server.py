@@ -1,9 +1,9 @@
-"""A process that has loaded what ranks need and forks them: torch and Megatron cost an interpreter 4 s of a core, a
-fork milliseconds.
+"""A process that has loaded what ranks need and forks them: torch and Megatron cost an interpreter
+4 s of a core, a fork milliseconds.
 
-`python -m tests.dist.harness.rank_server MODULE...` loads the modules. Each line of JSON on its input starts ranks
-(`ranks.run_ranks` says what is in it); when all have ended, a line on its output says how: exit codes by rank, null
-where the deadline ended it. It ends with its input.
+`python -m tests.dist.harness.rank_server MODULE...` loads the modules. Each line of JSON on its
+input starts ranks (`ranks.run_ranks` says what is in it); when all have ended, a line on its output
+says how: exit codes by rank, null where the deadline ended it. It ends with its input.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ def serve(modules: list[str]) -> None:
         importlib.import_module(module)
     of_loading = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
-    gc.freeze()  # ranks share what is loaded: a collection in one of them neither walks nor copies it
+    # ranks share what is loaded: a collection in one of them neither walks nor copies it
+    gc.freeze()
     for line in sys.stdin:
         threads = len(os.listdir("/proc/self/task"))
-        assert threads == 1, f"{threads} threads: a fork would have one of them, and locks that the others hold"
+        assert threads == 1, (
+            f"{threads} threads: a fork would have one of them, and locks that the others hold"
+        )
         print(json.dumps(_ends(json.loads(line), of_loading)), flush=True)
 
 
@@ -43,7 +46,8 @@ def _ends(order: dict[str, Any], of_loading: dict[str, str]) -> dict[str, int | 
         late = time.monotonic() > order["deadline"]  # the clock is the system's
         for pid, rank in list(running.items()):
             if late:
-                with contextlib.suppress(ProcessLookupError):  # it may not have got as far as its session
+                # it may not have got as far as its session
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # with whatever it started
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
@@ -85,7 +89,8 @@ def _begin(environ: dict[str, str], out: str, err: str) -> None:
         os.close(opened)
     os.environ.clear()
     os.environ.update(environ)
-    # Python seeds its own generators after a fork; these two have begun with a random seed that all forks would share
+    # Python seeds its own generators after a fork; these two have begun with a random seed that all
+    # forks would share
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

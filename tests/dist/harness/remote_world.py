@@ -1,5 +1,6 @@
-"""A Ray cluster of two nodes on this machine with a rank on each, one of which hangs, or is stopped, on the node that
-is not the driver's. Runs as a program of its own: `remote_world.py LOGS`, JSON out."""
+"""A Ray cluster of two nodes on this machine with a rank on each, one of which hangs, or is
+stopped, on the node that is not the driver's. Runs as a program of its own: `remote_world.py LOGS`,
+JSON out."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.errors import WorkerError
 from hybridflow.process.children import is_running
 
-RECIPE = {"devices_per_node": 1, "nodes": 2, "procs_per_node": 1, "start_timeout_s": 240, "trusted_network": True}
+RECIPE = {
+    "devices_per_node": 1,
+    "nodes": 2,
+    "procs_per_node": 1,
+    "start_timeout_s": 240,
+    "trusted_network": True,
+}
 
 
 class Stub:
@@ -34,9 +41,15 @@ class Stub:
 
 
 def main(logs: Path) -> dict[str, Any]:
-    """What the driver says of a rank that hangs and of one that was stopped, and whether the group starts again."""
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray takes this machine's address for 127.0.0.1
+    """What the driver says of a rank that hangs and of one that was stopped, and whether the group
+    starts again."""
+    os.environ |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    # else Ray takes this machine's address for 127.0.0.1
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     from ray.cluster_utils import Cluster as Nodes
 
     from hybridflow.placement import pools_of
@@ -44,9 +57,16 @@ def main(logs: Path) -> dict[str, Any]:
 
     nodes = Nodes()
     for number in (1, 2):
-        nodes.add_node(num_cpus=8, num_gpus=1, node_ip_address=f"127.0.0.{number}", object_store_memory=80 << 20)
+        nodes.add_node(
+            num_cpus=8,
+            num_gpus=1,
+            node_ip_address=f"127.0.0.{number}",
+            object_store_memory=80 << 20,
+        )
     try:
-        config = build({"cluster": {**RECIPE, "address": nodes.address}, "rollout": {"pool": "actor"}})
+        config = build(
+            {"cluster": {**RECIPE, "address": nodes.address}, "rollout": {"pool": "actor"}}
+        )
         with Cluster.start(config.cluster, logs) as cluster:
             _, pools = reserve(cluster, pools_of(config, "train", "cuda"), "cuda")
             group = WorkerGroup(cluster, pools["actor"], Stub, role="actor", log_dir=logs)

@@ -1,5 +1,5 @@
-"""How far log-probabilities in float32 may be from exact ones: a bound that is measured, since rounding differs from
-processor to processor and from one math library to the next."""
+"""How far log-probabilities in float32 may be from exact ones: a bound that is measured, since
+rounding differs from processor to processor and from one math library to the next."""
 
 from __future__ import annotations
 
@@ -10,27 +10,40 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-# An engine may be this many times as far from float64 as transformers in float32 is with the same weights. Seen: 0.4 to
-# 1.9; with `larger_epsilon` 33 and with `larger_scale` 270
+# An engine may be this many times as far from float64 as transformers in float32 is with the same
+# weights. Seen: 0.4 to 1.9; with `larger_epsilon` 33 and with `larger_scale` 270
 FACTOR = 4.0
-FLOOR = 1e-6  # a few units in the last place of a log-probability, where transformers happens to be exact
+# a few units in the last place of a log-probability, where transformers happens to be exact
+FLOOR = 1e-6
 
-Row = tuple[Sequence[int], int, Sequence[float]]  # tokens, the first that has a log-prob, the log-probs from there on
+# tokens, the first that has a log-prob, the log-probs from there on
+Row = tuple[Sequence[int], int, Sequence[float]]
 
 
 def distance(
-    model: Path, rows: Iterable[Row], temperature: float = 1.0, change: Callable[[Any], None] | None = None
+    model: Path,
+    rows: Iterable[Row],
+    temperature: float = 1.0,
+    change: Callable[[Any], None] | None = None,
 ) -> float:
-    """The largest difference of any log-prob from transformers' in float64, in units of the largest one of transformers
-    in float32; at most FACTOR where the weights and the mathematics are the same.
+    """The largest difference of any log-prob from transformers' in float64, in units of the largest
+    one of transformers in float32; at most FACTOR where the weights and the mathematics are the
+    same.
 
     Args:
         change: is made to the reference model; a fault that the bound must find.
     """
-    wide = [(torch.tensor([*tokens]), start, torch.tensor([*found])) for tokens, start, found in rows]
-    exact, rounded = (_log_probs(model, wide, temperature, dtype, change) for dtype in (torch.float64, torch.float32))
+    wide = [
+        (torch.tensor([*tokens]), start, torch.tensor([*found])) for tokens, start, found in rows
+    ]
+    exact, rounded = (
+        _log_probs(model, wide, temperature, dtype, change)
+        for dtype in (torch.float64, torch.float32)
+    )
     own = max(float((one - other).abs().max()) for one, other in zip(rounded, exact, strict=True))
-    theirs = max(float((found - one).abs().max()) for (_, _, found), one in zip(wide, exact, strict=True))
+    theirs = max(
+        float((found - one).abs().max()) for (_, _, found), one in zip(wide, exact, strict=True)
+    )
     return theirs / max(own, FLOOR)
 
 
@@ -41,7 +54,8 @@ def _log_probs(
     dtype: torch.dtype,
     change: Callable[[Any], None] | None,
 ) -> list[torch.Tensor]:
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others have no float64
+    # others have no float64
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **eager).eval()
     if change is not None:
         change(reference)

@@ -1,5 +1,5 @@
-"""Worker classes for the tests of the controller. Importable by the worker processes; free of Ray like the real
-ones."""
+"""Worker classes for the tests of the controller. Importable by the worker processes; free of Ray
+like the real ones."""
 
 from __future__ import annotations
 
@@ -20,19 +20,31 @@ from tests.dist.harness.children import start_child
 
 
 class Worker:
-    """Data-parallel groups of 2 ranks; the second rank of each group, or one that is left over, collects."""
+    """Data-parallel groups of 2 ranks; the second rank of each group, or one that is left over,
+    collects."""
 
     def __init__(self, context: WorkerContext, scale: int = 1) -> None:
-        self.context, self.scale, self.calls = context, scale, []
+        self.context = context
+        self.scale = scale
+        self.calls = []
         print(f"rank {context.rank} is up")
 
     def mesh_position(self) -> MeshPosition:
-        rank, size = self.context.rank, self.context.world_size
+        rank = self.context.rank
+        size = self.context.world_size
         return MeshPosition(rank // 2, (size + 1) // 2, rank % 2 == 1 or rank == size - 1)
 
     @register(Dispatch.ONE_TO_ALL)
     def environment(self) -> dict[str, str | int]:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "EXTRA")
+        names = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "OMP_NUM_THREADS",
+            "EXTRA",
+        )
         return {name: os.environ.get(name, "") for name in names} | {"pid": os.getpid()}
 
     @register(Dispatch.ALL_TO_ALL)
@@ -84,12 +96,15 @@ class Worker:
             time.sleep(600)
         if kind == "engine":
             raise EngineError("it refused", engine="engine-3", log_tail="its last words")
-        raise {"model": ModelError, "sync": WeightSyncError, "value": ValueError}[kind](f"{kind} trouble")
+        raise {"model": ModelError, "sync": WeightSyncError, "value": ValueError}[kind](
+            f"{kind} trouble"
+        )
 
     @register(Dispatch.ONE_TO_ALL)
     def die_on(self, rank: int, how: str) -> None:
         """`rank` dies; the next one notices and raises as gloo would; the others block."""
-        folder, number = self.context.log_path.parent, f"pid-{rank}"
+        folder = self.context.log_path.parent
+        number = f"pid-{rank}"
         if self.context.rank == rank:
             print("famous last words", flush=True)
             (folder / f"{number}.part").write_text(str(os.getpid()))
@@ -98,7 +113,9 @@ class Worker:
                 sys.exit(3)
             os.kill(os.getpid(), signal.SIGKILL)
         if self.context.rank == (rank + 1) % self.context.world_size:
-            while not (folder / number).exists() or state_of(int((folder / number).read_text())) not in ("", "Z"):
+            while not (folder / number).exists() or state_of(
+                int((folder / number).read_text())
+            ) not in ("", "Z"):
                 time.sleep(0.01)
             raise RuntimeError("Connection closed by peer")
         time.sleep(600)
@@ -117,7 +134,8 @@ class Counter:
     """Counts calls; can be asked to stop in the debugger."""
 
     def __init__(self, context: WorkerContext, start: int = 0) -> None:
-        self.context, self.count = context, start
+        self.context = context
+        self.count = start
 
     @register(Dispatch.ONE_TO_ALL)
     def next(self) -> int:
@@ -136,23 +154,30 @@ class Counter:
 
 
 class Tokens:
-    """Writes a large jagged column, a small one of bfloat16 and the uid; `width` ranks form a data-parallel group."""
+    """Writes a large jagged column, a small one of bfloat16 and the uid; `width` ranks form a
+    data-parallel group."""
 
     def __init__(self, context: WorkerContext, width: int) -> None:
-        self.context, self.width = context, width
+        self.context = context
+        self.width = width
 
     def mesh_position(self) -> MeshPosition:
         rank = self.context.rank
         return MeshPosition(
-            rank // self.width, self.context.world_size // self.width, rank % self.width == self.width - 1
+            rank // self.width,
+            self.context.world_size // self.width,
+            rank % self.width == self.width - 1,
         )
 
     @register(Dispatch.DP, reads=("uid",), writes=("uid", "tokens", "weight"))
     def generate(self, batch: DataProto, seconds: float = 0.0) -> DataProto:
         time.sleep(seconds)
-        tokens = Jagged.from_rows([np.full(3000 - uid, uid) for uid in batch["uid"].tolist()], np.int64)
+        tokens = Jagged.from_rows(
+            [np.full(3000 - uid, uid) for uid in batch["uid"].tolist()], np.int64
+        )
         made = DataProto.from_columns(
-            {"uid": batch["uid"], "tokens": tokens, "weight": np.zeros((len(batch), 2), np.uint16)}, bfloat16=["weight"]
+            {"uid": batch["uid"], "tokens": tokens, "weight": np.zeros((len(batch), 2), np.uint16)},
+            bfloat16=["weight"],
         )
         return made
 
@@ -223,7 +248,8 @@ def run_until_killed(out: Path) -> None:
 
 
 def join_and_count(address: str, run_dir: str) -> None:
-    """Another driver: joins the cluster and the detached group `counter`, and prints what it answers."""
+    """Another driver: joins the cluster and the detached group `counter`, and prints what it
+    answers."""
     from hybridflow.config.schema import ClusterConfig
     from hybridflow.single_controller import Cluster, WorkerGroup
 

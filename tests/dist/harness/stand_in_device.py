@@ -1,8 +1,8 @@
 """A device that is not there: torch's `meta` device in place of a GPU.
 
-A tensor on it has a shape and a dtype but no values. A model that is built on it therefore shows which tensors a GPU
-run would leave on the CPU, and a pass over it shows where the host would wait for the device: reading a value (`item`,
-`tolist`, `nonzero`, `.cpu()`) raises.
+A tensor on it has a shape and a dtype but no values. A model that is built on it therefore shows
+which tensors a GPU run would leave on the CPU, and a pass over it shows where the host would wait
+for the device: reading a value (`item`, `tolist`, `nonzero`, `.cpu()`) raises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ DEVICE = torch.device("meta")
 def install() -> None:
     """Make this process take `meta` for its GPU until it ends.
 
-    `mcore.cpu_compat`, which sends what Megatron asks of CUDA to the CPU, sends it to `meta` instead.
+    `mcore.cpu_compat`, which sends what Megatron asks of CUDA to the CPU, sends it to `meta`
+    instead.
     """
     from hybridflow.mcore import cpu_compat
 
@@ -42,7 +43,8 @@ def _cuda_name(kind: Any) -> Any:
 
 
 class NoBlockingCopies(TorchDispatchMode):
-    """Inside, a copy from the CPU to the stand-in device that would make the host wait raises AssertionError."""
+    """Inside, a copy from the CPU to the stand-in device that would make the host wait raises
+    AssertionError."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

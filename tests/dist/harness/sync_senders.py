@@ -1,8 +1,9 @@
-"""A trainer rank of the weight-sync tests: holds the slices of a Megatron layout and sends them with the product's
-`WeightSender`.
+"""A trainer rank of the weight-sync tests: holds the slices of a Megatron layout and sends them
+with the product's `WeightSender`.
 
-`python -m tests.dist.harness.sync_senders RANK HOST PORT MODEL SHAPE KIND` obeys commands `command/N` in the store and
-answers `answer/N/RANK`. Faults are made here, around the channel; the product knows nothing of them.
+`python -m tests.dist.harness.sync_senders RANK HOST PORT MODEL SHAPE KIND` obeys commands
+`command/N` in the store and answers `answer/N/RANK`. Faults are made here, around the channel; the
+product knows nothing of them.
 """
 
 from __future__ import annotations
@@ -48,11 +49,15 @@ def tensors_of(model: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
 
 
 class FaultyChannel:
-    """A sender's channel that does something at its message number `at`: corrupt it, sleep, or stop there until the
-    store says go on."""
+    """A sender's channel that does something at its message number `at`: corrupt it, sleep, or stop
+    there until the store says go on."""
 
     def __init__(self, inner: Any, fault: dict[str, Any], store: Any, rank: int) -> None:
-        self.inner, self.fault, self.store, self.rank, self.count = inner, fault, store, rank, 0
+        self.inner = inner
+        self.fault = fault
+        self.store = store
+        self.rank = rank
+        self.count = 0
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
         if self.count == self.fault["at"]:
@@ -76,8 +81,13 @@ class FaultyChannel:
 
 
 class Rank:
-    def __init__(self, rank: int, host: str, port: int, model: dict[str, Any], shape: dict[str, int]) -> None:
-        self.rank, self.model, self.host, self.port = rank, model, host, port
+    def __init__(
+        self, rank: int, host: str, port: int, model: dict[str, Any], shape: dict[str, int]
+    ) -> None:
+        self.rank = rank
+        self.model = model
+        self.host = host
+        self.port = port
         self.locals = rank_tensors(family_of(model), ParallelShape(**shape).coordinates()[rank])
         device = Platform.detect().device()
         self.held = {local.name: torch.zeros(local.shape, device=device) for local in self.locals}
@@ -98,7 +108,9 @@ class Rank:
         whole = tensors_of(self.model, seed)
         for local in self.locals:
             for piece in local.pieces:
-                region = tuple(slice(s, s + n) for s, n in zip(piece.source_start, piece.shape, strict=True))
+                region = tuple(
+                    slice(s, s + n) for s, n in zip(piece.source_start, piece.shape, strict=True)
+                )
                 self.held[local.name][piece.slices()] = whole[piece.source][region]
 
     def fault(self, ranks: list[int], engine: str, **fault: Any) -> None:
@@ -109,20 +121,29 @@ class Rank:
 
     def send(self, orders: list[dict[str, Any]], go_timeout_s: float) -> list[dict[str, Any]]:
         return [
-            asdict(outcome) for outcome in self.sender.send([Order.from_dict(order) for order in orders], go_timeout_s)
+            asdict(outcome)
+            for outcome in self.sender.send(
+                [Order.from_dict(order) for order in orders], go_timeout_s
+            )
         ]
 
 
 class MegatronRank(Rank):
-    """A rank of a real Megatron world, which trains. `shape` has the parallel sizes, and `lora` where adapters are
-    trained."""
+    """A rank of a real Megatron world, which trains. `shape` has the parallel sizes, and `lora`
+    where adapters are trained."""
 
-    def __init__(self, rank: int, host: str, port: int, model: dict[str, Any], shape: dict[str, Any]) -> None:
+    def __init__(
+        self, rank: int, host: str, port: int, model: dict[str, Any], shape: dict[str, Any]
+    ) -> None:
 
-        self.rank, self.model, self.host, self.port, self.faults = rank, model, host, port, {}
+        self.rank = rank
+        self.model = model
+        self.host = host
+        self.port = port
+        self.faults = {}
         parallel = {name: size for name, size in shape.items() if name not in ("ranks", "lora")}
-        # with larger weights float32 rounding alone moves log-probs by 1e-5 where queries and keys have no norm, in
-        # transformers as in the engine
+        # with larger weights float32 rounding alone moves log-probs by 1e-5 where queries and keys
+        # have no norm, in transformers as in the engine
         self.policy = policy_of(parallel, model, std=0.15, lora=shape.get("lora"))
         self.policy.set_optimizer(OptimConfig(lr=1e-2))
         self.sender = WeightSender(rank, self.policy.parameters, self.open)
@@ -171,10 +192,12 @@ def main() -> None:
             if me is not None:
                 me.sender.close()
             new = command["shape"]
-            me, answer = (
-                make(int(rank), host, int(port), json.loads(model), new) if int(rank) < new["ranks"] else None,
-                None,
+            me = (
+                make(int(rank), host, int(port), json.loads(model), new)
+                if int(rank) < new["ranks"]
+                else None
             )
+            answer = None
         else:
             answer = None if me is None else getattr(me, name)(**command)
         store.set(f"answer/{number}/{rank}", json.dumps(answer))

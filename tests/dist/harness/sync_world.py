@@ -1,5 +1,5 @@
-"""Trainer ranks as processes, rollout workers with real engines in threads, and the product's `SliceSync` over both,
-without Ray."""
+"""Trainer ranks as processes, rollout workers with real engines in threads, and the product's
+`SliceSync` over both, without Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from typing import Any
 import requests
 from safetensors.torch import save_file
 
-from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SamplingConfig, SyncConfig
+from hybridflow.config.schema import (
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    SyncConfig,
+)
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import WorkerContext
 from hybridflow.engines.sglang.client import EngineClient
@@ -51,7 +57,8 @@ PATIENT = replace(SYNC, timeout_s=60.0)  # for tests of what arrives
 
 
 class Senders:
-    """The policy's worker group: one process a rank, and the store that the first rank would hold."""
+    """The policy's worker group: one process a rank, and the store that the first rank would
+    hold."""
 
     def __init__(
         self,
@@ -60,10 +67,14 @@ class Senders:
         kind: str = "held",
         quantisation: BlockQuantisation | None = None,
     ) -> None:
-        self.kind, self.quantisation = kind, quantisation
-        self.model, self.shape, self.pool = dict(model), dict(shape), ThreadPoolExecutor(4)
+        self.kind = kind
+        self.quantisation = quantisation
+        self.model = dict(model)
+        self.shape = dict(shape)
+        self.pool = ThreadPoolExecutor(4)
         self.store = master_store(HOST, 0, 60.0)
-        self.number, self.world_size = 0, shape["ranks"]
+        self.number = 0
+        self.world_size = shape["ranks"]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.facts: PlanFacts | None = None
         self.start()
@@ -74,17 +85,30 @@ class Senders:
             process.kill()
             process.wait()
         self.store.set("commands", json.dumps(self.number))
-        words = [HOST, str(self.store.port), json.dumps(self.model), json.dumps(self.shape), self.kind]
+        words = [
+            HOST,
+            str(self.store.port),
+            json.dumps(self.model),
+            json.dumps(self.shape),
+            self.kind,
+        ]
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": import_path(),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        env |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.world_size)}
+        env |= {
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(self.world_size),
+        }
         command = [sys.executable, "-m", "tests.dist.harness.sync_senders"]
         self.processes = [
-            subprocess.Popen([*command, str(rank), *words], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            subprocess.Popen(
+                [*command, str(rank), *words],
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
             for rank in range(self.world_size)
         ]
 
@@ -96,13 +120,19 @@ class Senders:
 
     def command(self, name: str, wait_s: float = 240.0, **arguments: Any) -> list[Any]:
         """What each rank answers; WorkerError when one has died."""
-        number, self.number = self.number, self.number + 1
+        number = self.number
+        self.number = self.number + 1
         self.store.set(f"command/{number}", json.dumps({"name": name, **arguments}))
-        deadline, keys = time.monotonic() + wait_s, [f"answer/{number}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + wait_s
+        keys = [f"answer/{number}/{rank}" for rank in range(self.world_size)]
         while not self.store.check(keys):
-            dead = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+            dead = [
+                rank for rank, process in enumerate(self.processes) if process.poll() is not None
+            ]
             if dead:
-                raise WorkerError("the worker process died", role="actor", rank=dead[0], method=name)
+                raise WorkerError(
+                    "the worker process died", role="actor", rank=dead[0], method=name
+                )
             assert time.monotonic() < deadline, f"{name} not answered"
             time.sleep(0.01)
         return [json.loads(self.store.get(key)) for key in keys]
@@ -111,7 +141,7 @@ class Senders:
         return Reply(self.pool.submit(getattr(self, method.__name__), *args))
 
     # ---- `PolicyWorker`'s methods
-    # -----------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def device_kind(self) -> str:
         return Platform.detect().kind
@@ -125,7 +155,9 @@ class Senders:
         )
         return HOST, self.store.port
 
-    def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> list[PlanFacts]:
+    def plan_weights(
+        self, host: str, port: int, engines: Sequence[EngineLayout]
+    ) -> list[PlanFacts]:
         if self.kind == "megatron":
             ranks = [
                 Coordinates.of_row(at) for at in self.command("coordinates", wait_s=240.0)[0]
@@ -133,15 +165,25 @@ class Senders:
         else:
             ranks = ParallelShape(**self.shape).coordinates()
         family = family_of(self.model)
-        source = megatron_layout(family, ranks, "float32", Catalog.of(family.tensors(), self.quantisation))
+        source = megatron_layout(
+            family, ranks, "float32", Catalog.of(family.tensors(), self.quantisation)
+        )
         self.facts = make_weight_plan(
-            self.store, family, source, engines, SYNC.staging_bytes, 20.0, quantisation=self.quantisation
+            self.store,
+            family,
+            source,
+            engines,
+            SYNC.staging_bytes,
+            20.0,
+            quantisation=self.quantisation,
         )
         self.command("adopt", plan=self.facts.digest)
         return [self.facts]
 
     def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[list[Outcome]]:
-        answers = self.command("send", orders=[asdict(order) for order in orders], go_timeout_s=go_timeout_s)
+        answers = self.command(
+            "send", orders=[asdict(order) for order in orders], go_timeout_s=go_timeout_s
+        )
         return [[Outcome(**outcome) for outcome in rank] for rank in answers]
 
     def close(self) -> None:
@@ -159,12 +201,12 @@ def _wait_loaded(server: SglangEngine, wait_s: float = 300.0) -> None:
 
 
 class SyncWorld:
-    """Engines (each a tensor size, or settings of `RolloutConfig`) that start without weights, trainer ranks, and
-    `SliceSync` over them.
+    """Engines (each a tensor size, or settings of `RolloutConfig`) that start without weights,
+    trainer ranks, and `SliceSync` over them.
 
-    The ranks hold tensors cut by our own map, or are a real Megatron world (`kind` "megatron"). With a quantisation the
-    engines are in block-wise fp8 and bfloat16, and up as soon as they have loaded: on a CPU they
-    cannot generate.
+    The ranks hold tensors cut by our own map, or are a real Megatron world (`kind` "megatron").
+    With a quantisation the engines are in block-wise fp8 and bfloat16, and up as soon as they have
+    loaded: on a CPU they cannot generate.
     """
 
     def __init__(
@@ -177,49 +219,73 @@ class SyncWorld:
         kind: str = "held",
         sync: SyncConfig = PATIENT,
     ) -> None:
-        self.model, self.folder, self.quantisation = dict(model), folder, quantisation
+        self.model = dict(model)
+        self.folder = folder
+        self.quantisation = quantisation
         self.usual = sync
         engine_folder = folder / "model"
         engine_folder.mkdir(parents=True)
         (engine_folder / "config.json").write_text(json.dumps(self.hf_config))
-        self.senders = Senders(self.hf_config if kind == "megatron" else model, shape, kind, quantisation)
+        self.senders = Senders(
+            self.hf_config if kind == "megatron" else model, shape, kind, quantisation
+        )
         dtype = "bfloat16" if quantisation else "float32"
         shapes = [{"tensor": engine} if isinstance(engine, int) else engine for engine in engines]
         self.configs = [
-            RolloutConfig(num_engines=len(shapes), **sizes, request_timeout_s=60.0, sync=sync) for sizes in shapes
+            RolloutConfig(num_engines=len(shapes), **sizes, request_timeout_s=60.0, sync=sync)
+            for sizes in shapes
         ]
         contexts = [
-            WorkerContext(r, len(shapes), r, HOST, 0, HOST, folder / f"rollout-{r}.log") for r in range(len(shapes))
+            WorkerContext(r, len(shapes), r, HOST, 0, HOST, folder / f"rollout-{r}.log")
+            for r in range(len(shapes))
         ]
         self.workers = [
-            RolloutWorker(c, config, engine_folder, dtype, 1) for c, config in zip(contexts, self.configs, strict=True)
+            RolloutWorker(c, config, engine_folder, dtype, 1)
+            for c, config in zip(contexts, self.configs, strict=True)
         ]
         if quantisation:
             for worker in self.workers:
-                worker.supervisor.engine.wait_ready = partial(_wait_loaded, worker.supervisor.engine)  # type: ignore[method-assign]
+                worker.supervisor.engine.wait_ready = partial(
+                    _wait_loaded, worker.supervisor.engine
+                )  # type: ignore[method-assign]
         self.others = [
-            RolloutNodeWorker(c, config, engine_folder, dtype, 1) for c, config in self._other_nodes(contexts)
+            RolloutNodeWorker(c, config, engine_folder, dtype, 1)
+            for c, config in self._other_nodes(contexts)
         ]
         for other in self.others:
             other.follow([worker.node_store() for worker in self.workers])
         self.group: Any = Threads(self.workers)
-        config = RunConfig(output_dir=str(folder), rollout=self.configs[0], data=DataConfig(max_response_length=8))
+        config = RunConfig(
+            output_dir=str(folder), rollout=self.configs[0], data=DataConfig(max_response_length=8)
+        )
         self.engines = EngineGroup(self.group, config, [])
         block_on(self.engines.wait_ready())
-        self.version, self.seed = 0, -1
+        self.version = 0
+        self.seed = -1
         self.configure()
 
-    def _other_nodes(self, contexts: Sequence[WorkerContext]) -> list[tuple[WorkerContext, RolloutConfig]]:
-        """Contexts of the workers on other nodes than the first. All engines have several nodes then, and as many."""
+    def _other_nodes(
+        self, contexts: Sequence[WorkerContext]
+    ) -> list[tuple[WorkerContext, RolloutConfig]]:
+        """Contexts of the workers on other nodes than the first. All engines have several nodes
+        then, and as many."""
         more = self.configs[0].nodes_per_engine - 1
         assert {config.nodes_per_engine - 1 for config in self.configs} == {more} or not more
-        ranks = [(engine * more + node, engine) for engine in range(len(contexts)) for node in range(more)]
-        return [(replace(contexts[engine], rank=rank), self.configs[engine]) for rank, engine in ranks]
+        ranks = [
+            (engine * more + node, engine)
+            for engine in range(len(contexts))
+            for node in range(more)
+        ]
+        return [
+            (replace(contexts[engine], rank=rank), self.configs[engine]) for rank, engine in ranks
+        ]
 
     def configure(self, **sync: Any) -> None:
         """A new `SliceSync` with these settings, described and planned anew."""
         self.settings = settings = replace(self.usual, **sync)
-        config = RunConfig(output_dir=str(self.folder), rollout=replace(self.configs[0], sync=settings))
+        config = RunConfig(
+            output_dir=str(self.folder), rollout=replace(self.configs[0], sync=settings)
+        )
         senders: Any = self.senders
         for worker in self.workers:
             worker.config = replace(worker.config, sync=settings)
@@ -227,25 +293,33 @@ class SyncWorld:
         self.plan_line = block_on(self.weights.prepare())
 
     def cut(self, shape: Mapping[str, int]) -> None:
-        """Trainer ranks of another layout in place of these, in the same processes: loading torch five times costs more
-        than the syncs."""
+        """Trainer ranks of another layout in place of these, in the same processes: loading torch
+        five times costs more than the syncs."""
         self.senders.cut(shape)
         self.configure()
 
     @property
     def hf_config(self) -> dict[str, Any]:
         form = (
-            {"quantization_config": self.quantisation.config(), "torch_dtype": "bfloat16"} if self.quantisation else {}
+            {"quantization_config": self.quantisation.config(), "torch_dtype": "bfloat16"}
+            if self.quantisation
+            else {}
         )
-        return {**self.model, "architectures": [family_of(self.model).architecture], "torch_dtype": "float32", **form}
+        return {
+            **self.model,
+            "architectures": [family_of(self.model).architecture],
+            "torch_dtype": "float32",
+            **form,
+        }
 
     # ---- weights
-    # --------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def train(self, seed: int) -> int:
         """New weights in the trainer; returns the version to sync."""
         self.senders.command("weights", seed=seed)
-        self.version, self.seed = self.version + 1, seed
+        self.version = self.version + 1
+        self.seed = seed
         return self.version
 
     def sync(self, version: int) -> SyncReport:
@@ -266,7 +340,7 @@ class SyncWorld:
         return folder
 
     # ---- what an engine says
-    # --------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def client(self, number: int, timeout_s: float = 20.0) -> EngineClient:
         return self.workers[number].supervisor.engine.client.with_timeout(timeout_s)
@@ -278,7 +352,8 @@ class SyncWorld:
         prompts: Sequence[list[int]] = PROMPTS,
         change: Callable[[Any], None] | None = None,
     ) -> float:
-        """`rounding.distance` of an engine's greedy tokens from transformers under the weights of a seed or folder."""
+        """`rounding.distance` of an engine's greedy tokens from transformers under the weights of a
+        seed or folder."""
         from tests.dist.harness.rounding import distance  # transformers takes seconds to import
 
         completions = self.client(number).generate(prompts, SamplingConfig(temperature=0.0), 8)
@@ -286,7 +361,9 @@ class SyncWorld:
             ([*prompt, *completion.token_ids], len(prompt), completion.log_probs)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        return distance(weights if isinstance(weights, Path) else self.exported(weights), rows, change=change)
+        return distance(
+            weights if isinstance(weights, Path) else self.exported(weights), rows, change=change
+        )
 
     def states(self, wait_s: float = 0.0) -> list[EngineState]:
         return block_on(self.engines.states(wait_s))

@@ -14,7 +14,8 @@ class Reply:
     """A call that runs in a thread, whether or not it is awaited."""
 
     def __init__(self, running: Future[Any]) -> None:
-        self.done, self.result = running.done, running.result
+        self.done = running.done
+        self.result = running.result
         self._running = running
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -25,16 +26,28 @@ class Threads:
     """One thread for each call to a worker."""
 
     def __init__(self, workers: Sequence[Any]) -> None:
-        self.workers, self.world_size = list(workers), len(workers)
+        self.workers = list(workers)
+        self.world_size = len(workers)
         self.pool = ThreadPoolExecutor(8)
 
     def call(
-        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None
+        self,
+        method: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        only: Sequence[int] | None = None,
     ) -> Reply:
         ranks = range(self.world_size) if only is None else only
         mesh = Mesh(tuple(worker.mesh_position() for worker in self.workers)).of(ranks)
         plan = plan_call(method_spec(method), len(ranks), mesh, args, {}).on(ranks)
-        running = {rank: self.pool.submit(method, self.workers[rank], *call.args) for rank, call in plan.calls.items()}
+        running = {
+            rank: self.pool.submit(method, self.workers[rank], *call.args)
+            for rank, call in plan.calls.items()
+        }
         return Reply(
-            self.pool.submit(lambda: plan.collect({rank: future.result(timeout) for rank, future in running.items()}))
+            self.pool.submit(
+                lambda: plan.collect(
+                    {rank: future.result(timeout) for rank, future in running.items()}
+                )
+            )
         )

@@ -1,5 +1,5 @@
-"""Many process groups, one after another, in one set of processes: starting Megatron once costs more than most
-cases."""
+"""Many process groups, one after another, in one set of processes: starting Megatron once costs
+more than most cases."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ TIMEOUT_S = 300.0
 
 
 class Worlds:
-    """On a rank started by `ranks.run_ranks`: joins worlds of some of the ranks. Every rank goes through the same
-    worlds in order."""
+    """On a rank started by `ranks.run_ranks`: joins worlds of some of the ranks. Every rank goes
+    through the same worlds in order."""
 
     def __init__(self) -> None:
-        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank = int(os.environ["RANK"])
+        self.size = int(os.environ["WORLD_SIZE"])
         connect = master_store if self.rank == 0 else client_store
-        self.store = TorchStore(connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), TIMEOUT_S))
+        self.store = TorchStore(
+            connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), TIMEOUT_S)
+        )
         self.entered = 0
         torch.set_num_threads(1)
 
     @contextlib.contextmanager
     def world(self, ranks: Sequence[int]) -> Iterator[None]:
-        """torch.distributed over `ranks`, this one among them; Megatron's groups are made inside and removed with
-        it."""
+        """torch.distributed over `ranks`, this one among them; Megatron's groups are made inside
+        and removed with it."""
         from megatron.core import parallel_state
 
         store = dist.PrefixStore(f"world{self.entered}", self.store)
@@ -67,8 +70,9 @@ class Worlds:
 
 
 def _free_models() -> None:
-    """Let go of Megatron's models: gradient hooks (distributed_data_parallel.py:335) and optimizers make cycles through
-    tensors that Python cannot see. Each world would otherwise leave 50 threads of gloo behind.
+    """Let go of Megatron's models: gradient hooks (distributed_data_parallel.py:335) and optimizers
+    make cycles through tensors that Python cannot see. Each world would otherwise leave 50 threads
+    of gloo behind.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
@@ -86,9 +90,10 @@ def _free_models() -> None:
 
 
 def windows(sizes: Sequence[int], ranks: int) -> list[range]:
-    """For each world in order the ranks that run it: the least loaded neighbours, so that small worlds run side by
-    side."""
-    load, chosen = [0] * ranks, []
+    """For each world in order the ranks that run it: the least loaded neighbours, so that small
+    worlds run side by side."""
+    load = [0] * ranks
+    chosen = []
     for size in sizes:
         starts = range(0, ranks - size + 1, size)
         start = min(starts, key=lambda first: (max(load[first : first + size]), first))

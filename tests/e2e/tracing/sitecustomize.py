@@ -1,9 +1,10 @@
-"""Records the files of the package that a run's processes enter in one step. Imported by every Python that starts with
-this folder on PYTHONPATH.
+"""Records the files of the package that a run's processes enter in one step. Imported by every
+Python that starts with this folder on PYTHONPATH.
 
-Byte 0 of the file `$TRACED/journey` is the current journey, shared by all processes: 1 a prompt's, 2 a weight's, 3 that
-of the first weights, which opens the sessions, 0 none. The driver sets it when it enters certain functions and phases.
-Each process appends the files that it enters to `$TRACED/PID`.
+Byte 0 of the file `$TRACED/journey` is the current journey, shared by all processes: 1 a prompt's,
+2 a weight's, 3 that of the first weights, which opens the sessions, 0 none. The driver sets it when
+it enters certain functions and phases. Each process appends the files that it enters to
+`$TRACED/PID`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 STEP = 2
-PROMPT, WEIGHT, FIRST_WEIGHTS = 1, 2, 3
+PROMPT = 1
+WEIGHT = 2
+FIRST_WEIGHTS = 3
 
 
 _RESUMABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -46,19 +49,28 @@ class Tracer:
             return  # a coroutine or generator that goes on where it stood was entered before
         if "/hybridflow/observe/" in code.co_filename:
             self.set_journey(code.co_name, frame.f_locals)
-        elif code.co_name in ("prepare", "sync") and code.co_filename.endswith("/rollout/weight_sync.py"):
+        elif code.co_name in ("prepare", "sync") and code.co_filename.endswith(
+            "/rollout/weight_sync.py"
+        ):
             self.journey[0] = self.journey[0] or FIRST_WEIGHTS
         journey = self.journey[0]
-        if journey and "/hybridflow/" in code.co_filename and (journey, code.co_filename) not in self.seen:
+        if (
+            journey
+            and "/hybridflow/" in code.co_filename
+            and (journey, code.co_filename) not in self.seen
+        ):
             self.seen.add((journey, code.co_filename))
             with open(os.path.join(self.folder, str(os.getpid())), "a", encoding="utf-8") as file:
                 file.write(f"{journey} {code.co_filename}\n")
 
     def set_journey(self, name: str, found: dict[str, Any]) -> None:
-        """Follow the driver's timeline: its phases begin in `Timeline.begin` and end in `Span.end`."""
+        """Follow the driver's timeline: its phases begin in `Timeline.begin` and end in
+        `Span.end`."""
         if name == "begin" and found.get("name") == "step":
             self.journey[0] = PROMPT if found.get("step") == STEP else 0
-        elif name == "begin" and found.get("name") == "update_weights" and self.journey[0] == PROMPT:
+        elif (
+            name == "begin" and found.get("name") == "update_weights" and self.journey[0] == PROMPT
+        ):
             self.journey[0] = WEIGHT
         elif name == "end" and self.journey[0] in (PROMPT, WEIGHT):
             span = getattr(found.get("self"), "name", "")

@@ -1,4 +1,5 @@
-"""Connections of the OpenAI endpoint: how many there may be, how long they may take, and how much they may bring."""
+"""Connections of the OpenAI endpoint: how many there may be, how long they may take, and how much
+they may bring."""
 
 from __future__ import annotations
 
@@ -39,10 +40,19 @@ async def endpoint(held: Conversation) -> AsyncIterator[tuple[Endpoint, int]]:
         await server.close()
 
 
-def request(key: str, body: bytes, size: int | None = None, method: str = "POST /v1/chat/completions") -> bytes:
+def request(
+    key: str, body: bytes, size: int | None = None, method: str = "POST /v1/chat/completions"
+) -> bytes:
     """A request; `size` is what it says of its body."""
     length = len(body) if size is None else size
-    lines = (f"{method} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", f"Content-Length: {length}", "", "")
+    lines = (
+        f"{method} HTTP/1.1",
+        "Host: x",
+        f"Authorization: Bearer {key}",
+        f"Content-Length: {length}",
+        "",
+        "",
+    )
     return "\r\n".join(lines).encode() + body
 
 
@@ -65,15 +75,21 @@ def test_strangers_and_a_keys_clients_take_places_from_their_own_kind(
     async def run() -> None:
         async with endpoint(conversation(chatml, Engine(chatml, "It is 408."))) as (at, port):
             ask = request(at.api_key, b"", method="GET /v1/models")
-            known = [await asyncio.open_connection("127.0.0.1", port) for _ in range(callers._MOST_OF_A_KEY + 4)]
+            known = [
+                await asyncio.open_connection("127.0.0.1", port)
+                for _ in range(callers._MOST_OF_A_KEY + 4)
+            ]
             for reader, writer in known:
                 writer.write(ask)
                 assert (await reader.readline()).startswith(b"HTTP/1.1 200")
                 await reader.readuntil(b"}]}")
             strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-            assert (await answer(port, request(at.api_key, json.dumps({"messages": QUESTION}).encode())))[0] == 200
+            assert (
+                await answer(port, request(at.api_key, json.dumps({"messages": QUESTION}).encode()))
+            )[0] == 200
             assert await _open(strangers) <= 20
-            assert await _open(known) == callers._MOST_OF_A_KEY - 1  # the connection above has taken a place
+            # the connection above has taken a place
+            assert await _open(known) == callers._MOST_OF_A_KEY - 1
             _, last = known[-1]
             assert not last.is_closing()
             for _, writer in (*known, *strangers):
@@ -88,7 +104,9 @@ async def _open(links: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) 
     return sum(not reader.at_eof() and reader.exception() is None for reader, _ in links)
 
 
-def test_a_key_that_is_no_longer_valid_holds_no_connection(chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_no_longer_valid_holds_no_connection(
+    chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also not that of a program that does not read its answer."""
     monkeypatch.setattr(callers, "_LINGER_S", 0.0)
 
@@ -107,20 +125,26 @@ def test_a_key_that_is_no_longer_valid_holds_no_connection(chatml: Tokenizer, mo
     asyncio.run(run())
 
 
-def test_a_body_that_does_not_come_is_given_up(chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_come_is_given_up(
+    chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(completions, "_BODY_S", 0.2)
 
     async def run() -> None:
         async with endpoint(conversation(chatml, Engine(chatml, "It is 408."))) as (at, port):
             status, said = await answer(port, request(at.api_key, b'{"messages":', 1000))
             assert status == 408 and "the body did not come" in said
-            assert (await answer(port, request(at.api_key, json.dumps({"messages": QUESTION}).encode())))[0] == 200
+            assert (
+                await answer(port, request(at.api_key, json.dumps({"messages": QUESTION}).encode()))
+            )[0] == 200
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize(
-    "messages", [[{"role": "user", "content": "x" * 2_000_000}], QUESTION * 90_000], ids=["one long", "many"]
+    "messages",
+    [[{"role": "user", "content": "x" * 2_000_000}], QUESTION * 90_000],
+    ids=["one long", "many"],
 )
 def test_megabytes_that_cannot_be_the_prompt_are_not_encoded(
     chatml: Tokenizer, messages: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -131,7 +155,9 @@ def test_megabytes_that_cannot_be_the_prompt_are_not_encoded(
         held = conversation(chatml, Engine(chatml, "It is 408."))
         monkeypatch.setattr(Tokenizer, "render_chat", lambda *_: pytest.fail("they were rendered"))
         async with endpoint(held) as (at, port):
-            status, said = await answer(port, request(at.api_key, json.dumps({"messages": messages}).encode()))
+            status, said = await answer(
+                port, request(at.api_key, json.dumps({"messages": messages}).encode())
+            )
             assert status == 400 and "they cannot render to it" in said
 
     asyncio.run(run())
@@ -145,7 +171,11 @@ def test_lists_beyond_number_are_not_made_and_brackets_in_a_text_are_none(
 
     async def run() -> None:
         async with endpoint(conversation(chatml, Engine(chatml, "It is 408."))) as (at, port):
-            for text in ("[" * 3000 + "]" * 3000, '{"messages": [' + '{"a": "b"},' * 2000 + "0]}", '"\\"" [' * 2000):
+            for text in (
+                "[" * 3000 + "]" * 3000,
+                '{"messages": [' + '{"a": "b"},' * 2000 + "0]}",
+                '"\\"" [' * 2000,
+            ):
                 status, said = await answer(port, request(at.api_key, text.encode()))
                 assert status == 400 and "lists and objects, more than 1000" in said
             brackets = json.dumps({"messages": [{"role": "user", "content": '[{"\\' * 2000}]})
@@ -171,10 +201,13 @@ def test_more_messages_than_there_is_room_for_end_the_conversation_unread(
 def test_of_a_long_observation_only_what_is_kept_is_encoded(chatml: Tokenizer) -> None:
     """The cut is that of the whole text, and what it costs does not grow with the text."""
     draw = random.Random(0)
-    words = ["".join(draw.choices(string.ascii_letters, k=draw.randrange(1, 12))) for _ in range(12_000)]
+    words = [
+        "".join(draw.choices(string.ascii_letters, k=draw.randrange(1, 12))) for _ in range(12_000)
+    ]
     text = "  ".join(words) + " é漢字 " * 100
     plain = PlainText(chatml._hf)
-    backend, seen = plain._backend, []
+    backend = plain._backend
+    seen = []
 
     class Counting:
         def encode(self, part: str, **how: Any) -> Any:

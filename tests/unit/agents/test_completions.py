@@ -23,7 +23,10 @@ TOOLS: list[Any] = [
         "type": "function",
         "function": {
             "name": "multiply",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            },
         },
     }
 ]
@@ -41,7 +44,9 @@ def chatml(tmp_path: Path) -> Tokenizer:
 
 
 def client_of(endpoint: Endpoint) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=120.0, max_retries=0)
+    return openai.AsyncOpenAI(
+        base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=120.0, max_retries=0
+    )
 
 
 def served(held: Conversation, program: Program) -> Any:
@@ -64,7 +69,8 @@ async def asked(client: openai.AsyncOpenAI, messages: list[Any], **more: Any) ->
 
 
 async def with_a_tool(client: openai.AsyncOpenAI) -> str:
-    """An agent as one finds it in the manuals: ask, run the tools that are called, show the results, ask again."""
+    """An agent as one finds it in the manuals: ask, run the tools that are called, show the
+    results, ask again."""
     messages = list(QUESTION)
     while True:
         message = (await asked(client, messages, tools=TOOLS)).choices[0].message
@@ -101,9 +107,14 @@ def test_a_program_with_a_tool_leaves_the_tokens_that_the_engine_saw(tokenizer: 
 
 def test_a_streamed_answer_is_the_same_in_pieces(chatml: Tokenizer) -> None:
     async def program(client: openai.AsyncOpenAI) -> tuple[str, list[Any], str, int]:
-        text, calls, reason, tokens = "", [], "", 0
+        text = ""
+        calls = []
+        reason = ""
+        tokens = 0
         options = {"include_usage": True}
-        async for chunk in await asked(client, QUESTION, tools=TOOLS, stream=True, stream_options=options):
+        async for chunk in await asked(
+            client, QUESTION, tools=TOOLS, stream=True, stream_options=options
+        ):
             for choice in chunk.choices:
                 text += choice.delta.content or ""
                 calls += choice.delta.tool_calls or []
@@ -137,16 +148,36 @@ def test_who_asks_the_same_again_is_given_the_same_answer(chatml: Tokenizer) -> 
     assert held.answered == 1
 
 
-def test_what_changes_no_answer_is_taken(chatml: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_changes_no_answer_is_taken(
+    chatml: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     """Fields that clients send by themselves; the run's own sampling is said to stay."""
-    sent: dict[str, Any] = {"n": 1, "stream": False, "logprobs": False, "frequency_penalty": 0, "logit_bias": {}}
-    sent |= {"response_format": {"type": "text"}, "user": "me", "store": False, "tool_choice": "auto", "seed": 3}
+    sent: dict[str, Any] = {
+        "n": 1,
+        "stream": False,
+        "logprobs": False,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+    }
+    sent |= {
+        "response_format": {"type": "text"},
+        "user": "me",
+        "store": False,
+        "tool_choice": "auto",
+        "seed": 3,
+    }
 
     async def program(client: openai.AsyncOpenAI) -> Any:
-        return await asked(client, QUESTION, temperature=0.2, top_p=0.9, metadata={"a": "b"}, **sent)
+        return await asked(
+            client, QUESTION, temperature=0.2, top_p=0.9, metadata={"a": "b"}, **sent
+        )
 
     found = served(conversation(chatml, Engine(chatml, "fine")), program)
-    assert found.choices[0].message.content == "fine" and found.ignored == ["temperature", "top_p", "seed"]
+    assert found.choices[0].message.content == "fine" and found.ignored == [
+        "temperature",
+        "top_p",
+        "seed",
+    ]
     assert "a program asks for temperature, top_p, seed" in caplog.text
 
 
@@ -162,9 +193,13 @@ def test_an_answer_ends_before_a_text_of_stop(tokenizer: Tokenizer) -> None:
     first = served(held, program)
     assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("I call.", "stop")
     kept = tokenizer.encode("I call.\nObservation:")
-    assert held.tokens[: len(kept)] == kept and held.mask[: len(kept) + 1] == [True] * len(kept) + [False]
+    assert held.tokens[: len(kept)] == kept and held.mask[: len(kept) + 1] == [True] * len(kept) + [
+        False
+    ]
     told = first.choices[0].logprobs.content
-    assert [one.logprob for one in told] == held.log_probs[: len(kept)] and first.usage.completion_tokens == len(kept)
+    assert [one.logprob for one in told] == held.log_probs[
+        : len(kept)
+    ] and first.usage.completion_tokens == len(kept)
     assert "".join(one.token for one in told) == "I call.\nObservation:"
 
 
@@ -174,7 +209,11 @@ def test_results_and_questions_follow_an_answer_together(chatml: Tokenizer) -> N
     async def program(client: openai.AsyncOpenAI) -> None:
         message = (await asked(client, QUESTION, tools=TOOLS)).choices[0].message
         [call] = message.tool_calls
-        result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "408 \U0001f600"}]}
+        result = {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "content": [{"type": "text", "text": "408 \U0001f600"}],
+        }
         more = [message.model_dump(exclude_none=True), result, {"role": "user", "content": "Sure?"}]
         await asked(client, [*QUESTION, *more], tools=TOOLS)
 
@@ -182,7 +221,8 @@ def test_results_and_questions_follow_an_answer_together(chatml: Tokenizer) -> N
     served(held, program)
     shown = chatml.render_chat([*QUESTION, *held.messages[:-1]])
     assert shown.endswith(
-        "<tool_response>\n408 \U0001f600\n</tool_response><|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n"
+        "<tool_response>\n408 "
+        "\U0001f600\n</tool_response><|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     whole = [*held.prompt, *held.tokens]
@@ -194,20 +234,29 @@ def test_calls_are_told_as_the_request_wants_them(chatml: Tokenizer) -> None:
         async def program(client: openai.AsyncOpenAI) -> Any:
             return (await asked(client, QUESTION, tools=TOOLS, **more)).choices[0]
 
-        return await asyncio.to_thread(served, conversation(chatml, Engine(chatml, CALL + CALL)), program)
+        return await asyncio.to_thread(
+            served, conversation(chatml, Engine(chatml, CALL + CALL)), program
+        )
 
     both, first, none = (
-        asyncio.run(calls_of(**more)) for more in ({}, {"parallel_tool_calls": False}, {"tool_choice": "none"})
+        asyncio.run(calls_of(**more))
+        for more in ({}, {"parallel_tool_calls": False}, {"tool_choice": "none"})
     )
     assert [one.id for one in both.message.tool_calls] == ["c00010000", "c00010001"]
     assert len(first.message.tool_calls) == 1 and first.finish_reason == "tool_calls"
-    assert none.message.tool_calls is None and none.message.content == CALL + CALL and none.finish_reason == "stop"
+    assert (
+        none.message.tool_calls is None
+        and none.message.content == CALL + CALL
+        and none.finish_reason == "stop"
+    )
 
 
 def test_tools_stay_those_of_the_prompt(chatml: Tokenizer) -> None:
     async def program(client: openai.AsyncOpenAI) -> None:
         await asked(client, QUESTION, tools=TOOLS)
-        with pytest.raises(openai.BadRequestError, match="tools must be those of the first request"):
+        with pytest.raises(
+            openai.BadRequestError, match="tools must be those of the first request"
+        ):
             await asked(client, [*ANSWERED, MORE])
 
     served(conversation(chatml, Engine(chatml, "It is 408.")), program)
@@ -215,7 +264,10 @@ def test_tools_stay_those_of_the_prompt(chatml: Tokenizer) -> None:
 
 def test_a_developer_speaks_as_the_system(tmp_path: Path) -> None:
     known, end, template = FAMILIES["chatml"]
-    refusing = "{% for m in messages if m.role == 'developer' %}{{ raise_exception('no developer') }}{% endfor %}"
+    refusing = (
+        "{% for m in messages if m.role == 'developer' %}{{ raise_exception('no developer') }}{% "
+        "endfor %}"
+    )
     chatml = byte_tokenizer(tmp_path, known, end, refusing + template)
     told = [{"role": "system", "content": "Be brief."}, *QUESTION]
     held = conversation(chatml, Engine(chatml, "fine"))
@@ -243,20 +295,44 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
 @pytest.mark.parametrize(
     ("messages", "more", "said"),
     [
-        ([{"role": "user", "content": "another"}], {}, r"must render to the prompt of the row, '.*What is 12"),
+        (
+            [{"role": "user", "content": "another"}],
+            {},
+            r"must render to the prompt of the row, '.*What is 12",
+        ),
         (QUESTION, {"n": 2}, "n must be 1"),
         (QUESTION, {"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
         ([], {}, "messages is needed"),
         ([{"content": "x"}], {}, "message 0 has no role"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "message 0 has a part that is no text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            {},
+            "message 0 has a part that is no text",
+        ),
         (QUESTION, {"max_tokens": True}, "max_tokens must be a whole number of at least 1"),
         (QUESTION, {"tools": [{"type": "function"}]}, "tools must be a list of declarations"),
-        (QUESTION, {"tools": [{"function": {"name": "x", "parameters": None}}]}, "tools must be a list"),
-        (QUESTION, {"tools": [{"function": {"name": "x", "parameters": {"properties": None}}}]}, "tools must be a"),
+        (
+            QUESTION,
+            {"tools": [{"function": {"name": "x", "parameters": None}}]},
+            "tools must be a list",
+        ),
+        (
+            QUESTION,
+            {"tools": [{"function": {"name": "x", "parameters": {"properties": None}}}]},
+            "tools must be a",
+        ),
         (QUESTION, {"extra_body": {"stream_options": "x"}}, "stream_options must be an object"),
-        (QUESTION, {"extra_body": {"stream_options": {"x": 1}}}, "stream_options must be an object"),
+        (
+            QUESTION,
+            {"extra_body": {"stream_options": {"x": 1}}},
+            "stream_options must be an object",
+        ),
         (QUESTION, {"logprobs": True, "top_logprobs": 3}, "top_logprobs must be 0"),
-        (QUESTION, {"response_format": {"type": "json_object"}}, "response_format must be .*a grammar would change"),
+        (
+            QUESTION,
+            {"response_format": {"type": "json_object"}},
+            "response_format must be .*a grammar would change",
+        ),
         (QUESTION, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice must be auto or none"),
         (
             QUESTION,
@@ -272,8 +348,16 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
         (QUESTION, {"logit_bias": {"5": 1}}, "logit_bias must be empty"),
         (QUESTION, {"reasoning_effort": "high"}, "reasoning_effort is not supported; leave it out"),
         (QUESTION, {"extra_body": {"ignore_eos": True}}, "ignore_eos is not supported"),
-        (QUESTION, {"stop": ["a", "b", "c", "d", "e"]}, "stop must be a text or a list of at most 4"),
-        (QUESTION, {"extra_body": {"functions": [{"name": "x"}]}}, "functions is the old name of tools"),
+        (
+            QUESTION,
+            {"stop": ["a", "b", "c", "d", "e"]},
+            "stop must be a text or a list of at most 4",
+        ),
+        (
+            QUESTION,
+            {"extra_body": {"functions": [{"name": "x"}]}},
+            "functions is the old name of tools",
+        ),
     ],
 )
 def test_a_first_request_that_cannot_be_answered_is_refused(
@@ -282,7 +366,9 @@ def test_a_first_request_that_cannot_be_answered_is_refused(
     async def program(client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=said) as refused:
             await asked(client, messages, **more)
-        assert refused.value.type == "invalid_request_error" and (not more or refused.value.param in said)
+        assert refused.value.type == "invalid_request_error" and (
+            not more or refused.value.param in said
+        )
         assert (await asked(client, QUESTION)).choices[0].message.content == "fine"
 
     served(conversation(chatml, Engine(chatml, "fine")), program)
@@ -291,13 +377,27 @@ def test_a_first_request_that_cannot_be_answered_is_refused(
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([{"role": "user", "content": "What?"}, *ANSWERED[1:], MORE], "message 0 is not that of the last request"),
-        ([*QUESTION, {"role": "assistant", "content": "It is 409."}, MORE], "message 1 must be the last answer"),
-        (ANSWERED, "message 1 must be the last answer as it was given, and another message must follow it"),
-        ([*ANSWERED, {"role": "assistant", "content": "sure."}], "a message of the assistant follows the answer"),
+        (
+            [{"role": "user", "content": "What?"}, *ANSWERED[1:], MORE],
+            "message 0 is not that of the last request",
+        ),
+        (
+            [*QUESTION, {"role": "assistant", "content": "It is 409."}, MORE],
+            "message 1 must be the last answer",
+        ),
+        (
+            ANSWERED,
+            "message 1 must be the last answer as it was given, and another message must follow it",
+        ),
+        (
+            [*ANSWERED, {"role": "assistant", "content": "sure."}],
+            "a message of the assistant follows the answer",
+        ),
     ],
 )
-def test_a_program_that_rewrites_what_was_said_is_refused(chatml: Tokenizer, messages: list[Any], said: str) -> None:
+def test_a_program_that_rewrites_what_was_said_is_refused(
+    chatml: Tokenizer, messages: list[Any], said: str
+) -> None:
     async def program(client: openai.AsyncOpenAI) -> None:
         await asked(client, QUESTION)
         with pytest.raises(openai.BadRequestError, match=said):
@@ -309,10 +409,14 @@ def test_a_program_that_rewrites_what_was_said_is_refused(chatml: Tokenizer, mes
     assert [message["content"] for message in held.messages] == ["It is 408.", "no", "then"]
 
 
-def test_a_conversation_that_is_over_ends_the_loop_whatever_the_program_does(chatml: Tokenizer) -> None:
+def test_a_conversation_that_is_over_ends_the_loop_whatever_the_program_does(
+    chatml: Tokenizer,
+) -> None:
     async def program(client: openai.AsyncOpenAI) -> None:
         await asked(client, QUESTION)
-        with pytest.raises(openai.BadRequestError, match="the conversation is over: 1 answers") as refused:
+        with pytest.raises(
+            openai.BadRequestError, match="the conversation is over: 1 answers"
+        ) as refused:
             await asked(client, [*ANSWERED, MORE])
         assert refused.value.code == "context_length_exceeded"
         raise RuntimeError("the program cannot go on")
@@ -333,7 +437,9 @@ def test_a_key_opens_its_own_conversation_and_only_while_it_is_served(chatml: To
                 assert (await asked(client, QUESTION)).choices[0].message.content == "one"
                 assert [model.id async for model in client.models.list()] == ["policy"]
         async with client_of(one) as client:
-            with pytest.raises(openai.AuthenticationError, match="no conversation has this API key"):
+            with pytest.raises(
+                openai.AuthenticationError, match="no conversation has this API key"
+            ):
                 await asked(client, QUESTION)
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()

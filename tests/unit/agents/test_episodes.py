@@ -55,7 +55,9 @@ class Own:
 @pytest.fixture
 def config(tmp_path: Path) -> AgentConfig:
     (tmp_path / "own.py").write_text(OWN)
-    return AgentConfig(loop="environment", environment=f"{tmp_path / 'own.py'}:own", environment_processes=1)
+    return AgentConfig(
+        loop="environment", environment=f"{tmp_path / 'own.py'}:own", environment_processes=1
+    )
 
 
 def row(truth: str = "", **extra_info: Any) -> dict[str, Any]:
@@ -87,10 +89,18 @@ def test_episodes_of_several_processes_go_on_at_the_same_time(config: AgentConfi
         ("raise", r"^the environment failed: RuntimeError: no such move \(line 20\)$"),
         ("leave", r"^the environment failed: SystemExit: 4"),
         ("nonsense", r"^the environment failed: TypeError: step returned 'lost', which is no Step"),
-        ("nan", r"^the environment failed: ValueError: step returned the reward 'nan'; expected a finite number"),
+        (
+            "nan",
+            (
+                r"^the environment failed: ValueError: step returned the reward 'nan'; expected a "
+                r"finite number"
+            ),
+        ),
     ],
 )
-def test_an_environment_that_fails_costs_its_own_episode(config: AgentConfig, answer: str, said: str) -> None:
+def test_an_environment_that_fails_costs_its_own_episode(
+    config: AgentConfig, answer: str, said: str
+) -> None:
     async def play() -> None:
         episodes = Episodes(config)
         async with episodes.begin(row()) as other:
@@ -123,9 +133,13 @@ def test_a_process_that_ends_takes_its_episodes_and_no_others(config: AgentConfi
         episodes = Episodes(config)
         async with episodes.begin(row()) as other:
             async with episodes.begin(row()) as episode:
-                with pytest.raises(EpisodeError, match="the process of the environment ended with code 5"):
+                with pytest.raises(
+                    EpisodeError, match="the process of the environment ended with code 5"
+                ):
                     await episode.step("end")
-            with pytest.raises(EpisodeError, match="the process of the environment ended with code 5"):
+            with pytest.raises(
+                EpisodeError, match="the process of the environment ended with code 5"
+            ):
                 await other.step("a")
         async with episodes.begin(row()) as later:
             assert (await later.step("a")).observation == "a"
@@ -136,10 +150,14 @@ def test_a_process_that_ends_takes_its_episodes_and_no_others(config: AgentConfi
 def test_an_environment_that_hangs_is_ended(config: AgentConfig) -> None:
     async def play() -> None:
         episodes = Episodes(replace(config, tool_timeout_s=0.5))
-        with pytest.raises(EpisodeError, match=r"did nothing for 0.5 s \(rollout.agent.tool_timeout_s\) and was ended"):
+        with pytest.raises(
+            EpisodeError,
+            match=r"did nothing for 0.5 s \(rollout.agent.tool_timeout_s\) and was ended",
+        ):
             async with episodes.begin(row("hangs")):
                 pass
-        episodes.config = config  # a busy machine may need more than half a second for what does not hang
+        # a busy machine may need more than half a second for what does not hang
+        episodes.config = config
         async with episodes.begin(row()) as episode:
             assert (await episode.step("a")).observation == "a"
 
@@ -156,7 +174,8 @@ def test_processes_that_end_again_and_again_are_not_started_for_ever(config: Age
                     await episode.step("end")
         for _ in range(2):
             with pytest.raises(
-                EpisodeError, match=r"2 processes of rollout.agent.environment=.*own have ended.*code 5"
+                EpisodeError,
+                match=r"2 processes of rollout.agent.environment=.*own have ended.*code 5",
             ):
                 episodes.begin(row())
 
@@ -172,5 +191,7 @@ def test_the_game_says_where_the_number_is() -> None:
 
 
 def test_an_unknown_environment_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"rollout.agent.environment=gess: .*did you mean 'guess'"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.agent.environment=gess: .*did you mean 'guess'"
+    ):
         ENVIRONMENTS.get("gess")

@@ -1,6 +1,8 @@
-"""The time in which calls are read is linear in the length of an answer, whatever a policy repeats in it.
+"""The time in which calls are read is linear in the length of an answer, whatever a policy repeats
+in it.
 
-What is repeated are runs of pieces of a call as the format writes it; a new format is tried as it is registered.
+What is repeated are runs of pieces of a call as the format writes it; a new format is tried as it
+is registered.
 """
 
 from __future__ import annotations
@@ -54,10 +56,12 @@ def pieces_of(name: str) -> list[str]:
 
 
 def frames(name: str, most: int, ends: Sequence[bool]) -> list[tuple[str, str, str]]:
-    """Each beginning of a call, behind it runs of up to `most` of its pieces or a common piece, and what is left of the
-    call, or nothing."""
+    """Each beginning of a call, behind it runs of up to `most` of its pieces or a common piece, and
+    what is left of the call, or nothing."""
     pieces = pieces_of(name)
-    runs = {"".join(pieces[at : at + size]) for size in range(1, most + 1) for at in range(len(pieces))}
+    runs = {
+        "".join(pieces[at : at + size]) for size in range(1, most + 1) for at in range(len(pieces))
+    }
     begun = [("".join(pieces[:at]), "".join(pieces[at:])) for at in range(len(pieces) + 1)]
     return [
         (start, run, rest if ended else "")
@@ -93,9 +97,14 @@ def test_time_grows_no_faster_than_a_long_answer_wherever_it_repeats(name: str) 
 @pytest.mark.parametrize("name", FORMATS.names())
 def test_reading_calls_does_not_hold_the_driver_up(name: str) -> None:
     """1,000 answers of 100,000 characters, each within 50 ms of processor time."""
-    draw, some, slow = random.Random(name), frames(name, 6, (True,)), []
+    draw = random.Random(name)
+    some = frames(name, 6, (True,))
+    slow = []
     for _ in range(1_000):
-        parts = [start + run * draw.choice((1, 3, 1000)) + rest for start, run, rest in draw.choices(some, k=6)]
+        parts = [
+            start + run * draw.choice((1, 3, 1000)) + rest
+            for start, run, rest in draw.choices(some, k=6)
+        ]
         text = "".join(parts)
         text = (text * (100_000 // len(text) + 1))[:100_000]
         if holds_up(reader(name), text):

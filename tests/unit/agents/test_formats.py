@@ -12,9 +12,14 @@ from tests.unit.agents.written_calls import DECLARED, TAGS, TOOLS, WRITTEN
 from tests.unit.data.chat_tokenizers import TEMPLATES, tokenizer_with
 
 TAGGED = ("glm", "qwen3_coder", "seed_oss", "minimax", "minimax_m3", "step3")
-PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="<>", exclude_categories=["Cs"]), max_size=20)
+PLAIN = st.text(
+    st.characters(codec="utf-8", exclude_characters="<>", exclude_categories=["Cs"]), max_size=20
+)
 ARGUMENTS = st.fixed_dictionaries(
-    {"a": st.integers(), "b": PLAIN | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()}
+    {
+        "a": st.integers(),
+        "b": PLAIN | st.floats(allow_nan=False, allow_infinity=False) | st.booleans(),
+    }
 )
 
 
@@ -23,7 +28,11 @@ ARGUMENTS = st.fixed_dictionaries(
 def test_what_is_written_is_read(name: str, arguments: dict[str, object]) -> None:
     frame, write = WRITTEN[name]
     [call] = read_calls(name, frame.replace("{}", write("add", arguments)), DECLARED)
-    known = arguments if name not in TAGGED or not isinstance(arguments["b"], str) else {"a": arguments["a"]}
+    known = (
+        arguments
+        if name not in TAGGED or not isinstance(arguments["b"], str)
+        else {"a": arguments["a"]}
+    )
     assert (call.name, call.problem) == ("add", "") and call.arguments.items() >= known.items()
 
 
@@ -39,13 +48,13 @@ def test_any_text_is_read_without_an_error(name: str, text: str) -> None:
 
 
 def test_several_calls_keep_their_order() -> None:
-    first, second = (
-        '{"name": "add", "parameters": {"a": 1, "b": 2}}',
-        '{"name": "search", "parameters": {"query": "x"}}',
-    )
+    first = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+    second = '{"name": "search", "parameters": {"query": "x"}}'
     calls = [Call("add", {"a": 1, "b": 2}), Call("search", {"query": "x"})]
     assert FORMATS.get("llama")(f"{first}; {second}", TOOLS) == calls
-    hermes = "".join(f"<tool_call>{one}</tool_call>" for one in (first, second)).replace("parameters", "arguments")
+    hermes = "".join(f"<tool_call>{one}</tool_call>" for one in (first, second)).replace(
+        "parameters", "arguments"
+    )
     assert FORMATS.get("hermes")(hermes, TOOLS) == calls
     newer = "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>".format('{"a": 1, "b": 2}')
     assert FORMATS.get("deepseek")(newer, TOOLS) == calls[:1]
@@ -61,26 +70,54 @@ def test_several_calls_keep_their_order() -> None:
         ("hermes", '<tool_call>{"name": "add"', "is not closed"),
         ("hermes", "<tool_call>add</tool_call>", "is no JSON"),
         ("hermes", "<tool_call>[1]</tool_call>", 'no JSON object with a "name"'),
-        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "arguments of add are no JSON object"),
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+            "arguments of add are no JSON object",
+        ),
         ("llama", "<|python_tag|>add(1, 2)", "is no JSON object"),
         ("llama", '{"name": "add", "parameters": {}} and so on', "is no JSON object"),
         ("deepseek", "<｜tool▁call▁begin｜>function", "is not closed"),
         ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁call▁end｜>", "has no <｜tool▁sep｜>"),
         ("glm", "<tool_call>add\n<arg_key>a", "is not closed"),
         ("glm", "<tool_call>add\n<arg_key>a</tool_call>", "not written as pairs"),
-        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>", "is not closed"),
+        (
+            "qwen3_coder",
+            "<tool_call><function=add><parameter=a>1</function></tool_call>",
+            "is not closed",
+        ),
         ("minimax", "<minimax:tool_call>add(1)</minimax:tool_call>", "holds no call"),
-        ("kimi", "<|tool_call_begin|>functions.add:0<|tool_call_end|>", "has no <|tool_call_argument_begin|>"),
+        (
+            "kimi",
+            "<|tool_call_begin|>functions.add:0<|tool_call_end|>",
+            "has no <|tool_call_argument_begin|>",
+        ),
         ("mistral", "[TOOL_CALLS]add(1)", "is no JSON"),
         ("minimax_m3", "]<]minimax[>[<tool_call>add(1)", "holds no call"),
-        ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="add">1', "is not closed"),
+        (
+            "minimax_m3",
+            ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="add">1',
+            "is not closed",
+        ),
         ("kimi_k3", "<|open|>tools<|sep|>add(1)", "holds no call"),
-        ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|>1', "is not closed"),
+        (
+            "kimi_k3",
+            '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|>1',
+            "is not closed",
+        ),
         ("gemma4", "<|tool_call>add{a:1}<tool_call|>", "does not begin with call:NAME"),
         ("gemma4", "<|tool_call>call:add{a:1", "is not closed"),
         ("gemma4", '<|tool_call>call:add{a:<|"|>1}<tool_call|>', "no JSON"),
-        ("harmony", " to=functions.add<|channel|>commentary json<|message|>{", "arguments of add are no JSON"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number of JSON"),
+        (
+            "harmony",
+            " to=functions.add<|channel|>commentary json<|message|>{",
+            "arguments of add are no JSON",
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+            "NaN is no number of JSON",
+        ),
         ("hermes", '<tool_call>{"name": "add"} and</tool_call>', "text follows the value"),
         ("deepseek_v32", '<｜DSML｜invoke name="add"><｜DSML｜parameter name="a">', "not closed"),
         ("step3", "<｜tool_calls_begin｜>add(1)", "holds no call"),
@@ -114,22 +151,35 @@ HOSTILE = (
 def test_an_argument_may_hold_what_closes_a_call(name: str, text: str) -> None:
     frame, write = WRITTEN[name]
     calls = read_calls(name, frame.replace("{}", write("search", {"query": text})), DECLARED)
-    assert [(call.name, dict(call.arguments), call.problem) for call in calls] == [("search", {"query": text}, "")]
+    assert [(call.name, dict(call.arguments), call.problem) for call in calls] == [
+        ("search", {"query": text}, "")
+    ]
 
 
 def test_a_program_in_tags_may_hold_its_closing_tag() -> None:
     read = FORMATS.get("tags")
-    calls = read('<python>print("</python>")</python> then <search>x</search>', {**TOOLS, "python": ("code",)})
-    assert [dict(call.arguments) for call in calls] == [{"code": 'print("</python>")'}, {"query": "x"}]
+    calls = read(
+        '<python>print("</python>")</python> then <search>x</search>',
+        {**TOOLS, "python": ("code",)},
+    )
+    assert [dict(call.arguments) for call in calls] == [
+        {"code": 'print("</python>")'},
+        {"query": "x"},
+    ]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_thought_calls_nothing(name: str) -> None:
     frame, write = WRITTEN[name]
-    draft, real = (frame.replace("{}", write("search", {"query": text})) for text in ("draft", "real"))
+    draft, real = (
+        frame.replace("{}", write("search", {"query": text})) for text in ("draft", "real")
+    )
     if name == "harmony":
         draft = f"<|channel|>analysis<|message|>{write('search', {'query': 'draft'})[:20]}<|end|>"
-    for thinking_open, answer in ((False, f"<think>{draft}</think>\n\n{real}"), (True, f"{draft}</think>{real}")):
+    for thinking_open, answer in (
+        (False, f"<think>{draft}</think>\n\n{real}"),
+        (True, f"{draft}</think>{real}"),
+    ):
         calls = read_calls(name, answer, DECLARED, thinking_open=thinking_open)
         assert [dict(call.arguments) for call in calls] == [{"query": "real"}]
     assert read_calls(name, f"<think>{draft}", DECLARED) == []
@@ -152,20 +202,28 @@ def test_what_is_thought_calls_nothing(name: str) -> None:
         ({}, "five", "five"),
     ],
 )
-def test_arguments_have_the_types_that_a_tool_declares(schema: dict[str, object], text: str, value: object) -> None:
+def test_arguments_have_the_types_that_a_tool_declares(
+    schema: dict[str, object], text: str, value: object
+) -> None:
     declared = {"search": {"properties": {"query": schema}}}
     for name in TAGGED:
         frame, write = WRITTEN[name]
         [call] = read_calls(name, frame.replace("{}", write("search", {"query": text})), declared)
         assert (
-            call.problem == "" and call.arguments == {"query": value} and type(call.arguments["query"]) is type(value)
+            call.problem == ""
+            and call.arguments == {"query": value}
+            and type(call.arguments["query"]) is type(value)
         )
 
 
 def test_an_argument_of_another_type_is_told() -> None:
-    [call] = read_calls("hermes", '<tool_call>{"name": "search", "arguments": {"limit": "5"}}</tool_call>', DECLARED)
+    [call] = read_calls(
+        "hermes", '<tool_call>{"name": "search", "arguments": {"limit": "5"}}</tool_call>', DECLARED
+    )
     assert call.arguments == {"limit": 5}
-    [call] = read_calls("hermes", '<tool_call>{"name": "search", "arguments": {"limit": "x"}}</tool_call>', DECLARED)
+    [call] = read_calls(
+        "hermes", '<tool_call>{"name": "search", "arguments": {"limit": "x"}}</tool_call>', DECLARED
+    )
     assert call.problem == "the argument limit of search must be integer, not 'x'"
 
 
@@ -203,7 +261,9 @@ def test_an_argument_may_hold_a_marker_of_a_thinking(name: str, text: str) -> No
     query = f"{'long ' * 100}{text}"
     for before in ("", "<think>no</think>\n"):
         answer = before + frame.replace("{}", write("search", {"query": query}))
-        assert [dict(call.arguments) for call in read_calls(name, answer, DECLARED)] == [{"query": query}]
+        assert [dict(call.arguments) for call in read_calls(name, answer, DECLARED)] == [
+            {"query": query}
+        ]
 
 
 @pytest.mark.parametrize("name", ["hermes", "kimi", "mistral", "harmony"])
@@ -212,11 +272,16 @@ def test_reading_stops_after_many_calls_that_cannot_be_read(name: str) -> None:
     broken, whole = (frame.replace("{}", write("search", {"query": text})) for text in ("NaN", "x"))
     broken = broken.replace('"NaN"', "NaN")
     few, many = (read_calls(name, broken * number + whole, DECLARED) for number in (99, 200))
-    assert few[-1].arguments == {"query": "x"} and [bool(call.problem) for call in many] == [True] * 100
+    assert (
+        few[-1].arguments == {"query": "x"}
+        and [bool(call.problem) for call in many] == [True] * 100
+    )
 
 
 def test_a_number_that_is_not_finite_is_told() -> None:
-    [call] = read_calls("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', DECLARED)
+    [call] = read_calls(
+        "hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', DECLARED
+    )
     assert "1e999 is no number of JSON" in call.problem
 
 
@@ -224,7 +289,11 @@ def test_a_number_that_is_not_finite_is_told() -> None:
 def test_a_thousand_calls_of_an_answer_that_repeats_itself_are_read(name: str) -> None:
     frame, write = {**WRITTEN, "tags": TAGS}[name]
     one = write("search", {"query": "x"})
-    answer = frame.replace("{}", ", ".join([one] * 1500)) if name == "pythonic" else frame.replace("{}", one) * 1500
+    answer = (
+        frame.replace("{}", ", ".join([one] * 1500))
+        if name == "pythonic"
+        else frame.replace("{}", one) * 1500
+    )
     answer = f"{one};" * 1500 if name == "llama" else answer
     calls = FORMATS.get(name)(answer, TOOLS)
     assert len(calls) == 1000 and all(call.arguments == {"query": "x"} for call in calls)

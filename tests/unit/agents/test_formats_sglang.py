@@ -38,7 +38,8 @@ FORMS = {
         lambda called, given: (
             called
             + "".join(
-                f"<arg_key>{key}</arg_key><arg_value>{written(value)}</arg_value>" for key, value in given.items()
+                f"<arg_key>{key}</arg_key><arg_value>{written(value)}</arg_value>"
+                for key, value in given.items()
             )
         ),
     ),
@@ -51,8 +52,13 @@ FORMS = {
         WRITTEN["deepseek_v32"][1],
     ),
     "gpt-oss": (
-        "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary {}<|call|>",
-        lambda called, given: f"to=functions.{called} <|constrain|>json<|message|>{json.dumps(given)}",
+        (
+            "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+            "{}<|call|>"
+        ),
+        lambda called, given: (
+            f"to=functions.{called} <|constrain|>json<|message|>{json.dumps(given)}"
+        ),
     ),
 }
 KINDS = {
@@ -65,7 +71,12 @@ KINDS = {
 }
 PARTS: dict[str, dict[str, Any]] = {
     "items": {"items": {"type": "integer"}},
-    "more": {"properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "string"}}}},
+    "more": {
+        "properties": {
+            "a": {"type": "integer"},
+            "b": {"type": "array", "items": {"type": "string"}},
+        }
+    },
 }
 PROPERTIES = {name: {"type": kind, **PARTS.get(name, {})} for name, kind in KINDS.items()}
 DECLARED = {"look_up": {"type": "object", "properties": PROPERTIES}}
@@ -85,26 +96,38 @@ def arguments(draw: random.Random) -> dict[str, Any]:
         "items": [draw.randrange(9) for _ in range(draw.randrange(4))],
         "more": {"a": draw.randrange(9), "b": [some_text(draw)]},
     }
-    return {name: found[name] for name in draw.sample(list(found), draw.randrange(1, len(found) + 1))}
+    return {
+        name: found[name] for name in draw.sample(list(found), draw.randrange(1, len(found) + 1))
+    }
 
 
 def theirs(parser: str, text: str) -> list[tuple[str, dict[str, Any]]]:
     from sglang.srt.entrypoints.openai.protocol import Function, Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-    tools = [Tool(type="function", function=Function(name=name, parameters=one)) for name, one in DECLARED.items()]
+    tools = [
+        Tool(type="function", function=Function(name=name, parameters=one))
+        for name, one in DECLARED.items()
+    ]
     _, calls = FunctionCallParser(tools, parser).parse_non_stream(text)
     return [(str(call.name), json.loads(call.parameters)) for call in calls]
 
 
-@pytest.mark.parametrize(("name", "parser"), [(name, one) for name, several in PARSERS.items() for one in several])
+@pytest.mark.parametrize(
+    ("name", "parser"), [(name, one) for name, several in PARSERS.items() for one in several]
+)
 def test_calls_are_read_as_sglang_reads_them(name: str, parser: str) -> None:
     frame, write = FORMS.get(parser, WRITTEN[name])
-    draw, missed = random.Random(parser), 0
+    draw = random.Random(parser)
+    missed = 0
     for _ in range(200):
         given = arguments(draw)
         text = frame.replace("{}", write("look_up", given))
-        ours = [(call.name, dict(call.arguments)) for call in read_calls(name, text, DECLARED) if not call.problem]
+        ours = [
+            (call.name, dict(call.arguments))
+            for call in read_calls(name, text, DECLARED)
+            if not call.problem
+        ]
         assert ours == [("look_up", given)], text
         found = theirs(parser, text)
         missed += not found

@@ -1,4 +1,5 @@
-"""Tools of real MCP servers: a program over its standard input and output, and one behind an address."""
+"""Tools of real MCP servers: a program over its standard input and output, and one behind an
+address."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def fail() -> str:
 def pid() -> str:
     return str(os.getpid())
 """
-# answers by hand, so that what is no UTF-8 can be sent: an answer to initialize, a list of one tool, a call
+# answers by hand, so that what is no UTF-8 can be sent: an answer to initialize, a list of one
+# tool, a call
 RAW = """
 import json, sys
 for line in sys.stdin:
@@ -115,8 +117,14 @@ def _closed() -> Iterator[None]:
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[..., Toolbox]:
     def made(source: str = SERVER, timeout_s: float = 120.0, **settings: Any) -> Toolbox:
-        (tmp_path / "server.py").write_text(source + ("\nserver.run()\n" if source is SERVER else ""))
-        given = {"command": [sys.executable, str(tmp_path / "server.py")], "start_timeout_s": 300.0, **settings}
+        (tmp_path / "server.py").write_text(
+            source + ("\nserver.run()\n" if source is SERVER else "")
+        )
+        given = {
+            "command": [sys.executable, str(tmp_path / "server.py")],
+            "start_timeout_s": 300.0,
+            **settings,
+        }
         return toolbox(config(tmp_path, {"tiny": given}, tool_timeout_s=timeout_s))
 
     return made
@@ -138,7 +146,9 @@ def wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def test_the_policy_calls_tools_of_a_server_and_is_told_what_there_is(opened: Callable[..., Toolbox]) -> None:
+def test_the_policy_calls_tools_of_a_server_and_is_told_what_there_is(
+    opened: Callable[..., Toolbox],
+) -> None:
     tools = opened()
     declared = {one["function"]["name"]: one["function"] for one in tools.schemas()}
     assert declared["add"]["description"] == "Add two numbers."
@@ -153,11 +163,15 @@ def test_the_policy_calls_tools_of_a_server_and_is_told_what_there_is(opened: Ca
 
 def test_only_the_tools_that_are_named_are_offered(opened: Callable[..., Toolbox]) -> None:
     assert list(opened(tools=["pid", "add"]).tools) == ["add", "pid"]
-    with pytest.raises(ConfigError, match=r"mcp_servers.tiny.tools: there is no sub \(it has: add, hang"):
+    with pytest.raises(
+        ConfigError, match=r"mcp_servers.tiny.tools: there is no sub \(it has: add, hang"
+    ):
         opened(tools=["sub"])
 
 
-def test_a_call_that_hangs_is_given_up_and_the_server_goes_on(opened: Callable[..., Toolbox]) -> None:
+def test_a_call_that_hangs_is_given_up_and_the_server_goes_on(
+    opened: Callable[..., Toolbox],
+) -> None:
     tools = opened(timeout_s=0.5, start_timeout_s=120)
     assert result(tools, "hang") == "error: hang did not answer within 0.5 s"
     wait_until(lambda: result(tools, "add", a=1) == "2")
@@ -166,7 +180,10 @@ def test_a_call_that_hangs_is_given_up_and_the_server_goes_on(opened: Callable[.
 def test_large_results_are_cut_and_larger_ones_are_refused(opened: Callable[..., Toolbox]) -> None:
     tools = opened()
     assert result(tools, "large", size=10_000_000) == "x" * (1 << 16)
-    with pytest.raises(ToolLostError, match=r"mcp_servers.tiny was lost during a call of large: .* more than 67108864"):
+    with pytest.raises(
+        ToolLostError,
+        match=r"mcp_servers.tiny was lost during a call of large: .* more than 67108864",
+    ):
         result(tools, "large", size=40_000_000)
     assert result(tools, "add", a=1) == "2"  # it was started again
 
@@ -182,8 +199,15 @@ def test_a_server_is_told_no_secret_but_those_that_are_named(
         monkeypatch.setenv(name, f"secret of {name}")
     said = result(opened(env=["NAMED", "HYBRIDFLOW_JOB_SECRET"]), "environ")
     assert "secret of NAMED" in said and "'PATH'" in said
-    assert "secret of SOME" not in said and "secret of HYBRIDFLOW" not in said and "secret of RAY" not in said
-    with pytest.raises(ConfigError, match=r"mcp_servers.tiny needs the environment variable UNSET, which is not set"):
+    assert (
+        "secret of SOME" not in said
+        and "secret of HYBRIDFLOW" not in said
+        and "secret of RAY" not in said
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"mcp_servers.tiny needs the environment variable UNSET, which is not set",
+    ):
         opened(env=["UNSET"])
 
 
@@ -193,16 +217,22 @@ def test_a_server_that_dies_costs_its_calls_and_is_started_again_within_the_limi
     tools = opened(max_restarts=2)
     for _ in range(2):
         before = result(tools, "pid")
-        with pytest.raises(ToolLostError, match="was lost during a call of die: it has ended with code 3"):
+        with pytest.raises(
+            ToolLostError, match="was lost during a call of die: it has ended with code 3"
+        ):
             result(tools, "die", code=3)
         assert result(tools, "pid") != before
     with pytest.raises(ToolLostError, match="ended with code 4"):
         result(tools, "die", code=4)
-    with pytest.raises(ToolLostError, match=r"cannot be used: it has ended with code 4 \(restarted 2 times within"):
+    with pytest.raises(
+        ToolLostError, match=r"cannot be used: it has ended with code 4 \(restarted 2 times within"
+    ):
         result(tools, "add", a=1)
 
 
-def test_a_server_that_is_killed_between_calls_is_started_again(opened: Callable[..., Toolbox]) -> None:
+def test_a_server_that_is_killed_between_calls_is_started_again(
+    opened: Callable[..., Toolbox],
+) -> None:
     tools = opened()
     before = int(result(tools, "pid"))
     os.kill(before, signal.SIGKILL)
@@ -218,9 +248,14 @@ def test_a_server_that_is_killed_between_calls_is_started_again(opened: Callable
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_program_ends_with_the_run(opened: Callable[..., Toolbox], tmp_path: Path, number: int) -> None:
-    (tmp_path / "server.py").write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER
-                                        + "\nserver.run()\nimport time\ntime.sleep(3600)\n")  # fmt: skip
+def test_the_program_ends_with_the_run(
+    opened: Callable[..., Toolbox], tmp_path: Path, number: int
+) -> None:
+    (tmp_path / "server.py").write_text(
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        + SERVER
+        + "\nserver.run()\nimport time\ntime.sleep(3600)\n"
+    )
     driver = (
         "import sys, time\n"
         "from pathlib import Path\n"
@@ -232,8 +267,13 @@ def test_the_program_ends_with_the_run(opened: Callable[..., Toolbox], tmp_path:
         "    print(result(toolbox(config(folder, given)), 'pid'), flush=True)\n"
         "    time.sleep(600)\n"
     )
-    run = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                           env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})  # fmt: skip
+    run = subprocess.Popen(
+        [sys.executable, "-c", driver],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
     assert run.stdout is not None
     server = int(run.stdout.readline())
     assert is_running(server)
@@ -243,28 +283,38 @@ def test_the_program_ends_with_the_run(opened: Callable[..., Toolbox], tmp_path:
     wait_until(lambda: not is_running(server))
 
 
-def test_a_server_that_cannot_be_used_is_named_at_the_start(opened: Callable[..., Toolbox], tmp_path: Path) -> None:
+def test_a_server_that_cannot_be_used_is_named_at_the_start(
+    opened: Callable[..., Toolbox], tmp_path: Path
+) -> None:
     key = "rollout.agent.mcp_servers.tiny"
     with pytest.raises(ConfigError, match=rf"{key}: .*there is no program 'no-such-program'"):
         opened(command=["no-such-program"])
-    with pytest.raises(ConfigError, match=rf"{key}: the server cannot be used: it has ended with code 7"):
+    with pytest.raises(
+        ConfigError, match=rf"{key}: the server cannot be used: it has ended with code 7"
+    ):
         opened("import sys\nsys.exit(7)")
     with pytest.raises(ConfigError, match=rf"{key} has not named its tools within 0.5 s"):
         opened("import time\ntime.sleep(600)", start_timeout_s=0.5)
     with pytest.raises(ConfigError, match=rf"{key}: the server has no tools"):
         opened(
             RAW.replace(
-                '"tools": [{"name": "odd", "inputSchema": {"type": "object", "properties": {}}}]', '"tools": []'
+                '"tools": [{"name": "odd", "inputSchema": {"type": "object", "properties": {}}}]',
+                '"tools": []',
             )
         )
-    twice = config(tmp_path, {name: {"command": [sys.executable, str(tmp_path / "server.py")]} for name in "ab"})
+    twice = config(
+        tmp_path,
+        {name: {"command": [sys.executable, str(tmp_path / "server.py")]} for name in "ab"},
+    )
     (tmp_path / "server.py").write_text(RAW)
     with pytest.raises(ConfigError, match="two tools are called odd"):
         toolbox(twice)
     assert (tmp_path / twice.name / "logs" / "mcp-a.log").exists()
 
 
-def test_a_server_behind_an_address_is_given_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_behind_an_address_is_given_its_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "server_http.py").write_text(HTTP)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # is for the addresses of other machines
 
@@ -275,10 +325,18 @@ def test_a_server_behind_an_address_is_given_its_token(tmp_path: Path, monkeypat
         return served, int(served.stdout.readline())
 
     served, port = start(0)
-    settings = {"tiny": {"url": f"http://127.0.0.1:{port}/mcp", "token_env": "TINY_TOKEN", "max_restarts": 50}}
+    settings = {
+        "tiny": {
+            "url": f"http://127.0.0.1:{port}/mcp",
+            "token_env": "TINY_TOKEN",
+            "max_restarts": 50,
+        }
+    }
     try:
         monkeypatch.setenv("TINY_TOKEN", "guessed")
-        with pytest.raises(ConfigError, match=r"mcp_servers.tiny: the server cannot be used: .*401"):
+        with pytest.raises(
+            ConfigError, match=r"mcp_servers.tiny: the server cannot be used: .*401"
+        ):
             toolbox(config(tmp_path, settings))
         monkeypatch.setenv("TINY_TOKEN", "open sesame")
         mcp_client.close_all()
@@ -311,12 +369,14 @@ def test_settings_without_sense_are_refused(tmp_path: Path) -> None:
         return "\n".join(problems(config(tmp_path, servers), files=False))
 
     assert "mcp_servers.a needs a command or a url, and not both" in said(a={})
-    assert "mcp_servers.a needs a command or a url, and not both" in said(a={"command": ["x"], "url": "http://h"})
+    assert "mcp_servers.a needs a command or a url, and not both" in said(
+        a={"command": ["x"], "url": "http://h"}
+    )
     assert "mcp_servers.a.url=ftp://h: expected an address" in said(a={"url": "ftp://h"})
     assert "did you mean rollout.agent.mcp_servers.a.command" in said(a={"comand": ["x"]})
     assert "mcp_servers.a.token_env=T is of a url" in said(a={"command": ["x"], "token_env": "T"})
     assert "mcp_servers.a.max_restarts=-1" in said(a={"command": ["x"], "max_restarts": -1})
-    assert "mcp_servers" not in said(a={"command": ["x"]}) and "without rollout.agent.tools" not in said(
+    assert "mcp_servers" not in said(
         a={"command": ["x"]}
-    )
+    ) and "without rollout.agent.tools" not in said(a={"command": ["x"]})
     assert json.dumps(said(a=3)).count("mcp_servers.a") == 1

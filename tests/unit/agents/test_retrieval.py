@@ -1,4 +1,5 @@
-"""The tool `retrieval`: what is found, the index that is kept, and documents that cannot be searched."""
+"""The tool `retrieval`: what is found, the index that is kept, and documents that cannot be
+searched."""
 
 from __future__ import annotations
 
@@ -68,13 +69,19 @@ def test_the_passages_that_fit_best_are_shown_in_order(kind: str, tmp_path: Path
     elif kind == "parquet":
         documents = table(tmp_path / "d.parquet", {"text": TEXTS, "other": [1, 2, 3, 4]})
     else:
-        documents = folder(tmp_path / "d", {f"sub/{n}.md": text for n, text in enumerate(TEXTS)} | {"x.png": "bees"})
+        documents = folder(
+            tmp_path / "d",
+            {f"sub/{n}.md": text for n, text in enumerate(TEXTS)} | {"x.png": "bees"},
+        )
     tools = opened(documents=documents, top_k=2)
     assert found(tools, "FISH?") == f"[1] {TEXTS[2]}\n\n[2] {TEXTS[0]}"
     assert found(tools, "100") == f"[1] {TEXTS[3]}"
     assert found(tools, "zebra") == found(tools, "") == found(tools, "?") == "nothing was found"
     function = tools.schemas()[0]["function"]
-    assert function["parameters"]["required"] == ["query"] and "Search the documents" in function["description"]
+    assert (
+        function["parameters"]["required"] == ["query"]
+        and "Search the documents" in function["description"]
+    )
 
 
 def test_scores_are_those_of_the_formula(tmp_path: Path) -> None:
@@ -97,9 +104,16 @@ def test_scores_are_those_of_the_formula(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("query", "text"),
-    [("故乡", "低头思故乡"), ("乡", "乡"), ("カタカナ", "これはカタカナです"), ("Qwen模型", "使用qwen模型的例子")],
+    [
+        ("故乡", "低头思故乡"),
+        ("乡", "乡"),
+        ("カタカナ", "これはカタカナです"),
+        ("Qwen模型", "使用qwen模型的例子"),
+    ],
 )
-def test_scripts_without_spaces_are_searched_by_pairs_of_characters(query: str, text: str, tmp_path: Path) -> None:
+def test_scripts_without_spaces_are_searched_by_pairs_of_characters(
+    query: str, text: str, tmp_path: Path
+) -> None:
     texts = ["低头思故乡", "乡", "これはカタカナです", "使用qwen模型的例子", "天气很好"]
     path = tmp_path / "docs.jsonl"
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
@@ -109,7 +123,11 @@ def test_scripts_without_spaces_are_searched_by_pairs_of_characters(query: str, 
 
 def test_files_of_text_are_cut_into_passages(tmp_path: Path) -> None:
     paragraphs = [" ".join([word] * 12) for word in ("alpha", "beta", "gamma", "delta")]
-    tools = opened(documents=folder(tmp_path / "d", {"a.txt": "\n\n".join(paragraphs)}), passage_characters=40, top_k=9)
+    tools = opened(
+        documents=folder(tmp_path / "d", {"a.txt": "\n\n".join(paragraphs)}),
+        passage_characters=40,
+        top_k=9,
+    )
     shown = found(tools, "gamma").split("\n\n")
     assert len(shown) == 2 and all(len(passage) <= 44 and "gamma" in passage for passage in shown)
     parts = list(retrieval._parts("\n\n".join([*paragraphs, "x" * 100]), 40))
@@ -119,7 +137,9 @@ def test_files_of_text_are_cut_into_passages(tmp_path: Path) -> None:
 
 def test_a_long_row_is_shown_in_part(tmp_path: Path) -> None:
     documents = jsonl(tmp_path / "d.jsonl", [{"text": "word " * 1000}])
-    assert len(found(opened(documents=documents, passage_characters=50), "word")) == len("[1] ") + 50
+    assert (
+        len(found(opened(documents=documents, passage_characters=50), "word")) == len("[1] ") + 50
+    )
 
 
 def test_the_index_is_kept_and_built_again_when_documents_change(
@@ -127,12 +147,17 @@ def test_the_index_is_kept_and_built_again_when_documents_change(
 ) -> None:
     built: list[int] = []
     index = bm25s.BM25.index
-    monkeypatch.setattr(bm25s.BM25, "index", lambda *args, **more: (built.append(1), index(*args, **more))[1])
+    monkeypatch.setattr(
+        bm25s.BM25, "index", lambda *args, **more: (built.append(1), index(*args, **more))[1]
+    )
     path = tmp_path / "d.jsonl"
 
     def again(rows: list[str], **options: Any) -> str:
         retrieval._index.cache_clear()
-        return found(opened(documents=jsonl(path, [{"text": text} for text in rows]), top_k=1, **options), "fish bees")
+        return found(
+            opened(documents=jsonl(path, [{"text": text} for text in rows]), top_k=1, **options),
+            "fish bees",
+        )
 
     assert again(TEXTS) == again(TEXTS) == f"[1] {TEXTS[1]}" and len(built) == 1
     assert again(TEXTS[2:]) == f"[1] {TEXTS[2]}" and len(built) == 2
@@ -168,7 +193,9 @@ def _pickled(kept: Path) -> None:
     [
         _cut,
         _pickled,
-        lambda kept: (kept / "data.csc.index.npy").write_bytes(pickle.dumps(Opened(kept.parents[1] / "mark"))),
+        lambda kept: (kept / "data.csc.index.npy").write_bytes(
+            pickle.dumps(Opened(kept.parents[1] / "mark"))
+        ),
         lambda kept: (kept / "vocab.index.json").write_text("[1"),
         lambda kept: (kept / "vocab.index.json").write_text("[]"),
         lambda kept: (kept / "params.index.json").write_text('{"backend": "numba"}'),
@@ -176,7 +203,9 @@ def _pickled(kept: Path) -> None:
         lambda kept: np.save(kept / "indices.csc.index.npy", np.zeros(3, np.int32)),
     ],
 )
-def test_a_damaged_index_is_built_again_and_no_pickle_is_read(damage: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_a_damaged_index_is_built_again_and_no_pickle_is_read(
+    damage: Callable[[Path], Any], tmp_path: Path
+) -> None:
     documents = jsonl(tmp_path / "d.jsonl", [{"text": text} for text in TEXTS])
     wanted = found(opened(documents=documents), "fish")
     damage(next((tmp_path / "d.jsonl.bm25").iterdir()))
@@ -185,7 +214,9 @@ def test_a_damaged_index_is_built_again_and_no_pickle_is_read(damage: Callable[[
     assert not (tmp_path / "mark").exists()
 
 
-def test_an_index_that_cannot_be_kept_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_index_that_cannot_be_kept_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     documents = jsonl(tmp_path / "d.jsonl", [{"text": text} for text in TEXTS])
     (tmp_path / "d.jsonl.bm25").write_text("in the way")
     assert "gills" in found(opened(documents=documents), "gills")
@@ -196,19 +227,31 @@ def test_documents_that_cannot_be_searched_are_named_with_the_key(tmp_path: Path
     key = r"rollout\.agent\.tool_options\.retrieval"
     cases: list[tuple[str, dict[str, Any]]] = [
         (rf"{key}\.documents is not set", {}),
-        (rf"{key}\.documents=.*/none: there is no such file or folder", {"documents": f"{tmp_path}/none"}),
+        (
+            rf"{key}\.documents=.*/none: there is no such file or folder",
+            {"documents": f"{tmp_path}/none"},
+        ),
         (
             rf"{key}\.documents=.*: this folder has no file of .jsonl",
             {"documents": folder(tmp_path / "a", {"x.c": "a"})},
         ),
-        (rf"{key}\.documents=.*x.c: expected a file that ends in", {"documents": f"{tmp_path}/a/x.c"}),
-        (rf"{key}\.documents: .*empty.md is empty", {"documents": folder(tmp_path / "b", {"empty.md": " \n"})}),
+        (
+            rf"{key}\.documents=.*x.c: expected a file that ends in",
+            {"documents": f"{tmp_path}/a/x.c"},
+        ),
+        (
+            rf"{key}\.documents: .*empty.md is empty",
+            {"documents": folder(tmp_path / "b", {"empty.md": " \n"})},
+        ),
         (
             rf"{key}\.documents: row 2 of .*c.jsonl is empty",
             {"documents": jsonl(tmp_path / "c.jsonl", [{"text": "a"}, {"text": " "}])},
         ),
         (
-            rf"{key}\.text_column=text: row 1 of .*d.jsonl has no text of this name \(it has: contents\)",
+            (
+                rf"{key}\.text_column=text: row 1 of .*d.jsonl has no text of this name \(it has: "
+                rf"contents\)"
+            ),
             {"documents": jsonl(tmp_path / "d.jsonl", [{"contents": "a"}])},
         ),
         (
@@ -219,15 +262,24 @@ def test_documents_that_cannot_be_searched_are_named_with_the_key(tmp_path: Path
             rf"{key}\.text_column=text: .*e.parquet has no such column \(it has: contents\)",
             {"documents": table(tmp_path / "e.parquet", {"contents": ["a"]})},
         ),
-        (rf"{key}\.documents=.*f.jsonl holds no text", {"documents": jsonl(tmp_path / "f.jsonl", [])}),
+        (
+            rf"{key}\.documents=.*f.jsonl holds no text",
+            {"documents": jsonl(tmp_path / "f.jsonl", [])},
+        ),
         (rf"{key}\.top_k=0 must be at least 1", {"documents": str(tmp_path), "top_k": 0}),
-        (rf"unknown key {key}\.topk; did you mean {key}\.top_k", {"documents": str(tmp_path), "topk": 2}),
+        (
+            rf"unknown key {key}\.topk; did you mean {key}\.top_k",
+            {"documents": str(tmp_path), "topk": 2},
+        ),
     ]
     (tmp_path / "g.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "h.parquet").write_bytes(b"no table")
     (tmp_path / "i.txt").write_bytes(b"\xff\xfe")
     cases += [
-        (rf"{key}\.documents: .*g.jsonl cannot be read: line 2 is no JSON", {"documents": f"{tmp_path}/g.jsonl"}),
+        (
+            rf"{key}\.documents: .*g.jsonl cannot be read: line 2 is no JSON",
+            {"documents": f"{tmp_path}/g.jsonl"},
+        ),
         (rf"{key}\.documents: .*h.parquet cannot be read", {"documents": f"{tmp_path}/h.parquet"}),
         (rf"{key}\.documents: .*i.txt cannot be read: .*utf-8", {"documents": f"{tmp_path}/i.txt"}),
     ]
@@ -241,9 +293,12 @@ def test_options_of_other_tools_are_refused() -> None:
         settings = AgentConfig(loop="tools", **agent)
         return "\n".join(problems(RunConfig(rollout=RolloutConfig(agent=settings)), files=False))
 
-    assert "tool_options.retrieval: rollout.agent.tools has no retrieval (it has: calculator)" in said(
-        tools=("calculator",), tool_options={"retrieval": {}}
+    assert (
+        "tool_options.retrieval: rollout.agent.tools has no retrieval (it has: calculator)"
+        in said(tools=("calculator",), tool_options={"retrieval": {}})
     )
-    assert "tool_options.retrieval=3: expected a group" in said(tools=("retrieval",), tool_options={"retrieval": 3})
+    assert "tool_options.retrieval=3: expected a group" in said(
+        tools=("retrieval",), tool_options={"retrieval": 3}
+    )
     with pytest.raises(ConfigError, match=r"tool_options\.calculator: this tool has no options"):
         Toolbox(AgentConfig(tools=("calculator",), tool_options={"calculator": {"x": 1}}))

@@ -62,7 +62,9 @@ def toolbox(tmp_path: Path) -> Callable[..., Toolbox]:
     (tmp_path / "own.py").write_text(OWN)
 
     def made(*names: str, **settings: Any) -> Toolbox:
-        return Toolbox(AgentConfig(tools=tuple(f"{tmp_path}/own.py:{name}" for name in names), **settings))
+        return Toolbox(
+            AgentConfig(tools=tuple(f"{tmp_path}/own.py:{name}" for name in names), **settings)
+        )
 
     return made
 
@@ -71,7 +73,9 @@ def results(tools: Toolbox, *calls: Call) -> list[str]:
     return asyncio.run(tools.results(calls))
 
 
-def test_a_call_returns_text_and_the_model_is_told_what_there_is(toolbox: Callable[..., Toolbox]) -> None:
+def test_a_call_returns_text_and_the_model_is_told_what_there_is(
+    toolbox: Callable[..., Toolbox],
+) -> None:
     tools = toolbox("greet", "where")
     assert results(tools, Call("greet", {"name": "you", "times": 2}), Call("where")) == [
         "hello you hello you ",
@@ -79,7 +83,10 @@ def test_a_call_returns_text_and_the_model_is_told_what_there_is(toolbox: Callab
     ]
     function = tools.schemas()[0]["function"]
     assert (function["name"], function["description"]) == ("greet", "Greet somebody.")
-    assert function["parameters"]["properties"] == {"name": {"type": "string"}, "times": {"type": "integer"}}
+    assert function["parameters"]["properties"] == {
+        "name": {"type": "string"},
+        "times": {"type": "integer"},
+    }
     assert function["parameters"]["required"] == ["name"]
 
 
@@ -112,12 +119,15 @@ def test_a_tool_that_hangs_is_given_up(toolbox: Callable[..., Toolbox]) -> None:
 @pytest.mark.parametrize(("most", "number"), [(4, 1000), (16, 3)])
 def test_so_many_calls_of_an_answer_run_at_a_time(tmp_path: Path, most: int, number: int) -> None:
     (tmp_path / "counts.py").write_text(
-        "import asyncio\nfrom hybridflow.agents.tools.base import tool\nrunning, seen = [], []\n@tool('count')\n"
+        "import asyncio\nfrom hybridflow.agents.tools.base import tool\nrunning, seen = [], "
+        "[]\n@tool('count')\n"
         "async def count(n: int) -> str:\n    running.append(n)\n    seen.append(len(running))\n"
         "    await asyncio.sleep(0)\n    running.remove(n)\n    return str(n)\n"
     )
     tools = Toolbox(AgentConfig(tools=(f"{tmp_path}/counts.py:count",), max_parallel_calls=most))
-    assert results(tools, *(Call("count", {"n": n}) for n in range(number))) == [str(n) for n in range(number)]
+    assert results(tools, *(Call("count", {"n": n}) for n in range(number))) == [
+        str(n) for n in range(number)
+    ]
     assert max(tools.tools["count"].function.__globals__["seen"]) == min(most, number)
 
 
@@ -139,8 +149,10 @@ def test_no_further_call_starts_once_a_tool_is_lost(tmp_path: Path) -> None:
 
 def test_a_thread_that_ends_after_the_deadline_disturbs_nobody(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
-        "import threading\nfrom hybridflow.agents.tools.base import tool\ngate, ended = threading.Event(), []\n"
-        "@tool('slow')\ndef slow() -> str:\n    gate.wait(60)\n    ended.append(1)\n    return 'late'\n"
+        "import threading\nfrom hybridflow.agents.tools.base import tool\ngate, ended = "
+        "threading.Event(), []\n"
+        "@tool('slow')\ndef slow() -> str:\n    gate.wait(60)\n    ended.append(1)\n    return "
+        "'late'\n"
     )
     tools = Toolbox(AgentConfig(tools=(f"{tmp_path}/slow.py:slow",), tool_timeout_s=0.1))
     assert results(tools, Call("slow")) == ["error: slow did not answer within 0.1 s"]
@@ -153,28 +165,46 @@ def test_a_thread_that_ends_after_the_deadline_disturbs_nobody(tmp_path: Path) -
 
 
 def test_an_unknown_tool_or_format_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"rollout.agent.tools=calculater: .* did you mean 'calculator'"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.agent.tools=calculater: .* did you mean 'calculator'"
+    ):
         Toolbox(AgentConfig(tools=("calculater",)))
-    with pytest.raises(ConfigError, match=r"rollout.agent.call_format=herms: .* did you mean 'hermes'"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.agent.call_format=herms: .* did you mean 'hermes'"
+    ):
         Toolbox(AgentConfig(call_format="herms"))
 
 
-@given(st.recursive(st.integers(0, 999), lambda x: st.tuples(x, st.sampled_from("+-*"), x), max_leaves=12))
+@given(
+    st.recursive(
+        st.integers(0, 999), lambda x: st.tuples(x, st.sampled_from("+-*"), x), max_leaves=12
+    )
+)
 def test_the_calculator_computes_as_fractions_do(tree: Any) -> None:
     def written(node: Any) -> str:
-        return str(node) if isinstance(node, int) else f"({written(node[0])}{node[1]}{written(node[2])})"
+        return (
+            str(node)
+            if isinstance(node, int)
+            else f"({written(node[0])}{node[1]}{written(node[2])})"
+        )
 
     def value(node: Any) -> Fraction:
         if isinstance(node, int):
             return Fraction(node)
-        a, b = value(node[0]), value(node[2])
+        a = value(node[0])
+        b = value(node[2])
         return a + b if node[1] == "+" else a - b if node[1] == "-" else a * b
 
     assert calculator(written(tree)) == str(value(tree))
 
 
 def test_the_calculator_divides_and_raises_to_powers() -> None:
-    assert (calculator(" 7 / 2 "), calculator("8/4"), calculator("-2**10"), calculator("7 // 2 % 2")) == (
+    assert (
+        calculator(" 7 / 2 "),
+        calculator("8/4"),
+        calculator("-2**10"),
+        calculator("7 // 2 % 2"),
+    ) == (
         "3.5",
         "2",
         "-1024",
@@ -208,7 +238,12 @@ def sandboxed() -> Toolbox:
 
 def test_programs_run_one_after_another_in_one_sandbox(sandboxed: Toolbox) -> None:
     """A call has a thread of its own, with which the sandbox must not end."""
-    assert [_says(sandboxed, f"print({number})") for number in range(4)] == ["0\n", "1\n", "2\n", "3\n"]
+    assert [_says(sandboxed, f"print({number})") for number in range(4)] == [
+        "0\n",
+        "1\n",
+        "2\n",
+        "3\n",
+    ]
     assert _says(sandboxed, "1/0").startswith("error: Traceback")
     (kept,) = python._idle
     assert is_running(kept._process.pid)

@@ -18,7 +18,10 @@ def written(value: object) -> str:
 
 
 def parameters(arguments: dict[str, object], opened: str) -> str:
-    return "".join(f"<parameter{opened.format(key)}>{written(value)}</parameter>" for key, value in arguments.items())
+    return "".join(
+        f"<parameter{opened.format(key)}>{written(value)}</parameter>"
+        for key, value in arguments.items()
+    )
 
 
 M3 = "]<]minimax[>["
@@ -51,8 +54,13 @@ WRITTEN = {
         lambda name, arguments: json.dumps({"name": name, "parameters": arguments}),
     ),
     "deepseek": (
-        "I add. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        lambda name, arguments: f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```",
+        (
+            "I add. "
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+        lambda name, arguments: (
+            f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"
+        ),
     ),
     "glm": (
         "I add. <tool_call>{}\n</tool_call>",
@@ -76,12 +84,15 @@ WRITTEN |= {
     ),
     "minimax": (
         "I add.\n<minimax:tool_call>\n{}\n</minimax:tool_call>",
-        lambda name, arguments: f'<invoke name="{name}">\n' + parameters(arguments, ' name="{}"') + "</invoke>",
+        lambda name, arguments: (
+            f'<invoke name="{name}">\n' + parameters(arguments, ' name="{}"') + "</invoke>"
+        ),
     ),
     "minimax_m3": (
         f"I add.\n{M3}<tool_call>\n{{}}{M3}</tool_call>",
         lambda name, arguments: (
-            f'{M3}<invoke name="{name}">{"".join(map(m3, arguments, arguments.values()))}{M3}</invoke>\n'
+            f"{M3}<invoke "
+            f'name="{name}">{"".join(map(m3, arguments, arguments.values()))}{M3}</invoke>\n'
         ),
     ),
     "deepseek_v32": (
@@ -89,8 +100,11 @@ WRITTEN |= {
         lambda name, arguments: (
             f'<｜DSML｜invoke name="{name}">\n'
             + "".join(
-                f'<｜DSML｜parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{written(value)}'
-                "</｜DSML｜parameter>\n"
+                (
+                    f'<｜DSML｜parameter name="{key}" '
+                    f'string="{str(isinstance(value, str)).lower()}">{written(value)}'
+                    "</｜DSML｜parameter>\n"
+                )
                 for key, value in arguments.items()
             )
             + "</｜DSML｜invoke>"
@@ -110,7 +124,9 @@ WRITTEN |= {
     ),
     "pythonic": (
         "<|python_start|>[{}]<|python_end|>",
-        lambda name, arguments: f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})",
+        lambda name, arguments: (
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        ),
     ),
     "kimi": (
         "I add.<|tool_calls_section_begin|>{}<|tool_calls_section_end|>",
@@ -119,12 +135,18 @@ WRITTEN |= {
         ),
     ),
     "kimi_k3": (
-        "<|open|>response<|sep|>I add.<|close|>response<|sep|><|open|>tools<|sep|>{}<|close|>tools<|sep|>",
+        (
+            "<|open|>response<|sep|>I "
+            "add.<|close|>response<|sep|><|open|>tools<|sep|>{}<|close|>tools<|sep|>"
+        ),
         lambda name, arguments: (
             f'<|open|>call tool="{name}" index="1"<|sep|>'
             + "".join(
-                f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "any"}"<|sep|>'
-                f"{written(value)}<|close|>argument<|sep|>"
+                (
+                    f'<|open|>argument key="{key}" '
+                    f'type="{"string" if isinstance(value, str) else "any"}"<|sep|>'
+                    f"{written(value)}<|close|>argument<|sep|>"
+                )
                 for key, value in arguments.items()
             )
             + "<|close|>call<|sep|>"
@@ -140,8 +162,13 @@ WRITTEN |= {
     ),
     "harmony": (
         "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant{}",
-        lambda name, arguments: f" to=functions.{name}<|channel|>commentary json<|message|>{json.dumps(arguments)}",
+        lambda name, arguments: (
+            f" to=functions.{name}<|channel|>commentary json<|message|>{json.dumps(arguments)}"
+        ),
     ),
 }
 # holds one argument
-TAGS = ("I search. {}", lambda name, arguments: f"<{name}>{next(iter(arguments.values()))}</{name}>")
+TAGS = (
+    "I search. {}",
+    lambda name, arguments: f"<{name}>{next(iter(arguments.values()))}</{name}>",
+)

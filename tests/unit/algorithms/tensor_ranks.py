@@ -10,18 +10,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-HIDDEN, VOCAB, PADDED = 8, 51, 56
+HIDDEN = 8
+VOCAB = 51
+PADDED = 56
 
 
 class Ranks:
-    """Tensor ranks as threads: the calls of torch.distributed that the module makes, for a group that is this
-    object."""
+    """Tensor ranks as threads: the calls of torch.distributed that the module makes, for a group
+    that is this object."""
 
     ReduceOp = dist.ReduceOp
 
     def __init__(self, world: int) -> None:
-        self.world, self.mine = world, threading.local()
-        self.barrier, self.given = threading.Barrier(world, timeout=60), [torch.empty(0)] * world
+        self.world = world
+        self.mine = threading.local()
+        self.barrier = threading.Barrier(world, timeout=60)
+        self.given = [torch.empty(0)] * world
 
     def get_rank(self, group: Any) -> int:
         return int(self.mine.rank)

@@ -1,4 +1,5 @@
-"""The losses of distillation against whole distributions written out by hand, in float64: values, gradients, masks."""
+"""The losses of distillation against whole distributions written out by hand, in float64: values,
+gradients, masks."""
 
 from __future__ import annotations
 
@@ -15,23 +16,31 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, DistillationConfig
 from hybridflow.workers.losses import PolicyLoss
 
-VOCAB, K = 23, 5
+VOCAB = 23
+K = 5
 LENGTHS = (5, 3, 0, 1)
 TOTAL = sum(LENGTHS)
-MASK = np.array([True, True, False, False, True, True, True, True, True])  # an observation in the middle
+# an observation in the middle
+MASK = np.array([True, True, False, False, True, True, True, True, True])
 
 
 def distributions() -> tuple[torch.Tensor, torch.Tensor]:
     """[T, V] logits of the policy, a leaf, and log-probs of the teacher."""
     random = torch.Generator().manual_seed(0)
-    policy, teacher = (2 * torch.randn(TOTAL, VOCAB, generator=random, dtype=torch.float64) for _ in range(2))
+    policy, teacher = (
+        2 * torch.randn(TOTAL, VOCAB, generator=random, dtype=torch.float64) for _ in range(2)
+    )
     return policy.requires_grad_(), teacher.log_softmax(-1)
 
 
 def batch_of(teacher: torch.Tensor, k: int = K, outside: float = np.nan) -> DataProto:
     """Rows with the columns of the loss; at observations, `outside`."""
-    rng, best = np.random.default_rng(0), teacher.topk(k, dim=-1)
-    floats = {name: rng.normal(-1, 0.5, TOTAL) for name in ("old_log_probs", "advantages", "teacher_log_probs")}
+    rng = np.random.default_rng(0)
+    best = teacher.topk(k, dim=-1)
+    floats = {
+        name: rng.normal(-1, 0.5, TOTAL)
+        for name in ("old_log_probs", "advantages", "teacher_log_probs")
+    }
     floats["teacher_top_log_probs"] = best.values.numpy()
     columns: dict[str, np.ndarray] = {}
     for name, values in floats.items():
@@ -66,17 +75,23 @@ BACKENDS = pytest.mark.parametrize("pack", [megatron, fsdp])
 
 
 def scored(logits: torch.Tensor, micro: Any) -> tuple[torch.Tensor, Any]:
-    """What a backend makes of the policy's logits: log-probs of the sampled tokens, and those of the teacher's."""
+    """What a backend makes of the policy's logits: log-probs of the sampled tokens, and those of
+    the teacher's."""
     whole = logits[torch.from_numpy(MASK)].log_softmax(-1)
-    columns = {name: values if name.endswith("ids") else values.double() for name, values in micro.columns.items()}
+    columns = {
+        name: values if name.endswith("ids") else values.double()
+        for name, values in micro.columns.items()
+    }
     if "teacher_top_ids" in columns:
         columns[OF_TEACHER] = whole.gather(-1, columns["teacher_top_ids"])
     return whole.gather(-1, micro.targets[:, None])[:, 0], replace(micro, columns=columns)
 
 
 def by_hand(logits: torch.Tensor, teacher: torch.Tensor, mode: str, k: int) -> torch.Tensor:
-    """The divergence over the k most likely tokens, a token at a time, and the mean that `mode` says."""
-    sums, row = [], 0
+    """The divergence over the k most likely tokens, a token at a time, and the mean that `mode`
+    says."""
+    sums = []
+    row = 0
     for length in LENGTHS:
         tokens = []
         for place in range(row, row + length):
@@ -85,7 +100,10 @@ def by_hand(logits: torch.Tensor, teacher: torch.Tensor, mode: str, k: int) -> t
             normaliser = logits[place].exp().sum().log()
             best = sorted(range(VOCAB), key=lambda token: -float(teacher[place, token]))[:k]
             tokens.append(
-                sum(teacher[place, v].exp() * (teacher[place, v] - logits[place, v] + normaliser) for v in best)
+                sum(
+                    teacher[place, v].exp() * (teacher[place, v] - logits[place, v] + normaliser)
+                    for v in best
+                )
             )
         row += length
         sums.append(torch.stack(tokens) if tokens else torch.zeros(0, dtype=torch.float64))
@@ -96,9 +114,13 @@ def by_hand(logits: torch.Tensor, teacher: torch.Tensor, mode: str, k: int) -> t
 
 
 @BACKENDS
-@pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
+)
 @pytest.mark.parametrize("k", [K, VOCAB])
-def test_values_and_gradients_are_those_of_whole_distributions(pack: Callable[..., Any], mode: str, k: int) -> None:
+def test_values_and_gradients_are_those_of_whole_distributions(
+    pack: Callable[..., Any], mode: str, k: int
+) -> None:
     logits, teacher = distributions()
     teacher = teacher.float().double()  # as the column has it
     config = ActorConfig(
@@ -111,7 +133,9 @@ def test_values_and_gradients_are_those_of_whole_distributions(pack: Callable[..
     (found,) = torch.autograd.grad(total / count.clamp(min=1), logits)
     expected = by_hand(logits, teacher, mode, k)
     (wanted,) = torch.autograd.grad(0.7 * expected, logits)
-    torch.testing.assert_close((total / count.clamp(min=1)).detach(), 0.7 * expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        (total / count.clamp(min=1)).detach(), 0.7 * expected.detach(), rtol=1e-12, atol=1e-12
+    )
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert not found[~torch.from_numpy(MASK)].any() and found[torch.from_numpy(MASK)].all()
     value, of = metrics["actor/distillation_loss"]
@@ -119,13 +143,16 @@ def test_values_and_gradients_are_those_of_whole_distributions(pack: Callable[..
     assert not metrics["actor/pg_loss"][0]
 
 
-def test_the_divergence_of_the_whole_vocabulary_is_least_at_the_teacher_and_that_of_k_tokens_without_a_tail() -> None:
+def test_the_divergence_of_the_whole_vocabulary_is_least_at_the_teacher_and_that_of_k_tokens_without_a_tail() -> (
+    None
+):
     logits, teacher = distributions()
     best = teacher.topk(K, dim=-1)
     mass = best.values.exp().sum(-1)
     assert not forward_kl_topk(teacher, teacher).any()
     assert (forward_kl_topk(teacher, logits.detach().log_softmax(-1)) > 0).all()
-    least = forward_kl_topk(best.values, best.values - mass.log()[:, None])  # nothing is left for other tokens
+    # nothing is left for other tokens
+    least = forward_kl_topk(best.values, best.values - mass.log()[:, None])
     torch.testing.assert_close(least, mass * mass.log(), rtol=1e-12, atol=1e-12)
     assert (forward_kl_topk(best.values, best.values) > least).all()
     # there its gradient is zero: nothing beyond the normalised k tokens is learned
@@ -139,16 +166,22 @@ def test_the_teacher_is_added_to_the_policy_loss_and_sampled_tokens_suffice_for_
     pack: Callable[..., Any],
 ) -> None:
     logits, teacher = distributions()
-    plain, batch = PolicyLoss(ActorConfig()), batch_of(teacher)
+    plain = PolicyLoss(ActorConfig())
+    batch = batch_of(teacher)
     alone = plain(*_arguments(logits, pack(batch, plain.columns)))[0]
     for kind in ("forward_kl_topk", "k2"):
         both, only = (
-            PolicyLoss(ActorConfig(distillation=DistillationConfig(coef=0.7, loss=kind, task_rewards=rewards)))
+            PolicyLoss(
+                ActorConfig(
+                    distillation=DistillationConfig(coef=0.7, loss=kind, task_rewards=rewards)
+                )
+            )
             for rewards in (True, False)
         )
         sums = [loss(*_arguments(logits, pack(batch, loss.columns)))[0] for loss in (both, only)]
         torch.testing.assert_close(sums[0], alone + sums[1], rtol=1e-12, atol=1e-12)
-    # the mean gradient of k2 is that of KL(policy, teacher): its value is half the squared log-ratio
+    # the mean gradient of k2 is that of KL(policy, teacher): its value is half the squared
+    # log-ratio
     log_probs, micro = scored(logits, pack(batch, only.columns))
     ratio = log_probs - micro.columns["teacher_log_probs"]
     torch.testing.assert_close(sums[1], 0.7 * (0.5 * ratio**2).sum(), rtol=1e-12, atol=1e-12)
@@ -163,8 +196,11 @@ def _arguments(logits: torch.Tensor, micro: Any) -> tuple[Any, ...]:
 def test_tokens_that_the_correction_rejects_teach_nothing(pack: Callable[..., Any]) -> None:
     logits, teacher = distributions()
     config = ActorConfig(distillation=DistillationConfig(coef=1.0, task_rewards=False))
-    config = replace(config, rollout_correction=replace(config.rollout_correction, reject={"token_k3": 1e-3}))
-    loss, batch = PolicyLoss(config), batch_of(teacher, outside=0.0)
+    config = replace(
+        config, rollout_correction=replace(config.rollout_correction, reject={"token_k3": 1e-3})
+    )
+    loss = PolicyLoss(config)
+    batch = batch_of(teacher, outside=0.0)
     old = batch.jagged("old_log_probs")
     engine = old.values.copy()
     engine[[0, 5]] -= 2.0  # the engine gave these two tokens another probability
@@ -180,7 +216,9 @@ def test_token_ids_reach_the_loss_as_whole_numbers(pack: Callable[..., Any]) -> 
     _, teacher = distributions()
     batch = batch_of(teacher)
     large = batch.jagged("teacher_top_ids").values + 2**24  # beyond it not every id is a float32
-    batch = batch.with_columns(teacher_top_ids=Jagged(large, batch.jagged("teacher_top_ids").offsets))
+    batch = batch.with_columns(
+        teacher_top_ids=Jagged(large, batch.jagged("teacher_top_ids").offsets)
+    )
     micro = pack(batch, ("response_mask", "teacher_top_ids", "advantages"))
     assert torch.equal(micro.columns["teacher_top_ids"], torch.from_numpy(large[MASK]))
     assert micro.columns["advantages"].dtype == torch.float32

@@ -1,4 +1,5 @@
-"""The entropy bonus with a target: the coefficient follows the entropy, reaches the loss and survives a resume."""
+"""The entropy bonus with a target: the coefficient follows the entropy, reaches the loss and
+survives a resume."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ STEERED = ActorConfig(entropy_coef=0.5, entropy_target=1.0, entropy_coef_step=0.
 
 def test_the_coefficient_rises_below_the_target_and_counts_only_there() -> None:
     control = EntropyControl(0.0, target=1.0, step=0.25)
-    assert [control.update(entropy) for entropy in (0.5, 0.5, 0.9, 1.0, 3.0)] == [0.0, 0.25, 0.5, 0.0, 0.0]
+    assert [control.update(entropy) for entropy in (0.5, 0.5, 0.9, 1.0, 3.0)] == [
+        0.0,
+        0.25,
+        0.5,
+        0.0,
+        0.0,
+    ]
     assert control.value == 0.25
     assert [control.update(2.0) for _ in range(3)] == [0.0] * 3 and control.value == 0.0
 
@@ -47,7 +54,9 @@ def test_each_token_gets_the_coefficient_of_its_step_and_a_resumed_run_goes_on_w
     assert resumed.add(batch_of([0.0, 0.0, 0.0])).jagged("entropy_coefs").values[0] == 0.75
     assert resumed.add(batch_of([2.0, 2.0, 2.0])).jagged("entropy_coefs").values[0] == 0.0
     plain = Advantages(RunConfig())
-    assert "entropy_coef" not in plain.state() and "entropy_coefs" not in plain.add(batch_of([1.0, 1.0, 1.0]))
+    assert "entropy_coef" not in plain.state() and "entropy_coefs" not in plain.add(
+        batch_of([1.0, 1.0, 1.0])
+    )
 
 
 class Micro:
@@ -59,7 +68,8 @@ class Micro:
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.3])
 def test_the_bonus_has_the_weight_of_the_column(coefficient: float) -> None:
-    loss, entropy = PolicyLoss(STEERED), torch.ones(3, requires_grad=True)
+    loss = PolicyLoss(STEERED)
+    entropy = torch.ones(3, requires_grad=True)
     assert loss.with_entropy and "entropy_coefs" in loss.columns
     micro = Micro(entropy_coefs=torch.full((3,), coefficient))
     total, _, _ = loss(torch.zeros(3), entropy, micro)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Advantages from values, the value loss and the KL coefficient: against verl's numbers, against a loop, and by what
-must hold."""
+"""Advantages from values, the value loss and the KL coefficient: against verl's numbers, against a
+loop, and by what must hold."""
 
 from __future__ import annotations
 
@@ -37,25 +37,41 @@ def random_rows(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tens
 
 
 # ---- verl's numbers
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "case", GOLDEN["gae"], ids=lambda case: f"gamma{case['gamma']}-lam{case['lam']}-{len(case['lengths'])}rows"
+    "case",
+    GOLDEN["gae"],
+    ids=lambda case: f"gamma{case['gamma']}-lam{case['lam']}-{len(case['lengths'])}rows",
 )
 def test_advantages_and_returns_equal_verl(case: dict[str, Any]) -> None:
-    mask, lengths = flat(case["mask"]).bool(), torch.tensor(case["lengths"])
-    found = gae(flat(case["rewards"]), flat(case["values"]), lengths, gamma=case["gamma"], lam=case["lam"], mask_T=mask)
+    mask = flat(case["mask"]).bool()
+    lengths = torch.tensor(case["lengths"])
+    found = gae(
+        flat(case["rewards"]),
+        flat(case["values"]),
+        lengths,
+        gamma=case["gamma"],
+        lam=case["lam"],
+        mask_T=mask,
+    )
     # verl fills tokens outside the mask with what it carried over them; nobody reads those
     torch.testing.assert_close(found[1][mask], flat(case["returns"])[mask], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(whiten(found[0], mask)[mask], flat(case["advantages"])[mask], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        whiten(found[0], mask)[mask], flat(case["advantages"])[mask], rtol=1e-5, atol=1e-5
+    )
     assert not found[0][~mask].any() and not found[1][~mask].any()
 
 
-@pytest.mark.parametrize("case", GOLDEN["value_loss"], ids=lambda case: f"clip{case['clip']}-{case['mode']}")
+@pytest.mark.parametrize(
+    "case", GOLDEN["value_loss"], ids=lambda case: f"clip{case['clip']}-{case['mode']}"
+)
 def test_the_value_loss_equals_verl(case: dict[str, Any]) -> None:
     new, old, returns = (flat(case[name]) for name in ("new", "old", "returns"))
-    loss, metrics = value_token_loss(new, old, returns, clip=case["clip"] if case["clip"] < 1e6 else None)
+    loss, metrics = value_token_loss(
+        new, old, returns, clip=case["clip"] if case["clip"] < 1e6 else None
+    )
     total, count = aggregate(loss, torch.tensor(case["lengths"]), case["mode"])
     assert float(total / count) == pytest.approx(case["loss"], rel=1e-5)
     held, tokens = metrics["critic/vf_clipfrac"]
@@ -82,15 +98,20 @@ def test_a_fixed_coefficient_stays() -> None:
 
 
 # ---- properties
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @given(lengths=LENGTHS, gamma=UNIT, lam=UNIT, seed=st.integers(0, 99))
-def test_it_equals_a_loop_over_tokens(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+def test_it_equals_a_loop_over_tokens(
+    lengths: list[int], gamma: float, lam: float, seed: int
+) -> None:
     rewards, values, sizes = random_rows(lengths, seed)
     advantages, returns = gae(rewards, values, sizes, gamma=gamma, lam=lam)
-    for r, v, a, g in zip(*(column.split(lengths) for column in (rewards, values, advantages, returns)), strict=True):
-        running, following = 0.0, 0.0
+    for r, v, a, g in zip(
+        *(column.split(lengths) for column in (rewards, values, advantages, returns)), strict=True
+    ):
+        running = 0.0
+        following = 0.0
         for t in reversed(range(len(r))):
             running = float(r[t]) + gamma * following - float(v[t]) + gamma * lam * running
             following = float(v[t])
@@ -99,17 +120,25 @@ def test_it_equals_a_loop_over_tokens(lengths: list[int], gamma: float, lam: flo
 
 
 @given(lengths=LENGTHS, gamma=UNIT, seed=st.integers(0, 99))
-def test_with_lambda_1_the_return_is_the_discounted_reward_to_go(lengths: list[int], gamma: float, seed: int) -> None:
+def test_with_lambda_1_the_return_is_the_discounted_reward_to_go(
+    lengths: list[int], gamma: float, seed: int
+) -> None:
     rewards, values, sizes = random_rows(lengths, seed)
     advantages, returns = gae(rewards, values, sizes, gamma=gamma, lam=1.0)
-    for r, v, a, g in zip(*(column.split(lengths) for column in (rewards, values, advantages, returns)), strict=True):
-        to_go = torch.tensor([sum(gamma ** (j - i) * float(r[j]) for j in range(i, len(r))) for i in range(len(r))])
+    for r, v, a, g in zip(
+        *(column.split(lengths) for column in (rewards, values, advantages, returns)), strict=True
+    ):
+        to_go = torch.tensor(
+            [sum(gamma ** (j - i) * float(r[j]) for j in range(i, len(r))) for i in range(len(r))]
+        )
         torch.testing.assert_close(g, to_go, rtol=1e-4, atol=1e-4)  # whatever the values are
         torch.testing.assert_close(a, to_go - v, rtol=1e-4, atol=1e-4)
 
 
 @given(lengths=LENGTHS, gamma=UNIT, lam=UNIT, seed=st.integers(0, 99))
-def test_true_values_leave_no_advantage(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+def test_true_values_leave_no_advantage(
+    lengths: list[int], gamma: float, lam: float, seed: int
+) -> None:
     rewards, _, sizes = random_rows(lengths, seed)
     exact, _ = gae(rewards, torch.zeros_like(rewards), sizes, gamma=gamma, lam=1.0)
     advantages, returns = gae(rewards, exact, sizes, gamma=gamma, lam=lam)
@@ -118,7 +147,9 @@ def test_true_values_leave_no_advantage(lengths: list[int], gamma: float, lam: f
 
 
 @given(lengths=LENGTHS, gamma=UNIT, lam=UNIT, seed=st.integers(0, 99))
-def test_rows_do_not_see_each_other(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+def test_rows_do_not_see_each_other(
+    lengths: list[int], gamma: float, lam: float, seed: int
+) -> None:
     rewards, values, sizes = random_rows(lengths, seed)
     whole, _ = gae(rewards, values, sizes, gamma=gamma, lam=lam)
     alone = [
@@ -129,7 +160,9 @@ def test_rows_do_not_see_each_other(lengths: list[int], gamma: float, lam: float
 
 
 @given(lengths=LENGTHS, gamma=UNIT, lam=UNIT, seed=st.integers(0, 99))
-def test_observations_are_as_if_they_were_not_there(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+def test_observations_are_as_if_they_were_not_there(
+    lengths: list[int], gamma: float, lam: float, seed: int
+) -> None:
     rewards, values, sizes = random_rows(lengths, seed)
     mask = torch.rand(len(rewards), generator=torch.Generator().manual_seed(seed + 1)) < 0.6
     kept = torch.tensor([int(part.sum()) for part in mask.split(lengths)])
@@ -143,7 +176,9 @@ def test_the_reward_of_a_row_is_its_score_less_its_penalties(lengths: list[int],
     penalty, _, sizes = random_rows(lengths, seed)
     scores = torch.randn(len(lengths), generator=torch.Generator().manual_seed(seed + 1))
     rewards = token_rewards(scores, penalty, sizes)
-    for row, cost, score in zip(rewards.split(lengths), penalty.split(lengths), scores, strict=True):
+    for row, cost, score in zip(
+        rewards.split(lengths), penalty.split(lengths), scores, strict=True
+    ):
         if len(row):
             torch.testing.assert_close(row[:-1], -cost[:-1])
             torch.testing.assert_close(row[-1], score - cost[-1])
@@ -163,12 +198,13 @@ def test_one_token_alone_is_whitened_to_0() -> None:
 
 
 # ---- losses
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_value_beyond_the_clip_range_has_no_gradient_towards_the_return() -> None:
     new = torch.tensor([2.0, 0.3, -2.0]).requires_grad_()
-    # the first and third have moved by more than 0.5 towards their return: held; the second may go on
+    # the first and third have moved by more than 0.5 towards their return: held; the second may go
+    # on
     loss, metrics = value_token_loss(new, torch.zeros(3), torch.tensor([3.0, 1.0, -3.0]), clip=0.5)
     loss.sum().backward()
     assert new.grad is not None and [bool(g) for g in new.grad] == [False, True, False]

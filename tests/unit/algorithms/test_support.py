@@ -14,12 +14,15 @@ from hybridflow.batch import DataProto, Jagged, Supports, support_columns
 from hybridflow.data.micro_batches import check_token_ids, supports_of
 from tests.unit.algorithms.tensor_ranks import HIDDEN, PADDED, VOCAB, Ranks
 
-ROWS, TEMPERATURE = 29, 0.7
+ROWS = 29
+TEMPERATURE = 0.7
 
 
 def case(seed: int, with_whole: bool) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, Supports]:
-    """Hidden states, weight, targets and supports of 1 to 12 tokens; with `with_whole` some rows have none."""
-    draw, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    """Hidden states, weight, targets and supports of 1 to 12 tokens; with `with_whole` some rows
+    have none."""
+    draw = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64)
     weight = torch.randn(PADDED, HIDDEN, generator=generator, dtype=torch.float64)
     sets = [draw.choice(VOCAB, draw.integers(1, 13), replace=False) for _ in range(ROWS)]
@@ -34,7 +37,8 @@ def expected(
     hidden: torch.Tensor, weight: torch.Tensor, targets: np.ndarray, supports: Supports
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies; every token is looked at alone."""
-    log_probs, entropies = [], []
+    log_probs = []
+    entropies = []
     for row, ids in enumerate(np.split(supports.ids, np.cumsum(supports.sizes))[:-1]):
         among = sorted(ids.tolist()) if len(ids) else list(range(VOCAB))
         spread = torch.log_softmax(weight[among] @ hidden[row] / TEMPERATURE, 0)
@@ -48,8 +52,8 @@ def expected(
 def test_values_and_gradients_on_any_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, world: int, with_whole: bool
 ) -> None:
-    """Where all rows have a support nothing but its logits is computed, in float64; the pass over the whole vocabulary
-    computes in float32."""
+    """Where all rows have a support nothing but its logits is computed, in float64; the pass over
+    the whole vocabulary computes in float32."""
     ranks = Ranks(world)
     monkeypatch.setattr(vocab_parallel, "dist", ranks)
     hidden, weight, targets, supports = case(world, with_whole)
@@ -59,7 +63,10 @@ def test_values_and_gradients_on_any_number_of_ranks(
 
     def score(rank: int) -> list[torch.Tensor]:
         kind = torch.float32 if with_whole else torch.float64
-        leaves = [one.clone().to(kind).requires_grad_() for one in (hidden, weight[rank * rows : (rank + 1) * rows])]
+        leaves = [
+            one.clone().to(kind).requires_grad_()
+            for one in (hidden, weight[rank * rows : (rank + 1) * rows])
+        ]
         scoring = Scoring(VOCAB, TEMPERATURE, True, 3)
         found = log_probs_and_entropy(*leaves, torch.from_numpy(targets), scoring, ranks, support)
         loss = sum((value * up).sum() for value, up in zip(found, upstream, strict=True))
@@ -69,7 +76,9 @@ def test_values_and_gradients_on_any_number_of_ranks(
     wanted = expected(*exact, targets, supports)
     loss = sum((value * up).sum() for value, up in zip(wanted, upstream, strict=True))
     gradients = torch.autograd.grad(loss, exact)
-    near: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5} if with_whole else {"rtol": 1e-12, "atol": 1e-12}
+    near: dict[str, Any] = (
+        {"rtol": 1e-5, "atol": 1e-5} if with_whole else {"rtol": 1e-12, "atol": 1e-12}
+    )
     found = ranks.run(score)
     for one in found:
         for ours, theirs in zip(one, wanted, strict=False):
@@ -82,8 +91,11 @@ def test_the_whole_vocabulary_as_support_is_no_support(monkeypatch: pytest.Monke
     ranks = Ranks(1)
     monkeypatch.setattr(vocab_parallel, "dist", ranks)
     hidden, weight, targets, _ = case(3, False)
-    everything = Supports(np.full(ROWS, VOCAB, np.int32), np.tile(np.arange(VOCAB, dtype=np.int32), ROWS))
-    support, scoring = Support.of(everything, targets, lambda one: one), Scoring(VOCAB, TEMPERATURE, True)
+    everything = Supports(
+        np.full(ROWS, VOCAB, np.int32), np.tile(np.arange(VOCAB, dtype=np.int32), ROWS)
+    )
+    support = Support.of(everything, targets, lambda one: one)
+    scoring = Scoring(VOCAB, TEMPERATURE, True)
 
     def score(_: int) -> list[Any]:
         given = hidden.float(), weight.float(), torch.from_numpy(targets), scoring, ranks
@@ -96,19 +108,26 @@ def test_the_whole_vocabulary_as_support_is_no_support(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("ids", "times"), [([1, 2], 0), ([5, 5], 2)])
 def test_a_target_outside_of_its_support_is_refused(ids: list[int], times: int) -> None:
     supports = Supports(np.array([1, 0, 2], np.int32), np.array([4, *ids], np.int32))
-    with pytest.raises(ValueError, match=f"target 2 is 5, which is {times} times among the 2 tokens"):
+    with pytest.raises(
+        ValueError, match=f"target 2 is 5, which is {times} times among the 2 tokens"
+    ):
         Support.of(supports, np.array([4, 9, 5]), lambda one: one)
 
 
 def batch_of(rows: list[list[list[int]]]) -> DataProto:
     """Responses whose tokens are the first of their supports."""
     parts = [
-        Supports(np.array(list(map(len, row)), np.int32), np.array([i for one in row for i in one], np.int32))
+        Supports(
+            np.array(list(map(len, row)), np.int32),
+            np.array([i for one in row for i in one], np.int32),
+        )
         for row in rows
     ]
     responses = Jagged.from_rows([[one[0] if one else 0 for one in row] for row in rows], np.int64)
     prompts = Jagged.from_rows([[1]] * len(rows), np.int64)
-    return DataProto.from_columns({"prompt_ids": prompts, "response_ids": responses, **support_columns(parts)})
+    return DataProto.from_columns(
+        {"prompt_ids": prompts, "response_ids": responses, **support_columns(parts)}
+    )
 
 
 def test_supports_follow_the_tokens_that_take_part() -> None:
@@ -122,7 +141,9 @@ def test_supports_follow_the_tokens_that_take_part() -> None:
 def test_sizes_and_ids_that_disagree_are_refused_with_their_row() -> None:
     batch = batch_of([[[3, 7]], [[5]]])
     short = batch.with_columns(support_ids=Jagged.from_rows([[3, 7], []], np.int32))
-    with pytest.raises(ValueError, match="support_ids of row 1 has 0 tokens, and support_sizes add up to 1"):
+    with pytest.raises(
+        ValueError, match="support_ids of row 1 has 0 tokens, and support_sizes add up to 1"
+    ):
         supports_of(short, np.array([0, 1]), slice(None))
     with pytest.raises(ValueError, match="support_ids has the token 7"):
         check_token_ids(batch, 6)

@@ -1,5 +1,6 @@
-"""Estimators, losses, KL estimates, aggregation and rollout correction against verl 0.9.1: values and gradients to 1e-6
-in float64 on jagged batches with observations, samples of one token, and a sample that is masked throughout."""
+"""Estimators, losses, KL estimates, aggregation and rollout correction against verl 0.9.1: values
+and gradients to 1e-6 in float64 on jagged batches with observations, samples of one token, and a
+sample that is masked throughout."""
 
 from __future__ import annotations
 
@@ -19,15 +20,24 @@ from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
 from hybridflow.trainer.mismatch import divergences, ratio_sums
 from tests.golden.algorithm_inputs import CASES, LOSSES, REJECTIONS, Case, drawn
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "verl_algorithms.json").read_text())["cases"]
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "verl_algorithms.json").read_text())[
+    "cases"
+]
 # verl's names of options whose names differ here
-OPTIONS = {"dro_beta": "beta", "kl_cov_ratio": "share", "clip_cov_ratio": "share", "clip_cov_lb": "lower"}
+OPTIONS = {
+    "dro_beta": "beta",
+    "kl_cov_ratio": "share",
+    "clip_cov_ratio": "share",
+    "clip_cov_lb": "lower",
+}
 OPTIONS |= {"clip_cov_ub": "upper"}
 
 
 def close(found: torch.Tensor, expected: list[float], mask: torch.Tensor | None = None) -> None:
     wanted = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(found.double(), wanted if mask is None else wanted[mask], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found.double(), wanted if mask is None else wanted[mask], rtol=1e-6, atol=1e-6
+    )
 
 
 def samples_of(case: Case, columns: dict[str, torch.Tensor] | None = None) -> Samples:
@@ -44,16 +54,22 @@ def tokens_of(case: Case, log_probs: torch.Tensor) -> Tokens:
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_estimators(seed: int) -> None:
-    case, expected = drawn(seed), GOLDEN[seed]["estimators"]
+    case = drawn(seed)
+    expected = GOLDEN[seed]["estimators"]
     for name, wanted in expected.items():
         entry = ESTIMATORS.get("grpo" if name == "dr_grpo" else name)
         options: dict[str, Any] = {"gamma": 0.9} if name == "reinforce_plus_plus" else {}
         options |= {"norm_adv_by_std": False} if name == "dr_grpo" else {}
         options |= {"rewards": ("first", "second"), "weights": (1.0, 0.5)} if name == "gdpo" else {}
-        columns = {"greedy_scores": case.greedy, "old_log_probs": case.old, "sum_pi_squared": case.sum_squared}
+        columns = {
+            "greedy_scores": case.greedy,
+            "old_log_probs": case.old,
+            "sum_pi_squared": case.sum_squared,
+        }
         advantages, _ = entry.function(samples_of(case, columns), entry.options(**options))
         close(advantages[case.mask], wanted, case.mask)
-        assert not advantages[~case.mask].any()  # verl's ReMax leaves returns at observations, which no loss reads
+        # verl's ReMax leaves returns at observations, which no loss reads
+        assert not advantages[~case.mask].any()
 
 
 def loss_of(name: str, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +78,8 @@ def loss_of(name: str, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     options = {OPTIONS.get(key, key): value for key, value in given.items()}
     if name.startswith("dppo"):
         options["largest_weight"] = options.pop("clip_ratio_c")
-    entry, new = POLICY_LOSSES.get(name), case.new.clone().requires_grad_()
+    entry = POLICY_LOSSES.get(name)
+    new = case.new.clone().requires_grad_()
     tokens = tokens_of(case, new)
     loss, _ = entry.function(tokens, entry.options(**options))
     total, count = aggregate(loss, tokens.lengths, mode)
@@ -73,20 +90,24 @@ def loss_of(name: str, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("seed", range(CASES))
 def test_policy_losses(seed: int, name: str) -> None:
-    case, expected = drawn(seed), GOLDEN[seed]["losses"][name]
+    case = drawn(seed)
+    expected = GOLDEN[seed]["losses"][name]
     loss, gradient = loss_of(name, case)
-    wanted, wanted_loss = torch.tensor(expected["gradient"], dtype=torch.float64), expected["loss"]
+    wanted = torch.tensor(expected["gradient"], dtype=torch.float64)
+    wanted_loss = expected["loss"]
     if name == "gmpo":  # verl counts sequences without a sampled token in its mean (ADR 0030)
         sampled = sums_of_rows(case.mask.long(), case.lengths) > 0
         share = float(len(sampled) / sampled.sum())
-        wanted, wanted_loss = wanted * share, wanted_loss * share
+        wanted = wanted * share
+        wanted_loss = wanted_loss * share
     assert float(loss) == pytest.approx(wanted_loss, abs=1e-6)
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_divergences_and_aggregation(seed: int) -> None:
-    case, expected = drawn(seed), GOLDEN[seed]["kl"]
+    case = drawn(seed)
+    expected = GOLDEN[seed]["kl"]
     lengths = sums_of_rows(case.mask.long(), case.lengths)
     for kind in ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"):
         new = case.new.clone().requires_grad_()
@@ -94,18 +115,33 @@ def test_divergences_and_aggregation(seed: int) -> None:
         (gradient,) = torch.autograd.grad(values.sum(), new)
         close(values.detach(), expected[kind]["values"], case.mask)
         close(gradient, expected[kind]["gradient"])
-    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
+    for mode in (
+        "token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ):
         total, count = aggregate(case.new[case.mask], lengths, mode, 7)
         assert float(total / count) == pytest.approx(expected[mode], abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_rollout_correction(seed: int) -> None:
-    case, expected = drawn(seed), GOLDEN[seed]["corrections"]
-    lengths, ratio = sums_of_rows(case.mask.long(), case.lengths), (case.old - case.rollout)[case.mask]
+    case = drawn(seed)
+    expected = GOLDEN[seed]["corrections"]
+    lengths = sums_of_rows(case.mask.long(), case.lengths)
+    ratio = (case.old - case.rollout)[case.mask]
     for level in ("token", "sequence"):
-        close(importance_weights(ratio, lengths, level, 1.2, None), expected[f"{level} truncated"], case.mask)
-        close(importance_weights(ratio, lengths, level, 1.2, 0.8), expected[f"{level} icepop"], case.mask)
+        close(
+            importance_weights(ratio, lengths, level, 1.2, None),
+            expected[f"{level} truncated"],
+            case.mask,
+        )
+        close(
+            importance_weights(ratio, lengths, level, 1.2, 0.8),
+            expected[f"{level} icepop"],
+            case.mask,
+        )
     rejected = 0
     for name, bound in REJECTIONS.items():
         kept = kept_tokens(ratio, lengths, {name: bound})

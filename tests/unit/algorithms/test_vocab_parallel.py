@@ -1,4 +1,5 @@
-"""Chunked log-probs, entropy and top-k against plain torch over the whole logits, and what they allocate."""
+"""Chunked log-probs, entropy and top-k against plain torch over the whole logits, and what they
+allocate."""
 
 from __future__ import annotations
 
@@ -47,13 +48,17 @@ def test_values_and_gradients_equal_log_softmax(group: Any, chunk: int, temperat
     expected = whole.gather(-1, targets[:, None])[:, 0], -(whole.exp() * whole).sum(-1)
     expected_grads = torch.autograd.grad((torch.stack(expected) * upstream).sum(), (hidden, weight))
 
-    found = log_probs_and_entropy(hidden, weight, targets, Scoring(VOCAB, temperature, True, chunk), group)
+    found = log_probs_and_entropy(
+        hidden, weight, targets, Scoring(VOCAB, temperature, True, chunk), group
+    )
     grads = torch.autograd.grad((torch.stack(found) * upstream).sum(), (hidden, weight))  # type: ignore[arg-type]
     for ours, theirs in zip((*found, *grads), (*expected, *expected_grads), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert not grads[1][VOCAB:].any()  # padding rows take no gradient
 
-    alone, none = log_probs_and_entropy(hidden, weight, targets, Scoring(VOCAB, temperature, False, chunk), group)
+    alone, none = log_probs_and_entropy(
+        hidden, weight, targets, Scoring(VOCAB, temperature, False, chunk), group
+    )
     torch.testing.assert_close(alone, expected[0], rtol=1e-5, atol=1e-5)
     grads = torch.autograd.grad((alone * upstream[0]).sum(), (hidden, weight))
     again = torch.autograd.grad(
@@ -64,15 +69,23 @@ def test_values_and_gradients_equal_log_softmax(group: Any, chunk: int, temperat
     assert none is None
 
 
-def log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, targets: torch.Tensor) -> torch.Tensor:
-    return ((hidden @ weight.t())[:, :VOCAB] / temperature).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+def log_softmax(
+    hidden: torch.Tensor, weight: torch.Tensor, temperature: float, targets: torch.Tensor
+) -> torch.Tensor:
+    return (
+        ((hidden @ weight.t())[:, :VOCAB] / temperature)
+        .log_softmax(-1)
+        .gather(-1, targets[:, None])[:, 0]
+    )
 
 
 @pytest.mark.parametrize("chunk", [4, 1000])
 def test_the_most_likely_tokens_equal_topk_over_the_vocabulary(group: Any, chunk: int) -> None:
     hidden, weight, _ = inputs()
     expected = ((hidden @ weight.t())[:, :VOCAB] / 0.7).log_softmax(-1).topk(6, dim=-1)
-    values, tokens = top_log_probs(hidden.detach(), weight.detach(), 6, Scoring(VOCAB, 0.7, False, chunk), group)
+    values, tokens = top_log_probs(
+        hidden.detach(), weight.detach(), 6, Scoring(VOCAB, 0.7, False, chunk), group
+    )
     torch.testing.assert_close(values, expected.values, rtol=1e-5, atol=1e-5)
     assert torch.equal(tokens, expected.indices)
     with pytest.raises(ValueError, match="52 most likely tokens of a vocabulary of 51"):
@@ -95,7 +108,10 @@ class Largest(TorchDispatchMode):
 
 
 def test_logits_never_exist_for_more_than_a_chunk(group: Any) -> None:
-    rows, hidden_size, vocab, chunk = 512, 4, 1000, 4
+    rows = 512
+    hidden_size = 4
+    vocab = 1000
+    chunk = 4
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, hidden_size, generator=generator).requires_grad_()
     weight = torch.randn(vocab, hidden_size, generator=generator).requires_grad_()
@@ -106,7 +122,9 @@ def test_logits_never_exist_for_more_than_a_chunk(group: Any) -> None:
                 hidden, weight, targets, Scoring(vocab, 0.9, entropy, chunk), group
             )
             (log_probs.sum() + (found.sum() if found is not None else 0.0)).backward()
-            top_log_probs(hidden.detach(), weight.detach(), 3, Scoring(vocab, 0.9, False, chunk), group)
+            top_log_probs(
+                hidden.detach(), weight.detach(), 3, Scoring(vocab, 0.9, False, chunk), group
+            )
         assert largest.numel == chunk * vocab == weight.numel()
     with Largest() as largest:  # the measure sees whole logits where there are some
         (hidden @ weight.t()).log_softmax(-1)
@@ -126,9 +144,14 @@ def test_any_number_of_tensor_ranks_gives_the_same(
     rows = -(-PADDED // world)
 
     def score(rank: int) -> list[torch.Tensor]:
-        mine = hidden.detach().clone().requires_grad_(), weight.detach()[rank * rows : (rank + 1) * rows].clone()
+        mine = (
+            hidden.detach().clone().requires_grad_(),
+            weight.detach()[rank * rows : (rank + 1) * rows].clone(),
+        )
         mine[1].requires_grad_()
-        log_probs, entropy = log_probs_and_entropy(*mine, targets, Scoring(VOCAB, 0.7, with_entropy, 5), ranks)
+        log_probs, entropy = log_probs_and_entropy(
+            *mine, targets, Scoring(VOCAB, 0.7, with_entropy, 5), ranks
+        )
         loss = (log_probs * upstream[0]).sum()
         if entropy is not None:
             loss = loss + (entropy * upstream[1]).sum()
@@ -138,14 +161,20 @@ def test_any_number_of_tensor_ranks_gives_the_same(
     found = ranks.run(score)
     exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     whole = ((exact[0] @ exact[1].t())[:, :VOCAB] / 0.7).log_softmax(-1)
-    expected = [whole.gather(-1, targets[:, None])[:, 0], -(whole.exp() * whole).sum(-1)][: 1 + with_entropy]
+    expected = [whole.gather(-1, targets[:, None])[:, 0], -(whole.exp() * whole).sum(-1)][
+        : 1 + with_entropy
+    ]
     loss = sum((value * up).sum() for value, up in zip(expected, upstream, strict=False))
     expected_grads = torch.autograd.grad(loss, exact)  # type: ignore[arg-type]
     for one in found:
         for ours, theirs in zip(one[:-2], expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(sum(one[-2] for one in found).double(), expected_grads[0], rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(torch.cat([one[-1] for one in found]).double(), expected_grads[1], rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(
+        sum(one[-2] for one in found).double(), expected_grads[0], rtol=1e-6, atol=2e-6
+    )
+    torch.testing.assert_close(
+        torch.cat([one[-1] for one in found]).double(), expected_grads[1], rtol=1e-6, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 7])
@@ -153,18 +182,21 @@ def test_any_number_of_tensor_ranks_gives_the_same(
 def test_tokens_of_a_teacher_are_scored_on_any_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, world: int, chunk: int
 ) -> None:
-    """In float64, where the log-probs of the targets, which have kernels of float32, are given; tokens occur several
-    times, and among them is the target."""
+    """In float64, where the log-probs of the targets, which have kernels of float32, are given;
+    tokens occur several times, and among them is the target."""
     ranks = Ranks(world)
     monkeypatch.setattr(vocab_parallel, "dist", ranks)
     given = inputs()
-    hidden, weight, targets = given[0].detach().double(), given[1].detach().double(), given[2]
+    hidden = given[0].detach().double()
+    weight = given[1].detach().double()
+    targets = given[2]
     tokens = torch.randint(0, VOCAB, (ROWS, 6), generator=torch.Generator().manual_seed(2))
     tokens[:, 3] = targets
     upstream = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     exact = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     whole = ((exact[0] @ exact[1].t())[:, :VOCAB] / 0.7).log_softmax(-1)
-    of_targets, expected = whole.gather(-1, targets[:, None])[:, 0], whole.gather(-1, tokens)
+    of_targets = whole.gather(-1, targets[:, None])[:, 0]
+    expected = whole.gather(-1, tokens)
     rows = -(-PADDED // world)
 
     def score(rank: int) -> list[torch.Tensor]:
@@ -188,10 +220,14 @@ def test_tokens_of_a_teacher_are_scored_on_any_number_of_ranks(
 def test_a_shard_of_another_group_is_refused(group: Any) -> None:
     hidden, weight, targets = inputs()
     for call in (
-        lambda: log_probs_and_entropy(hidden, weight[:28], targets, Scoring(VOCAB, 1.0, False), group),
+        lambda: log_probs_and_entropy(
+            hidden, weight[:28], targets, Scoring(VOCAB, 1.0, False), group
+        ),
         lambda: top_log_probs(hidden, weight[:28], 3, Scoring(VOCAB, 1.0, False), group),
     ):
-        with pytest.raises(ValueError, match="28 rows on the 1 ranks of the group, 28 each, for a vocabulary of 51"):
+        with pytest.raises(
+            ValueError, match="28 rows on the 1 ranks of the group, 28 each, for a vocabulary of 51"
+        ):
             call()
 
 
@@ -200,7 +236,9 @@ def test_a_target_that_is_no_token_is_refused(group: Any, target: int) -> None:
     """Also one of a padding row, which has a weight and no probability."""
     hidden, weight, targets = inputs()
     targets[3] = target
-    with pytest.raises(ValueError, match=f"target 3 is {target}; tokens of a vocabulary of {VOCAB} are 0 to 50"):
+    with pytest.raises(
+        ValueError, match=f"target 3 is {target}; tokens of a vocabulary of {VOCAB} are 0 to 50"
+    ):
         log_probs_and_entropy(hidden, weight, targets, Scoring(VOCAB, 1.0, False), group)
 
 
@@ -208,8 +246,8 @@ def test_a_target_that_is_no_token_is_refused(group: Any, target: int) -> None:
 def test_the_weights_gradient_is_added_to_megatrons_main_gradient(
     monkeypatch: pytest.MonkeyPatch, group: Any, dtype: torch.dtype
 ) -> None:
-    """Over two micro-batches: what was there is kept, and nothing is rounded to the weight's dtype. The torch form of
-    the kernel stands for it."""
+    """Over two micro-batches: what was there is kept, and nothing is rounded to the weight's dtype.
+    The torch form of the kernel stands for it."""
     monkeypatch.setattr(vocab_parallel, "uses_triton", lambda tensor: True)
     hidden, weight, targets = (tensor.detach() for tensor in inputs())
     hidden, scoring = hidden.to(dtype), Scoring(VOCAB, 0.9, True, 5)
@@ -219,7 +257,9 @@ def test_the_weights_gradient_is_added_to_megatrons_main_gradient(
 
     def backward(parameter: torch.nn.Parameter) -> None:
         for rows in (slice(0, 20), slice(20, ROWS)):
-            log_probs, entropy = log_probs_and_entropy(hidden[rows], parameter, targets[rows], scoring, group)
+            log_probs, entropy = log_probs_and_entropy(
+                hidden[rows], parameter, targets[rows], scoring, group
+            )
             assert entropy is not None
             tokens = targets[rows, None] + torch.tensor([-1, 0])
             of_tokens = log_probs_of_tokens(
@@ -232,10 +272,12 @@ def test_the_weights_gradient_is_added_to_megatrons_main_gradient(
     assert megatrons.grad_added_to_main_grad and megatrons.grad is not None  # type: ignore[attr-defined]
     added = megatrons.main_grad - before  # type: ignore[attr-defined]
     assert plain.grad is not None and added.abs().max() > 0.5
-    rounding = 2.0**-8 if dtype == torch.bfloat16 else 1e-6  # the plain gradient's own: it has the weight's dtype
+    # the plain gradient's own: it has the weight's dtype
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(added, plain.grad.float(), rtol=rounding, atol=4 * rounding)
 
-    megatrons.zero_out_wgrad, megatrons.grad = True, None  # type: ignore[attr-defined]  # tied to the embedding
+    # tied to the embedding
+    megatrons.zero_out_wgrad, megatrons.grad = True, None  # type: ignore[attr-defined]
     megatrons.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     kept = megatrons.main_grad.clone()  # type: ignore[attr-defined]
     backward(megatrons)

@@ -1,4 +1,5 @@
-"""Equality of columns and meta values, whatever rows hold; types a column cannot have; round trips of objects."""
+"""Equality of columns and meta values, whatever rows hold; types a column cannot have; round trips
+of objects."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ TENSORS = {
 
 @pytest.mark.parametrize("value", [*VALUES.values(), *TENSORS.values()], ids=[*VALUES, *TENSORS])
 def test_rows_of_any_kind_equal_their_copies(value: Any) -> None:
-    batch, twin = of(value), of(copy.deepcopy(value))
+    batch = of(value)
+    twin = of(copy.deepcopy(value))
     assert batch.equals(twin) and batch.union(twin).equals(batch)
     assert pickle.loads(pickle.dumps(batch)).equals(batch)
     assert not batch.equals(of([value]))
@@ -97,10 +99,17 @@ def test_values_that_cannot_be_compared_are_a_schema_error() -> None:
         of(Odd()).equals(of(Odd()))
 
 
-@pytest.mark.parametrize("value", [NAN, [1.0, {"a": NAN}], (1, 2), {1: 2}], ids=["nan", "nested", "tuple", "keys"])
+@pytest.mark.parametrize(
+    "value", [NAN, [1.0, {"a": NAN}], (1, 2), {1: 2}], ids=["nan", "nested", "tuple", "keys"]
+)
 def test_meta_values_can_be_concatenated_and_survive_a_table(value: Any) -> None:
-    batch, twin = of(1, x=value), of(1, x=copy.deepcopy(value))
-    assert batch.equals(twin) and len(DataProto.concat([batch, twin])) == 2 and batch.union(twin).equals(batch)
+    batch = of(1, x=value)
+    twin = of(1, x=copy.deepcopy(value))
+    assert (
+        batch.equals(twin)
+        and len(DataProto.concat([batch, twin])) == 2
+        and batch.union(twin).equals(batch)
+    )
     assert from_table(to_table(batch)).equals(batch)
     with pytest.raises(SchemaError, match="meta 'x'"):
         DataProto.concat([batch, of(1, x=[value])])

@@ -1,5 +1,5 @@
-"""DataProto: the algebra of rows and columns, what is refused, and the ways to torch, Arrow, parquet and other
-processes."""
+"""DataProto: the algebra of rows and columns, what is refused, and the ways to torch, Arrow,
+parquet and other processes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,20 @@ def batches(draw: st.DrawFn, min_rows: int = 0, max_rows: int = 9) -> DataProto:
     rows = draw(st.integers(min_rows, max_rows))
     lengths = draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
     total = sum(lengths)
-    values = np.asarray(draw(st.lists(st.integers(-9, 9), min_size=total, max_size=total)), dtype=np.int32)
-    scores = np.asarray(draw(st.lists(st.floats(width=32), min_size=rows, max_size=rows)), dtype=np.float32)
+    values = np.asarray(
+        draw(st.lists(st.integers(-9, 9), min_size=total, max_size=total)), dtype=np.int32
+    )
+    scores = np.asarray(
+        draw(st.lists(st.floats(width=32), min_size=rows, max_size=rows)), dtype=np.float32
+    )
     texts = np.empty(rows, dtype=object)
     texts[:] = draw(st.lists(st.text(max_size=3), min_size=rows, max_size=rows))
     columns = {
         "uid": np.arange(rows),
         "ids": Jagged.from_lengths(values, lengths),
-        "wide": Jagged.from_lengths(np.arange(total * 2, dtype=np.float16).reshape(total, 2), lengths),
+        "wide": Jagged.from_lengths(
+            np.arange(total * 2, dtype=np.float16).reshape(total, 2), lengths
+        ),
         "scores": scores,
         "grid": np.arange(rows * 6, dtype=np.uint8).reshape(rows, 2, 3),
         "texts": texts,
@@ -52,14 +58,17 @@ def batches(draw: st.DrawFn, min_rows: int = 0, max_rows: int = 9) -> DataProto:
 
 def small() -> DataProto:
     ids = Jagged.from_rows([[1, 2], [], [3], [4, 5, 6]], np.int64)
-    return DataProto.from_columns({"uid": np.arange(4), "ids": ids, "text": np.array(["a", "b", "c", "d"])}, {"t": 1})
+    return DataProto.from_columns(
+        {"uid": np.arange(4), "ids": ids, "text": np.array(["a", "b", "c", "d"])}, {"t": 1}
+    )
 
 
 def rows_of(batch: DataProto, name: str) -> list[Any]:
     return [np.asarray(row).tolist() for row in batch[name]]
 
 
-# --- the algebra --------------------------------------------------------------------------------------------
+# --- the algebra
+# --------------------------------------------------------------------------------------------
 
 
 @given(batches(min_rows=1), st.integers(1, 12))
@@ -98,14 +107,20 @@ def test_repeat_is_interleaved_and_every_nth_row_is_the_original(batch: DataProt
 
 
 @given(batches(), st.data())
-def test_rows_agree_with_numpy_for_every_kind_of_index(batch: DataProto, data: st.DataObject) -> None:
+def test_rows_agree_with_numpy_for_every_kind_of_index(
+    batch: DataProto, data: st.DataObject
+) -> None:
     size = len(batch)
     bounds = st.one_of(st.none(), st.integers(-12, 12))
-    cut = slice(data.draw(bounds), data.draw(bounds), data.draw(st.sampled_from([None, 1, 2, -1, -2])))
+    cut = slice(
+        data.draw(bounds), data.draw(bounds), data.draw(st.sampled_from([None, 1, 2, -1, -2]))
+    )
     index = data.draw(st.lists(st.integers(-size, size - 1), max_size=8)) if size else []
     mask = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
     for key in (cut, index, np.asarray(mask, dtype=bool)):
-        expected = np.arange(size)[np.asarray(key, dtype=np.int64) if isinstance(key, list) else key]
+        expected = np.arange(size)[
+            np.asarray(key, dtype=np.int64) if isinstance(key, list) else key
+        ]
         got = batch.rows(key)
         assert got["uid"].tolist() == expected.tolist()
         assert rows_of(got, "wide") == [rows_of(batch, "wide")[i] for i in expected]
@@ -115,7 +130,8 @@ def test_rows_agree_with_numpy_for_every_kind_of_index(batch: DataProto, data: s
 @given(batches(), st.sampled_from([1, 2]))
 def test_select_and_union_give_the_batch_back(batch: DataProto, overlap: int) -> None:
     names = batch.columns
-    left, right = batch.select(names[:4]), batch.select(names[4 - overlap :])
+    left = batch.select(names[:4])
+    right = batch.select(names[4 - overlap :])
     whole = left.union(right)
     assert whole.columns == names
     assert whole.equals(batch)
@@ -129,7 +145,8 @@ def test_rename_there_and_back(batch: DataProto) -> None:
     assert renamed.rename({"uid2": "half", "half2": "uid"}).equals(batch)
 
 
-# --- the ways out and back ----------------------------------------------------------------------------------
+# --- the ways out and back
+# ----------------------------------------------------------------------------------
 
 
 @given(batches())
@@ -145,7 +162,9 @@ def test_table_and_pickle_round_trips(batch: DataProto) -> None:
 
 def test_pickling_a_slice_sends_its_own_bytes_out_of_band() -> None:
     values = np.zeros(1_000_000, dtype=np.float32)
-    batch = DataProto.from_columns({"x": values.reshape(1000, 1000), "j": Jagged.from_lengths(values, [1000] * 1000)})
+    batch = DataProto.from_columns(
+        {"x": values.reshape(1000, 1000), "j": Jagged.from_lengths(values, [1000] * 1000)}
+    )
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(batch.rows(slice(10, 20)), protocol=5, buffer_callback=buffers.append)
     assert len(data) < 2000
@@ -153,9 +172,19 @@ def test_pickling_a_slice_sends_its_own_bytes_out_of_band() -> None:
 
 
 def test_slices_share_memory_and_permutations_do_not() -> None:
-    batch = DataProto.from_columns({"x": np.zeros((10, 5)), "j": Jagged.from_lengths(np.zeros(50), [5] * 10)})
-    for part in (batch.rows(slice(2, 5)), batch.rows(3), batch.chunk(2)[1], batch.split(4)[1], batch.rows([4, 5, 6])):
-        assert np.shares_memory(part["x"], batch["x"]) and np.shares_memory(part["j"].values, batch["j"].values)
+    batch = DataProto.from_columns(
+        {"x": np.zeros((10, 5)), "j": Jagged.from_lengths(np.zeros(50), [5] * 10)}
+    )
+    for part in (
+        batch.rows(slice(2, 5)),
+        batch.rows(3),
+        batch.chunk(2)[1],
+        batch.split(4)[1],
+        batch.rows([4, 5, 6]),
+    ):
+        assert np.shares_memory(part["x"], batch["x"]) and np.shares_memory(
+            part["j"].values, batch["j"].values
+        )
         assert part["j"].offsets[0] == 0
     assert not np.shares_memory(batch.rows([5, 4])["x"], batch["x"])
 
@@ -166,14 +195,23 @@ def test_parquet_round_trip_keeps_objects_types_and_meta(tmp_path: Path) -> None
         objects[i] = value
     texts = np.asarray(["a", None, "c"], dtype=object)
     flags = Jagged.from_rows([[True], [], [False, True]], bool)
-    batch = DataProto.from_columns({"extra": objects, "text": texts, "flags": flags}, {"version": [1, 2]})
+    batch = DataProto.from_columns(
+        {"extra": objects, "text": texts, "flags": flags}, {"version": [1, 2]}
+    )
     write_parquet(tmp_path / "new" / "a.parquet", batch)
     assert read_parquet(tmp_path / "new" / "a.parquet").equals(batch)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.parquet"]
 
 
 def test_tables_of_others_are_read_by_type() -> None:
-    table = pa.table({"prompt": [[{"role": "user"}], []], "ids": [[1, 2], [3]], "score": [0.5, 1.0], "who": ["a", "b"]})
+    table = pa.table(
+        {
+            "prompt": [[{"role": "user"}], []],
+            "ids": [[1, 2], [3]],
+            "score": [0.5, 1.0],
+            "who": ["a", "b"],
+        }
+    )
     table = table.append_column("kind", pa.array(["x", "y"]).dictionary_encode())
     batch = from_table(pa.concat_tables([table, table]))
     assert isinstance(batch["ids"], Jagged) and rows_of(batch, "ids") == [[1, 2], [3], [1, 2], [3]]
@@ -190,7 +228,9 @@ def test_damaged_parquet_is_a_data_error_naming_the_file(tmp_path: Path, cut: in
         read_parquet(path)
 
 
-def test_flipped_bytes_never_load_as_something_else_than_an_error_or_a_batch(tmp_path: Path) -> None:
+def test_flipped_bytes_never_load_as_something_else_than_an_error_or_a_batch(
+    tmp_path: Path,
+) -> None:
     write_parquet(tmp_path / "a.parquet", small())
     good = (tmp_path / "a.parquet").read_bytes()
     random = np.random.default_rng(0)
@@ -225,7 +265,8 @@ def test_torch_views_share_memory_and_do_not_warn() -> None:
     batch = DataProto.from_columns({"x": x, "ids": small()["ids"]})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tensor, (values, offsets) = batch.torch("x"), batch.torch("ids")
+        tensor = batch.torch("x")
+        values, offsets = batch.torch("ids")
     assert tensor.data_ptr() == x.ctypes.data and tensor.tolist() == x.tolist()
     assert values.tolist() == [1, 2, 3, 4, 5, 6] and offsets.tolist() == [0, 2, 2, 3, 6]
     assert batch.rows(slice(None, None, -1)).torch("x").tolist() == x[::-1].tolist()
@@ -242,7 +283,8 @@ def test_torch_view_outlives_the_batch() -> None:
 @given(batches(min_rows=2))
 def test_bfloat16_survives_everything(batch: DataProto) -> None:
     weights = torch.randn(len(batch), 3).bfloat16()
-    values, offsets = torch.randn(int(batch["ids"].offsets[-1])).bfloat16(), batch.torch("ids")[1]
+    values = torch.randn(int(batch["ids"].offsets[-1])).bfloat16()
+    offsets = batch.torch("ids")[1]
     tagged = batch.with_torch(w=weights, j=(values, offsets))
     there = pickle.loads(pickle.dumps(DataProto.concat(from_table(to_table(tagged)).split(1))))
     assert there.torch("w").dtype == torch.bfloat16 and torch.equal(there.torch("w"), weights)
@@ -250,7 +292,8 @@ def test_bfloat16_survives_everything(batch: DataProto) -> None:
     assert there.with_columns(w=np.zeros(len(batch))).bfloat16 == {"half", "j"}
 
 
-# --- what is refused ----------------------------------------------------------------------------------------
+# --- what is refused
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -313,7 +356,10 @@ def test_union_compares_objects_that_hold_arrays() -> None:
             "column 'uid' is dense int64 [] in part 0 and dense float64 [] in part 1",
         ),
         (lambda b: b.with_columns(ids=np.zeros(4)), "column 'ids' is jagged int64"),
-        (lambda b: b.with_columns(uid=np.zeros((4, 2), dtype=np.int64)), "dense int64 [2] in part 1"),
+        (
+            lambda b: b.with_columns(uid=np.zeros((4, 2), dtype=np.int64)),
+            "dense int64 [2] in part 1",
+        ),
         (lambda b: b.with_meta(t=5), "meta 't'"),
     ],
 )
@@ -409,7 +455,9 @@ def test_a_stream_that_is_cut_off_anywhere_is_refused():
 def test_a_damaged_stream_is_refused_wherever_the_damage_is(position, change):
     data = bytearray(to_stream(_streamed()))
     data[position % len(data)] ^= change
-    with pytest.raises(DataError, match=rf"of {len(data)} bytes|^{len(data)} bytes are not a whole Arrow stream"):
+    with pytest.raises(
+        DataError, match=rf"of {len(data)} bytes|^{len(data)} bytes are not a whole Arrow stream"
+    ):
         from_stream(bytes(data))
 
 

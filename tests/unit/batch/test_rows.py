@@ -1,4 +1,5 @@
-"""Operations on rows of large batches: they give the rows asked for, and few rows do not keep all in memory."""
+"""Operations on rows of large batches: they give the rows asked for, and few rows do not keep all
+in memory."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_any_sequence_of_operations_gives_the_rows_that_were_asked_for(data: st.
         if len(batch) > 2000:
             break
     for name, column in want.items():
-        assert [np.array_equal(x, y) for x, y in zip(batch[name], column, strict=True)] == [True] * len(column)
+        assert [np.array_equal(x, y) for x, y in zip(batch[name], column, strict=True)] == [
+            True
+        ] * len(column)
 
 
 def test_few_rows_do_not_keep_a_large_batch_in_memory() -> None:

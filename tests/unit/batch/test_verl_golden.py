@@ -20,20 +20,28 @@ SPEC = MethodSpec("echo", Dispatch.DP, Execute.ALL, True, (), ())
 
 
 def batch(rows: int, start: int = 0) -> DataProto:
-    values = (np.arange(start * 3, (start + rows) * 3, dtype=np.float32) / np.float32(7)).reshape(rows, 3)
+    values = (np.arange(start * 3, (start + rows) * 3, dtype=np.float32) / np.float32(7)).reshape(
+        rows, 3
+    )
     text = np.array([f"t{i}" for i in range(start, start + rows)], dtype=object)
     return DataProto.from_columns(
-        {"ids": np.arange(start, start + rows), "values": values, "text": text}, {"temperature": 0.5}
+        {"ids": np.arange(start, start + rows), "values": values, "text": text},
+        {"temperature": 0.5},
     )
 
 
 def plain(data: DataProto) -> dict[str, Any]:
-    return {"columns": {name: data[name].tolist() for name in data.columns}, "meta": dict(data.meta)}
+    return {
+        "columns": {name: data[name].tolist() for name in data.columns},
+        "meta": dict(data.meta),
+    }
 
 
 def same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, list):
-        return len(ours) == len(theirs) and all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+        return len(ours) == len(theirs) and all(
+            same(a, b) for a, b in zip(ours, theirs, strict=True)
+        )
     return plain(ours) == theirs
 
 
@@ -57,7 +65,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize(
-    "case", GOLDEN["operations"], ids=lambda case: f"{case['op']}-{case['rows']}-{str(case['args'])[:20]}"
+    "case",
+    GOLDEN["operations"],
+    ids=lambda case: f"{case['op']}-{case['rows']}-{str(case['args'])[:20]}",
 )
 def test_batch_operations_answer_as_verl_does(case: dict[str, Any]) -> None:
     rows = batch(case["rows"])
@@ -82,7 +92,9 @@ def test_each_rank_gets_and_the_driver_collects_what_verl_gives(case: dict[str, 
     assert same(plan.collect(dict(enumerate(got))), case["collected"])
 
 
-@pytest.mark.parametrize("case", GOLDEN["padded_dispatch"], ids=lambda case: f"{case['rows']}-over-{case['ranks']}")
+@pytest.mark.parametrize(
+    "case", GOLDEN["padded_dispatch"], ids=lambda case: f"{case['rows']}-over-{case['ranks']}"
+)
 def test_padding_is_added_and_undone_as_verl_does(case: dict[str, Any]) -> None:
     mesh = Mesh(tuple(MeshPosition(rank, case["ranks"], True) for rank in range(case["ranks"])))
     plan = plan_call(SPEC, case["ranks"], mesh, (batch(case["rows"]),), {})

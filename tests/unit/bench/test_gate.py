@@ -65,7 +65,8 @@ def test_medians_of_the_values_alone_would_raise_false_alarms() -> None:
     """Without ratios the same runs differ by more than a tenth in many tries."""
     alarms = 0
     for i in range(TRIES):
-        first, second = simulated(100 + i), simulated(200 + i)
+        first = simulated(100 + i)
+        second = simulated(200 + i)
         pairs = zip(first.metrics, second.metrics, strict=True)
         alarms += any(other.value / one.value > 1.1 for one, other in pairs)
     assert alarms >= TRIES // 4

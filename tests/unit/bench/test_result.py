@@ -113,7 +113,8 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(
 
 
 def test_results_of_nodes_become_one() -> None:
-    one, other = simulated(1, ("n1",)), simulated(2, ("n2",))
+    one = simulated(1, ("n1",))
+    other = simulated(2, ("n2",))
     both = merge([one, other])
     assert both.nodes == ("n1", "n2") and both.fingerprint["placement"]["nodes"] == ["n1", "n2"]
     with pytest.raises(DataError, match="several suites"):

@@ -1,4 +1,5 @@
-"""The command line: instant help, one message an error, exit codes, and what reaches the rooms behind it."""
+"""The command line: instant help, one message an error, exit codes, and what reaches the rooms
+behind it."""
 
 from __future__ import annotations
 
@@ -41,9 +42,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         train=lambda config, preload: record.append(("train", config)),
         sft=lambda config, preload: record.append(("sft", config)),
     )
-    stand_in("hybridflow.trainer.preload", Preload=lambda config, with_engines: contextlib.nullcontext())
+    stand_in(
+        "hybridflow.trainer.preload", Preload=lambda config, with_engines: contextlib.nullcontext()
+    )
 
-    def prepare(task: str, out: Path, source: Path | None, options: dict[str, Any]) -> types.SimpleNamespace:
+    def prepare(
+        task: str, out: Path, source: Path | None, options: dict[str, Any]
+    ) -> types.SimpleNamespace:
         record.append((task, out, source, options))
         return types.SimpleNamespace(rows={"train.parquet": 3}, reused=False, folder=out)
 
@@ -58,10 +63,19 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["train", "--help"], ["sft", "--help"], ["prepare", "--help"], ["version"], ["train"]]
+    "words",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["sft", "--help"],
+        ["prepare", "--help"],
+        ["version"],
+        ["train"],
+    ],
 )
 def test_help_answers_at_once(words: list[str]) -> None:
-    """It loads nothing but the standard library and our own modules, which takes a tenth of a second."""
+    """It loads nothing but the standard library and our own modules, which takes a tenth of a
+    second."""
 
     def loads(*command: str) -> tuple[str, set[str]]:
         whole = [sys.executable, "-X", "importtime", *command]
@@ -71,15 +85,26 @@ def test_help_answers_at_once(words: list[str]) -> None:
 
     said, loaded = loads("-m", "hybridflow.cli.main", *words)
     assert "hybridflow" in said and "hybridflow" in loaded
-    assert loaded - loads("-c", "")[1] <= sys.stdlib_module_names | {"hybridflow", "org"}  # copy looks for Jython's
+    # copy looks for Jython's
+    assert loaded - loads("-c", "")[1] <= sys.stdlib_module_names | {"hybridflow", "org"}
 
 
 def test_an_error_is_one_message_without_a_traceback() -> None:
-    command = [sys.executable, "-m", "hybridflow.cli.main", "train", "--config-name", "e2e", "actor.optim.lrr=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "hybridflow.cli.main",
+        "train",
+        "--config-name",
+        "e2e",
+        "actor.optim.lrr=1",
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("hybridflow: unknown key actor.optim.lrr; did you mean actor.optim.lr?")
+    assert result.stderr.startswith(
+        "hybridflow: unknown key actor.optim.lrr; did you mean actor.optim.lr?"
+    )
     assert "Traceback" not in result.stderr
 
 
@@ -91,7 +116,11 @@ def test_a_traceback_comes_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(HybridFlowError("it broke"), 1), (RunInterrupted("resume with ..."), 130), (KeyboardInterrupt(), 130)],
+    [
+        (HybridFlowError("it broke"), 1),
+        (RunInterrupted("resume with ..."), 130),
+        (KeyboardInterrupt(), 130),
+    ],
 )
 def test_exit_codes(
     error: BaseException,
@@ -108,7 +137,9 @@ def test_exit_codes(
     assert (str(error) or "interrupted") in capsys.readouterr().err
 
 
-def test_a_bug_of_ours_keeps_its_traceback(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_ours_keeps_its_traceback(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(config: object, preload: object) -> None:
         raise ZeroDivisionError
 
@@ -131,16 +162,24 @@ def test_a_job_gets_the_checked_configuration(job: str, calls: list[Any]) -> Non
     assert main([job, *words, "data.prepare.options.num_sft=64"]) == 0
     [(called, config)] = calls
     assert called == job
-    assert (config.actor.optim.lr, config.trainer.total_steps, config.sft.batch_size) == (5e-4, 3, 128)
+    assert (config.actor.optim.lr, config.trainer.total_steps, config.sft.batch_size) == (
+        5e-4,
+        3,
+        128,
+    )
 
 
-def test_a_job_that_cannot_run_does_not_start(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_cannot_run_does_not_start(
+    calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", "--config-name", "e2e", "data.train_files=[nowhere.parquet]"]) == 2
     assert "nowhere.parquet" in capsys.readouterr().err
     assert calls == []
 
 
-def test_train_alone_lists_the_recipes(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_alone_lists_the_recipes(
+    calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("mine.yaml").write_text("# My own one.\nname: mine\n")
     assert main(["train", "--config-dir", "."]) == 0
     out = capsys.readouterr().out
@@ -164,21 +203,38 @@ def test_print_config_prints_the_resolved_yaml_and_starts_nothing(
 
 
 @pytest.mark.parametrize(
-    "words", [["train", "--confg-name", "e2e"], ["train", "--config-name", "e2e", "-x"], ["report", "a", "b"], ["nope"]]
+    "words",
+    [
+        ["train", "--confg-name", "e2e"],
+        ["train", "--config-name", "e2e", "-x"],
+        ["report", "a", "b"],
+        ["nope"],
+    ],
 )
-def test_unknown_options_are_refused(words: list[str], calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_options_are_refused(
+    words: list[str], calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
-    assert next(word for word in words if word in {"--confg-name", "-x", "b", "nope"}) in capsys.readouterr().err
+    assert (
+        next(word for word in words if word in {"--confg-name", "-x", "b", "nope"})
+        in capsys.readouterr().err
+    )
     assert calls == []
 
 
-def _parsers(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _parsers(
+    parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
     """The words that lead to each parser, and one of its options cut short."""
     for action in parser._actions:
         for option in action.option_strings:
-            if len(option) > 4 and option.startswith("--") and option[:-1] not in parser._option_string_actions:
+            if (
+                len(option) > 4
+                and option.startswith("--")
+                and option[:-1] not in parser._option_string_actions
+            ):
                 yield (*path, option[:-1])
         if isinstance(action, argparse._SubParsersAction):
             for name, command in action.choices.items():
@@ -197,7 +253,11 @@ def test_an_option_cut_short_is_refused_with_its_whole_name_in_every_command() -
 def _takes(parser: argparse.ArgumentParser, words: Sequence[str]) -> bool:
     """Whether the parser knows the option at the end of the words, whatever it then misses."""
     for word in words[:-1]:
-        [parser] = [one.choices[word] for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+        [parser] = [
+            one.choices[word]
+            for one in parser._actions
+            if isinstance(one, argparse._SubParsersAction)
+        ]
     return parser._parse_optional(words[-1])[0] is not None  # type: ignore[index]
 
 
@@ -220,7 +280,14 @@ def test_the_whole_name_of_an_option_is_told(
 def test_prepare_passes_typed_options(calls: list[Any]) -> None:
     words = ["arithmetic", "num_train=4000", "--out", "there", "zero_pad=true", "operation=mul"]
     assert main(["prepare", *words]) == 0
-    assert calls == [("arithmetic", Path("there"), None, {"num_train": 4000, "zero_pad": True, "operation": "mul"})]
+    assert calls == [
+        (
+            "arithmetic",
+            Path("there"),
+            None,
+            {"num_train": 4000, "zero_pad": True, "operation": "mul"},
+        )
+    ]
 
 
 def test_prepare_writes_beside_the_other_data_by_default(calls: list[Any], tmp_path: Path) -> None:
@@ -253,7 +320,9 @@ def test_help_says_what_each_task_makes(capsys: pytest.CaptureFixture[str]) -> N
     assert "gsm8k  " in text and "GSM8K (openai/gsm8k): grade-school word problems" in text
 
 
-def test_report_prints_where_it_is(calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_where_it_is(
+    calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "metrics.jsonl").touch()
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
@@ -272,8 +341,14 @@ def test_report_of_a_folder_that_is_no_run(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "kimi-k2", "--trainer", "tp=8", "--engines", "tp=8"], "ranks=NUMBER is missing"),
-        (["--model", "kimi-k2", "--trainer", "ranks=8,tp=x", "--engines", "tp=8"], "write NAME=NUMBER"),
+        (
+            ["--model", "kimi-k2", "--trainer", "tp=8", "--engines", "tp=8"],
+            "ranks=NUMBER is missing",
+        ),
+        (
+            ["--model", "kimi-k2", "--trainer", "ranks=8,tp=x", "--engines", "tp=8"],
+            "write NAME=NUMBER",
+        ),
         (["--model", "kimi-k3", "--trainer", "ranks=8", "--engines", "tp=8"], "kimi-k3"),
     ],
 )
@@ -284,12 +359,28 @@ def test_wrong_sizes_of_a_plan_exit_as_other_user_errors(
     assert message in capsys.readouterr().err
 
 
-def test_a_plan_that_cannot_be_written_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "llama-3.1-70b", "--trainer", "ranks=8,tp=8", "--engines", "tp=8", "--write", str(tmp_path)]
+def test_a_plan_that_cannot_be_written_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--model",
+        "llama-3.1-70b",
+        "--trainer",
+        "ranks=8,tp=8",
+        "--engines",
+        "tp=8",
+        "--write",
+        str(tmp_path),
+    ]
     assert main(["reshard", "plan", *words]) == 1
-    assert capsys.readouterr().err == f"hybridflow: {tmp_path}: Is a directory; it is a folder; choose another name\n"
+    assert (
+        capsys.readouterr().err
+        == f"hybridflow: {tmp_path}: Is a directory; it is a folder; choose another name\n"
+    )
     assert main(["reshard", "plan", *words[:-1], "/dev/full"]) == 1
-    assert capsys.readouterr().err.startswith("hybridflow: /dev/full: No space left on device; make room")
+    assert capsys.readouterr().err.startswith(
+        "hybridflow: /dev/full: No space left on device; make room"
+    )
 
 
 def test_prepare_without_its_source_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,16 +392,26 @@ def test_prepare_without_its_source_names_the_option(capsys: pytest.CaptureFixtu
 def test_config_keys_explains_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "keys", "actor.router_replay"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith('actor.router_replay = "none"  (none | compare | r2 | r3)') and "r2: those of" in out
+    assert (
+        out.startswith('actor.router_replay = "none"  (none | compare | r2 | r3)')
+        and "r2: those of" in out
+    )
     assert main(["config", "keys", "actor.nothing"]) == 2
     assert "unknown key actor.nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_package_that_was_built_without_its_kernels_says_what_to_build(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: None
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    elsewhere: None,
 ) -> None:
     monkeypatch.setitem(sys.modules, "hybridflow_kernels", None)
     assert main([command, "--config-name", "e2e"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "lacks hybridflow_kernels" in said and "launch/containers/Dockerfile" in said
+    assert (
+        said.count("\n") == 1
+        and "lacks hybridflow_kernels" in said
+        and "launch/containers/Dockerfile" in said
+    )

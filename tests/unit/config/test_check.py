@@ -1,4 +1,5 @@
-"""Combinations that cannot run are refused before anything starts, each with its keys and what to do."""
+"""Combinations that cannot run are refused before anything starts, each with its keys and what to
+do."""
 
 from __future__ import annotations
 
@@ -72,10 +73,18 @@ def test_the_gsm8k_recipe_passes_once_prepared() -> None:
             "actor.parallel.overlap_grad_reduce=true",
             "actor.parallel.overlap_param_gather=true",
         ),
-        ("cluster.procs_per_node=2", "actor.parallel.expert=2", "actor.parallel.moe_dispatcher=allgather"),
+        (
+            "cluster.procs_per_node=2",
+            "actor.parallel.expert=2",
+            "actor.parallel.moe_dispatcher=allgather",
+        ),
         ("actor.recompute=full", "actor.on_nonfinite=skip", "actor.logits_chunk_tokens=1"),
         ("rollout.sampling.top_k=20", "rollout.sampling.top_p=0.8", "rollout.sampling.min_p=0.01"),
-        ("rollout.val_sampling.repetition_penalty=1.1", "rollout.val_sampling.top_p=0.9", "rollout.sampling.stop=[x]"),
+        (
+            "rollout.val_sampling.repetition_penalty=1.1",
+            "rollout.val_sampling.top_p=0.9",
+            "rollout.sampling.stop=[x]",
+        ),
         *((f"algorithm={name}",) for name in ("dpo", "ipo", "kto")),
         ("trainer.max_staleness=4", "actor.old_log_probs=engine"),
         ("trainer.max_staleness=4", "algorithm=grpo-async"),
@@ -86,8 +95,11 @@ def test_the_gsm8k_recipe_passes_once_prepared() -> None:
         ("rollout.pipeline=2", "rollout.sync.pause=abort"),
         ("rollout.quantization=fp8", "model.dtype=bfloat16"),
         (
-            "rollout.extra_args={chunked_prefill_size: 64, attention_backend: triton, disable_radix_cache: true, "
-            "kv_cache_dtype: fp8_e5m2, enable_return_routed_experts: true}",
+            (
+                "rollout.extra_args={chunked_prefill_size: 64, attention_backend: triton, "
+                "disable_radix_cache: true, kv_cache_dtype: fp8_e5m2, "
+                "enable_return_routed_experts: true}"
+            ),
         ),
         ("rollout.tensor=2", "rollout.nodes_per_engine=2", "rollout.sync.transport=shared_memory"),
         ("rollout.tensor=8", "rollout.data_parallel_attention=2", "rollout.expert=4"),
@@ -109,18 +121,31 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (("actor.parallel.tensor=2", "actor.parallel.sequence=true"), ("tensor=2", "1 processes", "multiple of 2")),
+        (
+            ("actor.parallel.tensor=2", "actor.parallel.sequence=true"),
+            ("tensor=2", "1 processes", "multiple of 2"),
+        ),
         (
             ("cluster.procs_per_node=2", "actor.parallel.expert=4"),
             ("expert=4", "expert_tensor=1 (the default)", "2 processes"),
         ),
         (
-            ("cluster.procs_per_node=2", "actor.parallel.expert=2", "actor.parallel.expert_tensor=2"),
+            (
+                "cluster.procs_per_node=2",
+                "actor.parallel.expert=2",
+                "actor.parallel.expert_tensor=2",
+            ),
             ("expert_tensor=2", "= 4 does not"),
         ),
-        (("algorithm=remax", "rollout.val_sampling.temperature=1"), ("temperature=1.0", "remax", "greedy answer")),
+        (
+            ("algorithm=remax", "rollout.val_sampling.temperature=1"),
+            ("temperature=1.0", "remax", "greedy answer"),
+        ),
         *(
-            ((f"algorithm={name}", *given), (said, f"adv_estimator={name}", f"set {said.partition('=')[0]}={wanted}"))
+            (
+                (f"algorithm={name}", *given),
+                (said, f"adv_estimator={name}", f"set {said.partition('=')[0]}={wanted}"),
+            )
             for name in ("dpo", "ipo", "kto")
             for given, said, wanted in (
                 (("actor.ppo_mini_batch_size=2",), "actor.ppo_mini_batch_size=2", 4),
@@ -129,20 +154,41 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
                 (("algorithm.kl_coef=0.1",), "algorithm.kl_coef=0.1", 0.0),
             )
         ),
-        (("algorithm.adv_estimator=dpo",), ("loss_agg_mode=token-mean", "dpo", "seq-mean-token-sum")),
-        (("rollout.val_samples=4",), ("rollout.val_samples=4", "temperature=0", "would be the same")),
+        (
+            ("algorithm.adv_estimator=dpo",),
+            ("loss_agg_mode=token-mean", "dpo", "seq-mean-token-sum"),
+        ),
+        (
+            ("rollout.val_samples=4",),
+            ("rollout.val_samples=4", "temperature=0", "would be the same"),
+        ),
         (("algorithm.dynamic_sampling=1",), ("algorithm.dynamic_sampling=1", "2 or more")),
-        (("algorithm=reinforce-plus-plus", "algorithm.dynamic_sampling=3"), ("dynamic_sampling=3", "scores are equal")),
+        (
+            ("algorithm=reinforce-plus-plus", "algorithm.dynamic_sampling=3"),
+            ("dynamic_sampling=3", "scores are equal"),
+        ),
         (("reward.overlong_tokens=9999",), ("overlong_tokens=9999", "max_response_length")),
-        (("model=tiny-dense", "actor.parallel.sequence=true"), ("actor.parallel.sequence=true", "tensor > 1")),
+        (
+            ("model=tiny-dense", "actor.parallel.sequence=true"),
+            ("actor.parallel.sequence=true", "tensor > 1"),
+        ),
         (
             (*TP2, "actor.parallel.sequence=false"),
             ("actor.parallel.sequence=true", "num_experts=4", "mixture of experts"),
         ),
-        (("model=tiny-dense", "actor.parallel.expert=2", "cluster.procs_per_node=2"), ("expert=2", "num_experts")),
-        (("actor.parallel.moe_dispatcher=deepep",), ("moe_dispatcher=deepep", "actor.parallel.expert more than 1")),
+        (
+            ("model=tiny-dense", "actor.parallel.expert=2", "cluster.procs_per_node=2"),
+            ("expert=2", "num_experts"),
+        ),
+        (
+            ("actor.parallel.moe_dispatcher=deepep",),
+            ("moe_dispatcher=deepep", "actor.parallel.expert more than 1"),
+        ),
         (("actor.parallel.virtual_pipeline=2",), ("virtual_pipeline=2", "pipeline > 1")),
-        (("actor.parallel.context=2", "cluster.procs_per_node=3"), ("context=2", "3 processes", "multiple of 2")),
+        (
+            ("actor.parallel.context=2", "cluster.procs_per_node=3"),
+            ("context=2", "3 processes", "multiple of 2"),
+        ),
         (
             (
                 "actor.parallel.context=2",
@@ -150,32 +196,67 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
                 "actor.max_tokens_per_micro_batch=49",
                 "data.max_response_length=17",
             ),
-            ("max_tokens_per_micro_batch=49", "52 tokens", "2 x actor.parallel.context=2", "at least 52"),
+            (
+                "max_tokens_per_micro_batch=49",
+                "52 tokens",
+                "2 x actor.parallel.context=2",
+                "at least 52",
+            ),
         ),
         (
-            ("actor.parallel.overlap_param_gather=true", "actor.parallel.distributed_optimizer=false"),
+            (
+                "actor.parallel.overlap_param_gather=true",
+                "actor.parallel.distributed_optimizer=false",
+            ),
             ("overlap_param_gather=true", "distributed_optimizer=true"),
         ),
-        (("actor.parallel.overlap_param_gather=true",), ("overlap_param_gather=true", "overlap_grad_reduce to true")),
+        (
+            ("actor.parallel.overlap_param_gather=true",),
+            ("overlap_param_gather=true", "overlap_grad_reduce to true"),
+        ),
         (
             ("model=tiny-dense", "actor.parallel.expert_tensor=2", "cluster.procs_per_node=2"),
             ("expert_tensor=2", "mixture of experts", "null"),
         ),
-        (("cluster.procs_per_node=2", "actor.parallel.expert_tensor=3"), ("expert_tensor=3", "multiple of 3")),
+        (
+            ("cluster.procs_per_node=2", "actor.parallel.expert_tensor=3"),
+            ("expert_tensor=3", "multiple of 3"),
+        ),
         (("rollout.tensor=3",), ("num_attention_heads=4", "rollout.tensor=3")),
         (("rollout.sync.timeout_s=0",), ("rollout.sync.timeout_s=0.0 must be more than 0",)),
         (("rollout.sync.max_retries=-1",), ("rollout.sync.max_retries=-1 must be at least 0",)),
-        (("rollout.tensor=4", "model.hf_config.num_key_value_heads=3"), ("num_key_value_heads=3", "rollout.tensor=4")),
-        (("rollout.tensor=2", "rollout.expert=3"), ("rollout.expert=3", "rollout.tensor=2", "divisor of 2")),
-        (("rollout.data_parallel_attention=2",), ("rollout.data_parallel_attention=2", "rollout.tensor=1")),
-        (("rollout.pipeline=2",), ("rollout.pipeline=2", "rollout.sync.pause=abort", "not retract")),
-        (("rollout.pipeline=3", "rollout.sync.pause=abort"), ("num_hidden_layers=2", "rollout.pipeline=3")),
-        (("rollout.quantization=fp8",), ("rollout.quantization=fp8", "model.dtype=bfloat16", "not float32")),
+        (
+            ("rollout.tensor=4", "model.hf_config.num_key_value_heads=3"),
+            ("num_key_value_heads=3", "rollout.tensor=4"),
+        ),
+        (
+            ("rollout.tensor=2", "rollout.expert=3"),
+            ("rollout.expert=3", "rollout.tensor=2", "divisor of 2"),
+        ),
+        (
+            ("rollout.data_parallel_attention=2",),
+            ("rollout.data_parallel_attention=2", "rollout.tensor=1"),
+        ),
+        (
+            ("rollout.pipeline=2",),
+            ("rollout.pipeline=2", "rollout.sync.pause=abort", "not retract"),
+        ),
+        (
+            ("rollout.pipeline=3", "rollout.sync.pause=abort"),
+            ("num_hidden_layers=2", "rollout.pipeline=3"),
+        ),
+        (
+            ("rollout.quantization=fp8",),
+            ("rollout.quantization=fp8", "model.dtype=bfloat16", "not float32"),
+        ),
         (
             ("+rollout.extra_args.host=0.0.0.0",),
             ("rollout.extra_args.host='0.0.0.0'", "on loopback alone", "remove it"),
         ),
-        (("+rollout.extra_args.admin_api_key=x",), ("rollout.extra_args.admin_api_key", "keys of the job's own")),
+        (
+            ("+rollout.extra_args.admin_api_key=x",),
+            ("rollout.extra_args.admin_api_key", "keys of the job's own"),
+        ),
         (
             ("rollout.engine=vllm", "+rollout.extra_args.hf_overrides={a:1}"),
             ("extra_args.hf_overrides", "model.hf_config"),
@@ -188,12 +269,18 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("rollout.tensor=2", "rollout.nodes_per_engine=2", "cluster.address=10.0.0.1:6379"),
             ("rollout.nodes_per_engine=2", "10.0.0.1:6379", "cluster.trusted_network=true"),
         ),
-        (("rollout.nodes_per_engine=2",), ("rollout.nodes_per_engine=2", "= 1 ranks of an engine", "divisor of 1")),
+        (
+            ("rollout.nodes_per_engine=2",),
+            ("rollout.nodes_per_engine=2", "= 1 ranks of an engine", "divisor of 1"),
+        ),
         (
             ("rollout.pipeline=2", "rollout.tensor=3", "rollout.nodes_per_engine=3"),
             ("nodes_per_engine=3", "rollout.pipeline=2", "whole nodes"),
         ),
-        (("model=tiny-dense", "rollout.tensor=2", "rollout.expert=2"), ("rollout.expert=2", "mixture of experts")),
+        (
+            ("model=tiny-dense", "rollout.tensor=2", "rollout.expert=2"),
+            ("rollout.expert=2", "mixture of experts"),
+        ),
         (
             (
                 "rollout.tensor=4",
@@ -208,10 +295,17 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("moe_intermediate_size=33", "rollout.tensor=2"),
         ),
         (
-            ("rollout.tensor=2", "+model.hf_config.n_shared_experts=1", "model.hf_config.moe_intermediate_size=33"),
+            (
+                "rollout.tensor=2",
+                "+model.hf_config.n_shared_experts=1",
+                "model.hf_config.moe_intermediate_size=33",
+            ),
             ("shared", "33"),
         ),
-        (("rollout.tensor=8", "rollout.data_parallel_attention=1"), ("num_attention_heads=4", "rollout.tensor=8")),
+        (
+            ("rollout.tensor=8", "rollout.data_parallel_attention=1"),
+            ("num_attention_heads=4", "rollout.tensor=8"),
+        ),
         (
             ("data.train_batch_size=6", "actor.ppo_mini_batch_size=4"),
             ("train_batch_size=6", "ppo_mini_batch_size=4", "divides 6"),
@@ -230,18 +324,33 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         ),
         (("rollout.max_total_tokens=47",), ("rollout.max_total_tokens=47", "KV cache")),
         (("data.max_response_length=2000",), ("max_position_embeddings=1024", "2032")),
-        (("rollout.sampling.top_p=0.9",), ("rollout.sampling.top_p=0.9", "set rollout.sampling.top_k too")),
-        (("rollout.sampling.min_p=0.1",), ("rollout.sampling.min_p=0.1", "set rollout.sampling.top_k too")),
+        (
+            ("rollout.sampling.top_p=0.9",),
+            ("rollout.sampling.top_p=0.9", "set rollout.sampling.top_k too"),
+        ),
+        (
+            ("rollout.sampling.min_p=0.1",),
+            ("rollout.sampling.min_p=0.1", "set rollout.sampling.top_k too"),
+        ),
         (("rollout.sampling.top_k=1",), ("rollout.sampling.top_k=1", "logprob_diff_bound=null")),
         (
             ("actor.kl_loss_unbiased=true", "actor.kl_loss_type=k3+"),
             ("actor.kl_loss_unbiased=true", "kl_loss_type=k3+"),
         ),
         (("rollout.sampling.top_k=0",), ("rollout.sampling.top_k=0", "no token")),
-        (("rollout.sampling.temperature=9e-7",), ("rollout.sampling.temperature=9e-07", "at least 1e-06")),
-        (("rollout.sampling.repetition_penalty=1.1",), ("rollout.sampling.repetition_penalty=1.1", "do not follow")),
+        (
+            ("rollout.sampling.temperature=9e-7",),
+            ("rollout.sampling.temperature=9e-07", "at least 1e-06"),
+        ),
+        (
+            ("rollout.sampling.repetition_penalty=1.1",),
+            ("rollout.sampling.repetition_penalty=1.1", "do not follow"),
+        ),
         (("rollout.sampling.stop=['']",), ("rollout.sampling.stop", "empty text")),
-        (("rollout.val_sampling.max_new_tokens=999999",), ("max_new_tokens=999999", "rollout.max_total_tokens")),
+        (
+            ("rollout.val_sampling.max_new_tokens=999999",),
+            ("max_new_tokens=999999", "rollout.max_total_tokens"),
+        ),
         (
             ("rollout.sampling.top_k=20", "actor.distillation.coef=1", "teacher.path=x"),
             ("rollout.sampling.top_k=20", "actor.distillation.coef=1"),
@@ -250,27 +359,58 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("rollout.sampling.top_k=20", "rollout.engine=vllm"),
             ("rollout.sampling.top_k=20", "rollout.engine=vllm", "hf, sglang"),
         ),
-        (("trainer.max_staleness=1",), ("trainer.max_staleness=1", "actor.rollout_correction.weight=token")),
-        ((*STALE, "trainer.tail_batching=0.25"), ("trainer.tail_batching=0.25", "set one of them to 0")),
+        (
+            ("trainer.max_staleness=1",),
+            ("trainer.max_staleness=1", "actor.rollout_correction.weight=token"),
+        ),
+        (
+            (*STALE, "trainer.tail_batching=0.25"),
+            ("trainer.tail_batching=0.25", "set one of them to 0"),
+        ),
         ((*STALE, "trainer.steps_ahead=2"), ("trainer.steps_ahead=2", "trainer.max_staleness=1")),
         (("trainer.tail_batching=-1",), ("trainer.tail_batching=-1", "at least 0")),
         ((*STALE, "rollout.sync.pause=abort"), ("rollout.sync.pause=abort", "retract or in_place")),
-        ((*STALE, "rollout.sync.pause=in_place"), ("rollout.sync.pause=in_place", "logprob_diff_bound=null")),
-        ((*STALE, "rollout.sleep_while_training=true"), ("rollout.sleep_while_training=true", "max_staleness to 0")),
-        (("actor.optim.lr_decay_style=cosine",), ("actor.optim.lr_decay_style=cosine", "lr_decay_steps")),
-        (("actor.optim.lr_decay_steps=5", "actor.optim.lr_warmup_steps=5"), ("lr_decay_steps=5", "lr_warmup_steps=5")),
+        (
+            (*STALE, "rollout.sync.pause=in_place"),
+            ("rollout.sync.pause=in_place", "logprob_diff_bound=null"),
+        ),
+        (
+            (*STALE, "rollout.sleep_while_training=true"),
+            ("rollout.sleep_while_training=true", "max_staleness to 0"),
+        ),
+        (
+            ("actor.optim.lr_decay_style=cosine",),
+            ("actor.optim.lr_decay_style=cosine", "lr_decay_steps"),
+        ),
+        (
+            ("actor.optim.lr_decay_steps=5", "actor.optim.lr_warmup_steps=5"),
+            ("lr_decay_steps=5", "lr_warmup_steps=5"),
+        ),
         (("actor.optim.min_lr=1",), ("actor.optim.min_lr=1", "actor.optim.lr=")),
         (("sft.optim.adam_beta2=1.0",), ("sft.optim.adam_beta2=1.0",)),
-        (("rollout.val_sampling.temperature=-1",), ("rollout.val_sampling.temperature=-1", "at least 0")),
+        (
+            ("rollout.val_sampling.temperature=-1",),
+            ("rollout.val_sampling.temperature=-1", "at least 0"),
+        ),
         (("rollout.sampling.temperature=0",), ("rollout.sampling.temperature=0", "at least 1e-06")),
-        (("rollout.sampling.temperature=1e-7",), ("rollout.sampling.temperature=1e-07", "at least 1e-06")),
-        (("rollout.val_sampling.temperature=1e-7",), ("rollout.val_sampling.temperature=1e-07", "must be 0")),
+        (
+            ("rollout.sampling.temperature=1e-7",),
+            ("rollout.sampling.temperature=1e-07", "at least 1e-06"),
+        ),
+        (
+            ("rollout.val_sampling.temperature=1e-7",),
+            ("rollout.val_sampling.temperature=1e-07", "must be 0"),
+        ),
         (
             ("+data.val_sets.aime={files: [x], sampling: {temperature: 1e-9}}",),
             ("data.val_sets.aime.sampling.temperature=1e-09", "must be 0"),
         ),
         (
-            ("data.max_response_length=992", "rollout.agent.loop=tools", "rollout.agent.tools=[calculator]"),
+            (
+                "data.max_response_length=992",
+                "rollout.agent.loop=tools",
+                "rollout.agent.tools=[calculator]",
+            ),
             ("max_position_embeddings=1024", "= 1024 + 6", "takes no prompt"),
         ),
         (("rollout.sampling.top_k=0",), ("rollout.sampling.top_k=0", "-1")),
@@ -283,14 +423,26 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("model.tokenizer=null",), ("model.tokenizer", "FOLDER")),
         (("model.tokenizer=nowhere",), ("model.tokenizer=nowhere", "no such folder")),
         (("data.train_files=[]",), ("data.train_files is empty",)),
-        (("data.train_files=[nowhere.parquet]",), ("data.train_files: nowhere.parquet", "hybridflow prepare")),
+        (
+            ("data.train_files=[nowhere.parquet]",),
+            ("data.train_files: nowhere.parquet", "hybridflow prepare"),
+        ),
         (("data.val_files=[nowhere.parquet]",), ("data.val_files: nowhere.parquet",)),
         (("sft.steps=3",), ("sft.steps=3", "sft.train_files")),
         (("actor.lora.rank=-8",), ("actor.lora.rank=-8 must be at least 0",)),
-        (("actor.lora.rank=8", "actor.lora.alpha=0"), ("actor.lora.alpha=0.0 must be more than 0",)),
+        (
+            ("actor.lora.rank=8", "actor.lora.alpha=0"),
+            ("actor.lora.alpha=0.0 must be more than 0",),
+        ),
         (("actor.lora.rank=8", "actor.lora.dropout=0.1"), ("actor.lora.dropout=0.1 must be 0",)),
-        (("actor.lora.targets=[linear_qkv]",), ("actor.lora.targets=['linear_qkv']", "set actor.lora.rank")),
-        (("actor.lora.rank=8", "actor.lora.targets=[linear_qkv,linear_qkv]"), ("names linear_qkv twice",)),
+        (
+            ("actor.lora.targets=[linear_qkv]",),
+            ("actor.lora.targets=['linear_qkv']", "set actor.lora.rank"),
+        ),
+        (
+            ("actor.lora.rank=8", "actor.lora.targets=[linear_qkv,linear_qkv]"),
+            ("names linear_qkv twice",),
+        ),
         (
             ("actor.lora.rank=8", "actor.lora.targets=[linear_fc1]"),
             ("has no linear_fc1", "routed experts", "linear_qkv, linear_proj"),
@@ -314,7 +466,10 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("actor.optim.exp_avg_dtype=bfloat16",),
             ("actor.optim.exp_avg_dtype=bfloat16 needs actor.optim.precision_aware=true",),
         ),
-        (("actor.optim.precision_aware=true",), ("precision_aware=true needs model.dtype=bfloat16",)),
+        (
+            ("actor.optim.precision_aware=true",),
+            ("precision_aware=true needs model.dtype=bfloat16",),
+        ),
         (
             ("model=tiny-dense", "actor.backend=fsdp", "actor.optim.precision_aware=true"),
             ("actor.optim.precision_aware=true is not available with actor.backend=fsdp",),
@@ -325,7 +480,9 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("data.prepare.task=null",), ("data.train_files", "does not exist")),
     ],
 )
-def test_what_cannot_run_is_refused_with_keys_and_values(overrides: tuple[str, ...], parts: tuple[str, ...]) -> None:
+def test_what_cannot_run_is_refused_with_keys_and_values(
+    overrides: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
     lines = found(*overrides)
     assert any(all(part in line for part in parts) for line in lines), lines
 
@@ -341,7 +498,9 @@ def plain() -> dict[str, Any]:
     return to_plain(small())
 
 
-@pytest.mark.parametrize("key", [key for key, kind in all_keys(RunConfig) if kind.type in (int, float)])
+@pytest.mark.parametrize(
+    "key", [key for key, kind in all_keys(RunConfig) if kind.type in (int, float)]
+)
 def test_numbers_out_of_range_name_their_key(key: str, plain: dict[str, Any]) -> None:
     kind = dict(all_keys(RunConfig))[key]
     outside: dict[type[Bound], float] = {Above: 0.0, AtLeast: -1.0}
@@ -349,20 +508,28 @@ def test_numbers_out_of_range_name_their_key(key: str, plain: dict[str, Any]) ->
     for value in (*bad, *((math.nan, math.inf) if kind.type is float else ())):
         values = copy.deepcopy(plain)
         *groups, name = key.split(".")
-        functools.reduce(dict.__getitem__, groups, values)[name] = [value] if kind.is_list else value
+        functools.reduce(dict.__getitem__, groups, values)[name] = (
+            [value] if kind.is_list else value
+        )
         assert any(line.startswith(f"{key}=") for line in problems(build(values))), value
 
 
 def test_the_keys_that_have_a_range() -> None:
     """As many as have one; a key that loses its range fails here."""
     ranged = [key for key, kind in all_keys(RunConfig) if kind.bounds]
-    assert {"seed", "rollout.n", "actor.parallel.tensor", "actor.clip_ratio_c", "rollout.val_sampling.top_p"} < set(
-        ranged
-    )
+    assert {
+        "seed",
+        "rollout.n",
+        "actor.parallel.tensor",
+        "actor.clip_ratio_c",
+        "rollout.val_sampling.top_p",
+    } < set(ranged)
     assert len(ranged) >= 110
 
 
-@pytest.mark.parametrize(("key", "value"), [("rollout.sampling", "-1"), ("rollout.val_sampling", "-1")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("rollout.sampling", "-1"), ("rollout.val_sampling", "-1")]
+)
 def test_a_temperature_below_zero_gets_one_message(key: str, value: str) -> None:
     assert len([line for line in found(f"{key}.temperature={value}") if "temperature" in line]) == 1
 
@@ -373,7 +540,9 @@ def test_all_checkpoints_can_be_kept() -> None:
 
 
 def test_an_unknown_linear_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"actor\.lora\.targets\[0\]: got 'q_proj', choose one of: linear_qkv"):
+    with pytest.raises(
+        ConfigError, match=r"actor\.lora\.targets\[0\]: got 'q_proj', choose one of: linear_qkv"
+    ):
         small("actor.lora.rank=8", "actor.lora.targets=[q_proj]")
 
 
@@ -383,15 +552,27 @@ def test_sizes_of_a_model_folder_are_checked_too(tmp_path: Path) -> None:
     assert any("config.json cannot be read" in line for line in found(*overrides))
     (tmp_path / "model" / "config.json").write_text("{")
     assert any("is not JSON" in line for line in found(*overrides))
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 3, "num_hidden_layers": 2}))
-    assert any("num_attention_heads=3" in line and "rollout.tensor=2" in line for line in found(*overrides))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"num_attention_heads": 3, "num_hidden_layers": 2})
+    )
+    assert any(
+        "num_attention_heads=3" in line and "rollout.tensor=2" in line for line in found(*overrides)
+    )
 
 
 @pytest.mark.parametrize(
     ("field", "value", "is_refused"),
     [
-        *(("model_type", "qwen3", True), ("num_hidden_layers", 3, True), ("hidden_size", 128, True)),
-        *(("max_position_embeddings", 7, False), ("rms_norm_eps", 0.5, False), ("num_hidden_layers", None, False)),
+        *(
+            ("model_type", "qwen3", True),
+            ("num_hidden_layers", 3, True),
+            ("hidden_size", 128, True),
+        ),
+        *(
+            ("max_position_embeddings", 7, False),
+            ("rms_norm_eps", 0.5, False),
+            ("num_hidden_layers", None, False),
+        ),
     ],
 )
 def test_a_folder_of_another_model_than_the_recipe_is_refused(
@@ -401,19 +582,31 @@ def test_a_folder_of_another_model_than_the_recipe_is_refused(
     (tmp_path / "model").mkdir()
     kept = {name: given for name, given in sizes.items() if given is not None}
     (tmp_path / "model" / "config.json").write_text(json.dumps(kept))
-    said = [line for line in found("model.path=model") if "it is another model than the recipe's" in line]
+    said = [
+        line
+        for line in found("model.path=model")
+        if "it is another model than the recipe's" in line
+    ]
     assert len(said) == is_refused
     if is_refused:
-        assert f"has {field}={value} in its config.json" in said[0] and "~model.hf_config" in said[0]
+        assert (
+            f"has {field}={value} in its config.json" in said[0] and "~model.hf_config" in said[0]
+        )
 
 
-@pytest.mark.parametrize(("files", "size"), [(True, "llama-3.1-70b"), (False, "qwen2.5-7b"), (False, "")])
-def test_a_folder_of_another_family_names_the_recipes_for_it(tmp_path: Path, files: bool, size: str) -> None:
+@pytest.mark.parametrize(
+    ("files", "size"), [(True, "llama-3.1-70b"), (False, "qwen2.5-7b"), (False, "")]
+)
+def test_a_folder_of_another_family_names_the_recipes_for_it(
+    tmp_path: Path, files: bool, size: str
+) -> None:
     """Also where a plan is made, for which no other file need be there."""
     (tmp_path / "model").mkdir()
     values = published(size) if size else {"model_type": "llama", "hidden_size": 7}
     (tmp_path / "model/config.json").write_text(json.dumps(values))
-    said = problems(load_config("grpo-qwen3-8b-1x8", [f"model.path={tmp_path / 'model'}"]), files=files)
+    said = problems(
+        load_config("grpo-qwen3-8b-1x8", [f"model.path={tmp_path / 'model'}"]), files=files
+    )
     (line,) = [line for line in said if "it is another model than the recipe's" in line]
     wanted = f"--config-name grpo-{size}-" if size else "give the folder of it"
     assert wanted in line and ("--config-name" in line) == bool(size)
@@ -424,13 +617,20 @@ def test_a_folder_of_another_family_names_the_recipes_for_it(tmp_path: Path, fil
 def test_sft_needs_steps_and_its_own_files_only() -> None:
     assert any("sft.steps=0" in line for line in found(job="sft"))
     assert (
-        found("sft=warm-start", "data.prepare.options.num_sft=64", "data.train_files=[nowhere.parquet]", job="sft")
+        found(
+            "sft=warm-start",
+            "data.prepare.options.num_sft=64",
+            "data.train_files=[nowhere.parquet]",
+            job="sft",
+        )
         == []
     )
 
 
 @pytest.mark.parametrize(("job", "section"), [("sft", "sft"), ("train-reward", "reward_training")])
-def test_a_job_with_files_of_its_own_needs_no_prompts(tmp_path: Path, job: str, section: str) -> None:
+def test_a_job_with_files_of_its_own_needs_no_prompts(
+    tmp_path: Path, job: str, section: str
+) -> None:
     """`data=files` names none; training on prompts asks for them."""
     (tmp_path / "rows.parquet").touch()
     words: tuple[str, ...] = ("data=files", f"model.tokenizer={tmp_path}", f"{section}.steps=2")
@@ -441,7 +641,9 @@ def test_a_job_with_files_of_its_own_needs_no_prompts(tmp_path: Path, job: str, 
 
 
 def test_all_problems_come_at_once() -> None:
-    config = small("data.train_batch_size=6", "actor.ppo_mini_batch_size=4", "reward.path=nowhere.py")
+    config = small(
+        "data.train_batch_size=6", "actor.ppo_mini_batch_size=4", "reward.path=nowhere.py"
+    )
     with pytest.raises(ConfigError) as caught:
         check(config)
     text = str(caught.value)
@@ -454,16 +656,33 @@ def test_all_problems_come_at_once() -> None:
     ("words", "expected"),
     [
         (("cluster=in-process",), None),
-        (("rollout.engine=hf",), "rollout.engine=hf runs in the trainer's process alone; choose cluster=in-process"),
+        (
+            ("rollout.engine=hf",),
+            "rollout.engine=hf runs in the trainer's process alone; choose cluster=in-process",
+        ),
         (("cluster.in_process=true",), "rollout.engine=sglang is a server"),
-        (("cluster=in-process", "rollout.num_engines=2"), "rollout.num_engines=2: with cluster.in_process=true"),
-        (("cluster=in-process", "cluster.procs_per_node=2"), "cluster.procs_per_node=2: with cluster.in_process=true"),
-        (("cluster=in-process", "actor.router_replay=r3"), "actor.router_replay=r3 needs the experts"),
+        (
+            ("cluster=in-process", "rollout.num_engines=2"),
+            "rollout.num_engines=2: with cluster.in_process=true",
+        ),
+        (
+            ("cluster=in-process", "cluster.procs_per_node=2"),
+            "cluster.procs_per_node=2: with cluster.in_process=true",
+        ),
+        (
+            ("cluster=in-process", "actor.router_replay=r3"),
+            "actor.router_replay=r3 needs the experts",
+        ),
         (("cluster=in-process", "cluster.address=auto"), "cluster.address=auto has no use"),
-        (("cluster=in-process", "reference.placement=own"), "reference.placement=own needs other processes"),
+        (
+            ("cluster=in-process", "reference.placement=own"),
+            "reference.placement=own needs other processes",
+        ),
     ],
 )
-def test_a_job_in_one_process_has_one_of_everything(words: tuple[str, ...], expected: str | None) -> None:
+def test_a_job_in_one_process_has_one_of_everything(
+    words: tuple[str, ...], expected: str | None
+) -> None:
     lines = found(*words, name="tiny-moe-grpo")
     assert lines == [] if expected is None else any(expected in line for line in lines), lines
 
@@ -480,16 +699,23 @@ def test_a_job_in_one_process_has_one_of_everything(words: tuple[str, ...], expe
 def test_losses_of_routers_are_refused_where_they_cannot_be_trained(
     key: str, others: tuple[str, ...], said: str
 ) -> None:
-    (line,) = [line for line in found(f"actor.{key}=0.01", *others, name="tiny-moe-grpo") if key in line]
+    (line,) = [
+        line for line in found(f"actor.{key}=0.01", *others, name="tiny-moe-grpo") if key in line
+    ]
     assert said in line
     assert not [line for line in found(*others, name="tiny-moe-grpo") if key in line]
 
 
 CLUSTERS = sorted(path.stem for path in shipped_config_dir().glob("*x8.yaml"))
-COVERING = ("grpo-llama-3.1-405b-28x8", "ppo-qwen3-30b-a3b-4x8")  # roles of their own, replay, engines over nodes
+# roles of their own, replay, engines over nodes
+COVERING = ("grpo-llama-3.1-405b-28x8", "ppo-qwen3-30b-a3b-4x8")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in COVERING else [pytest.mark.full]) for n in CLUSTERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in COVERING else [pytest.mark.full]) for n in CLUSTERS]
+)
 def test_every_recipe_of_a_cluster_has_a_form_for_one_process(name: str) -> None:
     config = load_config(name, ["+scale=laptop", "~model.hf_config"])
-    assert [line for line in problems(config, files=False) if not line.startswith("model.path=")] == []
+    assert [
+        line for line in problems(config, files=False) if not line.startswith("model.path=")
+    ] == []

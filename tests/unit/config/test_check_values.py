@@ -1,4 +1,5 @@
-"""Numbers that nothing can carry, paths where something else is, and arguments that engines may not be given."""
+"""Numbers that nothing can carry, paths where something else is, and arguments that engines may not
+be given."""
 
 from __future__ import annotations
 
@@ -15,9 +16,14 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def test_no_whole_number_and_no_deadline_is_larger_than_what_carries_it() -> None:
-    """Engines add their number to a seed of 32 bits; JSON, numpy and the system's clocks have bounds of their own."""
+    """Engines add their number to a seed of 32 bits; JSON, numpy and the system's clocks have
+    bounds of their own."""
     assert found("seed=4000000000") == []
-    for value, key in ((4294967296, "seed"), (10**400, "seed"), (2**64, "rollout.max_total_tokens")):
+    for value, key in (
+        (4294967296, "seed"),
+        (10**400, "seed"),
+        (2**64, "rollout.max_total_tokens"),
+    ):
         [line] = found(f"{key}={value}")
         assert line.startswith(f"{key}={value} must be at least") and " and at most " in line
     for key, kind in all_keys(RunConfig):
@@ -33,16 +39,28 @@ def test_paths_where_something_else_is_are_refused() -> None:
     Path("folder").mkdir()
     assert found("output_dir=folder", "data.prepare.out=folder/new") == []
     for overrides, expected in (
-        (["output_dir=file"], r"output_dir: file/e2e cannot be a folder, because \S+/file is a file"),
-        (["output_dir=file/deeper/runs"], r"output_dir: .* because \S+/file is a file; choose another output_dir"),
+        (
+            ["output_dir=file"],
+            r"output_dir: file/e2e cannot be a folder, because \S+/file is a file",
+        ),
+        (
+            ["output_dir=file/deeper/runs"],
+            r"output_dir: .* because \S+/file is a file; choose another output_dir",
+        ),
         (["data.prepare.out=file"], r"data\.prepare\.out: file cannot be a folder"),
-        (["data.train_files=[folder]"], r"data\.train_files: folder is a folder; name the data files"),
+        (
+            ["data.train_files=[folder]"],
+            r"data\.train_files: folder is a folder; name the data files",
+        ),
         (["data.prepare.source=file"], r"data\.prepare\.source=file: no such folder"),
         (["model.tokenizer=file"], r"model\.tokenizer=file is a file; give the folder"),
         (["data.dataset_class.path=folder"], r"data\.dataset_class\.path=folder: no such file"),
         (["reward.path=folder"], r"reward\.path=folder: no such file"),
     ):
-        assert any(re.match(expected, line) for line in found(*overrides)), (overrides, found(*overrides))
+        assert any(re.match(expected, line) for line in found(*overrides)), (
+            overrides,
+            found(*overrides),
+        )
 
 
 @pytest.mark.parametrize(
@@ -63,6 +81,8 @@ def test_paths_where_something_else_is_are_refused() -> None:
         ("trust_remote_code=true", "runs code of files"),
     ],
 )
-def test_an_argument_of_the_engines_server_that_means_something_else_is_refused(given: str, said: str) -> None:
+def test_an_argument_of_the_engines_server_that_means_something_else_is_refused(
+    given: str, said: str
+) -> None:
     [line] = found(f"+rollout.extra_args.{given}")
     assert line.startswith(f"rollout.extra_args.{given.partition('=')[0]}=") and said in line

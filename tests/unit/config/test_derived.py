@@ -18,21 +18,53 @@ TP2 = ("cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.se
     ("overrides", "column", "first", "shown"),
     [
         ((), None, False, "the one update's own values; no pass computes them"),
-        (("actor.ppo_epochs=2",), "old_log_probs", False, "own values for its rows; no pass computes them"),
-        (("actor.ppo_mini_batch_size=1",), "old_log_probs", False, "a pass over the other 75% of the rows"),
-        (("actor.ppo_epochs=2", "algorithm.kl_coef=0.1"), "old_log_probs", True, "of a pass before the updates"),
+        (
+            ("actor.ppo_epochs=2",),
+            "old_log_probs",
+            False,
+            "own values for its rows; no pass computes them",
+        ),
+        (
+            ("actor.ppo_mini_batch_size=1",),
+            "old_log_probs",
+            False,
+            "a pass over the other 75% of the rows",
+        ),
+        (
+            ("actor.ppo_epochs=2", "algorithm.kl_coef=0.1"),
+            "old_log_probs",
+            True,
+            "of a pass before the updates",
+        ),
         (("algorithm.kl_coef=0.1",), "old_log_probs", True, "of a pass before the updates"),
         (("actor.router_replay=r2",), "old_log_probs", True, "of a pass before the updates"),
-        (("actor.ppo_epochs=2", "actor.old_log_probs=engine"), "rollout_log_probs", False, "of the engine"),
-        (("algorithm.kl_coef=0.1", "actor.old_log_probs=engine"), "rollout_log_probs", True, "; a pass computes"),
+        (
+            ("actor.ppo_epochs=2", "actor.old_log_probs=engine"),
+            "rollout_log_probs",
+            False,
+            "of the engine",
+        ),
+        (
+            ("algorithm.kl_coef=0.1", "actor.old_log_probs=engine"),
+            "rollout_log_probs",
+            True,
+            "; a pass computes",
+        ),
     ],
 )
 def test_a_pass_computes_old_log_probs_where_something_reads_them_before_the_first_update(
     overrides: tuple[str, ...], column: str | None, first: bool, shown: str
 ) -> None:
     config = load_config("e2e", overrides)
-    assert derived.old_log_probs_column(config) == column and derived.scores_before_update(config) is first
-    [line] = [line for line in explain(config, Origins(frozenset(), {})).splitlines() if "old log-probs" in line]
+    assert (
+        derived.old_log_probs_column(config) == column
+        and derived.scores_before_update(config) is first
+    )
+    [line] = [
+        line
+        for line in explain(config, Origins(frozenset(), {})).splitlines()
+        if "old log-probs" in line
+    ]
     assert shown in line
 
 
@@ -63,11 +95,15 @@ def test_derived_numbers_of_the_demo_layout() -> None:
 def test_expert_tensor_follows_tensor_only_without_expert_parallelism() -> None:
     assert derived.expert_tensor_size(small(*TP2).actor.parallel) == 2
     assert derived.expert_tensor_size(small(*TP2, "actor.parallel.expert=2").actor.parallel) == 1
-    assert derived.expert_tensor_size(small(*TP2, "actor.parallel.expert_tensor=1").actor.parallel) == 1
+    assert (
+        derived.expert_tensor_size(small(*TP2, "actor.parallel.expert_tensor=1").actor.parallel)
+        == 1
+    )
 
 
 def test_bfloat16_has_a_bound_of_its_own_on_differences_of_log_probs() -> None:
-    """Engines' and trainer's differ by 0.01 to 0.05 in the mean there: the bound for fp32 stopped the first step."""
+    """Engines' and trainer's differ by 0.01 to 0.05 in the mean there: the bound for fp32 stopped
+    the first step."""
 
     def bound(*overrides: str) -> float | None:
         return derived.logprob_diff_bound(load_config("tiny-moe-grpo", list(overrides)))

@@ -1,4 +1,5 @@
-"""The check of an engine's shape before a run and the layouts of its ranks, written apart, accept the same shapes."""
+"""The check of an engine's shape before a run and the layouts of its ranks, written apart, accept
+the same shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.unit.random_sizes import PARTS, draw_sizes
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[dict[str, Any], RolloutConfig]:
-    """A tiny model of any family with some sizes changed, and an engine whose own sizes divide each other."""
+    """A tiny model of any family with some sizes changed, and an engine whose own sizes divide each
+    other."""
     hf = draw_sizes(draw)
     tensor = draw(PARTS)
     divisors = st.sampled_from([n for n in range(1, tensor + 1) if not tensor % n])
@@ -33,12 +35,16 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Any], RolloutConfig]:
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_the_check_and_the_engines_layouts_accept_the_same_shapes(case: tuple[dict[str, Any], RolloutConfig]) -> None:
+def test_the_check_and_the_engines_layouts_accept_the_same_shapes(
+    case: tuple[dict[str, Any], RolloutConfig],
+) -> None:
     hf, rollout = case
     found = list(check_engines.size_problems(rollout, hf))
     decoder = family_of({"vocab_size": 64, **hf})
     assert isinstance(decoder, Decoder)
-    shape = EngineShape(rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline)
+    shape = EngineShape(
+        rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline
+    )
     try:
         engine_layout(decoder, [shape], "float32")
     except WeightSyncError as error:

@@ -18,7 +18,8 @@ def lines(text: str, start: str) -> str:
 
 def test_each_number_names_the_file_or_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--config-name", "tiny-moe-grpo", "--explain", "rollout.n=3"]) == 0
-    out, prompts = capsys.readouterr().out, load_config("tiny-moe-grpo").data.train_batch_size
+    out = capsys.readouterr().out
+    prompts = load_config("tiny-moe-grpo").data.train_batch_size
     assert lines(out, "rollout.n ").split(maxsplit=2)[1:] == ["3", "command line"]
     assert lines(out, "rollout.num_engines").endswith("configs/rollout/tiny-two-engines.yaml")
     assert lines(out, "actor.parallel.tensor").endswith("configs/actor/tiny-tp2-pp2-ep2.yaml")
@@ -39,7 +40,10 @@ def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Pa
     words = ["trainer=mine"]
     config = load_config("tiny-moe-grpo", words, tmp_path)
     text = explain(config, Origins.find("tiny-moe-grpo", words, config_dirs(tmp_path)))
-    assert lines(text, "trainer.total_steps").split(maxsplit=2)[1:] == ["77", f"{tmp_path.name}/trainer/mine.yaml"]
+    assert lines(text, "trainer.total_steps").split(maxsplit=2)[1:] == [
+        "77",
+        f"{tmp_path.name}/trainer/mine.yaml",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,22 +57,29 @@ def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Pa
             "trainer.max_staleness=2 trainer.steps_ahead=1",
             "engines have the samples of 1 + trainer.steps_ahead 1 steps, 1024,",
         ),
-        ("rollout.tensor=4", "rollout.tensor x rollout.pipeline = 4 x 1 = 4 an engine, on one node"),
+        (
+            "rollout.tensor=4",
+            "rollout.tensor x rollout.pipeline = 4 x 1 = 4 an engine, on one node",
+        ),
         ("rollout.sync.staging_bytes=4000", "4000 / (2 x 2) = 1000 bytes"),
     ],
 )
 def test_every_role_is_explained(override: str, said: str) -> None:
     config = load_config("tiny-moe-grpo", override.split())
-    assert said in explain(config, Origins.find("tiny-moe-grpo", override.split(), config_dirs(None)))
+    assert said in explain(
+        config, Origins.find("tiny-moe-grpo", override.split(), config_dirs(None))
+    )
 
 
 def test_engines_over_several_nodes_say_where_their_ranks_lie() -> None:
     words = ["rollout.tensor=4", "rollout.expert=2", "rollout.nodes_per_engine=2"]
-    text = explain(load_config("tiny-moe-grpo", words), Origins.find("tiny-moe-grpo", words, config_dirs(None)))
-    assert (
-        "4 x 1 = 4 an engine (expert 2), 2 on each of rollout.nodes_per_engine = 2 nodes (all of them this machine"
-        in text
+    text = explain(
+        load_config("tiny-moe-grpo", words), Origins.find("tiny-moe-grpo", words, config_dirs(None))
     )
+    assert (
+        "4 x 1 = 4 an engine (expert 2), 2 on each of rollout.nodes_per_engine = 2 nodes (all "
+        "of them this machine"
+    ) in text
     text = explain(
         load_config("tiny-moe-grpo", [*words, "cluster.address=auto"]),
         Origins.find("tiny-moe-grpo", words, config_dirs(None)),
@@ -77,14 +88,24 @@ def test_engines_over_several_nodes_say_where_their_ranks_lie() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, hybridflow.config.explain; print('torch' in sys.modules, 'ray' in sys.modules)"
+    code = (
+        "import sys, hybridflow.config.explain; print('torch' in sys.modules, 'ray' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_epochs_are_steps_of_the_rows_that_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_epochs_are_steps_of_the_rows_that_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n" * 1000)
-    words = ["train", "--config-name", "tiny-moe-grpo", "--explain", f"data.train_files=[{tmp_path}/rows.jsonl]"]
+    words = [
+        "train",
+        "--config-name",
+        "tiny-moe-grpo",
+        "--explain",
+        f"data.train_files=[{tmp_path}/rows.jsonl]",
+    ]
     epochs = ["trainer.total_epochs=3", "data.train_batch_size=64"]
     assert main([*words, *epochs, "trainer.total_steps=null"]) == 0
     out = capsys.readouterr().out

@@ -31,18 +31,24 @@ RECIPE = "grpo-qwen3-8b-1x8"
 def test_a_rate_far_above_the_habit_is_warned_of(words: list[str], warned: bool) -> None:
     lines = list(warnings(load_config(RECIPE, words)))
     assert len(lines) == warned
-    assert not warned or (lines[0].startswith("actor.optim.lr=") and "actor.optim.lr=1e-6" in lines[0])
+    assert not warned or (
+        lines[0].startswith("actor.optim.lr=") and "actor.optim.lr=1e-6" in lines[0]
+    )
 
 
 def test_small_models_and_random_weights_have_rates_of_their_own(tmp_path: Path) -> None:
     assert list(warnings(small("actor.optim.lr=1e-2"))) == []
     sizes = {**published("qwen3-8b"), "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    assert list(warnings(load_config(RECIPE, [f"model.path={tmp_path}", "actor.optim.lr=1e-2"]))) == []
+    assert (
+        list(warnings(load_config(RECIPE, [f"model.path={tmp_path}", "actor.optim.lr=1e-2"]))) == []
+    )
 
 
 def size_recipes() -> list[str]:
-    return [recipe.name for recipe in list_recipes([shipped_config_dir()]) if recipe.name.endswith("x8")]
+    return [
+        recipe.name for recipe in list_recipes([shipped_config_dir()]) if recipe.name.endswith("x8")
+    ]
 
 
 def corrects(config: RunConfig) -> bool:
@@ -68,8 +74,12 @@ def test_every_size_recipe_follows_a_published_run_and_names_model_data_and_eval
 def test_dr_grpo_is_the_whole_of_its_paper() -> None:
     config = small("algorithm=dr-grpo", "rollout.n=8")
     assert small().actor.kl_loss_coef > 0  # what the preset has to take away
-    actor, algorithm = config.actor, config.algorithm
+    actor = config.actor
+    algorithm = config.algorithm
     assert (algorithm.adv_estimator, algorithm.norm_adv_by_std) == ("grpo", False)
-    assert (actor.loss_agg_mode, actor.loss_norm_tokens) == ("seq-mean-token-sum-norm", config.data.max_response_length)
+    assert (actor.loss_agg_mode, actor.loss_norm_tokens) == (
+        "seq-mean-token-sum-norm",
+        config.data.max_response_length,
+    )
     assert actor.kl_loss_coef == algorithm.kl_coef == 0 and not derived.needs_reference(config)
     assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, 0.2)

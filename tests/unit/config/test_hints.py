@@ -1,5 +1,5 @@
-"""A key that is refused comes with the one that was meant: verl's names, names of another section, options with
-dashes."""
+"""A key that is refused comes with the one that was meant: verl's names, names of another section,
+options with dashes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.config.verl_keys import ABSENT, RENAMED, counterpart
 from hybridflow.errors import ConfigError
 
-# The keys of verl's example scripts (0.7, most used first) that are refused here, as these write them.
+# The keys of verl's example scripts (0.7, most used first) that are refused here, as these write
+# them.
 OF_SCRIPTS = {
     "trainer.logger": "trainer.loggers",
     "trainer.experiment_name": "name",
@@ -32,14 +33,18 @@ OF_SCRIPTS = {
     "algorithm.use_kl_in_reward": "algorithm.kl_coef",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "actor.max_tokens_per_micro_batch",
     "actor_rollout_ref.rollout.n": "rollout.n",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "actor.max_tokens_per_micro_batch",
+    (
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+    ): "actor.max_tokens_per_micro_batch",
     "actor_rollout_ref.actor.kl_loss_coef": "actor.kl_loss_coef",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "actor.offload.weights",
     "actor_rollout_ref.actor.entropy_coeff": "actor.entropy_coef",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.recompute",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "actor.offload.optimizer",
     "actor_rollout_ref.actor.kl_loss_type": "actor.kl_loss_type",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "reference.max_tokens_per_micro_batch",
+    (
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
+    ): "reference.max_tokens_per_micro_batch",
     "actor_rollout_ref.ref.fsdp_config.param_offload": "reference.offload.weights",
     "actor_rollout_ref.rollout.enable_chunked_prefill": "rollout.extra_args",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "actor.max_tokens_per_micro_batch",
@@ -68,7 +73,9 @@ OF_SCRIPTS = {
     "actor_rollout_ref.rollout.max_num_seqs": "rollout.max_running_requests",
     "actor_rollout_ref.model.lora_rank": "actor.lora.rank",
     "actor_rollout_ref.actor.grad_clip": "actor.optim.clip_grad",
-    "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity": "actor.recompute",
+    (
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity"
+    ): "actor.recompute",
     # with verl's outer section left out already
     "actor.entropy_coeff": "actor.entropy_coef",
     "actor.megatron.tensor_model_parallel_size": "actor.parallel.tensor",
@@ -77,10 +84,26 @@ OF_SCRIPTS = {
     "ref.log_prob_micro_batch_size_per_gpu": "reference.max_tokens_per_micro_batch",
 }
 WITHOUT = (
-    *("trainer.project_name", "actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.actor.use_dynamic_bsz"),
-    *("data.return_raw_chat", "trainer.balance_batch", "actor_rollout_ref.actor.megatron.use_mbridge"),
-    *("actor_rollout_ref.rollout.enforce_eager", "actor_rollout_ref.rollout.mode", "data.trust_remote_code"),
-    *("trainer.log_val_generations", "actor_rollout_ref.actor.tau_pos", "actor_rollout_ref.actor.use_torch_compile"),
+    *(
+        "trainer.project_name",
+        "actor_rollout_ref.model.use_remove_padding",
+        "actor_rollout_ref.actor.use_dynamic_bsz",
+    ),
+    *(
+        "data.return_raw_chat",
+        "trainer.balance_batch",
+        "actor_rollout_ref.actor.megatron.use_mbridge",
+    ),
+    *(
+        "actor_rollout_ref.rollout.enforce_eager",
+        "actor_rollout_ref.rollout.mode",
+        "data.trust_remote_code",
+    ),
+    *(
+        "trainer.log_val_generations",
+        "actor_rollout_ref.actor.tau_pos",
+        "actor_rollout_ref.actor.use_torch_compile",
+    ),
 )
 OF_ANOTHER_SECTION = {
     "actor.lr": "actor.optim.lr",
@@ -102,15 +125,20 @@ def refusal(*words: str) -> str:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [*OF_SCRIPTS.items(), *OF_ANOTHER_SECTION.items()])
-def test_a_key_of_another_place_is_refused_with_the_one_that_was_meant(theirs: str, ours: str) -> None:
-    assert refusal(f"{theirs}=1").startswith(f"unknown key {theirs.lstrip('+')}; did you mean {ours}?")
+def test_a_key_of_another_place_is_refused_with_the_one_that_was_meant(
+    theirs: str, ours: str
+) -> None:
+    assert refusal(f"{theirs}=1").startswith(
+        f"unknown key {theirs.lstrip('+')}; did you mean {ours}?"
+    )
     assert exists(RunConfig, ours)
 
 
 @pytest.mark.parametrize("theirs", WITHOUT)
 def test_a_key_without_a_counterpart_says_what_to_do(theirs: str) -> None:
     assert re.search(
-        f"^unknown key {theirs}: .*(leave it out|leave the key out|extra_args|put it into)", refusal(theirs + "=1")
+        f"^unknown key {theirs}: .*(leave it out|leave the key out|extra_args|put it into)",
+        refusal(theirs + "=1"),
     )
 
 
@@ -118,29 +146,40 @@ def test_every_name_in_verls_table_is_a_key() -> None:
     sections = ("actor", "reference", "critic", "reward_model")
     for theirs, ours in RENAMED.items():
         key = ours.partition(" ")[0]
-        assert any(exists(RunConfig, key.replace("ROLE.", f"{section}.")) for section in sections), theirs
+        assert any(
+            exists(RunConfig, key.replace("ROLE.", f"{section}.")) for section in sections
+        ), theirs
         section = key.replace("ROLE.", "actor.").partition(".")[0]
-        assert counterpart(theirs.replace("ROLE.", "actor.").removesuffix(".*"))[0].startswith(section)
+        assert counterpart(theirs.replace("ROLE.", "actor.").removesuffix(".*"))[0].startswith(
+            section
+        )
     groups = "|".join(RunConfig.__dataclass_fields__)
     for text in ABSENT.values():
         for key in re.findall(rf"\b((?:{groups})\.[a-z_.]*[a-z])(?:=\w+)?", text):
             assert exists(RunConfig, key) or key.endswith((".json", ".jinja", ".md")), key
     # a name of ours needs no entry
     assert not [
-        name for name in (*RENAMED, *ABSENT) if "ROLE" not in name and exists(RunConfig, name) and name != "seed"
+        name
+        for name in (*RENAMED, *ABSENT)
+        if "ROLE" not in name and exists(RunConfig, name) and name != "seed"
     ]
 
 
 def test_all_wrong_settings_are_named_at_once() -> None:
     text = refusal("trainer.nnodes=1", "trainer.total_steps=3", "actor.lr=1", "a b")
-    assert text.startswith("3 settings are refused:\n  unknown key trainer.nnodes; did you mean cluster.nodes?\n")
+    assert text.startswith(
+        "3 settings are refused:\n  unknown key trainer.nnodes; did you mean cluster.nodes?\n"
+    )
     assert "did you mean actor.optim.lr?" in text and "override 'a b'" in text
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--trainer.total_steps", "3"], "settings are words without dashes: trainer.total_steps=3"),
+        (
+            ["--trainer.total_steps", "3"],
+            "settings are words without dashes: trainer.total_steps=3",
+        ),
         (["--actor.optim.lr=1e-6"], "settings are words without dashes: actor.optim.lr=1e-6"),
         (["--seed", "3"], "settings are words without dashes: seed=3"),
         (["--trainer.resume"], "settings are words without dashes: trainer.resume=VALUE"),

@@ -1,5 +1,5 @@
-"""Hub ids in place of paths: found in the cache that `hf download` fills, and named with the command where it lacks
-them."""
+"""Hub ids in place of paths: found in the cache that `hf download` fills, and named with the
+command where it lacks them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,18 @@ def test_a_model_is_its_snapshot(cache: Path) -> None:
     snapshot = download(cache, "Qwen/Qwen3-8B", MODEL)
     found = located(config)
     assert found.model.path == found.reference.path == str(snapshot)
-    assert located(load_config(RECIPE, [f"model.path=Qwen/Qwen3-8B@{COMMIT}"])).model.path == str(snapshot)
-    assert located(load_config(RECIPE, ["model.path=Qwen/Qwen3-8B@v2"])).model.path == "Qwen/Qwen3-8B@v2"
+    assert located(load_config(RECIPE, [f"model.path=Qwen/Qwen3-8B@{COMMIT}"])).model.path == str(
+        snapshot
+    )
+    assert (
+        located(load_config(RECIPE, ["model.path=Qwen/Qwen3-8B@v2"])).model.path
+        == "Qwen/Qwen3-8B@v2"
+    )
 
 
-def test_a_folder_of_the_same_name_is_that_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_same_name_is_that_folder(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     download(cache, "Qwen/Qwen3-8B", MODEL)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen/Qwen3-8B").mkdir(parents=True)
@@ -48,8 +55,12 @@ def test_a_folder_of_the_same_name_is_that_folder(cache: Path, tmp_path: Path, m
 
 def test_a_model_without_its_weights_is_not_there(cache: Path) -> None:
     index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
-    download(cache, "Qwen/Qwen3-8B", {"config.json": MODEL["config.json"], "model-1.safetensors": ""})
-    snapshot = download(cache, "Qwen/Qwen3-4B", {"model.safetensors.index.json": index, "model-1.safetensors": ""})
+    download(
+        cache, "Qwen/Qwen3-8B", {"config.json": MODEL["config.json"], "model-1.safetensors": ""}
+    )
+    snapshot = download(
+        cache, "Qwen/Qwen3-4B", {"model.safetensors.index.json": index, "model-1.safetensors": ""}
+    )
     assert hub.cached("Qwen/Qwen3-8B", "model") is not None  # one file that no index contradicts
     assert hub.cached("Qwen/Qwen3-4B", "model") is None  # a download that was cut off
     (snapshot / "model-2.safetensors").write_text("")
@@ -59,10 +70,19 @@ def test_a_model_without_its_weights_is_not_there(cache: Path) -> None:
 def test_what_is_missing_is_said_with_the_command(cache: Path) -> None:
     words = ["model.path=Qwen/Qwen3-8B", "data=files", "data.train_files=[openai/gsm8k]"]
     model, data = problems(located(load_config(RECIPE, words)), "train")[::-1]
-    assert "model.path=Qwen/Qwen3-8B" in model and "`hf download Qwen/Qwen3-8B`" in model and str(cache) in model
-    assert "data.train_files: openai/gsm8k" in data and "`hf download --repo-type dataset openai/gsm8k`" in data
+    assert (
+        "model.path=Qwen/Qwen3-8B" in model
+        and "`hf download Qwen/Qwen3-8B`" in model
+        and str(cache) in model
+    )
+    assert (
+        "data.train_files: openai/gsm8k" in data
+        and "`hf download --repo-type dataset openai/gsm8k`" in data
+    )
     (teacher,) = (
-        line for line in problems(small("teacher.path=Org/Teacher@v2"), "train") if line.startswith("teacher.path")
+        line
+        for line in problems(small("teacher.path=Org/Teacher@v2"), "train")
+        if line.startswith("teacher.path")
     )
     assert "`hf download Org/Teacher --revision v2`" in teacher
 
@@ -90,16 +110,29 @@ def test_files_of_a_split(
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert hub.split_files(tmp_path, split, subset=subset) == [tmp_path / names[number] for number in expected]
+    assert hub.split_files(tmp_path, split, subset=subset) == [
+        tmp_path / names[number] for number in expected
+    ]
 
 
 def test_data_files_are_those_of_the_split_or_of_a_pattern(cache: Path) -> None:
     names = ("main/train-0.parquet", "main/test-0.parquet", "socratic/train-0.parquet")
     snapshot = download(cache, "openai/gsm8k", dict.fromkeys(names, "x"), "datasets")
-    words = ["data=files", "data.train_files=['openai/gsm8k:main/train-*']", "data.val_files=[openai/gsm8k]"]
+    words = [
+        "data=files",
+        "data.train_files=['openai/gsm8k:main/train-*']",
+        "data.val_files=[openai/gsm8k]",
+    ]
     config = located(load_config(RECIPE, [*words, "data.val_sets={more: {files: [openai/gsm8k]}}"]))
     assert config.data.train_files == (str(snapshot / "main/train-0.parquet"),)
     assert config.data.val_files == (str(snapshot / "main/test-0.parquet"),)
     assert config.data.val_sets == {"more": {"files": [str(snapshot / "main/test-0.parquet")]}}
-    words = ["model.path=Qwen/Qwen3-8B", "data=files", "data.train_files=['openai/gsm8k:no/*.parquet']"]
-    assert f"snapshot {snapshot} has no such files" in problems(located(load_config(RECIPE, words)), "train")[0]
+    words = [
+        "model.path=Qwen/Qwen3-8B",
+        "data=files",
+        "data.train_files=['openai/gsm8k:no/*.parquet']",
+    ]
+    assert (
+        f"snapshot {snapshot} has no such files"
+        in problems(located(load_config(RECIPE, words)), "train")[0]
+    )

@@ -33,11 +33,17 @@ def test_every_recipe_is_valid_and_names_the_schema(recipe: Any) -> None:
     assert errors(yaml.safe_load(text)) == []
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize(
+    "file", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
 def test_every_group_file_is_valid(file: Any) -> None:
     text = file.read_text()
     is_global = text.startswith("# @package _global_\n")  # sets keys of several sections
-    schema = SCHEMA if is_global else {"$defs": SCHEMA["$defs"], **SCHEMA["properties"][file.parent.name]}
+    schema = (
+        SCHEMA
+        if is_global
+        else {"$defs": SCHEMA["$defs"], **SCHEMA["properties"][file.parent.name]}
+    )
     values = {key: value for key, value in yaml.safe_load(text).items() if key != "defaults"}
     assert errors(values, schema) == []
 

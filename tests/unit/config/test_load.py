@@ -48,13 +48,22 @@ def test_a_recipe_leaves_out_its_warm_start_when_it_is_told_to(recipe: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "group", sorted(path for path in shipped_config_dir().iterdir() if path.is_dir()), ids=lambda path: path.name
+    "group",
+    sorted(path for path in shipped_config_dir().iterdir() if path.is_dir()),
+    ids=lambda path: path.name,
 )
 def test_every_group_file_can_be_chosen(group: Path) -> None:
-    fills = ["model.path=somewhere", "reward.path=somewhere", "data.train_files=[a]", "data.prepare.out=x"]
+    fills = [
+        "model.path=somewhere",
+        "reward.path=somewhere",
+        "data.train_files=[a]",
+        "data.prepare.out=x",
+    ]
     for file in sorted(group.glob("*.yaml")):
         if group.name == "published":  # it fills several sections, those of a recipe of a size
-            assert load_config("grpo-qwen3-8b-1x8", [f"published={file.stem}"]).actor.optim.lr < 1e-4
+            assert (
+                load_config("grpo-qwen3-8b-1x8", [f"published={file.stem}"]).actor.optim.lr < 1e-4
+            )
             continue
         if group.name == "scale":  # it comes last, over what a recipe sets
             assert load_config("grpo-qwen3-8b-1x8", [f"+scale={file.stem}"]).rollout.tensor == 1
@@ -64,13 +73,18 @@ def test_every_group_file_can_be_chosen(group: Path) -> None:
 
 
 @pytest.mark.parametrize("section", sorted({key.partition(".")[0] for key in KEYS}))
-def test_every_key_can_be_overridden_on_a_recipe_that_mentions_none(section: str, own: Path) -> None:
+def test_every_key_can_be_overridden_on_a_recipe_that_mentions_none(
+    section: str, own: Path
+) -> None:
     (own / "empty.yaml").write_text("# nothing\n{}\n")
     plain = to_plain(RunConfig())
     given = {key: another(key, at(plain, key)) for key in KEYS if key.partition(".")[0] == section}
-    found = to_plain(load_config("empty", [f"{key}={text}" for key, (text, _) in given.items()], own))
+    found = to_plain(
+        load_config("empty", [f"{key}={text}" for key, (text, _) in given.items()], own)
+    )
     for key, (_, expected) in given.items():
-        value, default = at(found, key), at(plain, key)
+        value = at(found, key)
+        default = at(plain, key)
         assert value == expected, key
         assert type(value) is type(default) or default is None, key
 
@@ -83,7 +97,8 @@ def at(plain: object, key: str) -> object:
 
 
 def another(key: str, value: object) -> tuple[str, object]:
-    """A value of the key's kind that is not its default where there is one: as an override writes it, and itself."""
+    """A value of the key's kind that is not its default where there is one: as an override writes
+    it, and itself."""
     if isinstance(value, bool):
         return str(not value).lower(), not value
     if isinstance(value, (int, float)):
@@ -98,7 +113,8 @@ def another(key: str, value: object) -> tuple[str, object]:
 
 
 def test_overrides_win_over_the_recipe_and_the_rest_keeps_its_value() -> None:
-    plain, changed = load_config("e2e"), load_config("e2e", ["actor.optim.lr=5e-4", "trainer.total_steps=3"])
+    plain = load_config("e2e")
+    changed = load_config("e2e", ["actor.optim.lr=5e-4", "trainer.total_steps=3"])
     assert changed.actor.optim.lr == 5e-4
     assert changed.trainer.total_steps == 3
     assert dataclasses.replace(changed, actor=plain.actor, trainer=plain.trainer) == plain
@@ -107,16 +123,23 @@ def test_overrides_win_over_the_recipe_and_the_rest_keeps_its_value() -> None:
 def test_a_group_choice_works_whether_or_not_the_recipe_names_the_group(own: Path) -> None:
     assert not load_config("e2e", ["algorithm=dr-grpo"]).algorithm.norm_adv_by_std
     (own / "bare.yaml").write_text("name: bare\n")
-    config = load_config("bare", ["algorithm=dr-grpo", "trainer=smoke", "trainer.total_steps=7"], own)
+    config = load_config(
+        "bare", ["algorithm=dr-grpo", "trainer=smoke", "trainer.total_steps=7"], own
+    )
     assert not config.algorithm.norm_adv_by_std
     assert config.trainer.total_steps == 7
 
 
 def test_defaults_of_a_group_survive_a_partial_override() -> None:
     """sft.optim and rollout.val_sampling have other defaults than their classes."""
-    config = build({"sft": {"optim": {"weight_decay": 0.5}}, "rollout": {"val_sampling": {"top_p": 0.5}}})
+    config = build(
+        {"sft": {"optim": {"weight_decay": 0.5}}, "rollout": {"val_sampling": {"top_p": 0.5}}}
+    )
     assert (config.sft.optim.lr, config.sft.optim.weight_decay) == (1e-3, 0.5)
-    assert (config.rollout.val_sampling.temperature, config.rollout.val_sampling.top_p) == (0.0, 0.5)
+    assert (config.rollout.val_sampling.temperature, config.rollout.val_sampling.top_p) == (
+        0.0,
+        0.5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,9 +159,12 @@ def test_an_unknown_override_names_the_key_and_the_nearest_one(override: str, ne
 
 
 def test_an_unknown_key_in_a_yaml_gets_the_same_message(own: Path) -> None:
-    (own / "mine.yaml").write_text("defaults: [e2e, _self_]\nactor:\n  optim:\n    wieght_decay: 1.0\n")
-    assert "unknown key actor.optim.wieght_decay; did you mean actor.optim.weight_decay?" in message(
-        name="mine", config_dir=own
+    (own / "mine.yaml").write_text(
+        "defaults: [e2e, _self_]\nactor:\n  optim:\n    wieght_decay: 1.0\n"
+    )
+    assert (
+        "unknown key actor.optim.wieght_decay; did you mean actor.optim.weight_decay?"
+        in message(name="mine", config_dir=own)
     )
 
 
@@ -153,7 +179,10 @@ def test_an_unknown_key_in_a_yaml_gets_the_same_message(own: Path) -> None:
         ("actor.optim.lr=false", ("False", "number")),
         ("trainer.report=1", ("trainer.report", "1", "true/false")),
         ("name=7", ("name: got 7", "string", "quote it")),
-        ("data.train_files=a.parquet", ("data.train_files", "list of strings", "data.train_files=[a.parquet]")),
+        (
+            "data.train_files=a.parquet",
+            ("data.train_files", "list of strings", "data.train_files=[a.parquet]"),
+        ),
         ("data.train_files=[1]", ("data.train_files[0]", "string")),
         ("model.hf_config=3", ("model.hf_config", "mapping")),
         ("actor.optim=3", ("actor.optim", "group of keys")),
@@ -161,7 +190,9 @@ def test_an_unknown_key_in_a_yaml_gets_the_same_message(own: Path) -> None:
         ("actor.clip_ratio_c=x", ("actor.clip_ratio_c", "number or null")),
     ],
 )
-def test_a_wrong_type_names_key_value_and_expected_type(override: str, parts: tuple[str, ...]) -> None:
+def test_a_wrong_type_names_key_value_and_expected_type(
+    override: str, parts: tuple[str, ...]
+) -> None:
     text = message(override)
     assert [part for part in parts if part not in text] == []
 
@@ -241,20 +272,27 @@ def test_a_missing_config_dir_is_named(own: Path) -> None:
 
 
 def test_interpolation_may_name_a_key_that_no_yaml_mentions(own: Path) -> None:
-    (own / "bare.yaml").write_text("name: bare\nactor:\n  ppo_mini_batch_size: ${data.train_batch_size}\n")
+    (own / "bare.yaml").write_text(
+        "name: bare\nactor:\n  ppo_mini_batch_size: ${data.train_batch_size}\n"
+    )
     assert load_config("bare", ["data.train_batch_size=24"], own).actor.ppo_mini_batch_size == 24
-    assert load_config("bare", [], own).actor.ppo_mini_batch_size == RunConfig().data.train_batch_size
+    assert (
+        load_config("bare", [], own).actor.ppo_mini_batch_size == RunConfig().data.train_batch_size
+    )
 
 
 def test_the_dump_reads_back_to_an_equal_configuration(tmp_path: Path) -> None:
     config = load_config(
-        "tiny-moe-grpo", ["rollout.logprob_diff_bound=null", "actor.optim.adam_eps=1e-8", 'name="007"']
+        "tiny-moe-grpo",
+        ["rollout.logprob_diff_bound=null", "actor.optim.adam_eps=1e-8", 'name="007"'],
     )
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     assert load_config("config", (), tmp_path) == config
 
 
-def test_loading_leaves_the_working_directory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_leaves_the_working_directory_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     load_config("e2e", ["trainer.total_steps=3"])
     assert Path.cwd() == tmp_path
@@ -275,13 +313,24 @@ def test_the_configuration_is_frozen() -> None:
         ("name: x\n".encode("utf-16"), r"mine\.yaml: byte 0 \(0xff\) is not UTF-8"),
         (b"defaults: [mine, _self_]\n", "names a recipe that names it again"),
         (b"defaults: {e2e: 1}\n", "recipe mine: .*defaults"),
-        (b"defaults: [e2e, {algorithm: odd}, _self_]\n", r"recipe mine: Multiple values for algorithm"),
-        (b"defaults: [{algorithm: odd}, _self_]\n", r"algorithm: got \['x'\], expected a group of keys"),
-        (b"defaults: [{algorithm: latin}, _self_]\n", r"algorithm/latin\.yaml: byte \d+ \(0xe9\) is not UTF-8"),
+        (
+            b"defaults: [e2e, {algorithm: odd}, _self_]\n",
+            r"recipe mine: Multiple values for algorithm",
+        ),
+        (
+            b"defaults: [{algorithm: odd}, _self_]\n",
+            r"algorithm: got \['x'\], expected a group of keys",
+        ),
+        (
+            b"defaults: [{algorithm: latin}, _self_]\n",
+            r"algorithm/latin\.yaml: byte \d+ \(0xe9\) is not UTF-8",
+        ),
         (b"\xef\xbb\xbfdefaults: [e2e, _self_]\nname: x\n", None),
     ],
 )
-def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, content: bytes, expected: str | None) -> None:
+def test_a_file_that_is_no_recipe_is_named(
+    tmp_path: Path, content: bytes, expected: str | None
+) -> None:
     """A folder of such a name is none either, and others of the folder are not blamed."""
     (tmp_path / "folder.yaml").mkdir()
     (tmp_path / "algorithm").mkdir()

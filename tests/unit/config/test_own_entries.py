@@ -1,4 +1,5 @@
-"""Entries of a user's files are tried before anything starts: those of every key, in a process of their own."""
+"""Entries of a user's files are tried before anything starts: those of every key, in a process of
+their own."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def shout(text: str) -> str:
 
 
 def said(value: str, *keys: str) -> list[str]:
-    """The problems where each of these keys has this value, and `reward.combine` too if the verifiers have it."""
+    """The problems where each of these keys has this value, and `reward.combine` too if the
+    verifiers have it."""
     given = [f"{key}=[{value}]" if ENTRIES[key].is_list else f"{key}={value}" for key in keys]
     config = load_config("e2e", given)
     if "reward.verifiers" in keys:
@@ -36,7 +38,9 @@ def said(value: str, *keys: str) -> list[str]:
     return list(own_entries.problems(config))
 
 
-def test_a_missing_file_is_said_for_every_key_that_names_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_said_for_every_key_that_names_a_registry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a process was started")
 
@@ -72,7 +76,11 @@ def test_a_file_that_cannot_be_imported_is_named(
     if "sleep" in text:
         monkeypatch.setattr(own_entries, "_IMPORT_S", 1.0)
     [line] = said(f"{tmp_path}/own.py:mine", "data.prepare.task")
-    assert line.startswith(("data.prepare.task=", str(tmp_path))) and expected in line and "own.py" in line
+    assert (
+        line.startswith(("data.prepare.task=", str(tmp_path)))
+        and expected in line
+        and "own.py" in line
+    )
 
 
 def test_a_library_that_a_submitting_machine_lacks_is_no_fault_of_the_file(
@@ -81,19 +89,26 @@ def test_a_library_that_a_submitting_machine_lacks_is_no_fault_of_the_file(
     (tmp_path / "own.py").write_text("import a_library_of_the_nodes")
     asked = [("data.prepare.task", "hybridflow.data.prepare.tasks", f"{tmp_path}/own.py:mine")]
     assert "No module named" in own_entries.main(asked)[0]
-    monkeypatch.setattr(own_entries, "_lacks_what_nodes_have", lambda cause: isinstance(cause, ModuleNotFoundError))
+    monkeypatch.setattr(
+        own_entries, "_lacks_what_nodes_have", lambda cause: isinstance(cause, ModuleNotFoundError)
+    )
     assert own_entries.main(asked) == []
 
 
 @pytest.mark.parametrize("takes", ["", ", with_support=False"])
-def test_an_engine_that_cannot_tell_supports_is_refused_where_they_are_needed(tmp_path: Path, takes: str) -> None:
+def test_an_engine_that_cannot_tell_supports_is_refused_where_they_are_needed(
+    tmp_path: Path, takes: str
+) -> None:
     (tmp_path / "own.py").write_text(
         "from hybridflow.engines.base import ENGINES\n"
         "class Mine:\n"
-        f"    def generate(self, prompts, sampling, most, stop_ids=(), *, with_routes=False{takes}): ...\n"
+        "    def generate(self, prompts, sampling, most, stop_ids=(), *, "
+        f"with_routes=False{takes}): ...\n"
         "ENGINES.register('mine', Mine)\n"
     )
     engine = f"rollout.engine={tmp_path}/own.py:mine"
     assert list(own_entries.problems(load_config("e2e", [engine]))) == []
     found = list(own_entries.problems(load_config("e2e", [engine, "rollout.sampling.top_k=20"])))
-    assert [engine in line and "takes no with_support" in line for line in found] == ([] if takes else [True])
+    assert [engine in line and "takes no with_support" in line for line in found] == (
+        [] if takes else [True]
+    )

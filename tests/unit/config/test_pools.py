@@ -31,9 +31,18 @@ def test_pools_that_make_sense_pass(overrides: tuple[str, ...]) -> None:
             "rollout.pool=rollout: that section has no devices of its own in this run; choose one",
         ),
         (("rollout.pool=teacher",), "choose one of actor, or null"),
-        ((*CRITIC, "critic.pool=rollout", "rollout.pool=critic"), "critic.pool=rollout: that section has no devices"),
-        (("rollout.pool=actor", "rollout.packing=spread"), "rollout.packing=spread does not count with"),
-        (("algorithm.adv_estimator=gae", "critic.pool=rollout"), "critic.placement=colocated; remove them, or set"),
+        (
+            (*CRITIC, "critic.pool=rollout", "rollout.pool=critic"),
+            "critic.pool=rollout: that section has no devices",
+        ),
+        (
+            ("rollout.pool=actor", "rollout.packing=spread"),
+            "rollout.packing=spread does not count with",
+        ),
+        (
+            ("algorithm.adv_estimator=gae", "critic.pool=rollout"),
+            "critic.placement=colocated; remove them, or set",
+        ),
     ],
 )
 def test_pools_that_cannot_be_are_refused(overrides: tuple[str, ...], message: str) -> None:

@@ -1,4 +1,5 @@
-"""Critic and reward model: what cannot run is refused before anything starts, and `--explain` says where they live."""
+"""Critic and reward model: what cannot run is refused before anything starts, and `--explain` says
+where they live."""
 
 from __future__ import annotations
 
@@ -45,22 +46,40 @@ def test_the_recipes_pass() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((*PPO, "critic.parallel.tensor=2"), r"critic.parallel is given, but with critic.placement=colocated"),
-        ((*OWN, "critic.procs=3"), r"tensor x pipeline x context = 2 does not divide critic.procs=3"),
-        ((*OWN, "critic.parallel.sequence=true"), r"critic.parallel.sequence=true needs critic.parallel.tensor > 1"),
+        ((*PPO, "critic.parallel.tensor=2"), (
+            r"critic.parallel is given, but with critic.placement=colocated"
+        )),
+        ((*OWN, "critic.procs=3"), (
+            r"tensor x pipeline x context = 2 does not divide critic.procs=3"
+        )),
+        ((*OWN, "critic.parallel.sequence=true"), (
+            r"critic.parallel.sequence=true needs critic.parallel.tensor > 1"
+        )),
         ((*PPO, "critic.ppo_mini_batch_size=3"), r"data.train_batch_size=4 is no multiple of "
                                                  r"critic.ppo_mini_batch_size=3"),
-        ((*PPO, "critic.max_tokens_per_micro_batch=5"), r"critic.max_tokens_per_micro_batch=5 is less than the "
-                                                        r"longest sample, 24"),
-        ((*PPO, "trainer.critic_warmup=2"), r"trainer.critic_warmup=2 leaves none of trainer.total_steps=2"),
-        (("trainer.critic_warmup=1",), r"trainer.critic_warmup=1 without a critic; set algorithm.adv_estimator=gae"),
+        ((*PPO, "critic.max_tokens_per_micro_batch=5"), (
+            r"critic.max_tokens_per_micro_batch=5 is less than the "
+            r"longest sample, 24"
+        )),
+        ((*PPO, "trainer.critic_warmup=2"), (
+            r"trainer.critic_warmup=2 leaves none of trainer.total_steps=2"
+        )),
+        (("trainer.critic_warmup=1",), (
+            r"trainer.critic_warmup=1 without a critic; set algorithm.adv_estimator=gae"
+        )),
         ((*PPO, "algorithm.lam=1.5"), r"algorithm.lam=1.5 must be at least 0 and at most 1"),
         ((*PPO, "critic.cliprange_value=0"), r"critic.cliprange_value=0.0 must be more than 0"),
-        (("algorithm.kl_target=0.1",), r"algorithm.kl_target=0.1 steers algorithm.kl_coef, which is 0"),
+        (("algorithm.kl_target=0.1",), (
+            r"algorithm.kl_target=0.1 steers algorithm.kl_coef, which is 0"
+        )),
         (("reward_model.path=nowhere",), r"reward_model.path=nowhere: no Hugging Face folder"),
-        (("reference.path=nowhere", "reference.placement=own"), r"reference.path=nowhere: no Hugging Face folder"),
-        (("reference.placement=own", "reference.parallel.tensor=2"), r"tensor x pipeline x context = 2 does not "
-                                                                     r"divide reference.procs=1"),
+        (("reference.path=nowhere", "reference.placement=own"), (
+            r"reference.path=nowhere: no Hugging Face folder"
+        )),
+        (("reference.placement=own", "reference.parallel.tensor=2"), (
+            r"tensor x pipeline x context = 2 does not "
+            r"divide reference.procs=1"
+        )),
         ((*PPO, "critic.optim.lr=0"), r"critic.optim.lr=0.0 must be more than 0"),
     ],
 )  # fmt: skip
@@ -72,11 +91,20 @@ def test_what_cannot_run_is_refused(overrides: tuple[str, ...], expected: str) -
 def test_a_teacher_needs_processes_of_its_own() -> None:
     [line] = found(f"reference.path={model_folder('teacher')}")
     assert "another model needs processes of its own; set reference.placement=own" in line
-    assert found("reference.path=teacher", "reference.placement=own", "reference.offload.weights=true") == []
+    assert (
+        found("reference.path=teacher", "reference.placement=own", "reference.offload.weights=true")
+        == []
+    )
     [line] = found("reference.offload.weights=true")
     assert "with reference.placement=colocated the weights follow actor.offload.weights" in line
-    text = explain(load_config("e2e", ["reference.path=teacher", "reference.placement=own"]), Origins(frozenset(), {}))
-    assert "Reference: teacher; one forward pass over the samples of a step, in 1 processes of its own" in text
+    text = explain(
+        load_config("e2e", ["reference.path=teacher", "reference.placement=own"]),
+        Origins(frozenset(), {}),
+    )
+    assert (
+        "Reference: teacher; one forward pass over the samples of a step, in 1 processes of its own"
+        in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,11 +116,20 @@ def test_a_teacher_needs_processes_of_its_own() -> None:
         ("teacher", ("teacher.top_k=4",)),
     ],
 )
-def test_every_role_must_understand_the_policys_tokens(role: str, settings: tuple[str, ...]) -> None:
-    policy, other = Path(model_folder("policy")), Path(model_folder("other"))
+def test_every_role_must_understand_the_policys_tokens(
+    role: str, settings: tuple[str, ...]
+) -> None:
+    policy = Path(model_folder("policy"))
+    other = Path(model_folder("other"))
     for folder, size in ((policy, 17), (other, 16)):
         (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
-    overrides = (*settings, f"{role}.path=other", "~model.hf_config", "model.path=policy", "model.tokenizer=null")
+    overrides = (
+        *settings,
+        f"{role}.path=other",
+        "~model.hf_config",
+        "model.path=policy",
+        "model.tokenizer=null",
+    )
 
     def of_role() -> list[str]:
         return [line for line in found(*overrides) if line.startswith(role)]
@@ -106,7 +143,9 @@ def test_every_role_must_understand_the_policys_tokens(role: str, settings: tupl
     words = {"a": 0, "b": 1}
     tokenizer = {"model": {"vocab": words}, "added_tokens": [{"content": "<eos>", "id": 2}]}
     (policy / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (other / "tokenizer.json").write_text(json.dumps({**tokenizer, "model": {"vocab": {"a": 1, "b": 0}}}))
+    (other / "tokenizer.json").write_text(
+        json.dumps({**tokenizer, "model": {"vocab": {"a": 1, "b": 0}}})
+    )
     [line] = of_role()
     assert f"{role}.path=other has a tokenizer of its own (2 of its 3 tokens" in line
 
@@ -122,23 +161,35 @@ def test_a_teacher_speaks_the_language_of_the_policy() -> None:
     [line] = found("teacher.path=teacher")
     assert "teacher.top_k=32 is more than the 16 tokens of the vocabulary" in line
     [line] = found("teacher.path=nowhere")
-    assert "teacher.path=nowhere: no Hugging Face folder" in line and "`hybridflow sft --help`" in line
+    assert (
+        "teacher.path=nowhere: no Hugging Face folder" in line and "`hybridflow sft --help`" in line
+    )
     [line] = found(*settings, "teacher.parallel.tensor=2")
     assert "tensor x pipeline x context = 2 does not divide teacher.procs=1" in line
     [line] = found(*settings, "teacher.placement=colocated", "teacher.parallel.tensor=2")
-    assert "teacher.parallel is given, but with teacher.placement=colocated the actor.parallel layout counts" in line
+    assert (
+        "teacher.parallel is given, but with teacher.placement=colocated the actor.parallel "
+        "layout counts"
+    ) in line
     text = explain(load_config("e2e", settings), Origins(frozenset(), {}))
-    assert "Teacher: teacher; its 4 most likely tokens at every response token, 1 processes of its own" in text
+    assert (
+        "Teacher: teacher; its 4 most likely tokens at every response token, 1 processes of its own"
+        in text
+    )
     check_steps(load_config("e2e", settings))
 
 
 def test_distillation_needs_a_teacher_and_reads_what_it_writes() -> None:
     (Path(model_folder("teacher")) / "config.json").write_text('{"vocab_size": 16}')
-    one, alone = "actor.distillation.coef=0.5", "actor.distillation.task_rewards=false"
+    one = "actor.distillation.coef=0.5"
+    alone = "actor.distillation.task_rewards=false"
     [line] = found(one)
     assert "actor.distillation.coef=0.5 without a teacher to learn from: set teacher.path" in line
     [line] = found(alone)
-    assert "actor.distillation.task_rewards=false with actor.distillation.coef=0: nothing would be learned" in line
+    assert (
+        "actor.distillation.task_rewards=false with actor.distillation.coef=0: nothing would "
+        "be learned"
+    ) in line
     given = ("teacher.path=teacher", "teacher.top_k=4")
     sampled = (*given, one, alone, "actor.distillation.loss=low_var_kl+")
     for settings, said, reads, writer in (
@@ -159,7 +210,9 @@ def test_distillation_needs_a_teacher_and_reads_what_it_writes() -> None:
         assert found(*settings, "model.hf_config.vocab_size=16") == []
         config = load_config("e2e", settings)
         assert said in explain(config, Origins(frozenset(), {}))
-        assert tuple(name for name in update_step(config).reads if name.startswith("teacher")) == reads
+        assert (
+            tuple(name for name in update_step(config).reads if name.startswith("teacher")) == reads
+        )
         assert teacher_method(config.actor.distillation).__name__ == writer
         check_steps(config)
 
@@ -170,7 +223,9 @@ def test_reward_training_needs_pairs_that_fit() -> None:
     assert "pairs.parquet will not be made, because data.prepare.options.num_pairs is 0" in line
     [line] = found("reward_model.max_tokens_per_micro_batch=47", **settings)
     assert "less than two samples of 24" in line
-    assert any("reward_training.steps=0" in line for line in found("reward_training.steps=0", **settings))
+    assert any(
+        "reward_training.steps=0" in line for line in found("reward_training.steps=0", **settings)
+    )
     assert any(
         "nowhere.parquet does not exist" in line
         for line in found("reward_training.train_files=[nowhere.parquet]", **settings)
@@ -188,7 +243,10 @@ def test_explain_says_where_they_live_and_how_the_reward_is_made() -> None:
         and "reward.weight 1 x score + reward_model.weight 0.5 x its score" in colocated
     )
     own = text(*OWN, "critic.ppo_mini_batch_size=2")
-    assert "Critic: 2 processes of its own (tensor 1 x pipeline 2 x expert 1)" in own and "4 / 2 x 1 = 2 a step" in own
+    assert (
+        "Critic: 2 processes of its own (tensor 1 x pipeline 2 x expert 1)" in own
+        and "4 / 2 x 1 = 2 a step" in own
+    )
 
 
 def test_the_columns_of_every_step_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +268,15 @@ def test_recorded_pairs_are_for_estimators_of_preferences() -> None:
     check_steps(config)
     assert "Rollout: none in a step" in explain(config, Origins(frozenset(), {}))
     [line] = of_pairs("algorithm.adv_estimator=grpo")
-    assert "learns from the policy's own answers: recorded ones are others; set adv_estimator to dpo, ipo, kto" in line
+    assert (
+        "learns from the policy's own answers: recorded ones are others; set adv_estimator to "
+        "dpo, ipo, kto"
+    ) in line
     [line] = of_pairs("rollout.n=8")
-    assert "rollout.n=8 with data.answers=pairs: a prompt has two answers, chosen and rejected; set it to 2" in line
+    assert (
+        "rollout.n=8 with data.answers=pairs: a prompt has two answers, chosen and rejected; "
+        "set it to 2"
+    ) in line
     [line] = of_pairs("data.prepare.options.num_pairs=0")
     assert "pairs.parquet will not be made, because data.prepare.options.num_pairs is 0" in line
     for override, default in (
@@ -222,6 +286,11 @@ def test_recorded_pairs_are_for_estimators_of_preferences() -> None:
         ("data.weight_key=weight", "null"),
     ):
         [line] = of_pairs(override)
-        assert "is of answers that engines sample" in line and line.endswith(f"set it to {default}"), line
+        assert "is of answers that engines sample" in line and line.endswith(
+            f"set it to {default}"
+        ), line
     [line] = of_pairs("actor.rollout_correction.weight=token")
-    assert "actor.rollout_correction with data.answers=pairs: no engine has sampled the answers" in line
+    assert (
+        "actor.rollout_correction with data.answers=pairs: no engine has sampled the answers"
+        in line
+    )

@@ -1,4 +1,5 @@
-"""Tokenizers around chat templates: byte pairs with merges, and the tokens that a template names as added ones."""
+"""Tokenizers around chat templates: byte pairs with merges, and the tokens that a template names as
+added ones."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ TEMPLATES = {
 }
 # what models stop at, in one template or another
 ENDS = (
-    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>", "<｜end▁of▁sentence｜>", "<|user|>", "<|observation|>"),
+    *(
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|eot_id|>",
+        "</s>",
+        "<｜end▁of▁sentence｜>",
+        "<|user|>",
+        "<|observation|>",
+    ),
     *(
         "<|return|>",
         "<|call|>",
@@ -40,17 +49,21 @@ _CORPUS = [
 
 @functools.cache
 def _merges() -> str:
-    """Byte pairs that merge over line breaks, so that texts beside each other are other tokens than apart."""
+    """Byte pairs that merge over line breaks, so that texts beside each other are other tokens than
+    apart."""
     found = Backend(models.BPE())
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     found.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    found.train_from_iterator(_CORPUS * 9, trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet))
+    found.train_from_iterator(
+        _CORPUS * 9, trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet)
+    )
     return str(found.to_str())
 
 
 def tokenizer_with(template: str, eos: str | None = None) -> Tokenizer:
-    """A tokenizer with this template. Tags in small letters are added tokens that are not special, as in Qwen3."""
+    """A tokenizer with this template. Tags in small letters are added tokens that are not special,
+    as in Qwen3."""
     tokens = sorted({*_TOKEN.findall(template), "<|endoftext|>", "</s>", *([eos] if eos else [])})
     backend = Backend.from_str(_merges())
     for token in tokens:
@@ -59,7 +72,12 @@ def tokenizer_with(template: str, eos: str | None = None) -> Tokenizer:
         add([AddedToken(token, special=not is_tag, normalized=False)])
     ends = [end for end in (*([eos] if eos else []), *ENDS) if end in tokens]
     hf = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=ends[0], bos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        eos_token=ends[0],
+        bos_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
     )
     hf.chat_template = template
-    return Tokenizer(hf, Path("templated"), tuple(sorted(hf.convert_tokens_to_ids(end) for end in ends)))
+    return Tokenizer(
+        hf, Path("templated"), tuple(sorted(hf.convert_tokens_to_ids(end) for end in ends))
+    )

@@ -1,4 +1,5 @@
-"""What chat templates write between answers: token for token what they write in the whole conversation."""
+"""What chat templates write between answers: token for token what they write in the whole
+conversation."""
 
 from __future__ import annotations
 
@@ -35,13 +36,20 @@ MORE_OBSERVATIONS = (
     "<think>\n\n</think>",
 )
 FORMS = {
-    "headers": "{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
-    "<|end_header_id|>\n\n{{ m.content | tojson if m.role == 'tool' else m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    "headers": (
+        "{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role "
+        "}}<|end_header_id|>\n\n{{ m.content | tojson if m.role == 'tool' else m.content | trim "
+        "}}<|eot_id|>{% endfor %}{% if add_generation_prompt "
+        "%}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    ),
     "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}",
-    "roles": "[gMASK]<sop>{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n"
-    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}{# <|user|><|observation|> #}",
+    "roles": (
+        "[gMASK]<sop>{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role "
+        "}}|>\n"
+        "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}{# "
+        "<|user|><|observation|> #}"
+    ),
 }
 CASES = {**TEMPLATES, **FORMS}
 
@@ -55,11 +63,20 @@ def messages_of(exchanges: list[Exchange], arguments: Any) -> list[dict[str, Any
     found: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
     for exchange in exchanges:
         calls = [
-            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": arguments}}
+            {
+                "id": one.id,
+                "type": "function",
+                "function": {"name": one.name, "arguments": arguments},
+            }
             for one in exchange.calls
         ]
-        found.append({"role": "assistant", "content": ANSWER, **({"tool_calls": calls} if calls else {})})
-        found += [{**one, "content": one["content"].replace("\ud800", "\ufffd")} for one in exchange.messages]
+        found.append(
+            {"role": "assistant", "content": ANSWER, **({"tool_calls": calls} if calls else {})}
+        )
+        found += [
+            {**one, "content": one["content"].replace("\ud800", "\ufffd")}
+            for one in exchange.messages
+        ]
     return found
 
 
@@ -73,11 +90,16 @@ def rendered(tokenizer: Tokenizer, exchanges: list[Exchange]) -> str:
 
 def exchange_of(role: str, texts: list[str]) -> Exchange:
     known = {"tool_call_id": CALL.id, "name": CALL.name} if role == "tool" else {}
-    return Exchange([{"role": role, "content": text, **known} for text in texts], [CALL] if role == "tool" else [])
+    return Exchange(
+        [{"role": role, "content": text, **known} for text in texts],
+        [CALL] if role == "tool" else [],
+    )
 
 
 def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
-    return str(tokenizer._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(
+        tokenizer._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
 
 
 def added(tokenizer: Tokenizer, ids: list[int]) -> Counter[int]:
@@ -85,7 +107,9 @@ def added(tokenizer: Tokenizer, ids: list[int]) -> Counter[int]:
 
 
 @pytest.mark.parametrize("role", ["tool", "user"])
-def test_a_conversation_goes_on_as_the_template_writes_it(case: tuple[str, Tokenizer], role: str) -> None:
+def test_a_conversation_goes_on_as_the_template_writes_it(
+    case: tuple[str, Tokenizer], role: str
+) -> None:
     name, tokenizer = case
     if role == "tool" and name in WITHOUT_TOOLS:
         with pytest.raises(DataError, match="observation_role"):
@@ -97,7 +121,9 @@ def test_a_conversation_goes_on_as_the_template_writes_it(case: tuple[str, Token
 
 @pytest.mark.full
 @pytest.mark.parametrize("role", ["tool", "user"])
-def test_a_conversation_goes_on_whatever_is_observed(case: tuple[str, Tokenizer], role: str) -> None:
+def test_a_conversation_goes_on_whatever_is_observed(
+    case: tuple[str, Tokenizer], role: str
+) -> None:
     name, tokenizer = case
     if role != "tool" or name not in WITHOUT_TOOLS:
         go_on(tokenizer, role, MORE_OBSERVATIONS)
@@ -114,24 +140,36 @@ def go_on(tokenizer: Tokenizer, role: str, observations: Sequence[str]) -> None:
 
 
 def compare(tokenizer: Tokenizer, exchanges: list[Exchange], last: int) -> None:
-    whole, ids = rendered(tokenizer, exchanges), tokenizer.continuation(exchanges, last)
-    shown, end = text_of(tokenizer, ids), text_of(tokenizer, [last])
+    whole = rendered(tokenizer, exchanges)
+    ids = tokenizer.continuation(exchanges, last)
+    shown = text_of(tokenizer, ids)
+    end = text_of(tokenizer, [last])
     assert whole.endswith(shown)
     sampled = whole[: len(whole) - len(shown)]
-    ends = [sampled.rfind(said) + len(said) for said in (ANSWER, *(["value"] if exchanges[-1].calls else []))]
+    ends = [
+        sampled.rfind(said) + len(said)
+        for said in (ANSWER, *(["value"] if exchanges[-1].calls else []))
+    ]
     sampled = sampled[max(ends) :]
     if not exchanges[-1].calls:  # with calls the rest of their form was sampled too
         assert sampled.strip() in ("", end)
-    assert not any(text_of(tokenizer, [stop]) in sampled.removesuffix(end) for stop in tokenizer.stop_ids)
+    assert not any(
+        text_of(tokenizer, [stop]) in sampled.removesuffix(end) for stop in tokenizer.stop_ids
+    )
     texts = [str(one["content"]) for one in exchanges[-1].messages]
     if not any(token in text for text in texts for token in tokenizer._hf.get_added_vocab()):
         assert tokenizer.encode(whole)[-len(ids) :] == ids
-    plain = Exchange([{**one, "content": "408"} for one in exchanges[-1].messages], exchanges[-1].calls)
-    assert added(tokenizer, ids) == added(tokenizer, tokenizer.continuation([*exchanges[:-1], plain], last))
+    plain = Exchange(
+        [{**one, "content": "408"} for one in exchanges[-1].messages], exchanges[-1].calls
+    )
+    assert added(tokenizer, ids) == added(
+        tokenizer, tokenizer.continuation([*exchanges[:-1], plain], last)
+    )
 
 
 REPORTED = {
-    # what ends an answer, how results are written, does the prompt open a thinking, whose messages drop earlier ones
+    # what ends an answer, how results are written, does the prompt open a thinking, whose messages
+    # drop earlier ones
     "Qwen-Qwen3-0.6B": ("<|im_end|>", "raw", False, ("user",)),
     "Qwen3.5-4B": ("<|im_end|>", "trimmed", True, ("user",)),
     "GLM-4.6": (None, "raw", False, ("user",)),
@@ -146,7 +184,12 @@ REPORTED = {
 def test_what_a_template_does_is_reported(name: str) -> None:
     report = tokenizer_with(CASES[name]).template.report()
     tool = report.observations["tool"]
-    assert (report.ends_answer, tool.text, report.opens_thinking, report.drops_thinking) == REPORTED[name]
+    assert (
+        report.ends_answer,
+        tool.text,
+        report.opens_thinking,
+        report.drops_thinking,
+    ) == REPORTED[name]
     assert {"user", "assistant", "tool"} <= set(report.roles) and not report.problems
     assert ("lookup" in report.example_call) == (name != "headers")
 
@@ -160,10 +203,25 @@ def test_a_template_without_results_of_tools_says_so() -> None:
 @pytest.mark.parametrize(
     ("name", "role", "last", "shown"),
     [
-        ("GLM-4.6", "tool", "<|observation|>", "\n<tool_response>\n408\n</tool_response><|assistant|>"),
-        ("GLM-4.6", "tool", "<|user|>", "<|observation|>\n<tool_response>\n408\n</tool_response><|assistant|>"),
+        (
+            "GLM-4.6",
+            "tool",
+            "<|observation|>",
+            "\n<tool_response>\n408\n</tool_response><|assistant|>",
+        ),
+        (
+            "GLM-4.6",
+            "tool",
+            "<|user|>",
+            "<|observation|>\n<tool_response>\n408\n</tool_response><|assistant|>",
+        ),
         ("GLM-4.6", "user", "<|user|>", "\n408<|assistant|>"),
-        ("Qwen-Qwen3-0.6B", "user", "<|im_end|>", "\n<|im_start|>user\n408<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            "Qwen-Qwen3-0.6B",
+            "user",
+            "<|im_end|>",
+            "\n<|im_start|>user\n408<|im_end|>\n<|im_start|>assistant\n",
+        ),
         (
             "Qwen-Qwen3-0.6B",
             "user",
@@ -189,24 +247,32 @@ def test_the_end_of_an_answer_is_shown_where_another_token_ended_it(
 
 def test_results_are_strings_of_json_where_the_template_writes_them_so() -> None:
     tokenizer = tokenizer_with(FORMS["headers"])
-    ids = tokenizer.continuation([exchange_of("tool", ['line1\nsay "hi"'])], tokenizer.encode("<|eot_id|>")[0])
+    ids = tokenizer.continuation(
+        [exchange_of("tool", ['line1\nsay "hi"'])], tokenizer.encode("<|eot_id|>")[0]
+    )
     assert r'"line1\nsay \"hi\""' in text_of(tokenizer, ids)
 
 
 def test_a_template_that_moves_what_was_said_is_refused() -> None:
     tools_before_the_last_question = (
-        "{% for m in messages %}{% if m.role == 'user' and not messages[loop.index:] | selectattr('role', 'equalto', "
-        "'user') | list %}[TOOLS]{% endif %}{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'user' and not messages[loop.index:] | "
+        "selectattr('role', 'equalto', 'user') | list %}[TOOLS]{% endif %}{{ m.content }}{{ '</s>' "
+        "if m.role == 'assistant' }}{% endfor %}"
     )
     tokenizer = tokenizer_with(tools_before_the_last_question)
-    with pytest.raises(DataError, match="writes what was said before anew when a message of role user comes"):
+    with pytest.raises(
+        DataError, match="writes what was said before anew when a message of role user comes"
+    ):
         tokenizer.template.check("user")
     tokenizer.template.check("tool")
 
 
 def test_a_template_that_refuses_calls_is_refused() -> None:
     """Without the calls it would show other names and ids than in the whole conversation."""
-    template = "{% for m in messages %}{{ m.tool_calls.append(1) if m.tool_calls }}" + FORMS["plain"].partition("%}")[2]
+    template = (
+        "{% for m in messages %}{{ m.tool_calls.append(1) if m.tool_calls }}"
+        + FORMS["plain"].partition("%}")[2]
+    )
     tokenizer = tokenizer_with(template)
     with pytest.raises(DataError, match="refused the messages"):
         tokenizer.template.check("tool", with_calls=True)
@@ -214,7 +280,8 @@ def test_a_template_that_refuses_calls_is_refused() -> None:
 
 
 def test_added_tokens_that_the_vocabulary_holds_too_stay_text() -> None:
-    """A unigram vocabulary holds its special tokens; a text that begins in the middle gets no space before it."""
+    """A unigram vocabulary holds its special tokens; a text that begins in the middle gets no space
+    before it."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
@@ -226,8 +293,11 @@ def test_added_tokens_that_the_vocabulary_holds_too_stay_text() -> None:
     backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
     hf.chat_template = (
-        "{% for m in messages %}{{ m.content }}{{ '</s>' if m.role == 'assistant' else '</s>U:' }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{{ '</s>' if m.role == 'assistant' else '</s>U:' "
+        "}}{% endfor %}"
     )
     tokenizer = Tokenizer(hf, Path("unigram"), (hf.eos_token_id,))
-    ids = tokenizer.continuation([Exchange([{"role": "user", "content": "ab</s>c"}])], hf.eos_token_id)
+    ids = tokenizer.continuation(
+        [Exchange([{"role": "user", "content": "ab</s>c"}])], hf.eos_token_id
+    )
     assert hf.convert_ids_to_tokens(ids) == [*"ab", "<", "/", "s", ">", "c", "</s>", *"U:"]

@@ -49,7 +49,12 @@ def test_batches_hold_the_asked_rows_in_the_asked_order(tmp_path, tokenizer):
     dataset = PromptDataset([one, two], tokenizer, DataConfig())
     assert (len(dataset), dataset.data_sources) == (3, ["arithmetic"])
     batch = dataset.batch([2, 0, 1, 0])
-    assert [tokenizer.decode(row) for row in batch["prompt_ids"]] == ["7=", "1+1=", "10+20=", "1+1="]
+    assert [tokenizer.decode(row) for row in batch["prompt_ids"]] == [
+        "7=",
+        "1+1=",
+        "10+20=",
+        "1+1=",
+    ]
     assert batch["prompt_ids"].dtype == np.int64
     assert batch["index"].tolist() == [2, 0, 1, 0]
     assert batch["ground_truth"].tolist() == [["7", "07"], "2", "30", "2"]
@@ -67,7 +72,9 @@ def test_rows_outside_the_dataset_are_refused(tmp_path, tokenizer, index):
 def test_extra_info_is_optional(tmp_path, tokenizer):
     row = _row("1")
     del row["extra_info"]
-    assert PromptDataset([_file(tmp_path, [row])], tokenizer, DataConfig()).batch([0])["extra_info"].tolist() == [{}]
+    assert PromptDataset([_file(tmp_path, [row])], tokenizer, DataConfig()).batch([0])[
+        "extra_info"
+    ].tolist() == [{}]
 
 
 def test_message_fields_that_parquet_filled_with_null_do_not_reach_the_template(tmp_path):
@@ -76,7 +83,11 @@ def test_message_fields_that_parquet_filled_with_null_do_not_reach_the_template(
         "{% for m in messages %}{{ '+' if m.name is defined else '-' }}{% endfor %}"
     )
     row = _row(
-        "1", prompt=[{"role": "user", "content": "1", "name": None}, {"role": "user", "content": "2", "name": "x"}]
+        "1",
+        prompt=[
+            {"role": "user", "content": "1", "name": None},
+            {"role": "user", "content": "2", "name": "x"},
+        ],
     )
     tokenizer = load_tokenizer(tmp_path / "t")
     dataset = PromptDataset([_file(tmp_path, [row])], tokenizer, DataConfig())
@@ -92,15 +103,21 @@ def test_another_prompt_key(tmp_path, tokenizer):
 # --- prompts that are too long: "12345678" is 9 tokens with "="
 
 
-@pytest.mark.parametrize(("truncation", "text"), [("left", "5678="), ("right", "12345"), ("middle", "1278=")])
+@pytest.mark.parametrize(
+    ("truncation", "text"), [("left", "5678="), ("right", "12345"), ("middle", "1278=")]
+)
 def test_truncation_cuts_where_it_says(tmp_path, tokenizer, truncation, text):
     path = _file(tmp_path, [_row("12345678"), _row("1234")])
-    dataset = PromptDataset([path], tokenizer, DataConfig(max_prompt_length=5, truncation=truncation))
+    dataset = PromptDataset(
+        [path], tokenizer, DataConfig(max_prompt_length=5, truncation=truncation)
+    )
     assert [tokenizer.decode(row) for row in dataset.batch([0, 1])["prompt_ids"]] == [text, "1234="]
     assert (dataset.num_truncated, dataset.num_filtered) == (1, 0)
 
 
-def test_a_prompt_that_is_too_long_is_refused_with_row_length_limit_and_ways_out(tmp_path, tokenizer):
+def test_a_prompt_that_is_too_long_is_refused_with_row_length_limit_and_ways_out(
+    tmp_path, tokenizer
+):
     path = _file(tmp_path, [_row("1234"), _row("12345678")])
     named = (
         r"rows\.parquet, row 1: the prompt has 9 tokens, data\.max_prompt_length is "
@@ -122,7 +139,9 @@ def test_filtering_drops_long_prompts_and_numbers_the_rest_without_gaps(tmp_path
 def test_nothing_left_after_filtering_is_an_error(tmp_path, tokenizer):
     path = _file(tmp_path, [_row("12345678")])
     with pytest.raises(DataError, match=r"no rows left \(1 dropped"):
-        PromptDataset([path], tokenizer, DataConfig(max_prompt_length=5, filter_overlong_prompts=True))
+        PromptDataset(
+            [path], tokenizer, DataConfig(max_prompt_length=5, filter_overlong_prompts=True)
+        )
 
 
 # --- files that are not what they should be
@@ -134,10 +153,16 @@ def test_nothing_left_after_filtering_is_an_error(tmp_path, tokenizer):
         ({"prompt": 12}, f"row 1, column 'prompt': expected {ROLES}"),
         ({"prompt": []}, f"row 1, column 'prompt': expected {ROLES}"),
         ({"prompt": None}, f"row 1, column 'prompt': expected {ROLES}"),
-        ({"prompt": [{"role": "user", "content": None}]}, f"row 1, column 'prompt': expected {ROLES}"),
+        (
+            {"prompt": [{"role": "user", "content": None}]},
+            f"row 1, column 'prompt': expected {ROLES}",
+        ),
         ({"prompt": [{"role": "user"}]}, f"row 1, column 'prompt': expected {ROLES}"),
         ({"data_source": None}, "row 1, column 'data_source': expected a string, found None"),
-        ({"reward_model": {"style": "rule", "ground_truth": None}}, "row 1, column 'reward_model': expected a struct"),
+        (
+            {"reward_model": {"style": "rule", "ground_truth": None}},
+            "row 1, column 'reward_model': expected a struct",
+        ),
         ({"reward_model": None}, "row 1, column 'reward_model': expected a struct"),
     ],
 )
@@ -160,16 +185,23 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path, tokenizer):
     path = _file(tmp_path, [{"question": "x", "data_source": "y"}])
     with pytest.raises(
         DataError,
-        match=r"rows\.parquet: column 'prompt', 'reward_model' is missing; the file has question, data_source",
+        match=(
+            r"rows\.parquet: column 'prompt', 'reward_model' is missing; the file has question, "
+            r"data_source"
+        ),
     ):
         PromptDataset([path], tokenizer, DataConfig())
 
 
 def test_a_refusing_chat_template_is_named_with_its_row(tmp_path, tokenizer):
     write_character_tokenizer(tmp_path / "strict", CHARACTERS)
-    (tmp_path / "strict" / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    (tmp_path / "strict" / "chat_template.jinja").write_text(
+        "{{ raise_exception('no such role') }}"
+    )
     with pytest.raises(DataError, match=r"rows\.parquet, row 0, column 'prompt': .*no such role"):
-        PromptDataset([_file(tmp_path, [_row("1")])], load_tokenizer(tmp_path / "strict"), DataConfig())
+        PromptDataset(
+            [_file(tmp_path, [_row("1")])], load_tokenizer(tmp_path / "strict"), DataConfig()
+        )
 
 
 def test_missing_and_unreadable_files_are_named(tmp_path, tokenizer):
@@ -202,12 +234,17 @@ def _demonstration(content: str, response: Any) -> dict[str, Any]:
 
 def test_demonstrations_are_split_into_prompt_and_response_with_eos(tmp_path, tokenizer):
     dataset = SftDataset(
-        [_file(tmp_path, [_demonstration("1+1", "2"), _demonstration("9+9", "18")])], tokenizer, DataConfig()
+        [_file(tmp_path, [_demonstration("1+1", "2"), _demonstration("9+9", "18")])],
+        tokenizer,
+        DataConfig(),
     )
     batch = dataset.batch([1, 0])
     assert len(dataset) == 2
     assert batch["index"].tolist() == [1, 0]
-    assert [row.tolist() for row in batch["prompt_ids"]] == [tokenizer.encode("9+9="), tokenizer.encode("1+1=")]
+    assert [row.tolist() for row in batch["prompt_ids"]] == [
+        tokenizer.encode("9+9="),
+        tokenizer.encode("1+1="),
+    ]
     assert [row.tolist() for row in batch["response_ids"]] == [
         [*tokenizer.encode("18"), tokenizer.eos_id],
         [*tokenizer.encode("2"), tokenizer.eos_id],
@@ -217,10 +254,15 @@ def test_demonstrations_are_split_into_prompt_and_response_with_eos(tmp_path, to
 def test_a_response_that_is_too_long_with_its_eos(tmp_path, tokenizer):
     path = _file(tmp_path, [_demonstration("1", "123"), _demonstration("1", "1234")])
     with pytest.raises(
-        DataError, match=r"row 1: the response with its end token has 5 tokens, data\.max_response_length is 4"
+        DataError,
+        match=(
+            r"row 1: the response with its end token has 5 tokens, data\.max_response_length is 4"
+        ),
     ):
         SftDataset([path], tokenizer, DataConfig(max_response_length=4))
-    filtered = SftDataset([path], tokenizer, DataConfig(max_response_length=4, filter_overlong_prompts=True))
+    filtered = SftDataset(
+        [path], tokenizer, DataConfig(max_response_length=4, filter_overlong_prompts=True)
+    )
     assert (len(filtered), filtered.num_filtered) == (1, 1)
     cut = SftDataset([path], tokenizer, DataConfig(max_response_length=4, truncation="left"))
     assert [row.tolist()[-1] for row in cut.batch([0, 1])["response_ids"]] == [
@@ -235,7 +277,9 @@ def test_a_response_ends_once(tmp_path, tokenizer, response):
     path = _file(tmp_path, [{"prompt": prompt, "response": response}])
     batch = SftDataset([path], tokenizer, DataConfig()).batch([0])
     assert batch.jagged("response_ids").row(0).tolist() == tokenizer.encode("3<eos>")
-    pair = _file(tmp_path, [{"prompt": prompt, "chosen": response, "rejected": "4<eos>"}], "pairs.parquet")
+    pair = _file(
+        tmp_path, [{"prompt": prompt, "chosen": response, "rejected": "4<eos>"}], "pairs.parquet"
+    )
     batch = PreferenceDataset([pair], tokenizer, DataConfig()).batch([0])
     assert batch.jagged("chosen_ids").row(0).tolist() == tokenizer.encode("3<eos>")
 
@@ -251,14 +295,18 @@ def test_a_response_ends_as_the_template_ends_it(tmp_path):
 def test_an_empty_response_is_refused_with_its_row(tmp_path, tokenizer, response):
     prompt = [{"role": "user", "content": "1+2"}]
     rows = [{"prompt": prompt, "response": "3"}, {"prompt": prompt, "response": response}]
-    with pytest.raises(DataError, match=r"rows\.parquet, row 1, column 'response': expected an answer"):
+    with pytest.raises(
+        DataError, match=r"rows\.parquet, row 1, column 'response': expected an answer"
+    ):
         SftDataset([_file(tmp_path, rows)], tokenizer, DataConfig())
 
 
 def test_a_prompt_that_ends_with_the_assistant_is_refused_or_continued(tmp_path, tokenizer):
     messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
     path = _file(tmp_path, [_row("7"), _row("", prompt=messages)])
-    with pytest.raises(DataError, match=r"row 1, column 'prompt': the last message is the assistant's, '3'"):
+    with pytest.raises(
+        DataError, match=r"row 1, column 'prompt': the last message is the assistant's, '3'"
+    ):
         PromptDataset([path], tokenizer, DataConfig())
     dataset = PromptDataset([path], tokenizer, DataConfig(continue_final_message=True))
     assert [tokenizer.decode(row) for row in dataset.batch([0, 1])["prompt_ids"]] == ["7=", "1+2=3"]
@@ -267,10 +315,17 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused_or_continued(tmp_path,
 def test_a_demonstration_without_response_is_named(tmp_path, tokenizer):
     with pytest.raises(DataError, match="column 'answer' is missing"):
         SftDataset(
-            [_file(tmp_path, [_demonstration("1", "2")])], tokenizer, DataConfig(), SftConfig(response_key="answer")
+            [_file(tmp_path, [_demonstration("1", "2")])],
+            tokenizer,
+            DataConfig(),
+            SftConfig(response_key="answer"),
         )
     with pytest.raises(DataError, match="row 1, column 'response': expected a string"):
-        SftDataset([_file(tmp_path, [_demonstration("1", "2"), _demonstration("1", None)])], tokenizer, DataConfig())
+        SftDataset(
+            [_file(tmp_path, [_demonstration("1", "2"), _demonstration("1", None)])],
+            tokenizer,
+            DataConfig(),
+        )
 
 
 CUSTOM = """
@@ -293,13 +348,19 @@ class NoIndex(PromptDataset):
 def _custom(folder: Path, tokenizer: Tokenizer, name: str, rows: int = 3) -> Any:
     (folder / "mine.py").write_text(CUSTOM)
     files = [_file(folder, [_row(str(i)) for i in range(rows)])]
-    return open_prompts(files, tokenizer, DataConfig(dataset_class=DatasetClassConfig(str(folder / "mine.py"), name)))
+    return open_prompts(
+        files,
+        tokenizer,
+        DataConfig(dataset_class=DatasetClassConfig(str(folder / "mine.py"), name)),
+    )
 
 
 def test_a_dataset_class_of_ones_own_is_used(tmp_path, tokenizer):
     dataset = _custom(tmp_path, tokenizer, "Reversed")
     assert dataset.batch(np.array([0, 2]))["index"].tolist() == [2, 0]
-    assert isinstance(open_prompts([_file(tmp_path, [_row("1")])], tokenizer, DataConfig()), PromptDataset)
+    assert isinstance(
+        open_prompts([_file(tmp_path, [_row("1")])], tokenizer, DataConfig()), PromptDataset
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,7 +371,9 @@ def test_a_dataset_class_of_ones_own_is_used(tmp_path, tokenizer):
         ("NoIndex", "lacks column 'index'"),
     ],
 )
-def test_a_dataset_class_that_cannot_serve_is_refused_with_a_reason(tmp_path, tokenizer, name, said):
+def test_a_dataset_class_that_cannot_serve_is_refused_with_a_reason(
+    tmp_path, tokenizer, name, said
+):
     with pytest.raises(ConfigError, match=said):
         _custom(tmp_path, tokenizer, name)
 
@@ -325,9 +388,14 @@ def test_a_dataset_file_that_is_missing_or_broken_is_named(tmp_path, tokenizer):
 
 
 def test_weights_and_curriculum_come_from_extra_info(tmp_path, tokenizer):
-    rows = [_row(str(i), extra_info={"index": i, "level": 3 - i, "weight": float(i > 1)}) for i in range(4)]
+    rows = [
+        _row(str(i), extra_info={"index": i, "level": 3 - i, "weight": float(i > 1)})
+        for i in range(4)
+    ]
     dataset = PromptDataset([_file(tmp_path, rows)], tokenizer, DataConfig())
-    easy_first = open_sampler(DataConfig(train_batch_size=4, difficulty_key="level"), dataset, seed=1)
+    easy_first = open_sampler(
+        DataConfig(train_batch_size=4, difficulty_key="level"), dataset, seed=1
+    )
     assert next(easy_first).tolist() == [3, 2, 1, 0]
     weighted = open_sampler(DataConfig(train_batch_size=4, weight_key="weight"), dataset, seed=1)
     assert sorted(next(weighted).tolist()) == [2, 2, 3, 3]
@@ -353,13 +421,20 @@ def test_a_file_of_another_kind_is_not_called_truncated(tmp_path, content, said)
 def test_a_batch_larger_than_the_data_is_refused(tmp_path, tokenizer):
     files = (str(_file(tmp_path, [_row("1+1")] * 4, "a.parquet")),)
     config = DataConfig(train_files=files, train_batch_size=5)
-    with pytest.raises(ConfigError, match=r"data\.train_batch_size=5 is more than the 4 rows of .*a\.parquet"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train_batch_size=5 is more than the 4 rows of .*a\.parquet"
+    ):
         open_training(tokenizer, config)
     assert len(open_training(tokenizer, DataConfig(train_files=files, train_batch_size=4))) == 4
 
 
-LINES = [{"question": "1+1", "answer": {"final": "2"}}, {"question": "2+3", "answer": {"final": "5"}}]
-MAPPED = DataConfig(prompt_key="question", ground_truth_key="answer.final", data_source="arithmetic")
+LINES = [
+    {"question": "1+1", "answer": {"final": "2"}},
+    {"question": "2+3", "answer": {"final": "5"}},
+]
+MAPPED = DataConfig(
+    prompt_key="question", ground_truth_key="answer.final", data_source="arithmetic"
+)
 
 
 def _write(folder: Path, form: str) -> Path:
@@ -382,18 +457,30 @@ def test_files_of_other_forms_and_columns_are_mapped_by_keys(tmp_path, tokenizer
     config = replace(MAPPED, ground_truth_key="answer") if form == "csv" else MAPPED
     batch = PromptDataset([_write(tmp_path, form)], tokenizer, config).batch([0, 1])
     assert [tokenizer.decode(row) for row in batch["prompt_ids"]] == ["1+1=", "2+3="]
-    assert batch["ground_truth"].tolist() == ["2", "5"] and set(batch["data_source"]) == {"arithmetic"}
+    assert batch["ground_truth"].tolist() == ["2", "5"] and set(batch["data_source"]) == {
+        "arithmetic"
+    }
 
 
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     [
         ("parquet", {"prompt_key": "prompt"}, "column 'prompt' is missing; .*data.prompt_key"),
-        ("jsonl", {"data_source": None}, "column 'data_source' is missing; .*data.data_source=NAME"),
-        ("json", {"ground_truth_key": "answer.last"}, "row 0, column 'answer': expected a struct with last"),
+        (
+            "jsonl",
+            {"data_source": None},
+            "column 'data_source' is missing; .*data.data_source=NAME",
+        ),
+        (
+            "json",
+            {"ground_truth_key": "answer.last"},
+            "row 0, column 'answer': expected a struct with last",
+        ),
     ],
 )
-def test_columns_that_are_not_there_are_named_with_the_keys(tmp_path, tokenizer, form, change, message):
+def test_columns_that_are_not_there_are_named_with_the_keys(
+    tmp_path, tokenizer, form, change, message
+):
     with pytest.raises(DataError, match=message):
         PromptDataset([_write(tmp_path, form)], tokenizer, replace(MAPPED, **change))
 
@@ -401,7 +488,11 @@ def test_columns_that_are_not_there_are_named_with_the_keys(tmp_path, tokenizer,
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"question": "1", "answer": {"final": "1"}}\n[1]\n', "line 2: expected an object"),
+        (
+            "a.jsonl",
+            b'{"question": "1", "answer": {"final": "1"}}\n[1]\n',
+            "line 2: expected an object",
+        ),
         ("a.jsonl", b"\xff\n", "line 1: not valid JSON"),
         ("a.json", b"[1, 2", "not valid JSON"),
         ("a.csv", b"question,answer\n1\n", "not as many values as the header"),

@@ -23,7 +23,8 @@ CONVERSATION = [
     {"role": "user", "content": "and?"},
     {"role": "assistant", "content": "second"},
 ]
-# what ends an answer in the templates that show all answers behind the prompts that ask for them, whatever follows
+# what ends an answer in the templates that show all answers behind the prompts that ask for them,
+# whatever follows
 ENDS = {
     "ByteDance-Seed-OSS": "<seed:eos>",
     "HuggingFaceTB-SmolLM3-3B": "<|im_end|>",
@@ -42,10 +43,14 @@ ENDS = {
 LEARNED = {
     "Apertus-8B-Instruct": [["first<|assistant_end|>", "second<|endoftext|>"]],
     "GLM-4.6": [["\n<think></think>\nfirst<|user|>", "\n<think></think>\nsecond<|endoftext|>"]],
-    "Qwen-Qwen3-0.6B": [[f"<think>\n\n</think>\n\n{answer}<|im_end|>"] for answer in ("first", "second")],
+    "Qwen-Qwen3-0.6B": [
+        [f"<think>\n\n</think>\n\n{answer}<|im_end|>"] for answer in ("first", "second")
+    ],
     "Qwen3.5-4B": [[f"</think>\n\n{answer}<|im_end|>"] for answer in ("first", "second")],
     "StepFun3.5-Flash": [[f"</think>\n{answer}<|im_end|>"] for answer in ("first", "second")],
-    "openai-gpt-oss-120b": [[f"<|channel|>final<|message|>{answer}<|return|>"] for answer in ("first", "second")],
+    "openai-gpt-oss-120b": [
+        [f"<|channel|>final<|message|>{answer}<|return|>"] for answer in ("first", "second")
+    ],
 }
 # these show an answer without the thinking that their prompt has opened
 REFUSED = {
@@ -58,12 +63,18 @@ REFUSED = {
 
 
 def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
-    return str(tokenizer._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(
+        tokenizer._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
 
 
 def learned(tokenizer: Tokenizer, row: LearnedRow) -> list[str]:
     """The texts that are learned, each from its first token to its last."""
-    runs = [list(run) for wanted, run in groupby(zip(row.ids, row.learned, strict=True), lambda one: one[1]) if wanted]
+    runs = [
+        list(run)
+        for wanted, run in groupby(zip(row.ids, row.learned, strict=True), lambda one: one[1])
+        if wanted
+    ]
     return [text_of(tokenizer, [token for token, _ in run]) for run in runs]
 
 
@@ -92,13 +103,15 @@ def test_an_answer_that_is_written_otherwise_later_has_a_row_of_its_own(name: st
     assert [learned(tokenizer, row) for row in rows] == LEARNED[name]
     for row, length in zip(rows, (4,) if len(rows) == 1 else (2, 4), strict=True):
         ids = whole(tokenizer, CONVERSATION[:length])
-        assert row.ids in (ids, [*ids, tokenizer.end_id])  # where the template does not end the last answer
+        # where the template does not end the last answer
+        assert row.ids in (ids, [*ids, tokenizer.end_id])
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_an_answer_that_generation_could_not_give_is_refused(name: str) -> None:
     with pytest.raises(
-        DataError, match=r"message 1: the chat template asks for this answer with .*\breasoning_content"
+        DataError,
+        match=r"message 1: the chat template asks for this answer with .*\breasoning_content",
     ):
         learned_rows(tokenizer_with(TEMPLATES[name]), CONVERSATION, None, None)
 
@@ -120,17 +133,26 @@ def test_thinking_that_a_template_drops_later_is_learned(name: str) -> None:
 def test_what_a_template_leaves_out_of_an_answer_is_refused() -> None:
     tokenizer = tokenizer_with(TEMPLATES["Qwen-Qwen2.5-7B-Instruct"])
     messages = [CONVERSATION[0], {**CONVERSATION[1], "reasoning_content": "hmm"}]
-    with pytest.raises(DataError, match="message 1: the chat template leaves 'hmm' of this answer out"):
+    with pytest.raises(
+        DataError, match="message 1: the chat template leaves 'hmm' of this answer out"
+    ):
         learned_rows(tokenizer, messages, None, None)
-    with pytest.raises(DataError, match="message 1: the chat template shows nothing of this answer"):
+    with pytest.raises(
+        DataError, match="message 1: the chat template shows nothing of this answer"
+    ):
         learned_rows(tokenizer, [CONVERSATION[0], {"role": "assistant", "content": ""}], None, None)
 
 
 CALLS = {
-    "Qwen-Qwen2.5-7B-Instruct": '<tool_call>\n{"name": "lookup", "arguments": {"key": "v"}}\n</tool_call><|im_end|>',
-    "openai-gpt-oss-120b": ' to=functions.lookup<|channel|>commentary json<|message|>{"key": "v"}<|call|>',
-    "GLM-4.6": "\n<think></think>\n<tool_call>lookup\n<arg_key>key</arg_key>\n<arg_value>v</arg_value>\n</tool_call>"
-    "<|observation|>",
+    "Qwen-Qwen2.5-7B-Instruct": (
+        '<tool_call>\n{"name": "lookup", "arguments": {"key": "v"}}\n</tool_call><|im_end|>'
+    ),
+    "openai-gpt-oss-120b": (
+        ' to=functions.lookup<|channel|>commentary json<|message|>{"key": "v"}<|call|>'
+    ),
+    "GLM-4.6": (
+        "\n<think></think>\n<tool_call>lookup\n<arg_key>key</arg_key>\n<arg_value>v</arg_value>\n</tool_call><|observation|>"
+    ),
 }
 
 
@@ -141,7 +163,11 @@ def test_calls_are_learned_and_results_are_not(name: str, call: str, arguments: 
     function = {"name": "lookup", "arguments": arguments}
     messages = [
         {"role": "user", "content": "hello?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "function": function}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call00000", "function": function}],
+        },
         {"role": "tool", "content": "408", "tool_call_id": "call00000", "name": "lookup"},
         {"role": "assistant", "content": "So 408."},
     ]
@@ -169,7 +195,10 @@ def test_a_column_says_which_turns_are_learned(tmp_path: Path) -> None:
     batch = SftDataset(_file(tmp_path, rows), tokenizer, DataConfig(), sft).batch([0, 1, 2])
     texts = []
     for number in range(3):
-        prompt, ids, mask = (batch.jagged(name).row(number) for name in ("prompt_ids", "response_ids", "response_mask"))
+        prompt, ids, mask = (
+            batch.jagged(name).row(number)
+            for name in ("prompt_ids", "response_ids", "response_mask")
+        )
         texts.append(text_of(tokenizer, ids[mask].tolist()))
         assert mask[0] and len(prompt)
     assert texts == ["first<|im_end|>", "second<|im_end|>", "first<|im_end|>"]
@@ -180,8 +209,12 @@ def test_tools_of_a_row_are_shown(tmp_path: Path) -> None:
     tool = '[{"type": "function", "function": {"name": "lookup", "description": "Looks up."}}]'
     rows = [{"chat": CONVERSATION, "tools": tool}, {"chat": CONVERSATION, "tools": None}]
     sft = SftConfig(messages_key="chat", tools_key="tools")
-    batch = SftDataset(_file(tmp_path, rows), tokenizer, DataConfig(max_prompt_length=1024), sft).batch([0, 1])
-    shown = [text_of(tokenizer, batch.jagged("prompt_ids").row(number).tolist()) for number in (0, 1)]
+    batch = SftDataset(
+        _file(tmp_path, rows), tokenizer, DataConfig(max_prompt_length=1024), sft
+    ).batch([0, 1])
+    shown = [
+        text_of(tokenizer, batch.jagged("prompt_ids").row(number).tolist()) for number in (0, 1)
+    ]
     assert ["Looks up." in text for text in shown] == [True, False]
 
 
@@ -189,9 +222,11 @@ def test_long_conversations_are_refused_dropped_or_cut(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(TEMPLATES["moonshotai-Kimi-K2"])
     files = _file(tmp_path, [{"chat": CONVERSATION}, {"chat": CONVERSATION[:2]}])
     lengths = [len(whole(tokenizer, CONVERSATION)), len(whole(tokenizer, CONVERSATION[:2]))]
-    limits, sft = {"max_prompt_length": lengths[1], "max_response_length": 1}, SftConfig(messages_key="chat")
+    limits = {"max_prompt_length": lengths[1], "max_response_length": 1}
+    sft = SftConfig(messages_key="chat")
     with pytest.raises(
-        DataError, match=rf"row 0: the conversation has {lengths[0]} tokens, data\.max_prompt_length \+"
+        DataError,
+        match=rf"row 0: the conversation has {lengths[0]} tokens, data\.max_prompt_length \+",
     ):
         SftDataset(files, tokenizer, DataConfig(**limits), sft)
     dropped = SftDataset(files, tokenizer, DataConfig(**limits, filter_overlong_prompts=True), sft)
@@ -208,14 +243,19 @@ def test_long_conversations_are_refused_dropped_or_cut(tmp_path: Path) -> None:
     [
         ({"chat": "hello", "learn": [True]}, "no JSON"),
         ({"chat": [], "learn": [True]}, "expected a list of chat messages"),
-        ({"chat": [{"role": "user", "content": None}], "learn": []}, "expected a list of chat messages"),
+        (
+            {"chat": [{"role": "user", "content": None}], "learn": []},
+            "expected a list of chat messages",
+        ),
         ({"chat": CONVERSATION[:1], "learn": []}, "no message of the assistant to learn"),
         ({"chat": CONVERSATION, "learn": [False, False]}, "no message of the assistant to learn"),
         ({"chat": CONVERSATION, "learn": [True]}, "1 marks for 2 messages of the assistant"),
         ({"chat": CONVERSATION, "learn": None}, "expected a list of booleans"),
     ],
 )
-def test_malformed_conversations_are_named_with_their_row(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_malformed_conversations_are_named_with_their_row(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
     files = _file(tmp_path, [row])
     with pytest.raises(DataError, match=rf"rows\.parquet, row 0, column 'chat': .*{message}"):
         SftDataset(

@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.data.balancing import SequenceCost
-from hybridflow.data.packing import _split_to, balance, balanced_order, pack, pack_alike, update_order
+from hybridflow.data.packing import (
+    _split_to,
+    balance,
+    balanced_order,
+    pack,
+    pack_alike,
+    update_order,
+)
 from hybridflow.errors import ConfigError
 
 BUDGET = 100
@@ -19,7 +26,9 @@ def _sums(groups: list[np.ndarray], sizes) -> list[int]:
 
 def _best_largest_sum(costs: list[int], ranks: int) -> int:
     return min(
-        max(sum(c for c, r in zip(costs, owners, strict=True) if r == rank) for rank in range(ranks))
+        max(
+            sum(c for c, r in zip(costs, owners, strict=True) if r == rank) for rank in range(ranks)
+        )
         for owners in itertools.product(range(ranks), repeat=len(costs))
     )
 
@@ -40,8 +49,8 @@ def test_number_of_bins_follows_min_bins(sizes, min_bins):
 
 @given(lengths)
 def test_no_two_bins_are_half_empty(sizes):
-    # No fewer than the tokens fill; and never two bins that are both at most half full, or the second would have gone
-    # into the first.
+    # No fewer than the tokens fill; and never two bins that are both at most half full, or the
+    # second would have gone into the first.
     bins = pack(sizes, BUDGET)
     assert len(bins) >= -(-sum(sizes) // BUDGET)
     assert len(bins) <= 2 * sum(sizes) / BUDGET + 1
@@ -57,7 +66,8 @@ def test_best_fit_decreasing_bound_where_the_optimum_is_known(full_bins):
 
 @given(lengths, st.randoms())
 def test_the_plan_is_deterministic_and_the_order_does_not_change_its_size(sizes, random):
-    once, again = pack(sizes, BUDGET, min_bins=3), pack(np.array(sizes, dtype=np.int32), BUDGET, min_bins=3)
+    once = pack(sizes, BUDGET, min_bins=3)
+    again = pack(np.array(sizes, dtype=np.int32), BUDGET, min_bins=3)
     assert [b.tolist() for b in once] == [b.tolist() for b in again]
     shuffled = list(sizes)
     random.shuffle(shuffled)
@@ -69,7 +79,9 @@ def test_lengths_are_evened_out_when_the_budget_allows():
 
 
 def test_where_even_loads_break_the_budget_bins_are_halved_and_a_bin_of_one_sequence_is_not():
-    bins = _split_to([np.array([0]), np.array([1, 2]), np.array([3, 4, 5])], np.array([20, 9, 9, 6, 6, 6]), 5)
+    bins = _split_to(
+        [np.array([0]), np.array([1, 2]), np.array([3, 4, 5])], np.array([20, 9, 9, 6, 6, 6]), 5
+    )
     assert sorted(members.tolist() for members in bins) == [[0], [1], [2], [3, 5], [4]]
 
 
@@ -78,7 +90,9 @@ def test_nothing_to_pack_gives_no_bins():
 
 
 def test_a_sequence_above_the_budget_is_named():
-    with pytest.raises(ConfigError, match=r"sequence 1 has 101 tokens.*100.*max_tokens_per_micro_batch"):
+    with pytest.raises(
+        ConfigError, match=r"sequence 1 has 101 tokens.*100.*max_tokens_per_micro_batch"
+    ):
         pack([5, 101, 7], BUDGET)
 
 
@@ -99,15 +113,18 @@ def test_balance_covers_each_index_once_within_mean_plus_dearest(costs, ranks):
 
 
 @pytest.mark.slow
-@given(st.lists(st.lists(st.floats(0, 1e6), min_size=3, max_size=3), min_size=1, max_size=12), st.integers(0, 3))
+@given(
+    st.lists(st.lists(st.floats(0, 1e6), min_size=3, max_size=3), min_size=1, max_size=12),
+    st.integers(0, 3),
+)
 def test_balance_with_equal_counts_keeps_them_and_its_bound(rows, seed):
     costs = np.random.default_rng(seed).permutation(np.concatenate(rows))
     groups = balance(costs, 3, equal_counts=True)
     assert [len(group) for group in groups] == [len(costs) // 3] * 3
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(costs)))
-    assert max(float(costs[group].sum()) for group in groups) <= costs.sum() / 3 + costs.max() + 1e-6 * (
-        1 + costs.sum()
-    )
+    assert max(
+        float(costs[group].sum()) for group in groups
+    ) <= costs.sum() / 3 + costs.max() + 1e-6 * (1 + costs.sum())
 
 
 def test_exchanges_bring_many_ranks_closer_than_the_greedy_start():
@@ -137,7 +154,8 @@ def test_every_layout_draws_the_same_rows_for_each_update(costs, seed):
     def updates(ranks):
         order = update_order(costs, ranks, 12, (seed, 0))
         assert sorted(order.tolist()) == list(range(48))
-        shares = order.reshape(ranks, 4, 12 // ranks)  # a rank's piece: its share of each of the four updates
+        # a rank's piece: its share of each of the four updates
+        shares = order.reshape(ranks, 4, 12 // ranks)
         heaviest = np.asarray(costs)[shares].sum(-1).max(0)
         assert (heaviest <= np.asarray(costs)[shares].sum((0, 2)) / ranks + max(costs)).all()
         return [set(shares[:, number].reshape(-1).tolist()) for number in range(4)]
@@ -185,17 +203,22 @@ def test_long_sequences_cost_more_than_their_tokens():
     cost = SequenceCost.of_model(shape)
     one, two = cost(np.array([1000, 2000]))
     assert two > 2 * one > 2000
-    tokens, pairs = 2 * (64 * 16 * (4 + 4) * 2 + 3 * 64 * 128) + 64 * 100, 2 * 64
+    tokens = 2 * (64 * 16 * (4 + 4) * 2 + 3 * 64 * 128) + 64 * 100
+    pairs = 2 * 64
     assert (cost.per_token, cost.per_pair) == (tokens, pairs)
     assert SequenceCost.of_model({})(np.array([3, 5])).tolist() == [3.0, 5.0]
-    moe = SequenceCost.of_model({**shape, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32})
+    moe = SequenceCost.of_model(
+        {**shape, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    )
     assert moe.per_token == 2 * (64 * 16 * (4 + 4) * 2 + 3 * 64 * 64 + 64 * 8) + 64 * 100
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
 def test_balance_is_within_its_bound_of_the_optimum(costs, ranks):
     bound = 4 / 3 - 1 / (3 * ranks)
-    assert max(_sums(balance(costs, ranks), costs)) <= bound * _best_largest_sum(costs, ranks) + 1e-9
+    assert (
+        max(_sums(balance(costs, ranks), costs)) <= bound * _best_largest_sum(costs, ranks) + 1e-9
+    )
 
 
 def test_balance_of_equal_costs_gives_equal_counts():

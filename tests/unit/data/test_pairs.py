@@ -28,17 +28,23 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return pq.ParquetFile(file).read().to_pylist()
 
 
-def refused(folder: Path, tmp_path: Path, match: str, config: DataConfig | None = None, **row: str) -> None:
+def refused(
+    folder: Path, tmp_path: Path, match: str, config: DataConfig | None = None, **row: str
+) -> None:
     row = {"chosen": "12", "rejected": "13", **row}
     pq.write_table(
-        pa.Table.from_pylist([{"prompt": [{"role": "user", "content": "1"}], **row}]), tmp_path / "bad.parquet"
+        pa.Table.from_pylist([{"prompt": [{"role": "user", "content": "1"}], **row}]),
+        tmp_path / "bad.parquet",
     )
     with pytest.raises(DataError, match=match):
-        PreferenceDataset([tmp_path / "bad.parquet"], load_tokenizer(folder / "tokenizer"), config or DataConfig())
+        PreferenceDataset(
+            [tmp_path / "bad.parquet"], load_tokenizer(folder / "tokenizer"), config or DataConfig()
+        )
 
 
 def test_one_answer_is_right_and_the_other_is_not(folder: Path) -> None:
-    pairs, held_out = rows_of(folder / "pairs.parquet"), rows_of(folder / "pairs_test.parquet")
+    pairs = rows_of(folder / "pairs.parquet")
+    held_out = rows_of(folder / "pairs_test.parquet")
     assert (len(pairs), len(held_out)) == (300, 20)
     for row in pairs + held_out:
         a, b = map(int, row["prompt"][0]["content"].split("+"))
@@ -51,16 +57,23 @@ def test_one_answer_is_right_and_the_other_is_not(folder: Path) -> None:
 
 def test_near_errors_move_digits_by_one_or_two(tmp_path: Path) -> None:
     rows = rows_of(
-        prepare("arithmetic", tmp_path / "data", None, {**OPTIONS, "pair_errors": "near"}).folder / "pairs.parquet"
+        prepare("arithmetic", tmp_path / "data", None, {**OPTIONS, "pair_errors": "near"}).folder
+        / "pairs.parquet"
     )
-    moved = [(int(w) - int(r)) % 10 for row in rows for r, w in zip(row["chosen"], row["rejected"], strict=True)]
+    moved = [
+        (int(w) - int(r)) % 10
+        for row in rows
+        for r, w in zip(row["chosen"], row["rejected"], strict=True)
+    ]
     assert set(moved) == {0, 1, 2, 8, 9} and moved.count(0) < len(moved) / 2
     assert all(row["chosen"] != row["rejected"] for row in rows)
     with pytest.raises(ConfigError, match=r"pair_errors: got 'far', choose one of: any, near"):
         prepare("arithmetic", tmp_path / "wrong", None, {**OPTIONS, "pair_errors": "far"})
 
 
-def test_pairs_are_as_many_as_asked_for_and_the_same_every_time(folder: Path, tmp_path: Path) -> None:
+def test_pairs_are_as_many_as_asked_for_and_the_same_every_time(
+    folder: Path, tmp_path: Path
+) -> None:
     again = prepare("arithmetic", tmp_path / "data", None, OPTIONS).folder
     assert rows_of(again / "pairs.parquet") == rows_of(folder / "pairs.parquet")
     other = prepare("arithmetic", tmp_path / "other", None, {**OPTIONS, "seed": 2}).folder
@@ -75,18 +88,26 @@ def test_answers_end_with_eos(folder: Path) -> None:
     tokenizer = load_tokenizer(folder / "tokenizer")
     dataset = PreferenceDataset([folder / "pairs.parquet"], tokenizer, DataConfig())
     assert len(dataset) == 300
-    batch, rows = dataset.batch([4, 2]), rows_of(folder / "pairs.parquet")
+    batch = dataset.batch([4, 2])
+    rows = rows_of(folder / "pairs.parquet")
     for i, number in enumerate((4, 2)):
         for name, key in (("chosen_ids", "chosen"), ("rejected_ids", "rejected")):
-            assert batch[name].row(i).tolist() == [*tokenizer.encode(rows[number][key]), tokenizer.eos_id]
-        assert tokenizer.decode(batch["prompt_ids"].row(i)) == rows[number]["prompt"][0]["content"] + "="
+            assert batch[name].row(i).tolist() == [
+                *tokenizer.encode(rows[number][key]),
+                tokenizer.eos_id,
+            ]
+        assert (
+            tokenizer.decode(batch["prompt_ids"].row(i))
+            == rows[number]["prompt"][0]["content"] + "="
+        )
 
 
 def test_equal_answers_are_refused_by_row(folder: Path, tmp_path: Path) -> None:
     refused(
         folder,
         tmp_path,
-        r"bad\.parquet, row 0: columns 'chosen' and 'rejected' hold the same answer '13'.*remove the row",
+        r"bad\.parquet, row 0: columns 'chosen' and 'rejected' hold the same answer '13'.*remove "
+        r"the row",
         chosen="13",
     )
     cut = DataConfig(max_response_length=1, truncation="right")
@@ -94,19 +115,31 @@ def test_equal_answers_are_refused_by_row(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_column_and_a_long_answer_are_refused(folder: Path, tmp_path: Path) -> None:
-    refused(folder, tmp_path, r"row 0: the response with its end token has 3 tokens", DataConfig(max_response_length=2))
-    pq.write_table(
-        pa.table({"prompt": [[{"role": "user", "content": "1"}]], "chosen": ["1"]}), tmp_path / "short.parquet"
+    refused(
+        folder,
+        tmp_path,
+        r"row 0: the response with its end token has 3 tokens",
+        DataConfig(max_response_length=2),
     )
-    with pytest.raises(DataError, match=r"column 'rejected' is missing; the file has prompt, chosen"):
-        PreferenceDataset([tmp_path / "short.parquet"], load_tokenizer(folder / "tokenizer"), DataConfig())
+    pq.write_table(
+        pa.table({"prompt": [[{"role": "user", "content": "1"}]], "chosen": ["1"]}),
+        tmp_path / "short.parquet",
+    )
+    with pytest.raises(
+        DataError, match=r"column 'rejected' is missing; the file has prompt, chosen"
+    ):
+        PreferenceDataset(
+            [tmp_path / "short.parquet"], load_tokenizer(folder / "tokenizer"), DataConfig()
+        )
 
 
 def test_long_pairs_are_dropped_when_asked_for(folder: Path) -> None:
     tokenizer = load_tokenizer(folder / "tokenizer")
     with pytest.raises(DataError, match=r"no rows left \(300 dropped"):
         PreferenceDataset(
-            [folder / "pairs.parquet"], tokenizer, DataConfig(max_response_length=2, filter_overlong_prompts=True)
+            [folder / "pairs.parquet"],
+            tokenizer,
+            DataConfig(max_response_length=2, filter_overlong_prompts=True),
         )
 
 
@@ -116,7 +149,9 @@ def test_pairs_become_rows_that_alternate() -> None:
 
     columns = {"prompt_ids": [[1], [2, 2]], "chosen_ids": [[3], [4]], "rejected_ids": [[5, 5], [6]]}
     batch = interleave_pairs(
-        DataProto.from_columns({name: Jagged.from_rows(rows, "int64") for name, rows in columns.items()})
+        DataProto.from_columns(
+            {name: Jagged.from_rows(rows, "int64") for name, rows in columns.items()}
+        )
     )
     assert [batch["prompt_ids"].row(i).tolist() for i in range(4)] == [[1], [1], [2, 2], [2, 2]]
     assert [batch["response_ids"].row(i).tolist() for i in range(4)] == [[3], [5, 5], [4], [6]]

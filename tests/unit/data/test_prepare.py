@@ -26,7 +26,10 @@ def _questions(path: Path | None) -> list[str]:
 
 def _write_gsm8k(folder: Path, test_tail: str = "") -> Path:
     folder.mkdir()
-    rows = [{"question": f"What is {i} thousand?", "answer": f"It is <<{i}*1000>>.\n#### {i},000"} for i in range(1, 5)]
+    rows = [
+        {"question": f"What is {i} thousand?", "answer": f"It is <<{i}*1000>>.\n#### {i},000"}
+        for i in range(1, 5)
+    ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "train.jsonl").write_text(text)
     (folder / "test.jsonl").write_text(text + test_tail)
@@ -37,9 +40,12 @@ def _write_gsm8k(folder: Path, test_tail: str = "") -> Path:
 
 
 def test_rows_have_the_field_names_users_know(tmp_path):
-    prepared = prepare("arithmetic", tmp_path / "data", None, {**SMALL, "reverse_answer": True, "zero_pad": True})
+    prepared = prepare(
+        "arithmetic", tmp_path / "data", None, {**SMALL, "reverse_answer": True, "zero_pad": True}
+    )
     row = _rows(prepared.folder / "train.parquet")[7]
-    a, b = row["extra_info"]["a"], row["extra_info"]["b"]
+    a = row["extra_info"]["a"]
+    b = row["extra_info"]["b"]
     assert row == {
         "data_source": "arithmetic",
         "prompt": [{"role": "user", "content": f"{a:02d}+{b:02d}"}],
@@ -56,7 +62,11 @@ def test_held_out_pairs_are_in_no_other_file_and_all_others_are_in_train(tmp_pat
     prepared = prepare("arithmetic", tmp_path / "data", None, SMALL)
     train, test, sft = (
         _questions(f)
-        for f in (prepared.folder / "train.parquet", prepared.folder / "test.parquet", prepared.folder / "sft.parquet")
+        for f in (
+            prepared.folder / "train.parquet",
+            prepared.folder / "test.parquet",
+            prepared.folder / "sft.parquet",
+        )
     )
     assert (len(train), len(test), len(sft)) == (13 * 13 - 20, 20, 30)
     assert len({*train, *test}) == 13 * 13
@@ -79,9 +89,12 @@ def test_the_held_out_set_is_the_same_for_all_seeds_and_the_training_draw_is_not
 
 def test_swapped_pairs_can_be_held_out_too(tmp_path):
     prepared = prepare("arithmetic", tmp_path / "data", None, {**SMALL, "hold_out_swapped": True})
-    held_out = {frozenset(question.split("+")) for question in _questions(prepared.folder / "test.parquet")}
+    held_out = {
+        frozenset(question.split("+")) for question in _questions(prepared.folder / "test.parquet")
+    }
     assert all(
-        frozenset(question.split("+")) not in held_out for question in _questions(prepared.folder / "train.parquet")
+        frozenset(question.split("+")) not in held_out
+        for question in _questions(prepared.folder / "train.parquet")
     )
 
 
@@ -118,7 +131,11 @@ def test_written_answers_are_right_and_fit_the_stated_lengths(operation, pair, l
     assert len(question) + 1 <= 2 * len(str(high)) + 2  # with "="
     assert len(answer) + 1 <= len(str(largest)) + (operation == "sub") + 1  # with eos
     if pad:
-        assert (len(left), len(right), len(digits)) == (len(str(high)), len(str(high)), len(str(largest)))
+        assert (len(left), len(right), len(digits)) == (
+            len(str(high)),
+            len(str(high)),
+            len(str(largest)),
+        )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +196,9 @@ def test_another_request_replaces_the_folder_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-@pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-9])])
+@pytest.mark.parametrize(
+    "damage", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-9])]
+)
 def test_a_damaged_file_is_prepared_again(tmp_path, damage):
     first = prepare("arithmetic", tmp_path / "data", None, SMALL)
     damage(first.folder / "train.parquet")
@@ -231,7 +250,12 @@ def test_losing_the_race_to_another_process_is_no_error(tmp_path, monkeypatch):
 
 
 def test_games_of_guessing_are_consistent(tmp_path):
-    done = prepare("guess", tmp_path / "d", None, {"largest": 19, "num_train": 300, "num_test": 50, "num_sft": 400})
+    done = prepare(
+        "guess",
+        tmp_path / "d",
+        None,
+        {"largest": 19, "num_train": 300, "num_test": 50, "num_sft": 400},
+    )
     assert done.rows == {"train.parquet": 300, "test.parquet": 50, "sft.parquet": 400}
     rows = pq.read_table(done.folder / "train.parquet").to_pylist()
     assert {row["data_source"] for row in rows} == {"guess"}
@@ -240,10 +264,16 @@ def test_games_of_guessing_are_consistent(tmp_path):
     rounds = set()
     for game in pq.read_table(done.folder / "sft.parquet").to_pylist():
         moves = [message["content"] for message in game["prompt"][1:]]
-        larger = [int(guess) for guess, said in zip(moves[::2], moves[1::2], strict=True) if said == "+"]
-        smaller = [int(guess) for guess, said in zip(moves[::2], moves[1::2], strict=True) if said == "-"]
+        larger = [
+            int(guess) for guess, said in zip(moves[::2], moves[1::2], strict=True) if said == "+"
+        ]
+        smaller = [
+            int(guess) for guess, said in zip(moves[::2], moves[1::2], strict=True) if said == "-"
+        ]
         assert len(larger) + len(smaller) == len(moves) // 2, "a game ends with the right guess"
-        assert max(larger, default=-1) + 1 < min(smaller, default=20), "some number fits all that was said"
+        assert max(larger, default=-1) + 1 < min(smaller, default=20), (
+            "some number fits all that was said"
+        )
         assert 0 <= int(game["response"]) <= 19
         rounds.add(len(moves) // 2)
     assert rounds == {0, 1, 2, 3}
@@ -266,7 +296,10 @@ def test_gsm8k_rows(tmp_path):
 
 def test_gsm8k_takes_max_rows_and_notices_a_changed_source(tmp_path):
     source = _write_gsm8k(tmp_path / "raw")
-    assert prepare("gsm8k", tmp_path / "data", source, {"max_rows": 3}).rows == {"train.parquet": 3, "test.parquet": 3}
+    assert prepare("gsm8k", tmp_path / "data", source, {"max_rows": 3}).rows == {
+        "train.parquet": 3,
+        "test.parquet": 3,
+    }
     assert prepare("gsm8k", tmp_path / "data", source, {"max_rows": 3}).reused
     with (source / "train.jsonl").open("a") as stream:
         stream.write(json.dumps({"question": "q", "answer": "#### 1"}) + "\n")
@@ -280,8 +313,14 @@ def test_gsm8k_takes_max_rows_and_notices_a_changed_source(tmp_path):
         ('["a list"]', "line 6: expected an object"),
         ('{"question": "q"}', "row 4: column 'answer' is missing; it has question"),
         ('{"question": "q", "answer": 5}', "row 4, column 'answer': expected a string"),
-        ('{"question": "q", "answer": "no mark 5"}', "row 4, column 'answer': .* final answer after \"####\""),
-        ('{"question": "q", "answer": "x #### "}', "row 4, column 'answer': .* final answer after \"####\""),
+        (
+            '{"question": "q", "answer": "no mark 5"}',
+            "row 4, column 'answer': .* final answer after \"####\"",
+        ),
+        (
+            '{"question": "q", "answer": "x #### "}',
+            "row 4, column 'answer': .* final answer after \"####\"",
+        ),
     ],
 )
 def test_a_malformed_line_is_named_with_file_and_number(tmp_path, line, named):

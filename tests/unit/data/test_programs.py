@@ -1,4 +1,5 @@
-"""The task `programs`: its tests say what its problems say, and its demonstrations do not give the answers away."""
+"""The task `programs`: its tests say what its problems say, and its demonstrations do not give the
+answers away."""
 
 import contextlib
 import io
@@ -44,22 +45,30 @@ def test_the_expected_outputs_are_what_the_words_say(tmp_path, monkeypatch, num_
     found = [*rows(prepared.folder / "train.parquet"), *rows(prepared.folder / "test.parquet")]
     assert len({asked(row) for row in found}) == len(found) == 25
     for row in found:
-        steps, tests = steps_of(asked(row)), json.loads(row["reward_model"]["ground_truth"])
+        steps = steps_of(asked(row))
+        tests = json.loads(row["reward_model"]["ground_truth"])
         assert question(steps) == asked(row) and len(steps) == num_steps
         for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
             value = int(given)
             for name, operand in steps:
-                value = {"plus": value + operand, "minus": value - operand, "times": value * operand}[name]
+                value = {
+                    "plus": value + operand,
+                    "minus": value - operand,
+                    "times": value * operand,
+                }[name]
             assert str(value) == wanted == printed(answer(steps), given, monkeypatch).strip()
 
 
 def test_demonstrations_have_the_operands_of_their_problem_and_any_operations(tmp_path):
     prepared = prepare("programs", tmp_path / "data", None, SMALL)
     symbols = {"plus": "+", "minus": "-", "times": "*"}
-    right, train = 0, {asked(row) for row in rows(prepared.folder / "train.parquet")}
+    right = 0
+    train = {asked(row) for row in rows(prepared.folder / "train.parquet")}
     for row in rows(prepared.folder / "sft.parquet"):
         steps = steps_of(asked(row))
-        used = re.fullmatch(r"```python\nprint\(\(int\(input\(\)\)(.)(\d)\)(.)(\d)\)\n```", row["response"])
+        used = re.fullmatch(
+            r"```python\nprint\(\(int\(input\(\)\)(.)(\d)\)(.)(\d)\)\n```", row["response"]
+        )
         assert used and asked(row) in train
         assert [int(used[2]), int(used[4])] == [operand for _, operand in steps]
         right += [used[1], used[3]] == [symbols[name] for name, _ in steps]
@@ -67,7 +76,9 @@ def test_demonstrations_have_the_operands_of_their_problem_and_any_operations(tm
 
 
 def test_a_program_is_a_dozen_tokens_and_is_read_back_unchanged(tmp_path):
-    tokenizer = load_tokenizer(prepare("programs", tmp_path / "data", None, SMALL).folder / "tokenizer")
+    tokenizer = load_tokenizer(
+        prepare("programs", tmp_path / "data", None, SMALL).folder / "tokenizer"
+    )
     text = answer([("times", 3), ("minus", 2)])
     ids = tokenizer.encode(text)
     assert len(ids) == 11 and tokenizer.decode(ids) == text

@@ -1,4 +1,5 @@
-"""Published data sets, in small files of their forms: each row becomes a prompt that its verifier can judge."""
+"""Published data sets, in small files of their forms: each row becomes a prompt that its verifier
+can judge."""
 
 from __future__ import annotations
 
@@ -27,13 +28,27 @@ DAPO = {
     "reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": "2"},
 }
 CODE = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
-EURUS = {**DAPO, "data_source": "taco", "ability": "code", "reward_model": {"ground_truth": CODE, "style": "rule"}}
+EURUS = {
+    **DAPO,
+    "data_source": "taco",
+    "ability": "code",
+    "reward_model": {"ground_truth": CODE, "style": "rule"},
+}
 TARGET = {"target": ["Paris", "paris"]}
 SEARCH = {**DAPO, "data_source": "nq", "reward_model": {"ground_truth": TARGET, "style": "rule"}}
 HALF = r"\frac{1}{2}"
-MATH = {"problem": "One half?", "level": "Level 1", "type": "Algebra", "solution": rf"It is $\boxed{{{HALF}}}$."}
+MATH = {
+    "problem": "One half?",
+    "level": "Level 1",
+    "type": "Algebra",
+    "solution": rf"It is $\boxed{{{HALF}}}$.",
+}
 AIME = {"id": 1, "problem": "p", "url": "u"}
-MBPP = {"text": "Add.", "code": "", "test_list": ["assert add(1, 2) == 3", "assert add(-1, 2) == 1"]}
+MBPP = {
+    "text": "Add.",
+    "code": "",
+    "test_list": ["assert add(1, 2) == 3", "assert add(-1, 2) == 1"],
+}
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
 HUMANEVAL = {"prompt": "def add(a, b):\n", "test": CHECK, "entry_point": "add"}
 
@@ -45,7 +60,11 @@ def gsm(answer: str) -> dict[str, str]:
 Rows = dict[str, list[Any]]
 FILES: dict[str, Rows] = {
     "dapo_math": {"data/dapo-math-17k.parquet": [DAPO] * 100},
-    "math": {"data/train-0.parquet": [MATH], "data/test-0.parquet": [MATH], "algebra/train-0.parquet": [MATH] * 2},
+    "math": {
+        "data/train-0.parquet": [MATH],
+        "data/test-0.parquet": [MATH],
+        "algebra/train-0.parquet": [MATH] * 2,
+    },
     "math500": {"test.jsonl": [{**MATH, "answer": HALF, "unique_id": "x"}]},
     "aime24": {"data/test-0.parquet": [{**AIME, "solution": r"\boxed{033}"}]},
     "aime25": {"test.jsonl": [{**AIME, "answer": "70"}]},
@@ -57,10 +76,15 @@ FILES: dict[str, Rows] = {
         "socratic/test-0.parquet": [gsm("2")] * 3,
     },
     "eurus2_code": {"data/train-0.parquet": [EURUS, DAPO], "data/validation-0.parquet": [EURUS]},
-    "mbpp": {"full/train-0.parquet": [MBPP], "full/test-0.parquet": [MBPP], "sanitized/test-0.parquet": [MBPP] * 2},
+    "mbpp": {
+        "full/train-0.parquet": [MBPP],
+        "full/test-0.parquet": [MBPP],
+        "sanitized/test-0.parquet": [MBPP] * 2,
+    },
     "humaneval": {"openai_humaneval/test-0.parquet": [HUMANEVAL]},
 }
-# the files written (of one row each), a ground truth, an answer that is right; None: it is not compared here
+# the files written (of one row each), a ground truth, an answer that is right; None: it is not
+# compared here
 MADE: dict[str, tuple[tuple[str, ...], Any, str | None]] = {
     "dapo_math": (("train",), "2", "Answer: 2"),
     "math": (("train", "test"), HALF, r"\boxed{0.5}"),
@@ -102,7 +126,11 @@ def test_a_published_form_becomes_prompts_that_a_verifier_judges(tmp_path: Path,
     row = pq.read_table(done.folder / f"{splits[0]}.parquet").to_pylist()[0]
     assert row["prompt"][0]["role"] == "user" and row["prompt"][0]["content"]
     verifier = by_data_source()  # patterns as well as names
-    names = [name for name in verifier if name == row["data_source"] or row["data_source"].startswith(name.rstrip("*"))]
+    names = [
+        name
+        for name in verifier
+        if name == row["data_source"] or row["data_source"].startswith(name.rstrip("*"))
+    ]
     assert names, row["data_source"]
     assert truth is None or row["reward_model"]["ground_truth"] == truth
     if answer is not None:
@@ -115,11 +143,21 @@ def test_tests_of_programs_are_read_as_calls_and_never_run() -> None:
     tests = "assert f(1, 'a', [2]) == {'b': 3}\nassert f(2) == None"
     assert calls_of(tests, ()) == ("f", [[1, "a", [2]], [2]], [{"b": 3}, None])
     assert calls_of("assert f(1) == 1\nassert g(1) == 1", ()) is None
-    others = ("f(1) == (1, 2)", "f(set()) == 1", "abs(f(1) - 2) < 1", "f(open('x')) == 1", "f(x=1) == 1", "f(1)", "(")
+    others = (
+        "f(1) == (1, 2)",
+        "f(set()) == 1",
+        "abs(f(1) - 2) < 1",
+        "f(open('x')) == 1",
+        "f(x=1) == 1",
+        "f(1)",
+        "(",
+    )
     assert [calls_of(f"assert {other}", ()) for other in others] == [None] * len(others)
 
 
-def test_a_set_comes_from_the_cache_with_the_evaluation_sets_beside_it(cache: Path, tmp_path: Path) -> None:
+def test_a_set_comes_from_the_cache_with_the_evaluation_sets_beside_it(
+    cache: Path, tmp_path: Path
+) -> None:
     options = {"evaluate": ["aime24", "math500"]}
     repositories = {"dapo_math": "BytedTsinghua-SIA/DAPO-Math-17k", "aime24": "math-ai/aime24"}
     repositories["math500"] = "HuggingFaceH4/MATH-500"
@@ -147,7 +185,10 @@ def test_an_evaluation_set_must_be_published_and_held_out(tmp_path: Path) -> Non
 
 
 def test_a_row_that_lacks_its_answer_is_named(tmp_path: Path) -> None:
-    source = fill(tmp_path / "raw", {"test.jsonl": [{"problem": "p", "answer": "1"}, {"problem": "q", "answer": " "}]})
+    source = fill(
+        tmp_path / "raw",
+        {"test.jsonl": [{"problem": "p", "answer": "1"}, {"problem": "q", "answer": " "}]},
+    )
     with pytest.raises(DataError, match=r"test\.jsonl, row 1, column 'answer': expected an answer"):
         prepare("math500", tmp_path / "out", source)
     fill(tmp_path / "raw", {"test.jsonl": [{"question": "p"}]})
@@ -160,4 +201,6 @@ def test_a_group_of_data_is_one_key(cache: Path, name: str) -> None:
     config = load_config("grpo-qwen3-8b-1x8", [f"data={name}"])
     assert config.data.prepare.task and config.data.train_files
     lines = found(f"data={name}", name="grpo-qwen3-8b-1x8")
-    assert any("hf download --repo-type dataset" in line and "hybridflow prepare" in line for line in lines)
+    assert any(
+        "hf download --repo-type dataset" in line and "hybridflow prepare" in line for line in lines
+    )

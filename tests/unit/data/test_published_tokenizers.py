@@ -1,4 +1,5 @@
-"""Tokenizers as published: what ids mean, where an answer ends, which files can be read, and which would not return."""
+"""Tokenizers as published: what ids mean, where an answer ends, which files can be read, and which
+would not return."""
 
 from __future__ import annotations
 
@@ -38,8 +39,11 @@ def byte_folder(folder: Path, change: Edit) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_published_folder_is_read_and_its_code_is_not_run(family: str, tmp_path: Path) -> None:
     folder = published_folder(family, tmp_path)
-    found, specials = load_tokenizer(folder), write_tokenizer(family, tmp_path / "again")
-    assert set(found.stop_ids) == {specials[token] for token in (*FORMS[family].stops, FORMS[family].eos)}
+    found = load_tokenizer(folder)
+    specials = write_tokenizer(family, tmp_path / "again")
+    assert set(found.stop_ids) == {
+        specials[token] for token in (*FORMS[family].stops, FORMS[family].eos)
+    }
     assert found.encode(FORMS[family].stops[0]) == [specials[FORMS[family].stops[0]]]
     assert found.vocab_size <= FORMS[family].rows
     assert found.render_chat([{"role": "user", "content": "1 + 1?"}]).count("1 + 1?") == 1
@@ -51,9 +55,12 @@ def test_a_published_folder_is_read_and_its_code_is_not_run(family: str, tmp_pat
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5", "mixtral", "qwen3"])
-def test_a_tokenizer_without_a_model_beside_it_is_what_its_file_says(family: str, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_model_beside_it_is_what_its_file_says(
+    family: str, tmp_path: Path
+) -> None:
     write_tokenizer(family, tmp_path)
-    found, file = load_tokenizer(tmp_path), RustTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(tmp_path)
+    file = RustTokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in mixed_texts(50, seed=8):
         assert found.encode(text) == file.encode(text, add_special_tokens=False).ids
 
@@ -72,9 +79,13 @@ def test_a_pad_token_that_is_an_ordinary_token_is_read_as_one(tmp_path: Path) ->
     write_character_tokenizer(tmp_path, CHARACTERS)
     edit(tmp_path / "tokenizer_config.json", lambda config: config.update(pad_token="0"))
     found = load_tokenizer(tmp_path)
-    zero, eos = found.pad_id, found.eos_id
+    zero = found.pad_id
+    eos = found.eos_id
     assert found.encode("0") == [zero]
-    assert found.decode(found.encode("100")) == "100" and found.decode([*found.encode("10"), eos, zero, zero]) == "10"
+    assert (
+        found.decode(found.encode("100")) == "100"
+        and found.decode([*found.encode("10"), eos, zero, zero]) == "10"
+    )
     assert found.decode([zero, eos]) == "0" and found.decode([zero]) == "0"
     assert found.decode_response([*found.encode("100"), eos, zero]) == "100"
 
@@ -98,7 +109,9 @@ def write_character_folder(folder: Path) -> Path:
 def test_the_token_behind_an_assistants_text_stops(tmp_path: Path) -> None:
     """A base model's eos with a chat template that ends turns otherwise."""
     specials = write_tokenizer("qwen2.5", tmp_path)
-    edit(tmp_path / "tokenizer_config.json", lambda config: config.update(eos_token="<|endoftext|>"))
+    edit(
+        tmp_path / "tokenizer_config.json", lambda config: config.update(eos_token="<|endoftext|>")
+    )
     found = load_tokenizer(tmp_path)
     assert found.eos_id == specials["<|endoftext|>"]
     assert found.stop_ids == (specials["<|endoftext|>"], specials["<|im_end|>"])
@@ -109,7 +122,8 @@ def test_the_token_behind_an_assistants_text_stops(tmp_path: Path) -> None:
     [
         "{% for m in messages %}{{ m.content }}\n{% endfor %}",  # a newline is no token of its own
         "{{ raise_exception('one turn') }}",
-        "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",  # leaves answers out
+        # leaves answers out
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
         None,
     ],
 )
@@ -120,32 +134,53 @@ def test_templates_that_end_no_turn_add_no_stop(template: str | None, tmp_path: 
     assert load_tokenizer(tmp_path).stop_ids == (specials["<|endoftext|>"],)
 
 
-def test_a_normalizer_that_doubles_its_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_normalizer_that_doubles_its_text_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def double(content: dict[str, Any]) -> None:
         one = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
         content["normalizer"] = {"type": "Sequence", "normalizers": [one] * 32}
 
     monkeypatch.setattr(chat_trial, "SECONDS", 1)
-    with pytest.raises(DataError, match=r"tokenizer\.json is not fit for use: .* more than (1 GiB of memory|1 s)"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json is not fit for use: .* more than (1 GiB of memory|1 s)"
+    ):
         load_tokenizer(byte_folder(tmp_path, double))
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "([b-d]+)+$", "(7*)*$", "( +)+$"])
 def test_a_pattern_that_backtracks_without_end_is_refused(pattern: str, tmp_path: Path) -> None:
     def split(content: dict[str, Any]) -> None:
-        part = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [part, content["pre_tokenizer"]]}
+        part = {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        content["pre_tokenizer"] = {
+            "type": "Sequence",
+            "pretokenizers": [part, content["pre_tokenizer"]],
+        }
 
     with pytest.raises(DataError, match=r"tokenizer\.json is not fit for use: "):
         load_tokenizer(byte_folder(tmp_path, split))
 
 
 def test_a_failure_inside_the_tokenizer_is_one_message(tmp_path: Path) -> None:
-    """A pattern that the trial's texts do not reach ends in a panic of the library, which is no Exception."""
+    """A pattern that the trial's texts do not reach ends in a panic of the library, which is no
+    Exception."""
 
     def split(content: dict[str, Any]) -> None:
-        part = {"type": "Split", "pattern": {"Regex": "Ω(?:(?:ab|a|b)+)+$"}, "behavior": "Isolated", "invert": False}
-        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [part, content["pre_tokenizer"]]}
+        part = {
+            "type": "Split",
+            "pattern": {"Regex": "Ω(?:(?:ab|a|b)+)+$"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        content["pre_tokenizer"] = {
+            "type": "Sequence",
+            "pretokenizers": [part, content["pre_tokenizer"]],
+        }
 
     found = load_tokenizer(byte_folder(tmp_path, split))
     assert found.encode("aab") and found.encode("Ω")
@@ -153,7 +188,9 @@ def test_a_failure_inside_the_tokenizer_is_one_message(tmp_path: Path) -> None:
         found.encode("Ω" + "ab" * 29 + "a!")
 
 
-def test_the_trial_leaves_the_process_as_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_trial_leaves_the_process_as_it_was(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def split(content: dict[str, Any]) -> None:
         content["pre_tokenizer"] = {
             "type": "Split",
@@ -174,7 +211,10 @@ def test_the_trial_leaves_the_process_as_it_was(tmp_path: Path, capfd: pytest.Ca
 
 def test_the_default_template_of_several_is_taken(tmp_path: Path) -> None:
     specials = write_tokenizer("qwen2.5", tmp_path)
-    templates = [{"name": "default", "template": CHATML_TEMPLATE}, {"name": "tool_use", "template": "x"}]
+    templates = [
+        {"name": "default", "template": CHATML_TEMPLATE},
+        {"name": "tool_use", "template": "x"},
+    ]
     edit(tmp_path / "tokenizer_config.json", lambda config: config.update(chat_template=templates))
     found = load_tokenizer(tmp_path)
     assert found.stop_ids == (specials["<|im_end|>"],)

@@ -24,7 +24,9 @@ def test_every_row_comes_once_an_epoch_and_no_row_is_skipped(shape):
     whole_epochs = len(stream) // num_rows
     assert whole_epochs >= 3
     for epoch in range(whole_epochs):
-        assert sorted(stream[epoch * num_rows : (epoch + 1) * num_rows].tolist()) == list(range(num_rows))
+        assert sorted(stream[epoch * num_rows : (epoch + 1) * num_rows].tolist()) == list(
+            range(num_rows)
+        )
 
 
 @given(shapes)
@@ -57,7 +59,8 @@ def test_rows_left_over_open_the_next_epoch():
 
 
 def test_the_order_depends_on_the_seed_and_on_the_epoch():
-    one, two = ResumableSampler(50, 50, seed=1), ResumableSampler(50, 50, seed=2)
+    one = ResumableSampler(50, 50, seed=1)
+    two = ResumableSampler(50, 50, seed=2)
     first, second = _stream(one, 2)
     assert first != second
     assert first != next(two).tolist()
@@ -102,8 +105,13 @@ def test_a_caller_cannot_change_the_order_by_writing_into_a_batch():
 
 def _kinds(num_rows: int, seed: int) -> list[dict[str, np.ndarray | None]]:
     random = np.random.default_rng(seed)
-    weights, difficulty = random.random(num_rows) + 0.1, random.integers(0, 4, num_rows)
-    return [{"weights": weights}, {"difficulty": difficulty}, {"weights": weights, "difficulty": difficulty}]
+    weights = random.random(num_rows) + 0.1
+    difficulty = random.integers(0, 4, num_rows)
+    return [
+        {"weights": weights},
+        {"difficulty": difficulty},
+        {"weights": weights, "difficulty": difficulty},
+    ]
 
 
 @given(shapes)
@@ -147,7 +155,12 @@ def test_a_state_taken_under_other_weights_is_refused():
 
 
 @pytest.mark.parametrize(
-    "kind", [{"weights": np.zeros(3)}, {"weights": np.array([1, -1, 1])}, {"difficulty": np.array([1, np.nan, 0])}]
+    "kind",
+    [
+        {"weights": np.zeros(3)},
+        {"weights": np.array([1, -1, 1])},
+        {"difficulty": np.array([1, np.nan, 0])},
+    ],
 )
 def test_weights_and_difficulties_that_are_none_are_refused(kind):
     with pytest.raises(ValueError, match=r"weights|difficulty"):

@@ -1,5 +1,5 @@
-"""Kimi's and Moonlight's tokenizer against the published rules, written out: `regex` splits, pairs are merged one by
-one."""
+"""Kimi's and Moonlight's tokenizer against the published rules, written out: `regex` splits, pairs
+are merged one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.published.tokenizers import KIMI_RESERVED, KIMI_SPLIT, write_tokenize
 
 
 class Oracle:
-    """tiktoken's algorithm: special tokens first, then pieces of the pattern, then merges by lowest rank."""
+    """tiktoken's algorithm: special tokens first, then pieces of the pattern, then merges by lowest
+    rank."""
 
     def __init__(self, folder: Path) -> None:
         lines = [line.split() for line in (folder / "tiktoken.model").read_bytes().splitlines()]
@@ -64,7 +65,8 @@ class Oracle:
                 return [self.ranks[part] for part in parts]
             rank = min(found)[0]
             at = 0
-            while at < len(parts) - 1:  # the leftmost first; a merge makes no pair of the same rank to its left
+            # the leftmost first; a merge makes no pair of the same rank to its left
+            while at < len(parts) - 1:
                 if self.ranks.get(parts[at] + parts[at + 1]) == rank:
                     parts[at : at + 2] = [parts[at] + parts[at + 1]]
                 at += 1
@@ -79,8 +81,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.full)])
 def test_ids_are_those_of_the_published_rules_on_mixed_texts(count: int, folder: Path) -> None:
-    oracle, found = Oracle(folder), read_tiktoken(folder)
-    specials = ("<|im_end|>", "[BOS]", "<|im_user|>", "[EOT]", f"<|reserved_token_{len(oracle.ranks) + 30}|>")
+    oracle = Oracle(folder)
+    found = read_tiktoken(folder)
+    specials = (
+        "<|im_end|>",
+        "[BOS]",
+        "<|im_user|>",
+        "[EOT]",
+        f"<|reserved_token_{len(oracle.ranks) + 30}|>",
+    )
     texts = mixed_texts(count, specials, seed=3)
     assert (
         sum(len(text) > 1000 for text in texts) > count // 200
@@ -89,17 +98,22 @@ def test_ids_are_those_of_the_published_rules_on_mixed_texts(count: int, folder:
     for text in texts:
         ids = found.encode(text, add_special_tokens=False)
         assert ids == oracle.encode(text), text
-        assert found.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+        assert (
+            found.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+        )
     for text in texts[::10]:
         plain = found.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert plain == oracle.encode(text, specials=False), text
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ſ's", "don'ſ", "A" * 4000, "é" * 999, "中" * 1500, "1" * 1000, " " * 2000, "\n" * 999]
+    "text",
+    ["", "ſ's", "don'ſ", "A" * 4000, "é" * 999, "中" * 1500, "1" * 1000, " " * 2000, "\n" * 999],
 )
 def test_ids_of_texts_at_the_pattern_s_edges(text: str, folder: Path) -> None:
-    assert read_tiktoken(folder).encode(text, add_special_tokens=False) == Oracle(folder).encode(text)
+    assert read_tiktoken(folder).encode(text, add_special_tokens=False) == Oracle(folder).encode(
+        text
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,12 +139,19 @@ def test_long_texts_and_runs_are_cut_as_the_published_code_cuts_them(
 
 
 def test_the_loaded_tokenizer_knows_its_special_tokens(folder: Path) -> None:
-    found, first = load_tokenizer(folder), len(Oracle(folder).ranks)
+    found = load_tokenizer(folder)
+    first = len(Oracle(folder).ranks)
     assert is_tiktoken_folder(folder)
-    assert (found.eos_id, found.pad_id, found.vocab_size) == (first + 1, first + 255, first + KIMI_RESERVED)
-    assert found.stop_ids == (first + 1, first + 2)  # [EOS], and <|im_end|> behind an assistant's text
+    assert (found.eos_id, found.pad_id, found.vocab_size) == (
+        first + 1,
+        first + 255,
+        first + KIMI_RESERVED,
+    )
+    # [EOS], and <|im_end|> behind an assistant's text
+    assert found.stop_ids == (first + 1, first + 2)
     assert (
-        found.encode("<|im_end|>") == [first + 2] and found.decode([first + 20]) == f"<|reserved_token_{first + 20}|>"
+        found.encode("<|im_end|>") == [first + 2]
+        and found.decode([first + 20]) == f"<|reserved_token_{first + 20}|>"
     )
     ids = found.encode_chat([{"role": "user", "content": "1 + 1?"}])
     assert ids[0] == first + 10 and ids[-1] == first + 17 and ids.count(first + 2) == 2
@@ -151,11 +172,16 @@ def change(folder: Path, target: Path, **config: object) -> Path:
         (b"YWI=", r"tiktoken\.model, line 3: no token in base64 and its rank"),
         (b"AAEC -1", r"the ranks are not 0 to 479, each once; is the file whole\?"),
         (b"AAEC 99999999999999999999", "the ranks are not 0 to 479"),
-        (base64.b64encode(b"a" * 600) + b" 2", r"line 3: a token of 600 bytes; 1 to 512 are possible"),
+        (
+            base64.b64encode(b"a" * 600) + b" 2",
+            r"line 3: a token of 600 bytes; 1 to 512 are possible",
+        ),
         (None, r"the ranks are not 0 to 478|has no token for 1 bytes, for example"),
     ],
 )
-def test_a_wrong_line_of_ranks_is_named(line: bytes | None, message: str, folder: Path, tmp_path: Path) -> None:
+def test_a_wrong_line_of_ranks_is_named(
+    line: bytes | None, message: str, folder: Path, tmp_path: Path
+) -> None:
     spoiled = change(folder, tmp_path / "spoiled")
     lines = (spoiled / "tiktoken.model").read_bytes().splitlines()
     lines[2:3] = [] if line is None else [line]
@@ -167,11 +193,20 @@ def test_a_wrong_line_of_ranks_is_named(line: bytes | None, message: str, folder
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"tokenizer_class": "QWenTokenizer"}, r"tokenizer_class 'QWenTokenizer': .* put a tokenizer\.json into"),
+        (
+            {"tokenizer_class": "QWenTokenizer"},
+            r"tokenizer_class 'QWenTokenizer': .* put a tokenizer\.json into",
+        ),
         ({"added_tokens_decoder": [1]}, r"added_tokens_decoder is not \{id: \{content: token\}\}"),
         ({"added_tokens_decoder": {"3": {"content": "x"}}}, "are both files of the same model"),
-        ({"added_tokens_decoder": {"99999999": {"content": "x"}}}, "are both files of the same model"),
-        ({"added_tokens_decoder": {"480": {"content": "x"}, "481": {"content": "x"}}}, "gives one token several ids"),
+        (
+            {"added_tokens_decoder": {"99999999": {"content": "x"}}},
+            "are both files of the same model",
+        ),
+        (
+            {"added_tokens_decoder": {"480": {"content": "x"}, "481": {"content": "x"}}},
+            "gives one token several ids",
+        ),
         ({"eos_token": None}, "has no eos_token"),
     ],
 )
@@ -185,5 +220,7 @@ def test_a_wrong_config_of_a_tiktoken_folder_is_named(
 def test_a_tiktoken_folder_without_its_config_is_named(folder: Path, tmp_path: Path) -> None:
     spoiled = change(folder, tmp_path / "spoiled")
     (spoiled / "tokenizer_config.json").unlink()
-    with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read .* names the special tokens"):
+    with pytest.raises(
+        DataError, match=r"tokenizer_config\.json cannot be read .* names the special tokens"
+    ):
         load_tokenizer(spoiled)

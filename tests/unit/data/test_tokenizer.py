@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.data.prepare.tasks.arithmetic import CHARACTERS
-from hybridflow.data.prepare.tokenizer_files import END, PAD, ROLES, write_byte_tokenizer, write_character_tokenizer
+from hybridflow.data.prepare.tokenizer_files import (
+    END,
+    PAD,
+    ROLES,
+    write_byte_tokenizer,
+    write_character_tokenizer,
+)
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import DataError
 
@@ -72,20 +78,30 @@ def test_any_text_survives_the_byte_tokenizer(text_bytes, text):
 @pytest.mark.parametrize("special", SPECIALS)
 def test_a_special_token_written_out_in_text_is_that_token(text_bytes, special):
     (token,) = text_bytes.encode(special)
-    assert text_bytes.encode(f"a{special}b") == [*text_bytes.encode("a"), token, *text_bytes.encode("b")]
+    assert text_bytes.encode(f"a{special}b") == [
+        *text_bytes.encode("a"),
+        token,
+        *text_bytes.encode("b"),
+    ]
 
 
 def test_roles_and_turn_ends_are_single_tokens(text_bytes):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
-    assert text_bytes.render_chat(messages) == "<|system|>Be brief.<|end|><|user|>1 + 1?<|end|><|assistant|>"
+    assert (
+        text_bytes.render_chat(messages)
+        == "<|system|>Be brief.<|end|><|user|>1 + 1?<|end|><|assistant|>"
+    )
     assert len(text_bytes.encode_chat(messages)) == len("Be brief.") + len("1 + 1?") + 5
     assert text_bytes.vocab_size == 256 + 5
-    assert text_bytes.decode([text_bytes.eos_id]) == "" and text_bytes.encode("<|end|>") == [text_bytes.eos_id]
+    assert text_bytes.decode([text_bytes.eos_id]) == "" and text_bytes.encode("<|end|>") == [
+        text_bytes.eos_id
+    ]
 
 
 def test_decoding_leaves_stop_and_pad_tokens_at_the_end_out_and_shows_all_others(characters):
     four, six = characters.encode("46")
-    eos, pad = characters.eos_id, characters.pad_id
+    eos = characters.eos_id
+    pad = characters.pad_id
     assert characters.decode([four, six, eos, pad, pad]) == "46"
     assert characters.decode([four, eos, six]) == "4<eos>6"
     assert characters.decode([four, pad, six]) == "4<pad>6"
@@ -120,7 +136,9 @@ def test_a_model_config_next_to_the_tokenizer_does_not_change_it(character_folde
     (folder / "config.json").write_text(
         json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32})
     )
-    assert load_tokenizer(folder).encode("12+34=") == load_tokenizer(character_folder).encode("12+34=")
+    assert load_tokenizer(folder).encode("12+34=") == load_tokenizer(character_folder).encode(
+        "12+34="
+    )
 
 
 def test_what_cannot_be_read_is_named(character_folder, tmp_path):
@@ -152,7 +170,9 @@ def test_a_tokenizer_without_eos_or_template_is_named(character_folder, tmp_path
         load_tokenizer(folder)
 
 
-def test_loading_changes_no_setting_of_the_process_and_opens_no_connection(character_folder, monkeypatch):
+def test_loading_changes_no_setting_of_the_process_and_opens_no_connection(
+    character_folder, monkeypatch
+):
     def refuse(*args):
         raise AssertionError(f"a connection to {args[-1]}")
 
@@ -165,11 +185,16 @@ def test_loading_changes_no_setting_of_the_process_and_opens_no_connection(chara
 
 def test_a_chat_template_is_given_its_arguments_and_unread_ones_are_refused(byte_folder, tmp_path):
     shutil.copytree(byte_folder, tmp_path / "thinking")
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}think{% endif %}"
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}think{% endif %}"
+    )
     (tmp_path / "thinking" / "chat_template.jinja").write_text(template)
     plain = load_tokenizer(tmp_path / "thinking")
-    thinking, messages = plain.with_template({"enable_thinking": True}), [{"role": "user", "content": "12"}]
+    thinking = plain.with_template({"enable_thinking": True})
+    messages = [{"role": "user", "content": "12"}]
     assert (plain.render_chat(messages), thinking.render_chat(messages)) == ("12", "12think")
     assert thinking.with_template({"enable_thinking": False}).render_chat(messages) == "12"
-    with pytest.raises(DataError, match=r"chat_template_kwargs\.thinking: the chat template of .* does not read it"):
+    with pytest.raises(
+        DataError, match=r"chat_template_kwargs\.thinking: the chat template of .* does not read it"
+    ):
         plain.with_template({"thinking": True})

@@ -46,7 +46,9 @@ def rows_of(count: int, long: Sequence[int] = ()) -> list[dict[str, Any]]:
     return [
         {
             "data_source": "mine",
-            "prompt": [{"role": "user", "content": f"What is {number}?" + " more" * 400 * (number in long)}],
+            "prompt": [
+                {"role": "user", "content": f"What is {number}?" + " more" * 400 * (number in long)}
+            ],
             "reward_model": {"ground_truth": str(number)},
             "extra_info": {"index": number},
         }
@@ -63,8 +65,15 @@ def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.parquet") 
 def contents(dataset: PromptDataset | SftDataset) -> list[Any]:
     batch = dataset.batch(np.arange(len(dataset)))
     names = [name for name in batch.columns if name != "index"]
-    return [[np.asarray(batch[name].row(n) if name.endswith(("_ids", "_mask")) else batch[name][n]).tolist()
-             for name in names] for n in range(len(batch))]  # fmt: skip
+    return [
+        [
+            np.asarray(
+                batch[name].row(n) if name.endswith(("_ids", "_mask")) else batch[name][n]
+            ).tolist()
+            for name in names
+        ]
+        for n in range(len(batch))
+    ]
 
 
 class Counted(Tokenizer):
@@ -87,7 +96,9 @@ def counted(tokenizer: Tokenizer) -> Tokenizer:
 # ---- processes
 
 
-def test_several_processes_make_the_tokens_of_one(tmp_path: Path, counted: Tokenizer, monkeypatch: Any) -> None:
+def test_several_processes_make_the_tokens_of_one(
+    tmp_path: Path, counted: Tokenizer, monkeypatch: Any
+) -> None:
     files = write(tmp_path / "data", rows_of(39, long=(3, 17, 38)))
     config = replace(CONFIG, filter_overlong_prompts=True, cache_tokens=False)
     several = PromptDataset(files, counted, config)
@@ -100,7 +111,9 @@ def test_several_processes_make_the_tokens_of_one(tmp_path: Path, counted: Token
     assert Counted.calls == 8 + 39
 
 
-def test_the_first_wrong_row_is_named_whichever_process_finds_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_the_first_wrong_row_is_named_whichever_process_finds_it(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     rows = rows_of(60)
     for number in (22, 50):
         rows[number]["prompt"] = []
@@ -117,10 +130,12 @@ def test_the_first_wrong_row_is_named_whichever_process_finds_it(tmp_path: Path,
 class Dies:
     """Ends the process that encodes row 11, or takes too long over it."""
 
-    columns, reads = ("prompt_ids",), ()
+    columns = ("prompt_ids",)
+    reads = ()
 
     def __init__(self, tokenizer: Tokenizer, seconds: float) -> None:
-        self.tokenizer, self.seconds = tokenizer, seconds
+        self.tokenizer = tokenizer
+        self.seconds = seconds
 
     def encode(self, row: Row) -> Encoded:
         if row.number == 11:
@@ -130,10 +145,14 @@ class Dies:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 100.0])
-def test_a_process_that_ends_or_hangs_is_said(tokenizer: Tokenizer, monkeypatch: Any, seconds: float) -> None:
+def test_a_process_that_ends_or_hangs_is_said(
+    tokenizer: Tokenizer, monkeypatch: Any, seconds: float
+) -> None:
     monkeypatch.setattr(tokenizing, "_LIMIT_S", 1)
     rows = [Row("rows.parquet", number, {}) for number in range(20)]
-    with pytest.raises(DataError, match=r"rows\.parquet: the process that encoded rows from 8 on has ended"):
+    with pytest.raises(
+        DataError, match=r"rows\.parquet: the process that encoded rows from 8 on has ended"
+    ):
         list(tokenizing.pieces(rows, Dies(tokenizer, seconds)))
 
 
@@ -145,13 +164,18 @@ def test_a_second_start_encodes_nothing(tmp_path: Path, counted: Tokenizer, cach
     config = replace(CONFIG, truncation="right")
     first = PromptDataset(files, counted, config)
     calls = Counted.calls
-    second = PromptDataset(write(tmp_path / "elsewhere", rows_of(30, long=(2, 9)), "named.parquet"), counted, config)
+    second = PromptDataset(
+        write(tmp_path / "elsewhere", rows_of(30, long=(2, 9)), "named.parquet"), counted, config
+    )
     assert Counted.calls == calls > 0
     assert contents(second) == contents(first)
     assert (second.num_truncated, first.num_truncated) == (2, 2)
     assert second.places[3].endswith("named.parquet, row 3")
     [entry] = cache.iterdir()
-    assert [path.stat().st_mode & 0o777 for path in (cache, cache.parent)] == [0o700, 0o755 & ~_umask()]
+    assert [path.stat().st_mode & 0o777 for path in (cache, cache.parent)] == [
+        0o700,
+        0o755 & ~_umask(),
+    ]
     assert entry.suffix == ".parquet"
 
 
@@ -163,8 +187,12 @@ def _umask() -> int:
 
 def test_conversations_are_kept_with_all_their_rows(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(TEMPLATES["Qwen-Qwen3-0.6B"])
-    chat = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b")) * 2]
-    files = write(tmp_path / "data", [{"chat": chat[: 2 + 2 * (number % 2)]} for number in range(21)])
+    chat = [
+        {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b")) * 2
+    ]
+    files = write(
+        tmp_path / "data", [{"chat": chat[: 2 + 2 * (number % 2)]} for number in range(21)]
+    )
     made = [SftDataset(files, tokenizer, CONFIG, SftConfig(messages_key="chat")) for _ in range(2)]
     assert contents(made[0]) == contents(made[1])
     assert len(made[1]) == 31 and made[1].places == made[0].places
@@ -172,8 +200,16 @@ def test_conversations_are_kept_with_all_their_rows(tmp_path: Path) -> None:
 
 CHANGES = {
     "content": lambda rows, config, tokenizer: (rows_of(31), config, tokenizer),
-    "a key": lambda rows, config, tokenizer: (rows, replace(config, max_prompt_length=512), tokenizer),
-    "a template": lambda rows, config, tokenizer: (rows, config, tokenizer_with(TEMPLATES["MiMo-VL"])),
+    "a key": lambda rows, config, tokenizer: (
+        rows,
+        replace(config, max_prompt_length=512),
+        tokenizer,
+    ),
+    "a template": lambda rows, config, tokenizer: (
+        rows,
+        config,
+        tokenizer_with(TEMPLATES["MiMo-VL"]),
+    ),
     "what the template is given": lambda rows, config, tokenizer: (rows, config, _given(tokenizer)),
     "the tokenizer": lambda rows, config, tokenizer: (rows, config, _other_merges(tokenizer)),
 }
@@ -192,16 +228,21 @@ def _other_merges(tokenizer: Tokenizer) -> Tokenizer:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_what_tokens_follow_from_is_noticed(change: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_change_of_what_tokens_follow_from_is_noticed(
+    change: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     rows = rows_of(30)
     PromptDataset(write(tmp_path / "data", rows), tokenizer, CONFIG)
     changed, config, other = CHANGES[change](rows, CONFIG, tokenizer)
-    Counted.calls, other.__class__ = 0, Counted
+    Counted.calls = 0
+    other.__class__ = Counted
     PromptDataset(write(tmp_path / "data", changed), other, config)
     assert Counted.calls > 0
 
 
-def test_a_template_that_shows_the_day_is_kept_for_the_day(tokenizer: Tokenizer, monkeypatch: Any) -> None:
+def test_a_template_that_shows_the_day_is_kept_for_the_day(
+    tokenizer: Tokenizer, monkeypatch: Any
+) -> None:
     before = tokenizer.identity()
     tokenizer._hf.chat_template += "{{ strftime_now('%d %b %Y') }}"
     day = tokenizer.identity()

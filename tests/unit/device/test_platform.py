@@ -31,20 +31,31 @@ def test_asking_for_what_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 def test_a_driver_too_old_for_torch_is_named_with_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:  # torch's words
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update it.\nMore")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 12040). Please update "
+            "it.\nMore"
+        )
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", refuse)
     monkeypatch.setattr("socket.gethostname", lambda: "node-7")
     monkeypatch.setenv("HYBRIDFLOW_PLATFORM", "cuda")
-    with pytest.raises(ResourceError, match=r"node-7 .*too old \(found version 12040\).*update this node's driver"):
+    with pytest.raises(
+        ResourceError, match=r"node-7 .*too old \(found version 12040\).*update this node's driver"
+    ):
         Platform.detect()
 
 
 def test_names_follow_the_kind() -> None:
-    assert (Platform("cpu").collective_backend, Platform("cpu").device(3)) == ("gloo", torch.device("cpu"))
+    assert (Platform("cpu").collective_backend, Platform("cpu").device(3)) == (
+        "gloo",
+        torch.device("cpu"),
+    )
     assert Platform("cpu").current_device() == torch.device("cpu")
-    assert (Platform("cuda").collective_backend, Platform("cuda").device(3)) == ("nccl", torch.device("cuda", 3))
+    assert (Platform("cuda").collective_backend, Platform("cuda").device(3)) == (
+        "nccl",
+        torch.device("cuda", 3),
+    )
 
 
 def test_memory_grows_with_what_is_held() -> None:

@@ -10,7 +10,9 @@ from tests.models import DEEPSEEK
 
 
 def test_the_document_lists_every_setting_that_differs() -> None:
-    assert platforms.DOCUMENT.read_text(encoding="utf-8") == platforms.table(), "write it: python -m tests.platforms"
+    assert platforms.DOCUMENT.read_text(encoding="utf-8") == platforms.table(), (
+        "write it: python -m tests.platforms"
+    )
 
 
 def test_what_exists_for_cpus_is_off_on_gpus() -> None:
@@ -18,10 +20,18 @@ def test_what_exists_for_cpus_is_off_on_gpus() -> None:
 
     for transformer_engine in (False, True):
         found = platforms.settings("cuda", transformer_engine)
-        for name in ("--device", "TORCH_COMPILE_DISABLE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        for name in (
+            "--device",
+            "TORCH_COMPILE_DISABLE",
+            "SGLANG_CPU_OMP_THREADS_BIND",
+            "OMP_NUM_THREADS",
+        ):
             assert f"SGLang: {name}" not in found
         assert "SGLang: CUDA_VISIBLE_DEVICES" not in found
-        assert found["Megatron: use_cpu_initialization"] is False and found["`Platform.cache_bytes`"] == 0
+        assert (
+            found["Megatron: use_cpu_initialization"] is False
+            and found["`Platform.cache_bytes`"] == 0
+        )
         assert found["SGLang: --enable-memory-saver"] is True
     assert server.sglang_environment("cuda").keys() < server.sglang_environment("cpu").keys()
 
@@ -34,12 +44,16 @@ def test_a_fusion_that_would_change_results_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2])
-def test_rope_is_fused_where_its_kernel_computes_the_same(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rope_is_fused_where_its_kernel_computes_the_same(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from types import SimpleNamespace
 
     from hybridflow.mcore.model import device_settings
 
-    family: object = SimpleNamespace(megatron_config=dict, rotary=SimpleNamespace(attention_factor=factor))
+    family: object = SimpleNamespace(
+        megatron_config=dict, rotary=SimpleNamespace(attention_factor=factor)
+    )
     for transformer_engine in (True, False):
         settings = device_settings(family, True, transformer_engine)  # type: ignore[arg-type]
         assert settings["apply_rope_fusion"] is (factor == 1.0)

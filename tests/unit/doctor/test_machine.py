@@ -25,7 +25,9 @@ def by_topic(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.topic: finding for finding in findings}
 
 
-def test_on_this_machine_a_recipe_can_run_and_every_trouble_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_this_machine_a_recipe_can_run_and_every_trouble_has_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(machine, "query_gpus", lambda: ([], ""))
     found = examine(load_config("e2e"))
     assert [one for one in found if one.level == "error"] == [] and exit_code(found) == 0
@@ -35,11 +37,16 @@ def test_on_this_machine_a_recipe_can_run_and_every_trouble_has_a_remedy(monkeyp
     assert topics["transformer-engine"].level == "unused" and topics["ray"].level == "ok"
 
 
-def test_gpus_without_cuda_and_too_few_for_the_recipe_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_without_cuda_and_too_few_for_the_recipe_are_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(machine, "query_gpus", lambda: (["H200, 141 GiB, 580.1"] * 2, ""))
     monkeypatch.setattr(machine, "_torch_cuda", lambda: None)
     topics = by_topic(examine(load_config("e2e")))
-    assert topics["torch.cuda"].remedy == "make setup LANE=gpu" and topics["torch.cuda"].level == "error"
+    assert (
+        topics["torch.cuda"].remedy == "make setup LANE=gpu"
+        and topics["torch.cuda"].level == "error"
+    )
     assert "wants 4 ranks on a node, which has 2 GPUs" in topics["recipe"].what
     assert topics["apex"].level == "warning" and topics["apex"].remedy
 
@@ -48,33 +55,58 @@ def test_a_driver_that_does_not_answer_is_named_by_doctor_and_preflight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/bash\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
+    program.write_text(
+        "#!/bin/bash\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = by_topic(examine())["gpu"]
-    assert found.level == "error" and "Driver/library version mismatch" in found.what and "driver" in found.remedy
-    record = check_node(
-        "n1", ["n1"], tmp_path, Wanted(gpus=8, min_free_gib=0.0, min_shm_gib=0.0, min_open_files=1), 5.0
+    assert (
+        found.level == "error"
+        and "Driver/library version mismatch" in found.what
+        and "driver" in found.remedy
     )
-    assert "0 of 8 GPUs are visible (nvidia-smi: Failed to initialize NVML: Driver/library" in record.problems[0]
+    record = check_node(
+        "n1",
+        ["n1"],
+        tmp_path,
+        Wanted(gpus=8, min_free_gib=0.0, min_shm_gib=0.0, min_open_files=1),
+        5.0,
+    )
+    assert (
+        "0 of 8 GPUs are visible (nvidia-smi: Failed to initialize NVML: Driver/library"
+        in record.problems[0]
+    )
 
 
-def test_a_missing_package_ephemeral_ports_and_a_silent_slurm_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_ephemeral_ports_and_a_silent_slurm_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(machine, "_version", lambda name: None if name == "ray" else "1")
     monkeypatch.setattr(machine, "FIRST_PORT", 60000)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/sinfo" if name == "sinfo" else None)
+    monkeypatch.setattr(
+        machine.shutil, "which", lambda name: "/usr/bin/sinfo" if name == "sinfo" else None
+    )
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     answer = SimpleNamespace(returncode=1, stdout="", stderr="a\nslurmctld is down")
     monkeypatch.setattr(subprocess, "run", lambda *words, **options: answer)
     monkeypatch.setitem(sys.modules, "hybridflow_kernels", None)
     topics = by_topic(examine())
     assert "kernels/" in topics["kernels"].remedy
-    assert topics["ray"].level == topics["kernels"].level == topics["ports"].level == topics["slurm"].level == "error"
+    assert (
+        topics["ray"].level
+        == topics["kernels"].level
+        == topics["ports"].level
+        == topics["slurm"].level
+        == "error"
+    )
     assert topics["slurm"].what == "slurmctld is down" and "sysctl" in topics["ports"].remedy
     assert exit_code(list(topics.values())) == 1
 
 
-@pytest.mark.parametrize(("version", "level"), [((3, 11, 7), "ok"), ((3, 12, 1), "ok"), ((3, 13, 0), "warning")])
+@pytest.mark.parametrize(
+    ("version", "level"), [((3, 11, 7), "ok"), ((3, 12, 1), "ok"), ((3, 13, 0), "warning")]
+)
 def test_the_python_of_each_lane_is_right(
     version: tuple[int, int, int], level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,10 +120,16 @@ def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("hybridflow.single_controller.cluster.wait_for_nodes", refuse)
     found = by_topic(examine(load_config("e2e", ["cluster.address='10.0.0.1:1'"])))["ray cluster"]
-    assert found.level == "error" and "0 of 1 nodes" in found.what and "RAY_AUTH_TOKEN_PATH" in found.remedy
+    assert (
+        found.level == "error"
+        and "0 of 1 nodes" in found.what
+        and "RAY_AUTH_TOKEN_PATH" in found.remedy
+    )
 
 
-def test_the_command_prints_a_table_or_json_and_refuses_a_wrong_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_or_json_and_refuses_a_wrong_recipe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["doctor", "--recipe", "e2e"]) == 0
     assert "e2e: 4 ranks on 1 node(s)" in capsys.readouterr().out
     assert main(["doctor", "--recipe", "e2e", "actor.optim.lrr=1", "--json"]) == 1
@@ -102,7 +140,12 @@ def test_the_command_prints_a_table_or_json_and_refuses_a_wrong_recipe(capsys: p
 
 def test_the_table_counts_and_shows_remedies_below() -> None:
     text = table([Finding("a", "ok", "x"), Finding("bb", "error", "y", "do z")])
-    assert text.splitlines() == ["ok      a   x", "error   bb  y", "            -> do z", "1 error(s), 0 warning(s)"]
+    assert text.splitlines() == [
+        "ok      a   x",
+        "error   bb  y",
+        "            -> do z",
+        "1 error(s), 0 warning(s)",
+    ]
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -122,7 +165,10 @@ def test_the_table_counts_and_shows_remedies_below() -> None:
     ],
 )
 def test_a_wrong_slurm_command_is_one_message(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["slurm", *words]) in (1, 2)
@@ -131,7 +177,21 @@ def test_a_wrong_slurm_command_is_one_message(
 
 @pytest.mark.usefixtures("elsewhere")
 def test_each_task_of_an_array_has_its_own_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["slurm", "render", "--config-name", "e2e", "--array", "1-3", "name=sweep-%a", "seed=%a"]) == 0
+    assert (
+        main(
+            [
+                "slurm",
+                "render",
+                "--config-name",
+                "e2e",
+                "--array",
+                "1-3",
+                "name=sweep-%a",
+                "seed=%a",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "#SBATCH --array=1-3" in shown and "/runs/sweep-%a" in shown
     assert "TRAIN=(train --config-name e2e name=sweep-%a seed=%a)" in shown

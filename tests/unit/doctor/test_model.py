@@ -41,10 +41,15 @@ def template_of(folder: Path, text: str) -> None:
     (folder / TEMPLATE).write_text(text)
 
 
-def chatml(before: str = "", after: str = "<|im_end|>\n", answer: str = "<|im_start|>assistant\n") -> str:
+def chatml(
+    before: str = "", after: str = "<|im_end|>\n", answer: str = "<|im_start|>assistant\n"
+) -> str:
     """ChatML with something before all messages, after each one, and at the start of an answer."""
     turn = f"<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}{after}"
-    return f"{before}{{% for m in messages %}}{turn}{{% endfor %}}{{% if add_generation_prompt %}}{answer}{{% endif %}}"
+    return (
+        f"{before}{{% for m in messages %}}{turn}{{% endfor %}}{{% if add_generation_prompt "
+        f"%}}{answer}{{% endif %}}"
+    )
 
 
 # ---- good folders
@@ -75,7 +80,11 @@ def untied(folder: Path) -> None:
 def in_float32(folder: Path) -> None:
     published_folder("qwen3", folder, shards=1)
     [file] = folder.glob("*.safetensors")
-    save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.float() for name, tensor in load_file(file).items()},
+        file,
+        metadata={"format": "pt"},
+    )
 
 
 def without_query_rank(folder: Path) -> None:
@@ -83,8 +92,14 @@ def without_query_rank(folder: Path) -> None:
 
 
 GOOD: dict[str, Callable[[Path], object]] = {
-    **{family: (lambda folder, family=family: published_folder(family, folder)) for family in FAMILIES},
-    **{one.__name__: one for one in (single_shard, template_as_file, thinking_opened, without_heads, untied)},
+    **{
+        family: (lambda folder, family=family: published_folder(family, folder))
+        for family in FAMILIES
+    },
+    **{
+        one.__name__: one
+        for one in (single_shard, template_as_file, thinking_opened, without_heads, untied)
+    },
     **{one.__name__: one for one in (in_float32, without_query_rank)},
 }
 QUICK = ("kimi-k2", "thinking_opened")
@@ -101,7 +116,9 @@ def test_a_good_folder_has_no_error(name: str, tmp_path: Path) -> None:
     topics = by_topic(findings)
     assert exit_code(findings) == 0, [one for one in findings if one.level == "error"]
     assert topics["parity"].level == topics["export"].level == topics["answers end"].level == "ok"
-    assert [one for one in findings if one.level == "warning" and not one.remedy] == [] and not code_ran(tmp_path)
+    assert [
+        one for one in findings if one.level == "warning" and not one.remedy
+    ] == [] and not code_ran(tmp_path)
     if name == "thinking_opened":
         assert "the prompt opens a thinking" in topics["chat template"].what
 
@@ -123,7 +140,10 @@ def of_another_shape(folder: Path) -> None:
 def with_few_rows(folder: Path) -> None:
     [file] = folder.glob("*.safetensors")
     names = ("model.embed_tokens.weight", "lm_head.weight")
-    tensors = {name: tensor[:400].clone() if name in names else tensor for name, tensor in load_file(file).items()}
+    tensors = {
+        name: tensor[:400].clone() if name in names else tensor
+        for name, tensor in load_file(file).items()
+    }
     save_file(tensors, file, metadata={"format": "pt"})
     edit(folder / "config.json", vocab_size=400)
 
@@ -152,7 +172,9 @@ def without_template(folder: Path) -> None:
 
 
 def with_an_endless_template(folder: Path) -> None:
-    template_of(folder, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    template_of(
+        folder, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
 
 
 def with_a_growing_normalizer(folder: Path) -> None:
@@ -175,7 +197,11 @@ def with_a_stop_beyond_the_vocabulary(folder: Path) -> None:
 
 
 BROKEN: dict[Callable[[Path], None], tuple[str, str, str]] = {
-    of_integers: ("weights", "error", "of a precision that is not read: model.layers.0.mlp.up_proj.weight (I8)"),
+    of_integers: (
+        "weights",
+        "error",
+        "of a precision that is not read: model.layers.0.mlp.up_proj.weight (I8)",
+    ),
     of_another_shape: ("weights", "error", "tensors have other shapes"),
     with_few_rows: ("vocabulary", "error", "the model has 400 rows of embeddings"),
     of_an_unknown_family: ("config", "error", "model_type 'mamba' has no parameter map"),
@@ -185,8 +211,16 @@ BROKEN: dict[Callable[[Path], None], tuple[str, str, str]] = {
     without_template: ("chat template", "error", "the tokenizer has no chat template"),
     with_an_endless_template: ("tokenizer", "error", "takes more than"),
     with_a_growing_normalizer: ("tokenizer", "error", "tokenizer.json is not fit for use"),
-    with_an_end_that_no_template_writes: ("answers end", "warning", "answers may run to data.max_response_length"),
-    with_a_template_that_rewrites_history: ("user after an answer", "warning", "writes what was said before anew"),
+    with_an_end_that_no_template_writes: (
+        "answers end",
+        "warning",
+        "answers may run to data.max_response_length",
+    ),
+    with_a_template_that_rewrites_history: (
+        "user after an answer",
+        "warning",
+        "writes what was said before anew",
+    ),
     with_a_stop_beyond_the_vocabulary: ("vocabulary", "error", "answers end at [999999]"),
 }
 
@@ -228,10 +262,17 @@ def test_a_recipe_is_planned_for_the_folder_and_another_models_is_refused(
     whole_size(tmp_path, published("qwen3-8b"))
     path = f"model.path={tmp_path}"
     topics = by_topic(examine(tmp_path, load_config("grpo-qwen3-8b-1x8", [path])))
-    assert (topics["weights"].level, topics["tokenizer"].level) == ("ok", "error")  # it has weights alone
-    assert topics["layout"].what == "8 ranks, TP2" and topics["memory"].level == topics["sync"].level == "ok"
+    # it has weights alone
+    assert (topics["weights"].level, topics["tokenizer"].level) == ("ok", "error")
+    assert (
+        topics["layout"].what == "8 ranks, TP2"
+        and topics["memory"].level == topics["sync"].level == "ok"
+    )
     assert by_topic(examine(tmp_path))["recipe"].remedy.startswith("--recipe grpo-qwen3-8b-1x8")
-    assert main(["doctor", "--model", str(tmp_path), "--recipe", "grpo-llama-3.1-8b-1x8", "--json"]) == 1
+    assert (
+        main(["doctor", "--model", str(tmp_path), "--recipe", "grpo-llama-3.1-8b-1x8", "--json"])
+        == 1
+    )
     findings = json.loads(capsys.readouterr().out)["findings"]
     [refused] = [one for one in findings if one["topic"] == "recipe" and one["level"] == "error"]
     assert "model_type=qwen3" in refused["what"] and "grpo-qwen3-8b-1x8" in refused["what"]

@@ -1,4 +1,5 @@
-"""Receiver and senders over a real store and real channels in one process; the engine is a module with its loader."""
+"""Receiver and senders over a real store and real channels in one process; the engine is a module
+with its loader."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from hybridflow.sync.session import ABORT, Board, Order, Outcome, RankReport
 from hybridflow.sync.transports.base import Endpoint
 from tests.unit.reshard.reshard_cases import decoder_of
 
-HOST, WAIT_S = "127.0.0.1", 5.0
+HOST = "127.0.0.1"
+WAIT_S = 5.0
 FAMILY = decoder_of("qwen3_moe")
 SHAPE = ParallelShape(2, pipeline=2)
 PAD = 5
@@ -34,7 +36,8 @@ class Engine(nn.Module):
         for name, shape in FAMILY.tensors().items():
             rows = shape[0] + PAD * ("embed" in name)
             self.register_parameter(
-                name.replace(".", "_"), nn.Parameter(torch.full((rows, *shape[1:]), 7.0), requires_grad=False)
+                name.replace(".", "_"),
+                nn.Parameter(torch.full((rows, *shape[1:]), 7.0), requires_grad=False),
             )
         self.post_loads = 0
 
@@ -56,7 +59,9 @@ class Bench:
         self.receiver = weight_receiver.receiver_of(self.engine)
         self.held: list[dict[str, torch.Tensor]] = []
         for at in SHAPE.coordinates():
-            self.held.append({local.name: torch.zeros(local.shape) for local in rank_tensors(FAMILY, at)})
+            self.held.append(
+                {local.name: torch.zeros(local.shape) for local in rank_tensors(FAMILY, at)}
+            )
         self.senders = [WeightSender(rank, lambda rank=rank: self.held[rank]) for rank in range(2)]
         self.attempts = 0
         post_catalog(self.store, FAMILY.tensors(), "float32")
@@ -68,7 +73,12 @@ class Bench:
         assert report.error == ""
         engines = [EngineLayout("engine-0", (report.layout,))]
         facts = make_weight_plan(
-            self.store, FAMILY, megatron_layout(FAMILY, SHAPE.coordinates(), "float32"), engines, 1 << 18, WAIT_S
+            self.store,
+            FAMILY,
+            megatron_layout(FAMILY, SHAPE.coordinates(), "float32"),
+            engines,
+            1 << 18,
+            WAIT_S,
         )
         for sender in self.senders:
             sender.adopt(facts.digest, HOST, self.store.port, WAIT_S)
@@ -79,21 +89,30 @@ class Bench:
         for at, held in zip(SHAPE.coordinates(), self.held, strict=True):
             for local in rank_tensors(FAMILY, at):
                 for piece in local.pieces:
-                    held[local.name][piece.slices()] = source.read(piece.source, piece.source_start, piece.shape)
-        return {name: source.read(name, (0,) * len(shape), shape) for name, shape in FAMILY.tensors().items()}
+                    held[local.name][piece.slices()] = source.read(
+                        piece.source, piece.source_start, piece.shape
+                    )
+        return {
+            name: source.read(name, (0,) * len(shape), shape)
+            for name, shape in FAMILY.tensors().items()
+        }
 
     def sync(
         self, name: str = "s0", staged: bool = True, call_off: str = "", in_background: bool = False
     ) -> tuple[RankReport, list[Outcome], Board]:
         self.attempts += 1
-        endpoint = Endpoint("p2p", name, HOST, self.store.port, (0, 1), (0,), self.facts.message_bytes[0], WAIT_S)
+        endpoint = Endpoint(
+            "p2p", name, HOST, self.store.port, (0, 1), (0,), self.facts.message_bytes[0], WAIT_S
+        )
         order = Order("engine-0", 0, endpoint, self.attempts, 3, self.facts.digest, staged)
         board = Board.open(order)
         with ThreadPoolExecutor(2) as pool:
             running = [pool.submit(sender.send, [order], WAIT_S) for sender in self.senders]
             if call_off:
                 board.decide(ABORT)
-            control = Control(RECEIVE, HOST, self.store.port, WAIT_S, board.report_prefix, 0, 1, order)
+            control = Control(
+                RECEIVE, HOST, self.store.port, WAIT_S, board.report_prefix, 0, 1, order
+            )
             if in_background:  # must return before anybody sends
                 self.receiver.take(control, in_background)
             board.go()
@@ -103,4 +122,7 @@ class Bench:
         return board.reports(WAIT_S)[0], outcomes, board
 
     def holds(self, whole: dict[str, torch.Tensor]) -> bool:
-        return all(torch.equal(self.engine.get_parameter(n.replace(".", "_"))[: len(t)], t) for n, t in whole.items())
+        return all(
+            torch.equal(self.engine.get_parameter(n.replace(".", "_"))[: len(t)], t)
+            for n, t in whole.items()
+        )

@@ -1,7 +1,8 @@
-"""A kind of engine as a user would add one: `rollout.engine=tests/unit/engines/counting_engine.py:counting`.
+"""A kind of engine as a user would add one:
+`rollout.engine=tests/unit/engines/counting_engine.py:counting`.
 
-It answers a prompt by counting on from its last token, in this process. A model folder with a file `broken` in it makes
-a start fail, and `kill` ends an engine.
+It answers a prompt by counting on from its last token, in this process. A model folder with a file
+`broken` in it makes a start fail, and `kill` ends an engine.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ class CountingEngine:
     """One start of an engine."""
 
     def __init__(self, spec: EngineSpec, log_path: Path, check: Callable[[], None]) -> None:
-        self.spec, self.log_path, self._check = spec, log_path, check
-        self.running, self.version = False, -1
+        self.spec = spec
+        self.log_path = log_path
+        self._check = check
+        self.running = False
+        self.version = -1
         self.calls: list[str] = []
 
     def start(self) -> None:

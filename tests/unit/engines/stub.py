@@ -13,7 +13,9 @@ import numpy as np
 KEY = "key of the stub"
 
 
-def answer_of(tokens: list[int], finish_reason: Any = "stop", log_probs: Any = None, **meta: Any) -> dict[str, Any]:
+def answer_of(
+    tokens: list[int], finish_reason: Any = "stop", log_probs: Any = None, **meta: Any
+) -> dict[str, Any]:
     """One event of a response; with a finish reason the last one."""
     values = np.full(len(tokens), -0.5) if log_probs is None else np.array(log_probs)
     reason = {"type": finish_reason} if isinstance(finish_reason, str) else finish_reason
@@ -23,9 +25,10 @@ def answer_of(tokens: list[int], finish_reason: Any = "stop", log_probs: Any = N
 
 
 class Stub(ThreadingHTTPServer):
-    """Answers each path with (status, body, delay in seconds) and remembers what it was asked. A list is streamed: an
-    event each, for the prompts of a request in turn unless `meta_info` has the id of another. A function is called with
-    the names of the prompts, and what it yields is sent at once."""
+    """Answers each path with (status, body, delay in seconds) and remembers what it was asked. A
+    list is streamed: an event each, for the prompts of a request in turn unless `meta_info` has the
+    id of another. A function is called with the names of the prompts, and what it yields is sent at
+    once."""
 
     daemon_threads = True
 
@@ -57,7 +60,11 @@ class Handler(BaseHTTPRequestHandler):
             for events in answer(body["rid"]):
                 self.wfile.write(events)
             return
-        encoded = streamed(answer, body["rid"]) if self.path == "/generate" and isinstance(answer, list) else answer
+        encoded = (
+            streamed(answer, body["rid"])
+            if self.path == "/generate" and isinstance(answer, list)
+            else answer
+        )
         encoded = encoded if isinstance(encoded, bytes) else json.dumps(encoded).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(encoded)))
@@ -74,7 +81,10 @@ def streamed(events: list[Any], names: list[str], is_end: bool = True) -> bytes:
     for place, event in enumerate(events):
         if isinstance(event, dict) and "meta_info" in event:
             number = event["meta_info"].get("number", place)
-            meta = {"id": names[number] if number < len(names) else "nobody's", **event["meta_info"]}
+            meta = {
+                "id": names[number] if number < len(names) else "nobody's",
+                **event["meta_info"],
+            }
             lines.append({**event, "meta_info": meta})
         else:
             lines.append(event)

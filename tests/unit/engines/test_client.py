@@ -1,4 +1,5 @@
-"""The engine client against a stub: every way an answer can be wrong becomes an EngineError that names the engine."""
+"""The engine client against a stub: every way an answer can be wrong becomes an EngineError that
+names the engine."""
 
 from __future__ import annotations
 
@@ -75,23 +76,33 @@ def test_answers_become_completions_in_order(stub: Stub, client: EngineClient) -
     assert first.weight_versions == (WeightSpan("2", 0, 1), WeightSpan("3", 1, 2))
     assert second.weight_versions == (WeightSpan("3", 0, 1),)
     _, body, authorization = stub.asked[0]
-    assert body["input_ids"] == [[1, 2], [1, 2]] and body["return_logprob"] is body["stream"] is True
+    assert (
+        body["input_ids"] == [[1, 2], [1, 2]] and body["return_logprob"] is body["stream"] is True
+    )
     assert authorization == f"Bearer {KEY}"
 
 
 def test_what_tokens_were_sampled_among_comes_with_them(stub: Stub, client: EngineClient) -> None:
     """Over two events; an answer that was aborted before it ran has none."""
-    first = answer_of([5, 6], None, packed_support_sizes=int32(2, 1), packed_support_ids=int32(5, 9, 6))
+    first = answer_of(
+        [5, 6], None, packed_support_sizes=int32(2, 1), packed_support_ids=int32(5, 9, 6)
+    )
     last = answer_of([7], packed_support_sizes=int32(3), packed_support_ids=int32(1, 7, 2))
 
     def events(names: list[str]) -> Iterator[bytes]:
-        for name, event in ((names[0], first), (names[1], answer_of([], "abort")), (names[0], last)):
+        for name, event in (
+            (names[0], first),
+            (names[1], answer_of([], "abort")),
+            (names[0], last),
+        ):
             event["meta_info"]["id"] = name
             yield b"data: " + json.dumps(event).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
     stub.answers_with("/generate", events)
-    one, two = client.generate([[1, 2]] * 2, SamplingConfig(top_k=3), 4, extras=Extras(support=True))
+    one, two = client.generate(
+        [[1, 2]] * 2, SamplingConfig(top_k=3), 4, extras=Extras(support=True)
+    )
     assert one.support is not None and two.support is not None
     assert (one.support.sizes.tolist(), one.support.ids.tolist()) == ([2, 1, 3], [5, 9, 6, 1, 7, 2])
     assert len(two.support) == 0 and two.finish_reason == "abort"
@@ -100,14 +111,22 @@ def test_what_tokens_were_sampled_among_comes_with_them(stub: Stub, client: Engi
 
 
 def test_supports_of_other_tokens_are_refused(stub: Stub, client: EngineClient) -> None:
-    stub.answers_with("/generate", [answer_of([5, 6], packed_support_sizes=int32(1), packed_support_ids=int32(5))])
+    stub.answers_with(
+        "/generate", [answer_of([5, 6], packed_support_sizes=int32(1), packed_support_ids=int32(5))]
+    )
     with pytest.raises(EngineError, match="1 supports for 2 tokens"):
         client.generate([[1, 2]], SamplingConfig(top_k=3), 4, extras=Extras(support=True))
 
 
-def test_an_answer_ends_before_a_token_whose_support_overflows(stub: Stub, client: EngineClient) -> None:
+def test_an_answer_ends_before_a_token_whose_support_overflows(
+    stub: Stub, client: EngineClient
+) -> None:
     """SGLang aborts such a request; other errors of a request end them all."""
-    overflow = {"type": "abort", "status_code": 400, "message": "Sampling support exceeds --sampling-mask-max-tokens=8"}
+    overflow = {
+        "type": "abort",
+        "status_code": 400,
+        "message": "Sampling support exceeds --sampling-mask-max-tokens=8",
+    }
     answer = answer_of([5], overflow, packed_support_sizes=int32(2), packed_support_ids=int32(5, 6))
     stub.answers_with("/generate", [answer])
     [one] = client.generate([[1, 2]], SamplingConfig(top_k=3), 4, extras=Extras(support=True))
@@ -132,7 +151,9 @@ def test_no_prompts_is_no_request(stub: Stub, client: EngineClient) -> None:
     assert generate(client, 0) == [] and stub.asked == []
 
 
-def test_empty_prompt_is_refused_before_the_engine_sees_it(stub: Stub, client: EngineClient) -> None:
+def test_empty_prompt_is_refused_before_the_engine_sees_it(
+    stub: Stub, client: EngineClient
+) -> None:
     with pytest.raises(EngineError, match="prompt 1 has no tokens"):
         client.generate([[1], []], SamplingConfig(), 4)
     assert stub.asked == []
@@ -153,7 +174,8 @@ def test_requests_that_nobody_waits_for_are_aborted(stub: Stub, client: EngineCl
     [names] = [body["rid"] for path, body, _ in stub.asked if path == "/generate"]
     assert len(set(names)) == 2
     deadline = time.monotonic() + 60
-    while len(stub.asked) < 3 and time.monotonic() < deadline:  # the client does not wait long for these answers
+    # the client does not wait long for these answers
+    while len(stub.asked) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [body["rid"] for path, body, _ in stub.asked if path == "/abort_request"] == names
 
@@ -169,13 +191,18 @@ def aborts(stub: Stub, count: int) -> list[str]:
         time.sleep(0.005)
 
 
-def test_one_of_the_requests_is_aborted_and_the_others_go_on(stub: Stub, client: EngineClient) -> None:
+def test_one_of_the_requests_is_aborted_and_the_others_go_on(
+    stub: Stub, client: EngineClient
+) -> None:
     def answers(names: list[str]) -> Iterator[bytes]:
         begun = [answer_of([5 + number], None, number=number) for number in range(12)]
         yield streamed(begun, names, is_end=False)
         number = names.index(aborts(stub, 1)[0])
-        rest = [answer_of([5 + number], "abort", [], number=number)]  # the server repeats the last token
-        yield streamed(rest + [answer_of([9], number=other) for other in range(12) if other != number], names)
+        # the server repeats the last token
+        rest = [answer_of([5 + number], "abort", [], number=number)]
+        yield streamed(
+            rest + [answer_of([9], number=other) for other in range(12) if other != number], names
+        )
 
     stub.answers_with("/generate", answers)
     stub.answers_with("/abort_request", {})
@@ -192,25 +219,38 @@ def test_one_of_the_requests_is_aborted_and_the_others_go_on(stub: Stub, client:
     assert (found[1].token_ids.tolist(), found[1].finish_reason) == ([6], "abort")
     assert {found[n].finish_reason for n in range(12) if n != 1} == {"stop"}
     # SGLang takes a name for the beginning of names
-    assert not any(one.startswith(other) for one in asked.names for other in asked.names if one is not other)
+    assert not any(
+        one.startswith(other) for one in asked.names for other in asked.names if one is not other
+    )
 
 
-def test_what_has_come_so_far_can_be_looked_at_while_requests_go_on(stub: Stub, client: EngineClient) -> None:
+def test_what_has_come_so_far_can_be_looked_at_while_requests_go_on(
+    stub: Stub, client: EngineClient
+) -> None:
     going_on = threading.Event()
 
     def answers(names: list[str]) -> Iterator[bytes]:
-        yield streamed([answer_of([5], None, number=0), answer_of([6, 7], "stop", number=1)], names, is_end=False)
+        yield streamed(
+            [answer_of([5], None, number=0), answer_of([6, 7], "stop", number=1)],
+            names,
+            is_end=False,
+        )
         assert going_on.wait(60.0)
         yield streamed([answer_of([8], "length", number=0), answer_of([9], number=2)], names)
 
     stub.answers_with("/generate", answers)
-    requests, engine = EngineRequests(), cast(Engine, client)
-    requests.ask(engine, 0, [40, 41, 42], TokenRequests([[1], [2], [3]], SamplingConfig(), [4] * 3, []))
+    requests = EngineRequests()
+    engine = cast(Engine, client)
+    requests.ask(
+        engine, 0, [40, 41, 42], TokenRequests([[1], [2], [3]], SamplingConfig(), [4] * 3, [])
+    )
     deadline = time.monotonic() + 60
     while len(now := requests.so_far(NO_EXTRAS)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    found = {one.ticket: (list(one.completion.token_ids), one.completion.finish_reason) for one in now}
+    found = {
+        one.ticket: (list(one.completion.token_ids), one.completion.finish_reason) for one in now
+    }
     assert found == {40: ([5], CUT_SHORT), 41: ([6, 7], "stop")}
     assert requests.so_far(Extras(routes=True)) == []
     going_on.set()
@@ -218,12 +258,15 @@ def test_what_has_come_so_far_can_be_looked_at_while_requests_go_on(stub: Stub, 
         assert time.monotonic() < deadline
         requests.wait(0.01)
     whole = {
-        one.ticket: (list(one.completion.token_ids), one.completion.finish_reason) for one in requests.take(NO_EXTRAS)
+        one.ticket: (list(one.completion.token_ids), one.completion.finish_reason)
+        for one in requests.take(NO_EXTRAS)
     }
     assert whole == {40: ([5, 8], "length"), 41: ([6, 7], "stop"), 42: ([9], "stop")}
 
 
-def test_a_request_that_the_server_did_not_know_yet_is_aborted_again(stub: Stub, client: EngineClient) -> None:
+def test_a_request_that_the_server_did_not_know_yet_is_aborted_again(
+    stub: Stub, client: EngineClient
+) -> None:
     def answers(names: list[str]) -> Iterator[bytes]:
         aborts(stub, 1)
         yield streamed([answer_of([5], number=0)], names, is_end=False)
@@ -263,15 +306,21 @@ def test_answers_come_in_parts_and_in_any_order(stub: Stub, client: EngineClient
 
 
 def test_an_aborted_request_keeps_what_came_of_it(stub: Stub, client: EngineClient) -> None:
-    repeated = answer_of([6], "abort", [], number=0)  # the server repeats the last token of a request that waited
+    # the server repeats the last token of a request that waited
+    repeated = answer_of([6], "abort", [], number=0)
     stub.answers_with("/generate", [answer_of([5, 6], None, number=0), repeated])
     [answer] = generate(client)
     assert (answer.token_ids.tolist(), answer.finish_reason) == ([5, 6], "abort")
 
 
-def test_an_event_of_any_request_shows_that_the_engine_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is the engine's, not one request's. The clock goes on by what the loop would sleep."""
-    loop, now = asyncio.SelectorEventLoop(), [0.0]  # a library may have made another kind the default
+def test_an_event_of_any_request_shows_that_the_engine_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Silence is the engine's, not one request's. The clock goes on by what the loop would
+    sleep."""
+    # a library may have made another kind the default
+    loop = asyncio.SelectorEventLoop()
+    now = [0.0]
     select = loop._selector.select  # type: ignore[attr-defined]
 
     def sleep(timeout: float | None) -> Any:
@@ -298,7 +347,9 @@ def test_an_event_of_any_request_shows_that_the_engine_works(monkeypatch: pytest
     loop.close()
 
 
-def test_thousands_of_requests_share_a_thread(stub: Stub, opened: Callable[..., EngineClient]) -> None:
+def test_thousands_of_requests_share_a_thread(
+    stub: Stub, opened: Callable[..., EngineClient]
+) -> None:
     client = opened(stub.url, KEY, 60.0, name="alone", batch_size=512)
     stub.answers_with("/generate", [answer_of([number]) for number in range(512)])
     asked = [Asked([[1]] * 512, [{}] * 512, NO_EXTRAS, lambda *_: None) for _ in range(8)]
@@ -348,7 +399,9 @@ def test_closing_gives_requests_up(stub: Stub, opened: Callable[..., EngineClien
         ([answer_of([1], number=1)], 200, "unexpected.*nobody"),
     ],
 )
-def test_bad_answers_to_generate(stub: Stub, client: EngineClient, body: Any, status: int, message: str) -> None:
+def test_bad_answers_to_generate(
+    stub: Stub, client: EngineClient, body: Any, status: int, message: str
+) -> None:
     stub.answers_with("/generate", body, status)
     with pytest.raises(EngineError, match=f"engine engine-7: .*{message}"):
         generate(client)
@@ -363,15 +416,24 @@ def test_bad_answers_to_generate(stub: Stub, client: EngineClient, body: Any, st
         (b"", 200, "no JSON"),
     ],
 )
-def test_refused_control_calls(stub: Stub, client: EngineClient, body: Any, status: int, message: str) -> None:
+def test_refused_control_calls(
+    stub: Stub, client: EngineClient, body: Any, status: int, message: str
+) -> None:
     stub.answers_with("/begin_weight_update", body, status)
     with pytest.raises(EngineError, match=f"engine engine-7: /begin_weight_update .*{message}"):
         client.begin_weight_update()
 
 
 def test_weight_calls_say_what_sglang_expects(stub: Stub, client: EngineClient) -> None:
-    for path in ("pause_generation", "update_weights_from_tensor", "update_weight_version", "weights_checker"):
-        stub.answers_with(f"/{path}", {"success": True, "message": "", "per_engine_checksum": "abc"})
+    for path in (
+        "pause_generation",
+        "update_weights_from_tensor",
+        "update_weight_version",
+        "weights_checker",
+    ):
+        stub.answers_with(
+            f"/{path}", {"success": True, "message": "", "per_engine_checksum": "abc"}
+        )
     client.pause("retract")
     control = Control("describe", "127.0.0.1", 9, 2.5, "described", 0, 2)
     client.call_ranks(control, flush_cache=False)
@@ -379,8 +441,12 @@ def test_weight_calls_say_what_sglang_expects(stub: Stub, client: EngineClient) 
     assert weights_checksum(client) == "abc"
     bodies = {path: body for path, body, _ in stub.asked}
     update = bodies["/update_weights_from_tensor"]
-    assert update.keys() == {"serialized_named_tensors", "load_format", "flush_cache"}  # above all no weight_version
-    assert update["load_format"] == "hybridflow.engines.sglang.weight_receiver.load" and update["flush_cache"] is False
+    # above all no weight_version
+    assert update.keys() == {"serialized_named_tensors", "load_format", "flush_cache"}
+    assert (
+        update["load_format"] == "hybridflow.engines.sglang.weight_receiver.load"
+        and update["flush_cache"] is False
+    )
     assert len(update["serialized_named_tensors"]) == 2  # one a rank
     for packed in update["serialized_named_tensors"]:
         ((name, tensor),) = pickle.loads(base64.b64decode(packed))
@@ -390,7 +456,9 @@ def test_weight_calls_say_what_sglang_expects(stub: Stub, client: EngineClient) 
 
 def test_another_deadline_for_the_same_engine(stub: Stub, client: EngineClient) -> None:
     stub.answers_with("/begin_weight_update", {"success": True}, delay_s=600.0)
-    with pytest.raises(EngineSilent, match=r"engine engine-7: /begin_weight_update not answered within 0\.2 s"):
+    with pytest.raises(
+        EngineSilent, match=r"engine engine-7: /begin_weight_update not answered within 0\.2 s"
+    ):
         client.with_timeout(0.2).begin_weight_update()
 
 
@@ -399,7 +467,9 @@ def test_another_deadline_for_the_same_engine(stub: Stub, client: EngineClient) 
 def test_the_time_of_a_sync_is_not_counted_as_silence(
     kind: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine: Any = ENGINES.get(kind)(EngineSpec("engine-0", str(tmp_path)), tmp_path / "engine.log", lambda: None)
+    engine: Any = ENGINES.get(kind)(
+        EngineSpec("engine-0", str(tmp_path)), tmp_path / "engine.log", lambda: None
+    )
     events: list[str] = []
 
     def receive(*_: Any) -> Outcome:

@@ -1,4 +1,5 @@
-"""ZeroMQ over TCP as SGLang uses it: with the plugin's hooks, only processes of the job exchange messages."""
+"""ZeroMQ over TCP as SGLang uses it: with the plugin's hooks, only processes of the job exchange
+messages."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ PLAIN = (zmq.Socket.bind, zmq.Socket.connect)
 @pytest.fixture
 def context() -> Iterator[zmq.Context]:
     with zmq.Context() as context:
-        context.linger = 0  # of every socket: what a stranger's socket could not send would hold the end up
+        # of every socket: what a stranger's socket could not send would hold the end up
+        context.linger = 0
         yield context
 
 
@@ -43,8 +45,11 @@ def test_processes_of_the_job_exchange_messages(context: zmq.Context) -> None:
 
 
 @pytest.mark.parametrize("has_curve", [False, True])
-def test_a_stranger_is_not_heard(context: zmq.Context, monkeypatch: pytest.MonkeyPatch, has_curve: bool) -> None:
-    """With CURVE and keys of its own too: it does not know the public key of the end that listens."""
+def test_a_stranger_is_not_heard(
+    context: zmq.Context, monkeypatch: pytest.MonkeyPatch, has_curve: bool
+) -> None:
+    """With CURVE and keys of its own too: it does not know the public key of the end that
+    listens."""
     pull, address = listening(context)
     push = context.socket(zmq.PUSH)
     if has_curve:
@@ -60,7 +65,8 @@ def test_a_stranger_is_not_heard(context: zmq.Context, monkeypatch: pytest.Monke
 
 def test_sockets_in_a_folder_stay_as_they_are(context: zmq.Context, tmp_path: object) -> None:
     address = f"ipc://{tmp_path}/s"
-    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    pull = context.socket(zmq.PULL)
+    push = context.socket(zmq.PUSH)
     closed_sockets.bind(PLAIN[0], pull, address)
     push.connect(address)
     push.send(b"hello")
@@ -91,9 +97,14 @@ def test_the_hooks_find_what_they_replace(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_ranks_of_an_engine_over_nodes_meet_in_the_jobs_store() -> None:
-    spec = EngineSpec(name="e", model_path="/nowhere", tensor=2, nnodes=2, dist_init_addr="127.0.0.1:4")
+    spec = EngineSpec(
+        name="e", model_path="/nowhere", tensor=2, nnodes=2, dist_init_addr="127.0.0.1:4"
+    )
     url = environment(spec, "/folder")["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
-    assert url == "hybridflow://127.0.0.1:4" and environment(spec, "/folder")[VARIABLE] == os.environ[VARIABLE]
+    assert (
+        url == "hybridflow://127.0.0.1:4"
+        and environment(spec, "/folder")[VARIABLE] == os.environ[VARIABLE]
+    )
     other = environment(replace(spec, host="10.0.0.2", node_rank=1), "/folder")
     assert other["SGLANG_HOST_IP"] == "10.0.0.2"  # where this node's ranks are found by the others
     master = master_store("127.0.0.1", 0, 60.0)

@@ -1,4 +1,5 @@
-"""A kind of engine from a file outside of the package: worker, service, sync and restarts work with it as they are."""
+"""A kind of engine from a file outside of the package: worker, service, sync and restarts work with
+it as they are."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ from tests.dist.harness.threads import Threads
 
 KIND = f"{Path(__file__).parent / 'counting_engine.py'}:counting"
 PLAN = PlanFacts("d" * 64, 10, 0, (), (100, 100), ((0,), (0,)), ((0,), (1,)), (50, 60), (3, 4))
-PROMPTS = DataProto.from_columns({"prompt_ids": Jagged.from_rows([[1, 2], [30], [7, 7, 7], [50]], np.int64)})
+PROMPTS = DataProto.from_columns(
+    {"prompt_ids": Jagged.from_rows([[1, 2], [30], [7, 7, 7], [50]], np.int64)}
+)
 
 
 class Policy:
@@ -41,7 +44,9 @@ class Policy:
         if method.__name__ == "send_weights":
             orders: list[Order] = args[0]
             return [[Outcome(order.engine, order.number, "served", rank=0) for order in orders]]
-        return {"device_kind": "cpu", "open_sync_store": ("127.0.0.1", 1), "plan_weights": [PLAN]}[method.__name__]
+        return {"device_kind": "cpu", "open_sync_store": ("127.0.0.1", 1), "plan_weights": [PLAN]}[
+            method.__name__
+        ]
 
 
 class World:
@@ -51,10 +56,18 @@ class World:
         self.model = folder / "model"
         self.model.mkdir()
         (self.model / "config.json").write_text(json.dumps({"model_type": "none"}))
-        rollout = RolloutConfig(engine=KIND, num_engines=2, max_restarts=max_restarts, sampling=SamplingConfig(0.7))
-        config = RunConfig(output_dir=str(folder), rollout=rollout, data=DataConfig(max_response_length=3))
-        contexts = [WorkerContext(rank, 2, rank, "here", 0, "here", folder / "log") for rank in range(2)]
-        self.workers = [RolloutWorker(context, rollout, self.model, "float32", 1) for context in contexts]
+        rollout = RolloutConfig(
+            engine=KIND, num_engines=2, max_restarts=max_restarts, sampling=SamplingConfig(0.7)
+        )
+        config = RunConfig(
+            output_dir=str(folder), rollout=rollout, data=DataConfig(max_response_length=3)
+        )
+        contexts = [
+            WorkerContext(rank, 2, rank, "here", 0, "here", folder / "log") for rank in range(2)
+        ]
+        self.workers = [
+            RolloutWorker(context, rollout, self.model, "float32", 1) for context in contexts
+        ]
         group: Any = Threads(self.workers)
         policy: Any = Policy()
         self.service = EngineGroup(group, config, [])
@@ -92,7 +105,12 @@ def world(tmp_path: Path) -> Iterator[World]:
 def test_it_answers_in_order_with_the_settings_of_training_or_validation(world: World) -> None:
     assert world.sync(5).nbytes == 16
     batch = world.answers()
-    assert [row.tolist() for row in batch.jagged("response_ids")] == [[3, 4, 5], [31, 32, 33], [8, 9, 10], [51, 52, 53]]
+    assert [row.tolist() for row in batch.jagged("response_ids")] == [
+        [3, 4, 5],
+        [31, 32, 33],
+        [8, 9, 10],
+        [51, 52, 53],
+    ]
     assert set(batch.jagged("response_versions").values.tolist()) == {5}
     world.answers(training=False)
     calls = ["generate at temperature 0.7", "generate at temperature 0.0"]
@@ -121,7 +139,10 @@ def test_one_that_ends_more_often_within_an_hour_than_allowed_is_given_up(world:
         states = world.settled()
     assert states == ["failed", "up"]
     reason = world.states()[0].reason
-    assert "rollout.max_restarts=1 allows no more restarts in this hour" in reason and "ended" in reason
+    assert (
+        "rollout.max_restarts=1 allows no more restarts in this hour" in reason
+        and "ended" in reason
+    )
     assert len(world.answers()) == 4
 
 
@@ -157,20 +178,28 @@ def test_the_others_go_on_from_the_last_token_of_one_that_is_lost(world: World) 
 
     engine.generate = lose
     batch = world.answers()
-    assert [row.tolist() for row in batch.jagged("response_ids")] == [[9, 9, 9], [31, 32, 33], [8, 9, 10], [51, 52, 53]]
+    assert [row.tolist() for row in batch.jagged("response_ids")] == [
+        [9, 9, 9],
+        [31, 32, 33],
+        [8, 9, 10],
+        [51, 52, 53],
+    ]
     assert batch["finish_reason"].tolist() == ["stop", "length", "length", "length"]
     assert batch.jagged("response_versions").row(1).tolist() == [4, 5, 5]
     assert batch.jagged("rollout_log_probs").row(1).tolist() == [-2.0, -0.5, -0.5]
     assert batch["weight_version"].tolist() == ["5"] * 4 and set(world.service.stale) == {0}
-    assert world.engine(1).calls.count("generate at temperature 0.7") == 2  # its own share, and one answer's rest
+    # its own share, and one answer's rest
+    assert world.engine(1).calls.count("generate at temperature 0.7") == 2
 
 
 def test_single_requests_are_aborted(world: World) -> None:
-    """Under way in a call of `generate`, or in a later one, which then leaves them out; at the engine or in the
-    driver."""
+    """Under way in a call of `generate`, or in a later one, which then leaves them out; at the
+    engine or in the driver."""
     world.sync(5)
     world.service.quarantine({1: "not asked"})
-    engine, generate, going_on = world.engine(0), world.engine(0).generate, threading.Event()
+    engine = world.engine(0)
+    generate = world.engine(0).generate
+    going_on = threading.Event()
     asked: list[list[list[int]]] = []
 
     def wait(prompts: Any, *rest: Any, **named: Any) -> Any:
@@ -193,13 +222,16 @@ def test_single_requests_are_aborted(world: World) -> None:
 
 def test_an_aborted_request_of_an_engine_that_is_lost_is_asked_nowhere_again(world: World) -> None:
     world.sync(5)
-    engine, going_on = world.engine(0), threading.Event()
+    engine = world.engine(0)
+    going_on = threading.Event()
 
     def lose(prompts: Any, *_: Any, **__: Any) -> Any:
         assert going_on.wait(60.0)
         engine.kill()
         error = EngineError("ended", engine="engine-0")
-        error.begun = tuple(Completion([9], [-1.0], "abort", (WeightSpan("5", 0, 1),)) for _ in prompts)
+        error.begun = tuple(
+            Completion([9], [-1.0], "abort", (WeightSpan("5", 0, 1),)) for _ in prompts
+        )
         raise error
 
     engine.generate = lose

@@ -1,4 +1,5 @@
-"""The engine `hf` against transformers' plain forward pass: log-probs, stop tokens, versions, and what it refuses."""
+"""The engine `hf` against transformers' plain forward pass: log-probs, stop tokens, versions, and
+what it refuses."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ PROMPTS = [[3, 4, 5, 6, 7], [8], [9, 10, 11]]
 
 def engine_of(hf: HfConfig, folder: Path, **spec: Any) -> Any:
     (folder / "config.json").write_text(json.dumps(hf))
-    made = ENGINES.get("hf")(EngineSpec("engine-0", str(folder), **spec), folder / "log", lambda: None)
+    made = ENGINES.get("hf")(
+        EngineSpec("engine-0", str(folder), **spec), folder / "log", lambda: None
+    )
     made.start()
     made.wait_ready()
     return made
@@ -46,14 +49,22 @@ def fill(engine: Any, scale: float = 0.3, version: str = "7") -> None:
     def values(places: Mapping[str, torch.Tensor]) -> int:
         generator = torch.Generator().manual_seed(0)
         for name, tensor in places.items():
-            tensor.copy_(torch.empty(tensor.shape).normal_(1.0 if "norm" in name else 0.0, scale, generator=generator))
+            tensor.copy_(
+                torch.empty(tensor.shape).normal_(
+                    1.0 if "norm" in name else 0.0, scale, generator=generator
+                )
+            )
         return len(places)
 
     assert engine.take(version, values) > 0
 
 
 def checked(
-    engine: Any, sampling: SamplingConfig, most: int, stops: list[int], prompts: list[list[int]] = PROMPTS
+    engine: Any,
+    sampling: SamplingConfig,
+    most: int,
+    stops: list[int],
+    prompts: list[list[int]] = PROMPTS,
 ) -> list[Any]:
     """Answers whose log-probs are those of one forward pass over each whole sequence."""
     completions = engine.generate(prompts, sampling, most, stops)
@@ -73,16 +84,23 @@ def checked(
 
 def test_supports_and_log_probs_are_those_of_the_cut_distribution(tmp_path: Path) -> None:
     """Stop tokens end the supports too."""
-    engine, sampling = engine_of(DENSE, tmp_path), SamplingConfig(0.7, 0.9, 5)
+    engine = engine_of(DENSE, tmp_path)
+    sampling = SamplingConfig(0.7, 0.9, 5)
     fill(engine)
     sizes = set()
     for prompt, done in zip(
-        PROMPTS, engine.generate(PROMPTS, sampling, 9, list(range(0, 90, 2)), with_support=True), strict=True
+        PROMPTS,
+        engine.generate(PROMPTS, sampling, 9, list(range(0, 90, 2)), with_support=True),
+        strict=True,
     ):
         assert len(done.support) == len(done.token_ids) == len(done.log_probs)
-        logits = engine._model(input_ids=torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]
+        logits = engine._model(input_ids=torch.tensor([prompt + done.token_ids])).logits[
+            0, len(prompt) - 1 : -1
+        ]
         start = 0
-        for row, token, value, size in zip(logits, done.token_ids, done.log_probs, done.support.sizes, strict=True):
+        for row, token, value, size in zip(
+            logits, done.token_ids, done.log_probs, done.support.sizes, strict=True
+        ):
             ids = done.support.ids[start : start + size].tolist()
             assert set(ids) == set(row.topk(size).indices.tolist()) and size <= 5
             assert abs(float((row[ids] / 0.7).log_softmax(-1)[ids.index(token)]) - value) <= 1e-5
@@ -94,7 +112,8 @@ def test_supports_and_log_probs_are_those_of_the_cut_distribution(tmp_path: Path
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_loaded_by_the_names_of_its_checkpoint(name: str, tmp_path: Path) -> None:
-    """The tensors that the engine asks for are the family's (else it would not start), and they are the live ones."""
+    """The tensors that the engine asks for are the family's (else it would not start), and they are
+    the live ones."""
     engine = engine_of(FAMILIES[name], tmp_path)
     fill(engine, 0.1)
     checked(engine, SamplingConfig(), 3, [])
@@ -106,22 +125,31 @@ def test_a_prompt_of_several_samples_is_read_once(name: str, tmp_path: Path) -> 
     engine = engine_of(FAMILIES[name], tmp_path)
     fill(engine, 0.1)
     read: list[tuple[int, ...]] = []
-    engine._model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: read.append(inputs[0].shape))
+    engine._model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, __: read.append(inputs[0].shape)
+    )
     engine.generate(PROMPTS * 4, SamplingConfig(), 3, [])
     assert read == [(3, 4), (12, 1), (12, 1), (12, 1)]
     sampled = checked(engine, SamplingConfig(), 3, [], PROMPTS * 4)
     assert len({tuple(done.token_ids) for done in sampled[::3]}) > 1
-    assert checked(engine, SamplingConfig(), 3, [], [PROMPTS[1]] * 2)  # of one token: nothing is left to share
+    # of one token: nothing is left to share
+    assert checked(engine, SamplingConfig(), 3, [], [PROMPTS[1]] * 2)
 
 
 def test_samples_stop_where_they_should(tmp_path: Path) -> None:
-    engine = engine_of(DENSE, tmp_path, max_running_requests=2)  # two batches, of prompts of different lengths
+    # two batches, of prompts of different lengths
+    engine = engine_of(DENSE, tmp_path, max_running_requests=2)
     fill(engine)
     free = checked(engine, ValSamplingConfig(temperature=0.0), 12, [])
-    assert [done.finish_reason for done in free] == ["length"] * 3 and {len(done.token_ids) for done in free} == {12}
+    assert [done.finish_reason for done in free] == ["length"] * 3 and {
+        len(done.token_ids) for done in free
+    } == {12}
     stop = free[0].token_ids[4]
     stopped = checked(engine, ValSamplingConfig(temperature=0.0), 12, [stop])
-    assert stopped[0].finish_reason == "stop" and stopped[0].token_ids[-1] == stop not in stopped[0].token_ids[:-1]
+    assert (
+        stopped[0].finish_reason == "stop"
+        and stopped[0].token_ids[-1] == stop not in stopped[0].token_ids[:-1]
+    )
     for done, whole in zip(stopped, free, strict=True):
         assert whole.token_ids[: len(done.token_ids)] == done.token_ids
 
@@ -138,7 +166,8 @@ def test_the_end_token_of_the_models_config_ends_no_response(tmp_path: Path) -> 
 def test_samples_follow_from_seed_version_and_prompts(tmp_path: Path) -> None:
     engine = engine_of(DENSE, tmp_path)
     fill(engine, 0.05)
-    hot, before = SamplingConfig(temperature=1.3), torch.get_rng_state()
+    hot = SamplingConfig(temperature=1.3)
+    before = torch.get_rng_state()
     one, two = (checked(engine, hot, 20, []) for _ in range(2))
     assert one == two and torch.equal(before, torch.get_rng_state())
     narrow = checked(engine, SamplingConfig(temperature=1.3, top_k=1), 20, [])
@@ -150,7 +179,8 @@ def test_samples_follow_from_seed_version_and_prompts(tmp_path: Path) -> None:
 
 
 def test_requests_that_are_aborted_are_never_computed(tmp_path: Path) -> None:
-    """In the trainer's process, two at a time (tail batching): what waits at the engine gives its place back."""
+    """In the trainer's process, two at a time (tail batching): what waits at the engine gives its
+    place back."""
     engine = engine_of(DENSE, tmp_path, max_running_requests=2)
     rollouts = InProcessRollouts(
         engine,
@@ -172,7 +202,9 @@ def test_requests_that_are_aborted_are_never_computed(tmp_path: Path) -> None:
 
     engine.generate = noted
     rows = [[token, 4] for token in range(3, 11)]
-    requests = rollouts.begin(DataProto.from_columns({"prompt_ids": Jagged.from_rows(rows, np.int64)}), training=True)
+    requests = rollouts.begin(
+        DataProto.from_columns({"prompt_ids": Jagged.from_rows(rows, np.int64)}), training=True
+    )
     block_on(rollouts.advance())
     assert [one.done() for one in requests] == [True, True, *[False] * 6]
     block_on(rollouts.abort([requests[number] for number in (0, 2, 3, 6)]))

@@ -17,7 +17,8 @@ from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import prove
 
-HIDDEN, ROWS = 8, 6
+HIDDEN = 8
+ROWS = 6
 TENSORS = {
     "embed.weight": (10, HIDDEN),
     "q.weight": (ROWS, HIDDEN),
@@ -32,7 +33,8 @@ TENSORS = {
 
 
 class Toy(nn.Module):
-    """Rank 1 of 2: fused qkv, column-split down, padded vocabulary, stacked experts, two tensors joined by cat."""
+    """Rank 1 of 2: fused qkv, column-split down, padded vocabulary, stacked experts, two tensors
+    joined by cat."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +58,8 @@ class Toy(nn.Module):
             elif name == "down.weight":
                 self.down.data.copy_(tensor[:, 6:])
             elif name.startswith("experts"):
-                expert, half = int(name.split(".")[1]), 4 * ("up" in name)
+                expert = int(name.split(".")[1])
+                half = 4 * ("up" in name)
                 self.w13.data[expert][half : half + 4].copy_(tensor)
             elif name == "norm.weight":
                 self.norm.data.copy_(tensor.to(torch.float64))
@@ -76,14 +79,20 @@ def traced() -> TracedLayout:
 
 def test_every_copy_is_found(traced: TracedLayout) -> None:
     found = {(p.buffer, p.source): p for p in traced.pieces}
-    assert found["qkv", "v.weight"] == TracedPiece("v.weight", (2, 0), (2, HIDDEN), "qkv", (5, 0), (2, HIDDEN))
-    assert found["down", "down.weight"] == TracedPiece("down.weight", (0, 6), (HIDDEN, 6), "down", (0, 0), (HIDDEN, 6))
+    assert found["qkv", "v.weight"] == TracedPiece(
+        "v.weight", (2, 0), (2, HIDDEN), "qkv", (5, 0), (2, HIDDEN)
+    )
+    assert found["down", "down.weight"] == TracedPiece(
+        "down.weight", (0, 6), (HIDDEN, 6), "down", (0, 0), (HIDDEN, 6)
+    )
     assert found["w13", "experts.2.up.weight"] == TracedPiece(
         "experts.2.up.weight", (0, 0), (4, HIDDEN), "w13", (2, 4, 0), (1, 4, HIDDEN)
     )
     assert found["embed", None] == TracedPiece(None, (), (), "embed", (2, 0), (6, HIDDEN))
     assert found["joined", "a.weight"].local_start == (0, 0)
-    assert found["joined", "b.weight"] == TracedPiece("b.weight", (0, 0), (5, HIDDEN), "joined", (3, 0), (5, HIDDEN))
+    assert found["joined", "b.weight"] == TracedPiece(
+        "b.weight", (0, 0), (5, HIDDEN), "joined", (3, 0), (5, HIDDEN)
+    )
     assert found["norm", "norm.weight"].shape == (HIDDEN,)
     assert traced.untouched == ("rotary",)
     assert traced.buffers["norm"] == ((HIDDEN,), "float64")
@@ -92,10 +101,13 @@ def test_every_copy_is_found(traced: TracedLayout) -> None:
 def test_pieces_give_what_the_loader_gives(traced: TracedLayout) -> None:
     generator = torch.Generator().manual_seed(1)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in TENSORS.items()}
-    toy, ours = Toy(), Toy()
+    toy = Toy()
+    ours = Toy()
     toy.load_weights(iter(weights.items()))
     for piece in traced.pieces:
-        place = tuple(slice(s, s + n) for s, n in zip(piece.local_start, piece.local_shape, strict=True))
+        place = tuple(
+            slice(s, s + n) for s, n in zip(piece.local_start, piece.local_shape, strict=True)
+        )
         view = ours.get_parameter(piece.buffer).data[place]
         if piece.source is None:
             view.fill_(piece.fill)
@@ -110,18 +122,29 @@ def test_the_trace_becomes_a_provable_side_of_a_plan(traced: TracedLayout) -> No
     catalog = Catalog.of(TENSORS)
     whole_tensors = [whole(name, name, shape) for name, shape in TENSORS.items()]
     source = Layout(
-        (RankLayout.of(whole_tensors, catalog.index(), "float32"),), np.zeros(2, np.int64), np.zeros(2, np.int64)
+        (RankLayout.of(whole_tensors, catalog.index(), "float32"),),
+        np.zeros(2, np.int64),
+        np.zeros(2, np.int64),
     )
     rank = traced.rank_layout(catalog)
     rank = dataclasses.replace(rank, dtypes=("float32",) * len(rank.names))
-    plan = make_plan(catalog, source, Layout((rank,), np.zeros(1, np.int64), np.zeros(1, np.int64)), 1 << 16)
+    plan = make_plan(
+        catalog, source, Layout((rank,), np.zeros(1, np.int64), np.zeros(1, np.int64)), 1 << 16
+    )
     # the toy is one rank of two: what the other one would take is found missing, and nothing else
     with pytest.raises(
-        WeightSyncError, match=r"cannot be proven: an engine takes only a part of embed\.weight; .* part of q\.weight; "
+        WeightSyncError,
+        match=(
+            r"cannot be proven: an engine takes only a part of embed\.weight; .* part of "
+            r"q\.weight; "
+        ),
     ) as caught:
         prove(plan)
     assert "written" not in str(caught.value)
-    assert sum(int(n.prod()) for n, t in zip(rank.size, rank.tensor, strict=True) if t < 0) == 6 * HIDDEN
+    assert (
+        sum(int(n.prod()) for n, t in zip(rank.size, rank.tensor, strict=True) if t < 0)
+        == 6 * HIDDEN
+    )
 
 
 def test_a_traced_module_can_be_on_meta() -> None:
@@ -144,7 +167,10 @@ def test_a_traced_module_can_be_on_meta() -> None:
             lambda toy, weights: toy.embed.data.T.copy_(dict(weights)["embed.weight"][:8]),
             "embed in other than a rectangle",
         ),
-        (lambda toy, weights: toy.embed.data[::2].copy_(dict(weights)["k.weight"]), "embed in other than a rectangle"),
+        (
+            lambda toy, weights: toy.embed.data[::2].copy_(dict(weights)["k.weight"]),
+            "embed in other than a rectangle",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused(load: object, message: str) -> None:
@@ -154,12 +180,15 @@ def test_what_cannot_be_followed_is_refused(load: object, message: str) -> None:
 
 
 def test_zeros_that_a_loader_pads_with_are_padding() -> None:
-    """SGLang's `pad_or_narrow_weight` (layers/utils/common.py:20); zeros that were written to are something else."""
+    """SGLang's `pad_or_narrow_weight` (layers/utils/common.py:20); zeros that were written to are
+    something else."""
     toy = Toy()
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensor = dict(weights)["b.weight"]
-        toy.joined.data.copy_(torch.cat([tensor.narrow(0, 1, 4), torch.zeros(4, HIDDEN, device=tensor.device)], dim=0))
+        toy.joined.data.copy_(
+            torch.cat([tensor.narrow(0, 1, 4), torch.zeros(4, HIDDEN, device=tensor.device)], dim=0)
+        )
 
     traced = trace_layout(toy, load, TENSORS, torch.float32)
     assert traced.pieces == (
@@ -177,7 +206,8 @@ def test_zeros_that_a_loader_pads_with_are_padding() -> None:
 
 
 def test_a_rank_whose_rows_are_all_padding_has_a_plan() -> None:
-    """A vocabulary of 3 padded to 8 over two ranks, as SGLang cuts it: nothing of it is left for the second."""
+    """A vocabulary of 3 padded to 8 over two ranks, as SGLang cuts it: nothing of it is left for
+    the second."""
 
     def rank(number: int) -> RankLayout:
         module = nn.Module()
@@ -206,6 +236,8 @@ def test_a_rank_whose_rows_are_all_padding_has_a_plan() -> None:
         np.array([0]),
         np.zeros((1, 3), np.int64),
     )
-    plan = make_plan(catalog, Layout((held,), np.zeros(1, np.int64), np.zeros(1, np.int64)), target, 1 << 20)
+    plan = make_plan(
+        catalog, Layout((held,), np.zeros(1, np.int64), np.zeros(1, np.int64)), target, 1 << 20
+    )
     proof = prove(plan)
     assert (proof.slices, proof.padding, proof.unused) == (1, 5 * HIDDEN, ())

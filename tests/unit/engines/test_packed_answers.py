@@ -42,10 +42,17 @@ def test_streamed_log_probs_are_packed_and_experts_come_once() -> None:
 
 
 def test_supports_are_packed_with_the_log_probs_over_them() -> None:
-    supports, among = [[7, 3], [8]], [-0.5, 0.0]
-    given = meta_of(None) | {"output_token_sampling_mask": supports, "output_token_sampling_logprobs": among}
+    supports = [[7, 3], [8]]
+    among = [-0.5, 0.0]
+    given = meta_of(None) | {
+        "output_token_sampling_mask": supports,
+        "output_token_sampling_logprobs": among,
+    }
     [meta] = through(True, given)
-    found = {name: np.frombuffer(base64.b64decode(meta[name]), np.int32) for name in (SUPPORT_SIZES, SUPPORT_IDS)}
+    found = {
+        name: np.frombuffer(base64.b64decode(meta[name]), np.int32)
+        for name in (SUPPORT_SIZES, SUPPORT_IDS)
+    }
     assert [one.tolist() for one in found.values()] == [[2, 1], [7, 3, 8]]
     assert np.frombuffer(base64.b64decode(meta[LOG_PROBS]), np.float32).tolist() == among
     assert not meta.keys() & {"output_token_sampling_mask", "output_token_sampling_logprobs"}

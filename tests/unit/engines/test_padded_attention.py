@@ -7,13 +7,15 @@ import torch
 
 from hybridflow.engines.sglang.cpu_plugin import padded
 
-SLOTS, CONTEXT = 4096, 256
+SLOTS = 4096
+CONTEXT = 256
 
 
 def batch_of(queries: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The table of slots and each sequence's row in it: shuffled slots, rows out of order."""
     table = torch.full((len(lengths) + 3, CONTEXT), SLOTS - 1)
-    requests, free = torch.randperm(len(lengths) + 3)[: len(lengths)], torch.randperm(SLOTS - 1)
+    requests = torch.randperm(len(lengths) + 3)[: len(lengths)]
+    free = torch.randperm(SLOTS - 1)
     for i, length in enumerate(lengths):
         table[requests[i], :length], free = free[:length], free[length:]
     return table, requests
@@ -29,13 +31,20 @@ def one_by_one(
     window: int | None,
 ) -> torch.Tensor:
     table, requests = batch
-    rows, shared, done = [], query.shape[1] // k_cache.shape[1], 0
+    rows = []
+    shared = query.shape[1] // k_cache.shape[1]
+    done = 0
     for i, (count, length) in enumerate(zip(queries, lengths, strict=True)):
         slots = table[requests[i], :length]
         k, v = (cache[slots].repeat_interleave(shared, 1) for cache in (k_cache, v_cache))
-        scores = torch.einsum("qhw,khw->hqk", query[done : done + count], k) * query.shape[2] ** -0.5
-        position, key = torch.arange(length - count, length)[:, None], torch.arange(length)
-        hidden = (key > position) if window is None else (key > position) | (key < position - window)
+        scores = (
+            torch.einsum("qhw,khw->hqk", query[done : done + count], k) * query.shape[2] ** -0.5
+        )
+        position = torch.arange(length - count, length)[:, None]
+        key = torch.arange(length)
+        hidden = (
+            (key > position) if window is None else (key > position) | (key < position - window)
+        )
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         rows.append(torch.einsum("hqk,khw->qhw", weights, v))
         done += count
@@ -43,7 +52,9 @@ def one_by_one(
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width"), [(4, 2, 16, 16), (4, 1, 24, 16), (3, 3, 8, 8)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "value_width"), [(4, 2, 16, 16), (4, 1, 24, 16), (3, 3, 8, 8)]
+)
 @pytest.mark.parametrize("step", ["decode", "prefill", "prefix", "empty"])
 @pytest.mark.parametrize("small_blocks", [False, True])
 def test_blocks_equal_one_sequence_at_a_time(
@@ -56,8 +67,8 @@ def test_blocks_equal_one_sequence_at_a_time(
     step: str,
     small_blocks: bool,
 ) -> None:
-    """Grouped queries, values narrower than keys (latent attention), windows, cached prefixes, sequences without a
-    query, and several blocks."""
+    """Grouped queries, values narrower than keys (latent attention), windows, cached prefixes,
+    sequences without a query, and several blocks."""
     if small_blocks:
         monkeypatch.setattr(padded, "BLOCK_KEYS", 150)
     torch.manual_seed(1)
@@ -69,7 +80,8 @@ def test_blocks_equal_one_sequence_at_a_time(
         "empty": [0, 20, 1, 0, 33, 0, 2],
     }[step]
     query = torch.randn(sum(queries), heads, width)
-    k_cache, v_cache = torch.randn(SLOTS, kv_heads, width), torch.randn(SLOTS, kv_heads, width)[..., :value_width]
+    k_cache = torch.randn(SLOTS, kv_heads, width)
+    v_cache = torch.randn(SLOTS, kv_heads, width)[..., :value_width]
     k_cache[SLOTS - 1] = v_cache[SLOTS - 1] = float("nan")  # a slot of nobody
     batch = batch_of(queries, lengths)
     output = torch.full((sum(queries), heads, value_width), float("nan"))

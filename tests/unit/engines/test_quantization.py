@@ -1,8 +1,8 @@
-"""`rollout.quantization: fp8` as far as a CPU goes: what is refused, what an engine is told, and a whole sync into fp8
-buffers.
+"""`rollout.quantization: fp8` as far as a CPU goes: what is refused, what an engine is told, and a
+whole sync into fp8 buffers.
 
-The sync has real senders, a real store and a real receiver; the engine is a module with SGLang's names for scales. Its
-oracle quantises whole tensors block after block and knows nothing of plans.
+The sync has real senders, a real store and a real receiver; the engine is a module with SGLang's
+names for scales. Its oracle quantises whole tensors block after block and knows nothing of plans.
 """
 
 from __future__ import annotations
@@ -49,26 +49,35 @@ class Gpu(Platform):
 
 
 # ---- refusals
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def test_a_cpu_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HYBRIDFLOW_PLATFORM", "cpu")
     config = load_config("tiny-moe-grpo", [*WORDS, f"output_dir={tmp_path / 'runs'}"])
     with pytest.raises(
-        ConfigError, match=r"rollout\.quantization=fp8 needs GPUs of compute capability 8\.9 or later.*reshard plan"
+        ConfigError,
+        match=(
+            r"rollout\.quantization=fp8 needs GPUs of compute capability 8\.9 or later.*reshard "
+            r"plan"
+        ),
     ):
         app.train(config)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)]
+    ("capability", "refused"),
+    [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)],
 )
 def test_what_a_gpu_must_be_capable_of(capability: tuple[int, int], refused: bool) -> None:
     config = load_config("tiny-moe-grpo", WORDS)
     if refused:
-        with pytest.raises(ConfigError, match=rf"node n7 have {capability[0]}\.{capability[1]}.*Marlin"):
+        with pytest.raises(
+            ConfigError, match=rf"node n7 have {capability[0]}\.{capability[1]}.*Marlin"
+        ):
             check_node(config.rollout, Gpu(*capability), "n7")
     else:
         check_node(config.rollout, Gpu(*capability), "n7")
@@ -86,18 +95,28 @@ def test_a_node_that_shows_fewer_gpus_than_an_engine_has_ranks_is_named() -> Non
 def test_kernels_that_write_between_gpus_are_refused_on_a_cpu() -> None:
     config = load_config("tiny-moe-grpo", ["actor.parallel.moe_dispatcher=deepep"])
     check_devices(config, "cuda")
-    with pytest.raises(ConfigError, match=r"moe_dispatcher=deepep needs GPUs, .*use alltoall or allgather"):
+    with pytest.raises(
+        ConfigError, match=r"moe_dispatcher=deepep needs GPUs, .*use alltoall or allgather"
+    ):
         check_devices(config, "cpu")
 
 
 def test_what_carries_weights_to_engines_on_the_trainers_gpus() -> None:
-    for words in (["rollout.pool=actor"], ["rollout.pool=actor", "rollout.sync.transport=cuda_ipc"]):
+    for words in (
+        ["rollout.pool=actor"],
+        ["rollout.pool=actor", "rollout.sync.transport=cuda_ipc"],
+    ):
         check_devices(load_config("tiny-moe-grpo", words), "cuda")
     config = load_config("tiny-moe-grpo", ["rollout.pool=actor", "rollout.sync.transport=p2p"])
     check_devices(config, "cpu")
-    with pytest.raises(ConfigError, match=r"rollout\.pool=actor .* NCCL takes each GPU once; use auto or cuda_ipc, or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.pool=actor .* NCCL takes each GPU once; use auto or cuda_ipc, or",
+    ):
         check_devices(config, "cuda")
-    with pytest.raises(ConfigError, match=r"cuda_ipc carries CUDA buffers.*lie on cpu.*use auto or p2p"):
+    with pytest.raises(
+        ConfigError, match=r"cuda_ipc carries CUDA buffers.*lie on cpu.*use auto or p2p"
+    ):
         check_devices(load_config("tiny-moe-grpo", ["rollout.sync.transport=cuda_ipc"]), "cpu")
 
 
@@ -106,7 +125,8 @@ def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
     config = load_config("tiny-moe-grpo", [f"rollout.sync.transport={transport}"])
     check_devices(config, "cpu")
     with pytest.raises(
-        ConfigError, match=f"rollout.sync.transport={transport} carries CPU buffers.*use auto or cuda_ipc, p2p"
+        ConfigError,
+        match=f"rollout.sync.transport={transport} carries CPU buffers.*use auto or cuda_ipc, p2p",
     ):
         check_devices(config, "cuda")
 
@@ -115,25 +135,34 @@ def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
     ("words", "why"),
     [
         (("cluster.nodes=2",), "cluster.nodes=2"),
-        (("rollout.tensor=2", "rollout.nodes_per_engine=2", "cluster.address=auto"), "rollout.nodes_per_engine=2"),
+        (
+            ("rollout.tensor=2", "rollout.nodes_per_engine=2", "cluster.address=auto"),
+            "rollout.nodes_per_engine=2",
+        ),
     ],
 )
 def test_shared_memory_needs_one_machine(words: tuple[str, ...], why: str) -> None:
     config = load_config("tiny-moe-grpo", ["rollout.sync.transport=shared_memory", *words])
-    with pytest.raises(ConfigError, match=f"shared_memory needs trainer and engines on one machine, but {why}.*tcp"):
+    with pytest.raises(
+        ConfigError, match=f"shared_memory needs trainer and engines on one machine, but {why}.*tcp"
+    ):
         check_devices(config, "cpu")
 
 
 # ---- what an engine is told
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def test_an_engines_folder_says_what_it_will_receive_and_not_what_the_policy_started_from(tmp_path: Path) -> None:
+def test_an_engines_folder_says_what_it_will_receive_and_not_what_the_policy_started_from(
+    tmp_path: Path,
+) -> None:
     tokenizer = type("Tokenizer", (), {"path": tmp_path / "tokenizer", "eos_id": 5})()
     (tmp_path / "tokenizer").mkdir()
 
     def written(hf_config: dict[str, object], quantization: str | None) -> dict[str, object]:
-        folder = assets.write_engine_folder(tmp_path / "model", hf_config, "bfloat16", tokenizer, quantization)
+        folder = assets.write_engine_folder(
+            tmp_path / "model", hf_config, "bfloat16", tokenizer, quantization
+        )
         read: dict[str, object] = json.loads((folder / "config.json").read_text())
         return read
 
@@ -142,13 +171,16 @@ def test_an_engines_folder_says_what_it_will_receive_and_not_what_the_policy_sta
     published = {"model_type": "deepseek_v3", "quantization_config": FP8.config()}
     assert "quantization_config" not in written(published, None)
     assert written(published, "fp8")["quantization_config"] == FP8.config()
-    assert written({"model_type": "qwen3"}, "fp8")["quantization_config"] == BlockQuantisation((128, 128)).config()
+    assert (
+        written({"model_type": "qwen3"}, "fp8")["quantization_config"]
+        == BlockQuantisation((128, 128)).config()
+    )
     with pytest.raises(ModelError, match="scale_fmt"):
         written({"quantization_config": {"scale_fmt": "ue8m0"}}, "fp8")
 
 
 # ---- a sync
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Fp8Engine(nn.Module):
@@ -159,7 +191,9 @@ class Fp8Engine(nn.Module):
         shapes, dtypes = FP8.checkpoint(FAMILY.tensors())
         for name, shape in shapes.items():
             tensor = torch.empty(shape, dtype=getattr(torch, dtypes.get(name, "bfloat16")))
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(tensor, requires_grad=False))
+            self.register_parameter(
+                name.replace(".", "_"), nn.Parameter(tensor, requires_grad=False)
+            )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -174,9 +208,13 @@ class Fp8Bench(Bench):
         self.receiver.handle(Control(DESCRIBE, HOST, self.store.port, WAIT_S, "described", 0, 1))
         report = session.read_reports(self.store, "described", [0], WAIT_S)[0]
         assert report.error == ""
-        source = megatron_layout(FAMILY, SHAPE.coordinates(), "float32", Catalog.of(FAMILY.tensors(), FP8))
+        source = megatron_layout(
+            FAMILY, SHAPE.coordinates(), "float32", Catalog.of(FAMILY.tensors(), FP8)
+        )
         engines = [EngineLayout("engine-0", (report.layout,))]
-        facts = make_weight_plan(self.store, FAMILY, source, engines, 1 << 18, WAIT_S, quantisation=FP8)
+        facts = make_weight_plan(
+            self.store, FAMILY, source, engines, 1 << 18, WAIT_S, quantisation=FP8
+        )
         for sender in self.senders:
             sender.adopt(facts.digest, HOST, self.store.port, WAIT_S)
         return facts
@@ -192,7 +230,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fp8Bench]:
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_a_sync_brings_blocks_and_scales_of_the_whole_tensors_form(bench: Fp8Bench, staged: bool) -> None:
+def test_a_sync_brings_blocks_and_scales_of_the_whole_tensors_form(
+    bench: Fp8Bench, staged: bool
+) -> None:
     for seed in (1, 2):
         whole = bench.train(seed)
         report, outcomes, _ = bench.sync(staged=staged)
@@ -206,11 +246,19 @@ def test_a_sync_brings_blocks_and_scales_of_the_whole_tensors_form(bench: Fp8Ben
 
 
 def test_an_engine_that_takes_fp8_without_its_scales_has_no_plan(bench: Fp8Bench) -> None:
-    """The catalog of an engine in bfloat16: its loader is never shown any scales, and the plan leaves them unfilled."""
+    """The catalog of an engine in bfloat16: its loader is never shown any scales, and the plan
+    leaves them unfilled."""
     post_catalog(bench.store, FAMILY.tensors(), "bfloat16")
     receiver = weight_receiver.receiver_of(bench.engine)
     receiver.handle(Control(DESCRIBE, HOST, bench.store.port, WAIT_S, "again", 0, 1))
     report = session.read_reports(bench.store, "again", [0], WAIT_S)[0]
     source = megatron_layout(FAMILY, SHAPE.coordinates(), "float32")
     with pytest.raises(WeightSyncError, match="scale_inv"):
-        make_weight_plan(bench.store, FAMILY, source, [EngineLayout("engine-0", (report.layout,))], 1 << 18, WAIT_S)
+        make_weight_plan(
+            bench.store,
+            FAMILY,
+            source,
+            [EngineLayout("engine-0", (report.layout,))],
+            1 << 18,
+            WAIT_S,
+        )

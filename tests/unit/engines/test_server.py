@@ -1,4 +1,5 @@
-"""What can be said of engines without starting one: arguments, ports, the guard, and that importing costs nothing."""
+"""What can be said of engines without starting one: arguments, ports, the guard, and that importing
+costs nothing."""
 
 from __future__ import annotations
 
@@ -39,10 +40,14 @@ def test_importing_the_room_imports_neither_sglang_nor_torch() -> None:
     code = (
         "import sys, hybridflow.engines, hybridflow.engines.sglang.cpu_plugin, "
         "hybridflow.engines.sglang.cpu_plugin.hooks, hybridflow.engines.sglang.server, "
-        "hybridflow.engines.sglang.client; print(sorted({'torch', 'sglang', 'transformers'} & set(sys.modules)))"
+        "hybridflow.engines.sglang.client; print(sorted({'torch', 'sglang', 'transformers'} & "
+        "set(sys.modules)))"
     )
     assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
     )
 
 
@@ -60,7 +65,9 @@ def test_extra_args_override_ours(tmp_path: Path) -> None:
         "cuda-graph-bs": [1, 2],
         "json_model_override_args": {"a": 1},
     }
-    words = command_line(server_arguments(EngineSpec(name="e", model_path=str(tmp_path), extra_args=extra), 20000))
+    words = command_line(
+        server_arguments(EngineSpec(name="e", model_path=str(tmp_path), extra_args=extra), 20000)
+    )
     assert "--skip-tokenizer-init" not in words and "--skip-server-warmup" in words
     assert words[words.index("--chunked-prefill-size") + 1] == "128"
     assert words[words.index("--cuda-graph-bs") + 1 :][:2] == ["1", "2"]
@@ -78,7 +85,9 @@ def test_only_the_model_file_of_the_architecture_is_loaded(tmp_path: Path) -> No
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         assert set(unused_model_files(str(tmp_path))) == files - {file}
         assert f"class {architecture}(" in (folder / f"{file}.py").read_text(encoding="utf-8")
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM", "SomeOtherForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["Qwen3ForCausalLM", "SomeOtherForCausalLM"]}'
+    )
     assert unused_model_files(str(tmp_path)) == []
 
 
@@ -99,7 +108,9 @@ def test_an_engine_keeps_to_loopback_only_where_its_peers_are_on_this_machine(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "bond0")  # what its worker was given
 
     def interfaces(host: str, nodes: int) -> tuple[str | None, str | None]:
-        spec = EngineSpec(name="e", model_path=str(tmp_path), host=host, nnodes=nodes, dist_init_addr=f"{host}:1")
+        spec = EngineSpec(
+            name="e", model_path=str(tmp_path), host=host, nnodes=nodes, dist_init_addr=f"{host}:1"
+        )
         env = environment(spec, "/folder")
         return env.get("GLOO_SOCKET_IFNAME"), env.get("NCCL_SOCKET_IFNAME")
 
@@ -115,7 +126,9 @@ def test_settings_that_an_engine_on_a_gpu_cannot_take_do_not_reach_it(
     monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    env = environment(EngineSpec(name="e", model_path=str(tmp_path), device="cuda", memory_saver=True), "/folder")
+    env = environment(
+        EngineSpec(name="e", model_path=str(tmp_path), device="cuda", memory_saver=True), "/folder"
+    )
     assert not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(env)
     assert env["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] == "0"
     assert env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
@@ -154,7 +167,9 @@ def test_names_of_ports_that_a_stranger_has_taken_are_done_without() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
     with ExitStack() as taken:
         for port in ports:
-            taken.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0hybridflow-engine-port-{port}")
+            taken.enter_context(socket.socket(socket.AF_UNIX)).bind(
+                f"\0hybridflow-engine-port-{port}"
+            )
         held = [reserve_port(ports) for _ in range(8)]
         assert len({port for port, _ in held}) == 8
     held.append(reserve_port(ports))
@@ -202,23 +217,37 @@ def test_not_started_is_not_alive(tmp_path: Path) -> None:
 
 
 FAMILY = (
-    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
-    "time.sleep(600)"
+    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; "
+    "time.sleep(600)']); time.sleep(600)"
 )
 
 
 def start_guard(parent: int, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-S", guard.__file__, str(parent), "0", str(folder), "--", sys.executable, "-c", FAMILY]
+    command = [
+        sys.executable,
+        "-S",
+        guard.__file__,
+        str(parent),
+        "0",
+        str(folder),
+        "--",
+        sys.executable,
+        "-c",
+        FAMILY,
+    ]
     return subprocess.Popen(command, start_new_session=True)
 
 
 @pytest.mark.parametrize("is_orphan", [True, False])
-def test_a_parent_that_ends_before_its_folder_is_filled_leaves_none(tmp_path: Path, is_orphan: bool) -> None:
+def test_a_parent_that_ends_before_its_folder_is_filled_leaves_none(
+    tmp_path: Path, is_orphan: bool
+) -> None:
     unfinished = tmp_path / f"folder{guard.UNFINISHED}"
     unfinished.mkdir()
     process = start_guard(1 if is_orphan else os.getpid(), tmp_path / "folder")
     if not is_orphan:
-        (tmp_path / "folder").symlink_to(unfinished)  # not a folder of ours: the server does not start from it
+        # not a folder of ours: the server does not start from it
+        (tmp_path / "folder").symlink_to(unfinished)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1)
         assert guard.session_members(process.pid) == []
@@ -259,7 +288,8 @@ def test_the_guard_ends_an_engine_of_which_a_process_was_stopped(tmp_path: Path)
     assert guard.session_members(process.pid) == []
 
 
-# maps one file of shared memory, and once the guard has noted it another; ends when that is noted too
+# maps one file of shared memory, and once the guard has noted it another; ends when that is noted
+# too
 MAPS_TWO = """
 import mmap, os, sys, time
 deadline = time.monotonic() + 60
@@ -281,10 +311,22 @@ def test_the_guard_removes_shared_memory_that_a_server_made_after_its_start(tmp_
     folder = tmp_path / "folder"
     folder.mkdir()
     paths = [Path(f"/dev/shm/hybridflow-test-{os.getpid()}-{name}") for name in "ab"]
-    command = [sys.executable, "-S", guard.__file__, str(os.getpid()), "0", str(folder), "--", sys.executable, "-c"]
+    command = [
+        sys.executable,
+        "-S",
+        guard.__file__,
+        str(os.getpid()),
+        "0",
+        str(folder),
+        "--",
+        sys.executable,
+        "-c",
+    ]
     command += [MAPS_TWO, str(folder / guard.NOTE), *map(str, paths)]
     try:
-        assert subprocess.run(command, start_new_session=True, timeout=90, check=False).returncode == 0
+        assert (
+            subprocess.run(command, start_new_session=True, timeout=90, check=False).returncode == 0
+        )
         assert not any(path.exists() for path in paths)
     finally:
         for path in paths:
@@ -304,14 +346,29 @@ def test_what_a_killed_guard_knew_of_shared_memory_is_found(tmp_path: Path) -> N
     assert guard.noted_shared_memory(str(tmp_path)) == {"/dev/shm/a", "/dev/shm/b"}
 
 
-def test_the_guard_removes_what_its_parent_noted_of_a_server_that_ends_before_the_guard_looks(tmp_path: Path) -> None:
-    folder, path = tmp_path / "folder", Path(f"/dev/shm/hybridflow-test-{os.getpid()}-noted")
+def test_the_guard_removes_what_its_parent_noted_of_a_server_that_ends_before_the_guard_looks(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "folder"
+    path = Path(f"/dev/shm/hybridflow-test-{os.getpid()}-noted")
     folder.mkdir()
     path.write_bytes(b"1")
     guard.note_shared_memory(str(folder), {str(path)})
-    command = [sys.executable, "-S", guard.__file__, str(os.getpid()), "0", str(folder), "--", sys.executable, "-S"]
+    command = [
+        sys.executable,
+        "-S",
+        guard.__file__,
+        str(os.getpid()),
+        "0",
+        str(folder),
+        "--",
+        sys.executable,
+        "-S",
+    ]
     try:
-        ended = subprocess.run([*command, "-c", "raise SystemExit(7)"], start_new_session=True, timeout=90, check=False)
+        ended = subprocess.run(
+            [*command, "-c", "raise SystemExit(7)"], start_new_session=True, timeout=90, check=False
+        )
         assert ended.returncode == 7
         assert not path.exists()
     finally:
@@ -320,7 +377,10 @@ def test_the_guard_removes_what_its_parent_noted_of_a_server_that_ends_before_th
 
 def test_every_server_has_our_loader_and_sleeps_when_idle(tmp_path: Path) -> None:
     words = command_line(server_arguments(EngineSpec(name="e", model_path=str(tmp_path)), 20000))
-    assert words[words.index("--custom-weight-loader") + 1] == "hybridflow.engines.sglang.weight_receiver.load"
+    assert (
+        words[words.index("--custom-weight-loader") + 1]
+        == "hybridflow.engines.sglang.weight_receiver.load"
+    )
     assert "--sleep-on-idle" in words
 
 
@@ -334,11 +394,21 @@ parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
 print(json.dumps([word[2:] for action in parser._actions for word in action.option_strings if word[:2] == "--"]))
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     names = dict.fromkeys(json.loads(said.splitlines()[-1]))
     refused = dict(refusals(names))
     golden = Path(__file__).parents[2] / "golden" / "sglang_arguments.txt"
     assert sorted(names.keys() - refused) == golden.read_text(encoding="utf-8").split()
-    ours = server_arguments(EngineSpec(name="e", model_path="x", tensor=2, pipeline=2, expert=2), 20000)
-    free = {"skip-server-warmup", "grammar-backend", "log-level-http", "sleep-on-idle", "disable-radix-cache"}
+    ours = server_arguments(
+        EngineSpec(name="e", model_path="x", tensor=2, pipeline=2, expert=2), 20000
+    )
+    free = {
+        "skip-server-warmup",
+        "grammar-backend",
+        "log-level-http",
+        "sleep-on-idle",
+        "disable-radix-cache",
+    }
     assert set(ours) - refused.keys() <= free  # what the job sets is not to be set otherwise

@@ -16,10 +16,14 @@ def test_graphs_go_with_the_weights_and_come_back_with_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, graphs: list[str]
 ) -> None:
     engine = SglangEngine(
-        EngineSpec(name="e", model_path="m", device=device, memory_saver=True), tmp_path / "log", lambda: None
+        EngineSpec(name="e", model_path="m", device=device, memory_saver=True),
+        tmp_path / "log",
+        lambda: None,
     )
     asked: list[tuple[str, Any]] = []
-    monkeypatch.setattr(engine.client, "_request", lambda path, body: asked.append((path, body.get("tags"))))
+    monkeypatch.setattr(
+        engine.client, "_request", lambda path, body: asked.append((path, body.get("tags")))
+    )
     engine.sleep()
     engine.wake(["weights"])
     engine.wake(["kv_cache"])

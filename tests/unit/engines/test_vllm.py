@@ -1,5 +1,5 @@
-"""vLLM's kind of engine without vLLM: its contract against answers that were recorded from a real server, what it
-refuses, and a rank that takes whole tensors."""
+"""vLLM's kind of engine without vLLM: its contract against answers that were recorded from a real
+server, what it refuses, and a rank that takes whole tensors."""
 
 from __future__ import annotations
 
@@ -25,20 +25,27 @@ from hybridflow.engines.vllm import door
 from hybridflow.engines.vllm.client import VllmClient
 from hybridflow.engines.vllm.engine import VllmEngine
 from hybridflow.engines.vllm.server import check_python, check_spec, environment, server_arguments
-from hybridflow.engines.vllm.worker import WeightExtension, computes_with_what_was_loaded, receiver_of
+from hybridflow.engines.vllm.worker import (
+    WeightExtension,
+    computes_with_what_was_loaded,
+    receiver_of,
+)
 from hybridflow.engines.weight_receiver import WeightReceiver
 from hybridflow.errors import EngineError, EngineSilent
 from hybridflow.sync import session
 from tests.unit.engines.bench import FAMILY, HOST, WAIT_S, Bench, Engine
 
-RECORDED = json.loads((Path(__file__).parent / "vllm_answers.json").read_text(encoding="utf-8"))["answers"]
+RECORDED = json.loads((Path(__file__).parent / "vllm_answers.json").read_text(encoding="utf-8"))[
+    "answers"
+]
 GREEDY = SamplingConfig(temperature=0.0)
 GENERATE = "/inference/v1/generate"
 KEY = "key of the fake"
 
 
 class Fake(ThreadingHTTPServer):
-    """Replays what a real server answered: control calls by their path, prompts as `says` names them in turn."""
+    """Replays what a real server answered: control calls by their path, prompts as `says` names
+    them in turn."""
 
     daemon_threads = True
 
@@ -55,12 +62,17 @@ class Replay(BaseHTTPRequestHandler):
     server: Fake
 
     def do_POST(self) -> None:
-        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server.asked.append((self.path, body, self.headers["Authorization"]))
         if self.path == "/inference/v1/abort_requests":
             recorded = {"status": 200, "body": ""}
         else:
-            recorded = RECORDED[server.says.pop(0)] if self.path == GENERATE else server.controls[self.path]
+            recorded = (
+                RECORDED[server.says.pop(0)]
+                if self.path == GENERATE
+                else server.controls[self.path]
+            )
         text = recorded["body"].replace("NAME", body.get("request_id", ""))
         if server.hangs.is_set() and self.path == GENERATE:
             text = text.split("\n\n")[0] + "\n\n"
@@ -100,11 +112,15 @@ def test_answers_come_in_order_with_log_probs_and_versions(fake: Fake, client: V
     [stopped] = client.generate([[3, 1, 4]], GREEDY, 4, [7])
     fake.says = ["length"]
     [whole] = client.generate([[3, 1, 4]], GREEDY, 70)
-    assert (stopped.finish_reason, len(stopped.token_ids)) == ("stop", 2) and stopped.token_ids[-1] == 7
+    assert (stopped.finish_reason, len(stopped.token_ids)) == ("stop", 2) and stopped.token_ids[
+        -1
+    ] == 7
     assert (whole.finish_reason, len(whole.token_ids), len(whole.log_probs)) == ("length", 70, 70)
     assert whole.token_ids[:2].tolist() == stopped.token_ids.tolist()
     assert whole.log_probs[0] == pytest.approx(-2.129054, abs=1e-6)
-    assert [(span.version, span.start, span.end) for span in whole.weight_versions] == [("default", 0, 70)]
+    assert [(span.version, span.start, span.end) for span in whole.weight_versions] == [
+        ("default", 0, 70)
+    ]
     path, body, key = fake.asked[0]
     assert (path, body["token_ids"], key) == (GENERATE, [3, 1, 4], f"Bearer {KEY}")
     assert body["sampling_params"] == {
@@ -120,19 +136,27 @@ def test_answers_come_in_order_with_log_probs_and_versions(fake: Fake, client: V
     }
 
 
-def test_an_aborted_answer_keeps_what_had_come_and_the_server_is_told_its_name(fake: Fake, client: VllmClient) -> None:
-    fake.says, told = ["abort"], dict[int, Completion]()
+def test_an_aborted_answer_keeps_what_had_come_and_the_server_is_told_its_name(
+    fake: Fake, client: VllmClient
+) -> None:
+    told = dict[int, Completion]()
+    fake.says = ["abort"]
     asked = client.ask(TokenRequests([[3, 1, 4]], GREEDY, [450], []), told.__setitem__)
     asked.done.result(20.0)
     assert told[0].finish_reason == "abort" and 0 < len(told[0].token_ids) < 450
     asked.abort([0])
     name = fake.asked[0][1]["request_id"]
-    assert fake.asked[-1][:2] == ("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{name}"]})
+    assert fake.asked[-1][:2] == (
+        "/inference/v1/abort_requests",
+        {"request_ids": [f"generate-tokens-{name}"]},
+    )
 
 
 def test_a_refusal_is_told_in_the_servers_words(fake: Fake, client: VllmClient) -> None:
     fake.says = ["refused"]
-    with pytest.raises(EngineError, match=r"engine-0: /inference/v1/generate refused: .*longer than the maximum"):
+    with pytest.raises(
+        EngineError, match=r"engine-0: /inference/v1/generate refused: .*longer than the maximum"
+    ):
         client.generate([[1] * 600], GREEDY, 4)
 
 
@@ -145,7 +169,9 @@ def test_one_that_falls_silent_is_told_with_what_has_come(fake: Fake) -> None:
         client.generate([[3, 1, 4]], GREEDY, 70)
     [begun] = caught.value.begun
     assert (begun.finish_reason, begun.token_ids.tolist()) == ("abort", [3])  # type: ignore[union-attr]
-    assert [vars(span) for span in begun.weight_versions] == [{"version": "5", "start": 0, "end": 1}]
+    assert [vars(span) for span in begun.weight_versions] == [
+        {"version": "5", "start": 0, "end": 1}
+    ]
     client.close()
 
 
@@ -160,7 +186,9 @@ def test_log_probs_of_a_cut_distribution_are_not_taken_for_the_policys(
 # ---- control
 
 
-def test_a_sync_pauses_calls_the_ranks_forgets_the_cache_and_resumes(fake: Fake, client: VllmClient) -> None:
+def test_a_sync_pauses_calls_the_ranks_forgets_the_cache_and_resumes(
+    fake: Fake, client: VllmClient
+) -> None:
     client.pause("retract")
     client.call_ranks(Control(DESCRIBE, HOST, 1, 1.0, "described", 0, 1))
     client.set_weight_version(7)
@@ -177,13 +205,18 @@ def test_a_sync_pauses_calls_the_ranks_forgets_the_cache_and_resumes(fake: Fake,
         "/sleep?level=2",
         "/wake_up?tags=weights",
     ]
-    assert fake.asked[1][1]["method"] == "take_weight_message" and hasattr(WeightExtension, "take_weight_message")
+    assert fake.asked[1][1]["method"] == "take_weight_message" and hasattr(
+        WeightExtension, "take_weight_message"
+    )
     assert Control.from_json(fake.asked[1][1]["args"][0]).action == DESCRIBE
 
 
 def test_the_cache_in_use_and_a_broken_rank_are_errors(fake: Fake, client: VllmClient) -> None:
     control = Control(DESCRIBE, HOST, 1, 1.0, "described", 0, 1)
-    fake.controls["/reset_prefix_cache?reset_running_requests=true"] = {"status": 200, "body": '{"success":false}'}
+    fake.controls["/reset_prefix_cache?reset_running_requests=true"] = {
+        "status": 200,
+        "body": '{"success":false}',
+    }
     with pytest.raises(EngineError, match="the KV cache of the old weights is in use"):
         client.call_ranks(control)
     fake.controls["/collective_rpc"] = RECORDED["broken_rank"]
@@ -211,7 +244,9 @@ def spec(folder: Path, **changes: Any) -> EngineSpec:
         ({"config": {"quantization_config": {"quant_method": "fp8"}}}, "rollout.quantization=null"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_key(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
+def test_what_it_cannot_do_is_refused_by_key(
+    tmp_path: Path, changes: dict[str, Any], key: str
+) -> None:
     with pytest.raises(EngineError, match=key):
         check_spec(spec(tmp_path, **changes))
 
@@ -220,14 +255,20 @@ def test_an_interpreter_without_vllm_is_refused_at_the_start(tmp_path: Path) -> 
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
-    engine = ENGINES.get("vllm")(spec(tmp_path, python=str(bare)), tmp_path / "engine.log", lambda: None)
-    with pytest.raises(EngineError, match=r"rollout\.python=.* has no module vllm, torch.*set rollout\.python"):
+    engine = ENGINES.get("vllm")(
+        spec(tmp_path, python=str(bare)), tmp_path / "engine.log", lambda: None
+    )
+    with pytest.raises(
+        EngineError, match=r"rollout\.python=.* has no module vllm, torch.*set rollout\.python"
+    ):
         engine.start()
     with pytest.raises(EngineError, match=r"rollout\.python=/nowhere does not run"):
         check_python(spec(tmp_path, python="/nowhere"))
 
 
-def test_the_server_is_given_what_the_spec_says_and_no_key_on_its_command_line(tmp_path: Path) -> None:
+def test_the_server_is_given_what_the_spec_says_and_no_key_on_its_command_line(
+    tmp_path: Path,
+) -> None:
     said = spec(tmp_path, extra_args={"max_num_batched_tokens": 512}, cache_prefixes=False)
     arguments = server_arguments(said, 20000)
     assert (arguments["max-model-len"], arguments["num-gpu-blocks-override"]) == (1024, 33)
@@ -243,8 +284,12 @@ def test_a_token_that_the_model_lacks_never_reaches_the_server(tmp_path: Path) -
         engine.generate([[1], [2, 96]], GREEDY, 4)
 
 
-@pytest.mark.parametrize(("shown", "status"), [(f"Bearer {KEY}", 200), ("Bearer other", 401), ("", 401)])
-def test_the_door_opens_with_the_key_alone(monkeypatch: pytest.MonkeyPatch, shown: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("shown", "status"), [(f"Bearer {KEY}", 200), ("Bearer other", 401), ("", 401)]
+)
+def test_the_door_opens_with_the_key_alone(
+    monkeypatch: pytest.MonkeyPatch, shown: str, status: int
+) -> None:
     sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -254,8 +299,11 @@ def test_the_door_opens_with_the_key_alone(monkeypatch: pytest.MonkeyPatch, show
         sent.append(message)
 
     monkeypatch.setenv(door.KEY, KEY)
-    guarded, headers = door.Door(app), [(b"authorization", shown.encode())]
-    asyncio.run(guarded({"type": "http", "path": "/collective_rpc", "headers": headers}, None, send))
+    guarded = door.Door(app)
+    headers = [(b"authorization", shown.encode())]
+    asyncio.run(
+        guarded({"type": "http", "path": "/collective_rpc", "headers": headers}, None, send)
+    )
     assert sent[0]["status"] == status
     sent.clear()
     asyncio.run(guarded({"type": "websocket", "path": "/", "headers": headers}, None, send))
@@ -266,10 +314,12 @@ def test_the_door_opens_with_the_key_alone(monkeypatch: pytest.MonkeyPatch, show
 
 
 class Worker(WeightExtension):
-    """A vLLM worker with the small engine of the bench, which packs its weights away after a load."""
+    """A vLLM worker with the small engine of the bench, which packs its weights away after a
+    load."""
 
     def __init__(self) -> None:
-        self.rank, self.model = 0, Engine()
+        self.rank = 0
+        self.model = Engine()
         self.model_runner = SimpleNamespace(get_model=lambda: self.model)
         self.loads = 0
 
@@ -314,11 +364,15 @@ def test_what_was_called_off_is_never_loaded(bench: WholeBench) -> None:
 
 def test_a_message_that_cannot_be_read_ends_no_rank(bench: WholeBench) -> None:
     bench.worker.take_weight_message("no json")
-    bench.worker.take_weight_message(Control(DESCRIBE, HOST, bench.store.port, WAIT_S, "again", 0, 1).to_json())
+    bench.worker.take_weight_message(
+        Control(DESCRIBE, HOST, bench.store.port, WAIT_S, "again", 0, 1).to_json()
+    )
     assert session.read_reports(bench.store, "again", [0], WAIT_S)[0].error == ""
 
 
-def test_slices_go_where_every_layer_computes_with_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_go_where_every_layer_computes_with_what_was_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def method(name: str) -> Any:
         return type(name, (), {})()
 
@@ -331,6 +385,10 @@ def test_slices_go_where_every_layer_computes_with_what_was_loaded(monkeypatch: 
     linear.quant_method = method("UnquantizedFusedMoEMethod")
     assert not computes_with_what_was_loaded(model)
     linear.quant_method = method("UnquantizedLinearMethod")
-    model.append(type("MLAAttention", (torch.nn.Module,), {"process_weights_after_loading": lambda self: None})())
+    model.append(
+        type(
+            "MLAAttention", (torch.nn.Module,), {"process_weights_after_loading": lambda self: None}
+        )()
+    )
     assert not computes_with_what_was_loaded(model)
     assert not computes_with_what_was_loaded(torch.nn.Linear(2, 2))

@@ -1,5 +1,5 @@
-"""Receiver and senders over a real store and real channels, in one process; the engine is a small module with a loader
-of its own."""
+"""Receiver and senders over a real store and real channels, in one process; the engine is a small
+module with a loader of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_new_weights_arrive_again_and_again_and_padding_is_cleared(bench: Bench, staged: bool) -> None:
+def test_new_weights_arrive_again_and_again_and_padding_is_cleared(
+    bench: Bench, staged: bool
+) -> None:
     padded = bench.engine.get_parameter("model_embed_tokens_weight")
     for seed in (1, 2):
         whole = bench.train(seed)
@@ -40,15 +42,19 @@ def test_new_weights_arrive_again_and_again_and_padding_is_cleared(bench: Bench,
 
 
 def test_a_stage_of_a_pipeline_receives_behind_the_back_of_its_scheduler(bench: Bench) -> None:
-    """The loader returns while nobody has sent anything yet; inference tensors, which may be written in inference mode
-    alone, included."""
+    """The loader returns while nobody has sent anything yet; inference tensors, which may be
+    written in inference mode alone, included."""
     with torch.inference_mode():
         for parameter in bench.engine.parameters():
             parameter.data = parameter.data.clone()
         for seed in (1, 2):
             whole = bench.train(seed)
             report, outcomes, _ = bench.sync(in_background=True)
-            assert report.error == "" and {o.status for o in outcomes} == {"served"} and bench.holds(whole)
+            assert (
+                report.error == ""
+                and {o.status for o in outcomes} == {"served"}
+                and bench.holds(whole)
+            )
 
 
 def test_describing_leaves_the_live_weights_alone(bench: Bench) -> None:
@@ -72,7 +78,10 @@ def test_another_layout_than_the_plans_is_refused_and_a_later_session_works(benc
     bench.engine.model_embed_tokens_weight.data = torch.full((len(small) + 3, small.shape[1]), 9.0)
     bench.train(2)
     report, outcomes, board = bench.sync()
-    assert "rank 0: the weights no longer lie as they did" in report.error and board.decision() == ABORT
+    assert (
+        "rank 0: the weights no longer lie as they did" in report.error
+        and board.decision() == ABORT
+    )
     assert all("engine-0" in o.error and "trainer rank" in o.error for o in outcomes)
     bench.engine.model_embed_tokens_weight.data = small
     assert bench.holds(whole)

@@ -13,7 +13,9 @@ from hybridflow.sync.session import Board, Order, RankReport
 from hybridflow.sync.transports.base import Endpoint
 
 CLIENT: Any = None
-ORDER = Order("engine-0", 0, Endpoint("tcp", "s", "127.0.0.1", 1, (0,), (0,), 1024, 1.0), 1, 3, "plan")
+ORDER = Order(
+    "engine-0", 0, Endpoint("tcp", "s", "127.0.0.1", 1, (0,), (0,), 1024, 1.0), 1, 3, "plan"
+)
 
 
 class Lost:
@@ -29,7 +31,9 @@ def with_a_lost_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Board, "open", lambda order: Board(lost, order))
 
 
-def test_weights_that_are_served_stay_so_when_the_store_is_lost_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_served_stay_so_when_the_store_is_lost_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(weight_transaction, "_compare", lambda *_: None)
     monkeypatch.setattr(weight_transaction, "_transact", lambda *_: {0: RankReport(0, nbytes=7)})
     outcome = receive(CLIENT, ORDER, "plan")

@@ -1,4 +1,5 @@
-"""Run by test_kernels.py in Triton's interpreter: the checksum, bit for bit against Python's integers."""
+"""Run by test_kernels.py in Triton's interpreter: the checksum, bit for bit against Python's
+integers."""
 
 from __future__ import annotations
 
@@ -20,8 +21,16 @@ def mixed(word: int) -> int:
 def exact(body: bytes, seed: int) -> int:
     whole = len(body) // 8 * 8
     words = [body[i : i + 8] for i in range(0, whole, 8)] + [body[whole:].ljust(8, b"\0")]
-    keys = (mixed(((position + 1) * 0x9E3779B97F4A7C15 + seed) & WORD) for position in range(len(words)))
-    return sum(mixed(int.from_bytes(word, "little") ^ key) for word, key in zip(words, keys, strict=True)) & WORD
+    keys = (
+        mixed(((position + 1) * 0x9E3779B97F4A7C15 + seed) & WORD) for position in range(len(words))
+    )
+    return (
+        sum(
+            mixed(int.from_bytes(word, "little") ^ key)
+            for word, key in zip(words, keys, strict=True)
+        )
+        & WORD
+    )
 
 
 @settings(max_examples=10)
@@ -37,7 +46,8 @@ def test_it_equals_pythons_integers(size: int, seed: int, begin: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [torch.zeros(4), torch.zeros(4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)[::2]]
+    "body",
+    [torch.zeros(4), torch.zeros(4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)[::2]],
 )
 def test_what_would_be_read_wrongly_is_refused(body: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="give bytes in a row"):

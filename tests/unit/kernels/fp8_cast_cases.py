@@ -1,6 +1,8 @@
-"""Run by test_kernels.py in Triton's interpreter: scales and fp8 values, bit for bit those of the torch form.
+"""Run by test_kernels.py in Triton's interpreter: scales and fp8 values, bit for bit those of the
+torch form.
 
-The torch form is torch's own conversion of float32 quotients; where a value is not a number, both say so.
+The torch form is torch's own conversion of float32 quotients; where a value is not a number, both
+say so.
 """
 
 from __future__ import annotations
@@ -31,13 +33,17 @@ def torch_form(function: Callable[..., None], *arguments: Any) -> None:
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     lost = expected.float().isnan()
-    ours, theirs = found.view(torch.uint8), expected.view(torch.uint8)
+    ours = found.view(torch.uint8)
+    theirs = expected.view(torch.uint8)
     if found.dtype == torch.float32:
-        ours, theirs = found.view(torch.int32), expected.view(torch.int32)
+        ours = found.view(torch.int32)
+        theirs = expected.view(torch.int32)
     return torch.equal(found.float().isnan(), lost) and torch.equal(ours[~lost], theirs[~lost])
 
 
-def both(weights: torch.Tensor, block: tuple[int, int], row: int = 0, column: int = 0, shape: Any = None) -> None:
+def both(
+    weights: torch.Tensor, block: tuple[int, int], row: int = 0, column: int = 0, shape: Any = None
+) -> None:
     n, r, c = weights.shape
     scales = [torch.full((n, -(-r // block[0]), -(-c // block[1])), -1.0) for _ in range(2)]
     write_scales(weights, block, scales[0])
@@ -69,13 +75,16 @@ def test_scales_and_values_have_the_bits_of_the_torch_form(
     weights = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
     if data.draw(st.booleans()):
         weights = weights.transpose(1, 2).contiguous().transpose(1, 2)  # other strides
-    row, column = data.draw(st.integers(0, shape[1] - 1)), data.draw(st.integers(0, shape[2] - 1))
-    height, width = data.draw(st.integers(1, shape[1] - row)), data.draw(st.integers(1, shape[2] - column))
+    row = data.draw(st.integers(0, shape[1] - 1))
+    column = data.draw(st.integers(0, shape[2] - 1))
+    height = data.draw(st.integers(1, shape[1] - row))
+    width = data.draw(st.integers(1, shape[2] - column))
     both(weights, block, row, column, (shape[0], height, width))
 
 
 def test_every_rounding_of_fp8() -> None:
-    """Each value of float8_e4m3fn, each middle between two, and the neighbours of both, in a block whose scale is 1."""
+    """Each value of float8_e4m3fn, each middle between two, and the neighbours of both, in a block
+    whose scale is 1."""
     every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (every[1:] + every[:-1]) / 2
     around = torch.cat([every, middles])
@@ -97,12 +106,26 @@ def test_zeros_and_what_is_not_finite() -> None:
     [
         (torch.zeros(1, 4, 4), torch.zeros(1, 4, 4), "out is torch.float32"),
         (torch.zeros(4, 4), torch.zeros(1, 4, 4, dtype=torch.float8_e4m3fn), "give floats"),
-        (torch.zeros(1, 4, 4).int(), torch.zeros(1, 4, 4, dtype=torch.float8_e4m3fn), "torch.int32"),
+        (
+            torch.zeros(1, 4, 4).int(),
+            torch.zeros(1, 4, 4, dtype=torch.float8_e4m3fn),
+            "torch.int32",
+        ),
         (torch.zeros(2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.float8_e4m3fn), "out is"),
-        (torch.zeros(1, 4, 4), torch.zeros(1, 5, 4, dtype=torch.float8_e4m3fn), "is not inside weights"),
-        (torch.zeros(1, 4, 4), torch.zeros(1, 4, 4, dtype=torch.float8_e4m3fn, device="meta"), "on meta"),
+        (
+            torch.zeros(1, 4, 4),
+            torch.zeros(1, 5, 4, dtype=torch.float8_e4m3fn),
+            "is not inside weights",
+        ),
+        (
+            torch.zeros(1, 4, 4),
+            torch.zeros(1, 4, 4, dtype=torch.float8_e4m3fn, device="meta"),
+            "on meta",
+        ),
     ],
 )
-def test_what_would_be_read_wrongly_is_refused(weights: torch.Tensor, out: torch.Tensor, message: str) -> None:
+def test_what_would_be_read_wrongly_is_refused(
+    weights: torch.Tensor, out: torch.Tensor, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         write_weights(weights, (4, 4), 0, 0, out)

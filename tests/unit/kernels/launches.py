@@ -1,9 +1,10 @@
-"""Run by test_launches.py: calls launch functions under the stand-in for an sm_90 device and prints what they compile.
+"""Run by test_launches.py: calls launch functions under the stand-in for an sm_90 device and prints
+what they compile.
 
-`python -m tests.unit.kernels.launches GROUP [--full]`, with TRITON_INTERPRET=0. One line of JSON a form: its name,
-whether a product on tensor cores is meant, the kernels that it compiled first, or the error. Tensors are on torch's
-device without memory, so that no size costs any, and host code behind a launch runs on their shapes; small ones on the
-CPU show that it runs on numbers too.
+`python -m tests.unit.kernels.launches GROUP [--full]`, with TRITON_INTERPRET=0. One line of JSON a
+form: its name, whether a product on tensor cores is meant, the kernels that it compiled first, or
+the error. Tensors are on torch's device without memory, so that no size costs any, and host code
+behind a launch runs on their shapes; small ones on the CPU show that it runs on numbers too.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ import torch
 from hybridflow_kernels import digest, fp8_cast, linear_log_probs, scans, slices
 from tests.unit.kernels.sm90 import stand_in
 
-BF16, FP16, FP32, FP8, U8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
+FP8 = torch.float8_e4m3fn
+U8 = torch.uint8
 SEEDS = (0, 1, 16, 7, 2**63, 2**64 - 1)
 Form = tuple[str, Callable[[], Any], bool]  # name, call, whether a product on tensor cores is meant
 
 
-def empty(*shape: int, dtype: torch.dtype = BF16, device: str = "meta", skipped: int = 0) -> torch.Tensor:
+def empty(
+    *shape: int, dtype: torch.dtype = BF16, device: str = "meta", skipped: int = 0
+) -> torch.Tensor:
     """A tensor whose address is this many elements behind one of 16 bytes."""
     size = 1
     for length in shape:
@@ -48,30 +55,56 @@ def log_probs(  # one call of the forward, or of the backward where `entropy` or
     n, v, h = shape
 
     def run() -> None:
-        hidden, weight = (empty(rows, h, dtype=dtype, device=device, skipped=skipped) for rows in (n, v))
+        hidden, weight = (
+            empty(rows, h, dtype=dtype, device=device, skipped=skipped) for rows in (n, v)
+        )
         targets = torch.zeros(n, dtype=torch.int64, device=device)
         words: dict[str, Any] = {"temperature": temperature, "chunk": 9}
         if gradients:
             column = empty(n, dtype=FP32, device=device)
-            upstream = linear_log_probs.Upstream(column, column if entropy else None, column, column)
+            upstream = linear_log_probs.Upstream(
+                column, column if entropy else None, column, column
+            )
             into = empty(v, h, dtype=FP32, device=device)
-            found = linear_log_probs.gradients(hidden, weight, targets, upstream, grad_weight_VH=into, **words)
+            found = linear_log_probs.gradients(
+                hidden, weight, targets, upstream, grad_weight_VH=into, **words
+            )
             assert found is not None and found.shape == (n, h) and found.dtype == dtype
             return
-        best = (empty(n, k, dtype=FP32, device=device), empty(n, k, dtype=torch.int64, device=device)) if k else None
-        tops, sums = linear_log_probs.partial_sums(hidden, weight, targets, with_entropy=entropy, best=best, **words)
+        best = (
+            (empty(n, k, dtype=FP32, device=device), empty(n, k, dtype=torch.int64, device=device))
+            if k
+            else None
+        )
+        tops, sums = linear_log_probs.partial_sums(
+            hidden, weight, targets, with_entropy=entropy, best=best, **words
+        )
         assert tops.shape == (n,) and sums.shape == (3, n)
 
-    options = f"entropy={entropy} k={k} gradients={gradients} temperature={temperature} skipped={skipped} {device}"
+    options = (
+        f"entropy={entropy} k={k} gradients={gradients} temperature={temperature} "
+        f"skipped={skipped} {device}"
+    )
     return f"log_probs {shape} {dtype} {options}", run, dtype != FP32 and k <= 32
 
 
-VOCABULARY, HIDDEN = (1, 16, 8192, 151937, 8193), (1, 16, 64, 97)
+VOCABULARY = (1, 16, 8192, 151937, 8193)
+HIDDEN = (1, 16, 64, 97)
 
 
 def sums(full: bool) -> Iterator[Form]:
-    """One group of columns and several; hidden sizes of whole tiles, of 16, of 1 and odd ones; all of each dtype."""
-    some = [(1, 1), (16, 16), (8192, 64), (151937, 64), (8193, 97), (16, 1), (1, 64), (151936, 4096)]
+    """One group of columns and several; hidden sizes of whole tiles, of 16, of 1 and odd ones; all
+    of each dtype."""
+    some = [
+        (1, 1),
+        (16, 16),
+        (8192, 64),
+        (151937, 64),
+        (8193, 97),
+        (16, 1),
+        (1, 64),
+        (151936, 4096),
+    ]
     for number, (v, h) in enumerate(itertools.product(VOCABULARY, HIDDEN) if full else some):
         yield log_probs((1 + 15 * (number % 3), v, h), BF16, entropy=number % 2 == 0)
         if full:
@@ -79,7 +112,8 @@ def sums(full: bool) -> Iterator[Form]:
     for dtype, (v, h) in itertools.product((FP16, FP32), some if full else some[3:4]):
         yield log_probs((33, v, h), dtype)
     yield log_probs((33, 8193, 64), FP16, entropy=False)
-    yield log_probs((33, 8193, 64), BF16, temperature=1)  # type: ignore[arg-type]  an integer, as a configuration has it
+    # an integer, as a configuration has it
+    yield log_probs((33, 8193, 64), BF16, temperature=1)  # type: ignore[arg-type]
     yield log_probs((9, 40, 64), BF16, device="cpu")
     yield log_probs((9, 40, 97), BF16, skipped=3)
 
@@ -93,7 +127,9 @@ def best(full: bool) -> Iterator[Form]:
         yield log_probs((33, 1, 64), BF16, entropy=False, k=1)
         yield log_probs((16, 151937, 97), BF16, entropy=False, k=32)
         yield log_probs((9, 97, 97), FP32, k=64)
-        for k, dtype, entropy in itertools.product((1, 2, 32, 64, 128), (BF16, FP16, FP32), (False, True)):
+        for k, dtype, entropy in itertools.product(
+            (1, 2, 32, 64, 128), (BF16, FP16, FP32), (False, True)
+        ):
             yield log_probs((33, 8192, 97 if k == 2 else 64), dtype, entropy=entropy, k=k)
 
 
@@ -101,7 +137,9 @@ def gradients(full: bool) -> Iterator[Form]:
     """With parts of the vocabulary that are as wide as all others and shorter ones."""
     some = [(1, 1), (16, 16), (8192, 64), (8193, 64), (8209, 97), (151936, 4096)]
     for number, (v, h) in enumerate(itertools.product(VOCABULARY, HIDDEN) if full else some):
-        yield log_probs((1 + 15 * (number % 3), v, h), BF16, entropy=number % 2 == 0, gradients=True)
+        yield log_probs(
+            (1 + 15 * (number % 3), v, h), BF16, entropy=number % 2 == 0, gradients=True
+        )
     for dtype in (FP16, FP32):
         yield log_probs((33, 8192, 64), dtype, entropy=False, gradients=True)
         yield log_probs((33, 97, 97), dtype, gradients=True)
@@ -115,7 +153,8 @@ def descriptors(full: bool) -> Iterator[Form]:
         name, run, product = form
 
         def with_descriptors() -> None:
-            kept, linear_log_probs.DESCRIPTORS = linear_log_probs.DESCRIPTORS, True
+            kept = linear_log_probs.DESCRIPTORS
+            linear_log_probs.DESCRIPTORS = True
             try:
                 run()
             finally:
@@ -133,11 +172,14 @@ def descriptors(full: bool) -> Iterator[Form]:
 
 
 def checksum(full: bool) -> Iterator[Form]:
-    """Bodies without a byte, without a word, with a rest or none, larger than int32 counts, and at odd addresses."""
+    """Bodies without a byte, without a word, with a rest or none, larger than int32 counts, and at
+    odd addresses."""
 
     def form(size: int, seed: int, device: str = "meta", skipped: int = 0) -> Form:
         def run() -> None:
-            assert digest.digest(empty(size, dtype=U8, device=device, skipped=skipped), seed).shape == (1,)
+            assert digest.digest(
+                empty(size, dtype=U8, device=device, skipped=skipped), seed
+            ).shape == (1,)
 
         return f"checksum of {size} bytes, seed {seed}, skipped {skipped}, {device}", run, False
 
@@ -150,7 +192,8 @@ def checksum(full: bool) -> Iterator[Form]:
 
 
 def fp8(full: bool) -> Iterator[Form]:
-    """Scales, values, parts of values, in contiguous weights and others, with messages' checksums."""
+    """Scales, values, parts of values, in contiguous weights and others, with messages'
+    checksums."""
 
     def form(
         shape: tuple[int, int, int],
@@ -165,7 +208,9 @@ def fp8(full: bool) -> Iterator[Form]:
         n, r, c = shape
 
         def run() -> None:
-            weights = empty(n, r, c * step + apart, dtype=dtype, device=device)[:, :, : c * step : step]
+            weights = empty(n, r, c * step + apart, dtype=dtype, device=device)[
+                :, :, : c * step : step
+            ]
             counts = (n, -(-r // block[0]), -(-c // block[1]))
             part = (n, r - at[0], c - at[1])
             if pieces == "scales":
@@ -174,12 +219,20 @@ def fp8(full: bool) -> Iterator[Form]:
                 fp8_cast.write_weights(weights, block, *at, empty(*part, dtype=FP8, device=device))
             else:
                 scales = slices.Slice(weights, 0, counts, FP32, block)
-                values = slices.Slice(weights, scales.end if pieces == "both" else 0, part, FP8, block, *at)
+                values = slices.Slice(
+                    weights, scales.end if pieces == "both" else 0, part, FP8, block, *at
+                )
                 given = [scales, values] if pieces == "both" else [values]
                 prepared = slices.Slices(given, values.end)
-                assert prepared.pack(empty(values.end, dtype=U8, device=device), SEEDS[-1]).shape == (1,)
+                assert prepared.pack(
+                    empty(values.end, dtype=U8, device=device), SEEDS[-1]
+                ).shape == (1,)
 
-        return f"fp8 {shape} {block} {dtype} {pieces} at={at} apart={apart} step={step} {device}", run, False
+        return (
+            f"fp8 {shape} {block} {dtype} {pieces} at={at} apart={apart} step={step} {device}",
+            run,
+            False,
+        )
 
     square = (128, 128)
     for pieces, dtype in itertools.product(("scales", "values", "both"), (BF16, FP32)):
@@ -199,7 +252,10 @@ def fp8(full: bool) -> Iterator[Form]:
     yield form((2, 65536, 65536), square, BF16, "both")  # strides beyond int32
     if full:
         for shape, dtype, apart, at in itertools.product(
-            ((1, 1, 1), (1, 16, 16), (3, 33, 97), (2, 256, 264)), (BF16, FP16, FP32), (0, 1, 16), ((0, 0), (0, 8))
+            ((1, 1, 1), (1, 16, 16), (3, 33, 97), (2, 256, 264)),
+            (BF16, FP16, FP32),
+            (0, 1, 16),
+            ((0, 0), (0, 8)),
         ):
             if at[1] < shape[2]:
                 yield form(shape, square, dtype, "message", at=at, apart=apart)
@@ -212,7 +268,8 @@ def packed_scans(full: bool) -> Iterator[Form]:
         def run() -> None:
             total = sum(lengths)
             column = torch.zeros(total)
-            sizes, mask = torch.tensor(lengths), torch.ones(total, dtype=torch.bool) if masked else None
+            sizes = torch.tensor(lengths)
+            mask = torch.ones(total, dtype=torch.bool) if masked else None
             if scan == "sums":
                 assert len(scans.discounted_sums(column, sizes, gamma=rate, mask_T=mask)) == total
             elif scan == "gae":
@@ -220,7 +277,9 @@ def packed_scans(full: bool) -> Iterator[Form]:
                 assert [len(part) for part in found] == [total, total]
             else:
                 clips = {"rho_clip": rate, "c_clip": rate}
-                found = scans.vtrace(column, column, column, sizes, gamma=rate, mask_T=mask, **clips)
+                found = scans.vtrace(
+                    column, column, column, sizes, gamma=rate, mask_T=mask, **clips
+                )
                 assert [len(part) for part in found] == [total, total]
 
         return f"{scan} of rows {lengths}, rate {rate}, masked {masked}", run, False
@@ -231,7 +290,8 @@ def packed_scans(full: bool) -> Iterator[Form]:
 
 
 def messages(full: bool) -> Iterator[Form]:
-    """Packed and scattered slices: copied by the word, by elements of each size, cast, and those that torch moves."""
+    """Packed and scattered slices: copied by the word, by elements of each size, cast, and those
+    that torch moves."""
 
     def form(
         size: tuple[int, int, int],
@@ -255,7 +315,13 @@ def messages(full: bool) -> Iterator[Form]:
             else:
                 tensor = empty(a, c, b, dtype=local, device=device).transpose(1, 2)
             pieces = (
-                [slices.Slice(empty(1, 1, front, dtype=wire, device=device), 0, (1, 1, front), wire)] if front else []
+                [
+                    slices.Slice(
+                        empty(1, 1, front, dtype=wire, device=device), 0, (1, 1, front), wire
+                    )
+                ]
+                if front
+                else []
             )
             pieces.append(slices.Slice(tensor, pieces[-1].end if pieces else 0, size, wire))
             prepared = slices.Slices(pieces, pieces[-1].end)
@@ -288,7 +354,10 @@ def messages(full: bool) -> Iterator[Form]:
             yield form(size, dtypes, layout, back=back, front=0 if size[1] % 2 else 8)
 
 
-GROUPS = {form.__name__: form for form in (sums, best, gradients, descriptors, checksum, fp8, packed_scans, messages)}
+GROUPS = {
+    form.__name__: form
+    for form in (sums, best, gradients, descriptors, checksum, fp8, packed_scans, messages)
+}
 
 
 def main() -> None:
@@ -299,7 +368,9 @@ def main() -> None:
             form()
         except Exception:
             said["error"] = traceback.format_exc()[-3000:]
-        print(json.dumps(said | {"kernels": [dataclasses.asdict(one) for one in found]}), flush=True)
+        print(
+            json.dumps(said | {"kernels": [dataclasses.asdict(one) for one in found]}), flush=True
+        )
         found.clear()
 
 

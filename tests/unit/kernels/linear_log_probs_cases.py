@@ -1,8 +1,9 @@
-"""Run by test_kernels.py in Triton's interpreter: sums over the vocabulary and their gradients against float64.
+"""Run by test_kernels.py in Triton's interpreter: sums over the vocabulary and their gradients
+against float64.
 
-Tolerances: with K products summed in fp32 (eps = 2^-24 each, rounding to nearest) a logit of magnitude x is off by
-about sqrt(K) eps x; a log-prob near the normaliser's magnitude inherits the absolute error of its logits. Gradients in
-a half precision are rounded once more to it.
+Tolerances: with K products summed in fp32 (eps = 2^-24 each, rounding to nearest) a logit of
+magnitude x is off by about sqrt(K) eps x; a log-prob near the normaliser's magnitude inherits the
+absolute error of its logits. Gradients in a half precision are rounded once more to it.
 """
 
 from __future__ import annotations
@@ -45,19 +46,26 @@ def exact_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float)
     return hidden.double() @ weight.double().t() / temperature
 
 
-def normaliser_and_entropy(tops: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def normaliser_and_entropy(
+    tops: torch.Tensor, sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     return tops + sums[0].log(), sums[0].log() - sums[2] / sums[0]
 
 
 def bound(logits: torch.Tensor, h: int) -> float:
-    """Absolute error of what is summed from logits: theirs, and that of sums of exponentials over v columns."""
+    """Absolute error of what is summed from logits: theirs, and that of sums of exponentials over v
+    columns."""
     return 8 * EPS * (float(logits.abs().max()) * max(h, 4) ** 0.5 + logits.shape[1] ** 0.5 + 8)
 
 
-def check_sums(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float) -> None:
+def check_sums(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> None:
     assert INTERPRETED
     logits = exact_logits(hidden, weight, temperature)
-    tops, sums = partial_sums(hidden, weight, targets, temperature=temperature, with_entropy=True, chunk=4)
+    tops, sums = partial_sums(
+        hidden, weight, targets, temperature=temperature, with_entropy=True, chunk=4
+    )
     log_p = logits.log_softmax(-1)
     found = (tops, *normaliser_and_entropy(tops, sums), sums[1])
     picked = torch.where(targets >= 0, logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0], 0.0)
@@ -65,8 +73,14 @@ def check_sums(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     limit = bound(logits, hidden.shape[1])
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=limit)
-    without = partial_sums(hidden, weight, targets, temperature=temperature, with_entropy=False, chunk=4)
-    assert torch.equal(without[0], tops) and torch.equal(without[1][:2], sums[:2]) and not without[1][2].any()
+    without = partial_sums(
+        hidden, weight, targets, temperature=temperature, with_entropy=False, chunk=4
+    )
+    assert (
+        torch.equal(without[0], tops)
+        and torch.equal(without[1][:2], sums[:2])
+        and not without[1][2].any()
+    )
 
 
 @settings(max_examples=7)
@@ -81,8 +95,12 @@ def test_half_precisions_are_summed_in_fp32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiles_that_descriptors_read_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, targets = inputs((2 * TILES.rows + 3, TILES.split + 5, 2 * TILES.depth), 1, dtype)
+def test_tiles_that_descriptors_read_give_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, targets = inputs(
+        (2 * TILES.rows + 3, TILES.split + 5, 2 * TILES.depth), 1, dtype
+    )
     words: dict[str, Any] = {"temperature": 0.7, "with_entropy": True, "chunk": 4}
     found = partial_sums(hidden, weight, targets, **words)
     monkeypatch.setattr(linear_log_probs, "DESCRIPTORS", True)
@@ -93,7 +111,8 @@ def test_tiles_that_descriptors_read_give_the_same_bits(dtype: torch.dtype, monk
 @pytest.mark.parametrize("scale", [1e4, -1e4])
 def test_extreme_logits(scale: float) -> None:
     hidden, weight, targets = inputs((9, TILES.split + 5, 1), 0)
-    check_sums(torch.full_like(hidden, scale), weight.sign(), targets, 1.0)  # ties among logits of 1e4 and -1e4
+    # ties among logits of 1e4 and -1e4
+    check_sums(torch.full_like(hidden, scale), weight.sign(), targets, 1.0)
     check_sums(hidden * scale, weight, targets, 1.0)
 
 
@@ -136,7 +155,8 @@ def test_gradients_equal_autograd_in_float64(
     exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = exact_logits(*exact, temperature)
     log_p = logits.log_softmax(-1)
-    log_z, entropies = logits.logsumexp(-1), -(log_p.exp() * log_p).sum(-1)
+    log_z = logits.logsumexp(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
     picked = torch.where(targets >= 0, logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0], 0.0)
     loss = ((picked - log_z) * upstream[0]).sum() + (entropies * upstream[1]).sum() * entropy
     expected = torch.autograd.grad(loss, exact)
@@ -144,18 +164,32 @@ def test_gradients_equal_autograd_in_float64(
     before = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed + 2))
     into = before.clone()
     given_back = Upstream(
-        upstream[0], upstream[1] if entropy else None, log_z.detach().float(), entropies.detach().float()
+        upstream[0],
+        upstream[1] if entropy else None,
+        log_z.detach().float(),
+        entropies.detach().float(),
     )
-    found = gradients(hidden, weight, targets, given_back, temperature=temperature, chunk=4, grad_weight_VH=into)
+    found = gradients(
+        hidden, weight, targets, given_back, temperature=temperature, chunk=4, grad_weight_VH=into
+    )
     assert found is not None and found.dtype == dtype
-    # each logit's gradient is rounded once to the dtype, then products of it are summed (and rounded once more)
+    # each logit's gradient is rounded once to the dtype, then products of it are summed (and
+    # rounded once more)
     size = float(upstream.abs().sum(0).max()) * (2 + float(entropies.detach().max())) / temperature
     limit = 16 * size * (HALF_EPS[dtype] * 4 + bound(logits.detach(), shape[2]))
     torch.testing.assert_close(found.double(), expected[0], rtol=HALF_EPS[dtype], atol=limit)
     torch.testing.assert_close(
-        (into - before).double(), expected[1], rtol=2 * HALF_EPS[dtype], atol=limit * len(hidden) ** 0.5
+        (into - before).double(),
+        expected[1],
+        rtol=2 * HALF_EPS[dtype],
+        atol=limit * len(hidden) ** 0.5,
     )
-    assert gradients(hidden, weight, targets, given_back, temperature=temperature, chunk=4, of_hidden=False) is None
+    assert (
+        gradients(
+            hidden, weight, targets, given_back, temperature=temperature, chunk=4, of_hidden=False
+        )
+        is None
+    )
 
 
 @settings(max_examples=3)
@@ -169,7 +203,8 @@ def test_gradients_equal_autograd_in_float64(
 def test_the_highest_logits_come_from_the_same_pass(
     shape: tuple[int, int, int], k: int, seed: int, dtype: torch.dtype, scale: float
 ) -> None:
-    """The sums are those without it to their tolerance, the logits float64's, and each lies where it is said to."""
+    """The sums are those without it to their tolerance, the logits float64's, and each lies where
+    it is said to."""
     hidden, weight, targets = inputs(shape, seed, dtype, scale)
     k = min(k, len(weight))
     best = torch.empty(len(hidden), k), torch.empty(len(hidden), k, dtype=torch.int64)
@@ -189,7 +224,9 @@ def test_of_equal_logits_the_first_are_the_highest() -> None:
     weight[[5, TILES.split + 1]] = -torch.ones(4)
     best = torch.empty(2, 7), torch.empty(2, 7, dtype=torch.int64)
     none = torch.full((2,), -1)
-    partial_sums(torch.ones(2, 4), weight, none, temperature=1.0, with_entropy=False, chunk=4, best=best)
+    partial_sums(
+        torch.ones(2, 4), weight, none, temperature=1.0, with_entropy=False, chunk=4, best=best
+    )
     assert best[1].tolist() == [[0, 1, 2, 3, 4, 6, 7]] * 2 and not best[0].any()
 
 
@@ -197,13 +234,17 @@ def test_more_highest_logits_than_there_are_are_refused() -> None:
     hidden, weight, targets = inputs((3, 5, 4), 0)
     best = torch.empty(3, 6), torch.empty(3, 6, dtype=torch.int64)
     with pytest.raises(ValueError, match="highest logits of 3 rows over 5 columns"):
-        partial_sums(hidden, weight, targets, temperature=1.0, with_entropy=False, chunk=4, best=best)
+        partial_sums(
+            hidden, weight, targets, temperature=1.0, with_entropy=False, chunk=4, best=best
+        )
 
 
 def test_a_shard_without_rows_adds_nothing() -> None:
     hidden, _, _ = inputs((3, 1, 4), 0)
     nothing = torch.full((3,), -1)
-    tops, sums = partial_sums(hidden, torch.zeros(0, 4), nothing, temperature=1.0, with_entropy=True, chunk=2)
+    tops, sums = partial_sums(
+        hidden, torch.zeros(0, 4), nothing, temperature=1.0, with_entropy=True, chunk=2
+    )
     assert tops.tolist() == [-torch.inf] * 3 and not sums.any()
 
 
@@ -211,16 +252,33 @@ def test_a_shard_without_rows_adds_nothing() -> None:
     ("change", "message"),
     [
         ({"hidden": torch.zeros(3, 4, dtype=torch.float64)}, "hidden is torch.float64"),
-        ({"weight": torch.zeros(5, 4, dtype=torch.bfloat16)}, "weight is torch.bfloat16; torch.float32"),
-        ({"weight": torch.zeros(4, 5).t()}, "weight of shape .5, 4. and strides .1, 5. is not contiguous"),
+        (
+            {"weight": torch.zeros(5, 4, dtype=torch.bfloat16)},
+            "weight is torch.bfloat16; torch.float32",
+        ),
+        (
+            {"weight": torch.zeros(4, 5).t()},
+            "weight of shape .5, 4. and strides .1, 5. is not contiguous",
+        ),
         ({"weight": torch.zeros(5, 3)}, r"hidden is \(3, 4\) and weight \(5, 3\)"),
         ({"targets": torch.zeros(2, dtype=torch.int64)}, r"targets are \(2,\) for 3 rows"),
         ({"targets": torch.zeros(3, dtype=torch.int32)}, "targets is torch.int32"),
-        ({"weight": torch.zeros(5, 4, device="meta")}, "weight is on meta, the first tensor on cpu"),
-        ({"hidden": torch.zeros(2**31, 4, device="meta"), "weight": torch.zeros(5, 4, device="meta")}, "at most"),
+        (
+            {"weight": torch.zeros(5, 4, device="meta")},
+            "weight is on meta, the first tensor on cpu",
+        ),
+        (
+            {
+                "hidden": torch.zeros(2**31, 4, device="meta"),
+                "weight": torch.zeros(5, 4, device="meta"),
+            },
+            "at most",
+        ),
     ],
 )
-def test_what_would_be_read_wrongly_is_refused(change: dict[str, torch.Tensor], message: str) -> None:
+def test_what_would_be_read_wrongly_is_refused(
+    change: dict[str, torch.Tensor], message: str
+) -> None:
     given_tensors = {
         "hidden": torch.zeros(3, 4),
         "weight": torch.zeros(5, 4),

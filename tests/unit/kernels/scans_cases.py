@@ -1,8 +1,8 @@
-"""Run by test_kernels.py, in Triton's interpreter and with the torch forms: discounted sums, GAE and V-trace against
-loops in float64.
+"""Run by test_kernels.py, in Triton's interpreter and with the torch forms: discounted sums, GAE
+and V-trace against loops in float64.
 
-Tolerance: a sum of n terms in fp32, in any order, is off by at most about n eps (eps = 2^-24) times the sum of their
-magnitudes, which is below n times the largest term.
+Tolerance: a sum of n terms in fp32, in any order, is off by at most about n eps (eps = 2^-24) times
+the sum of their magnitudes, which is below n times the largest term.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ LENGTHS = st.lists(st.sampled_from([0, 1, 3, 4, 5, 9]), min_size=1, max_size=5)
 UNIT = st.sampled_from([0.0, 0.5, 0.97, 1.0])
 
 
-def columns(lengths: Sequence[int], seed: int, masked: bool, scale: float = 1.0) -> list[torch.Tensor]:
+def columns(
+    lengths: Sequence[int], seed: int, masked: bool, scale: float = 1.0
+) -> list[torch.Tensor]:
     """Rewards, values, log-ratios [T] and the mask [T]."""
     generator = torch.Generator().manual_seed(seed)
     found = [torch.randn(sum(lengths), generator=generator) * scale for _ in range(2)]
@@ -68,9 +70,12 @@ def same(found: torch.Tensor, expected: list[float], longest: int) -> None:
 
 @settings(max_examples=4 if INTERPRETED else 40)
 @given(lengths=LENGTHS, gamma=UNIT, lam=UNIT, masked=st.booleans(), seed=st.integers(0, 99))
-def test_all_three_equal_a_loop(lengths: list[int], gamma: float, lam: float, masked: bool, seed: int) -> None:
+def test_all_three_equal_a_loop(
+    lengths: list[int], gamma: float, lam: float, masked: bool, seed: int
+) -> None:
     rewards, values, log_ratios, mask = columns(lengths, seed, masked)
-    sizes, longest = torch.tensor(lengths), max(lengths)
+    sizes = torch.tensor(lengths)
+    longest = max(lengths)
     mask_or_none = mask if masked else None
     every = by_loop((rewards, values, log_ratios, mask), lengths, gamma, lam, None)
     advantages, returns = gae(rewards, values, sizes, gamma=gamma, lam=lam, mask_T=mask_or_none)
@@ -81,7 +86,15 @@ def test_all_three_equal_a_loop(lengths: list[int], gamma: float, lam: float, ma
     same(sums, by_loop((rewards, nothing, log_ratios, mask), lengths, gamma, 1.0, None)[0], longest)
     expected = by_loop((rewards, values, log_ratios, mask), lengths, gamma, lam, (1.2, 0.9))
     policy, targets = vtrace(
-        rewards, values, log_ratios, sizes, gamma=gamma, lam=lam, rho_clip=1.2, c_clip=0.9, mask_T=mask_or_none
+        rewards,
+        values,
+        log_ratios,
+        sizes,
+        gamma=gamma,
+        lam=lam,
+        rho_clip=1.2,
+        c_clip=0.9,
+        mask_T=mask_or_none,
     )
     same(policy, expected[2], longest)
     same(targets, expected[1], longest)
@@ -99,7 +112,9 @@ def test_extreme_values_and_ratios() -> None:
 def test_rows_have_the_same_bits_alone() -> None:
     # the torch form takes 41 rows a step: whole vectors of the processor, and a rest
     number, longest = (5, 9) if INTERPRETED else (41, 50)
-    lengths = torch.randint(0, longest, (number,), generator=torch.Generator().manual_seed(0)).tolist()
+    lengths = torch.randint(
+        0, longest, (number,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     rewards, values, log_ratios, _ = columns(lengths, 1, masked=False)
     together = (
         *gae(rewards, values, torch.tensor(lengths), gamma=0.99, lam=0.9),
@@ -107,7 +122,10 @@ def test_rows_have_the_same_bits_alone() -> None:
     )
     parts = zip(*(column.split(lengths) for column in (rewards, values, log_ratios)), strict=True)
     alone = [
-        (*gae(r, v, torch.tensor([len(r)]), gamma=0.99, lam=0.9), *vtrace(r, v, x, torch.tensor([len(r)]), gamma=0.99))
+        (
+            *gae(r, v, torch.tensor([len(r)]), gamma=0.99, lam=0.9),
+            *vtrace(r, v, x, torch.tensor([len(r)]), gamma=0.99),
+        )
         for r, v, x in parts
     ]
     for whole, pieces in zip(together, zip(*alone, strict=True), strict=True):
@@ -119,7 +137,9 @@ def test_on_policy_v_trace_is_gae() -> None:
     rewards, values, log_ratios, mask = columns(lengths, 2, masked=True)
     sizes = torch.tensor(lengths)
     advantages, returns = gae(rewards, values, sizes, gamma=0.9, lam=1.0, mask_T=mask)
-    policy, targets = vtrace(rewards, values, torch.zeros_like(log_ratios), sizes, gamma=0.9, mask_T=mask)
+    policy, targets = vtrace(
+        rewards, values, torch.zeros_like(log_ratios), sizes, gamma=0.9, mask_T=mask
+    )
     same(policy, advantages.tolist(), 7)
     same(targets, returns.tolist(), 7)
 
@@ -133,11 +153,20 @@ def test_on_policy_v_trace_is_gae() -> None:
         ({"values_T": torch.zeros(4)}, "values has 4 tokens"),
         ({"values_T": torch.zeros(5, device="meta")}, "values is on meta"),
         ({"values_T": torch.zeros(5, 1)}, r"values has shape \(5, 1\)"),
-        ({"values_T": torch.zeros(10)[::2]}, "values of shape .5,. and strides .2,. is not contiguous"),
+        (
+            {"values_T": torch.zeros(10)[::2]},
+            "values of shape .5,. and strides .2,. is not contiguous",
+        ),
         ({"mask_T": torch.ones(5)}, "mask is torch.float32; torch.bool is accepted"),
     ],
 )
-def test_what_would_be_read_wrongly_is_refused(change: dict[str, torch.Tensor], message: str) -> None:
-    words = {"rewards_T": torch.zeros(5), "values_T": torch.zeros(5), "lengths_S": torch.tensor([2, 3])} | change
+def test_what_would_be_read_wrongly_is_refused(
+    change: dict[str, torch.Tensor], message: str
+) -> None:
+    words = {
+        "rewards_T": torch.zeros(5),
+        "values_T": torch.zeros(5),
+        "lengths_S": torch.tensor([2, 3]),
+    } | change
     with pytest.raises(ValueError, match=message):
         gae(**words, gamma=1.0, lam=1.0)  # type: ignore[arg-type]

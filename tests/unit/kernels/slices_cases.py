@@ -1,7 +1,8 @@
-"""Run by test_kernels.py, in Triton's interpreter and with the torch forms: messages of many slices, bit for bit.
+"""Run by test_kernels.py, in Triton's interpreter and with the torch forms: messages of many
+slices, bit for bit.
 
-What a message must hold is written slice by slice, by torch's own conversions and the torch form of fp8; its checksum
-is `digest`'s, which digest_cases.py holds against Python's integers.
+What a message must hold is written slice by slice, by torch's own conversions and the torch form of
+fp8; its checksum is `digest`'s, which digest_cases.py holds against Python's integers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from hybridflow_kernels.digest import digest
 from hybridflow_kernels.slices import ROWS, SPAN, WORDS, Slice, Slices
 
 FP8 = torch.float8_e4m3fn
-SIZES = st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 3, 2 * ROWS + 1]), st.sampled_from([1, 4, 7, 8, 40, 72]))
+SIZES = st.tuples(
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 3, 2 * ROWS + 1]),
+    st.sampled_from([1, 4, 7, 8, 40, 72]),
+)
 KINDS = st.sampled_from(
     [
         (torch.bfloat16, torch.bfloat16),
@@ -38,11 +43,15 @@ LAYOUTS = st.sampled_from(["contiguous", "rows apart", "columns apart", "transpo
 def numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=dtype, generator=generator)
-    found = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-3, 4, shape, generator=generator)
+    found = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(
+        -3, 4, shape, generator=generator
+    )
     return found.to(dtype)
 
 
-def rectangle(size: tuple[int, int, int], dtype: torch.dtype, layout: str, generator: torch.Generator) -> torch.Tensor:
+def rectangle(
+    size: tuple[int, int, int], dtype: torch.dtype, layout: str, generator: torch.Generator
+) -> torch.Tensor:
     """A view of a buffer with other strides, of this size."""
     a, b, c = size
     if layout == "contiguous":
@@ -58,7 +67,8 @@ def rectangle(size: tuple[int, int, int], dtype: torch.dtype, layout: str, gener
 
 def in_order(pieces: list[dict[str, Any]]) -> tuple[list[Slice], int]:
     """Wider elements first, one after another."""
-    at, found = 0, []
+    at = 0
+    found = []
     for piece in sorted(pieces, key=lambda piece: -piece["dtype"].itemsize):
         found.append(Slice(begin=at, **piece))
         at = found[-1].end
@@ -79,7 +89,8 @@ def expected_payload(pieces: list[Slice], nbytes: int) -> torch.Tensor:
         wide = scales.repeat_interleave(piece.block[0], 1).repeat_interleave(piece.block[1], 2)
         _, r, c = piece.tensor.shape
         made = (piece.tensor.float() / wide[:, :r, :c]).to(FP8)
-        rows, columns = slice(piece.row, piece.row + piece.size[1]), slice(piece.column, piece.column + piece.size[2])
+        rows = slice(piece.row, piece.row + piece.size[1])
+        columns = slice(piece.column, piece.column + piece.size[2])
         place.view(torch.uint8).copy_(made.view(torch.uint8)[:, rows, columns])
     return payload
 
@@ -100,33 +111,57 @@ def packs_right(pieces: list[Slice], nbytes: int, seed: int) -> None:
 def test_a_message_holds_its_slices_and_has_their_checksum(data: st.DataObject, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed % 1000)
     pieces = []
-    for size, (local, wire), layout in data.draw(st.lists(st.tuples(SIZES, KINDS, LAYOUTS), min_size=0, max_size=5)):
-        pieces.append({"tensor": rectangle(size, local, layout, generator), "size": size, "dtype": wire})
+    for size, (local, wire), layout in data.draw(
+        st.lists(st.tuples(SIZES, KINDS, LAYOUTS), min_size=0, max_size=5)
+    ):
+        pieces.append(
+            {"tensor": rectangle(size, local, layout, generator), "size": size, "dtype": wire}
+        )
     packs_right(*in_order(pieces), seed)
 
 
 @settings(max_examples=5 if INTERPRETED else 15)
 @given(
-    blocks=st.sampled_from([((8, 16), (2, 19, 48)), ((1, 16), (1, 5, 40)), ((4, 4), (2, 9, 12)), ((3, 5), (1, 7, 11))]),
+    blocks=st.sampled_from(
+        [((8, 16), (2, 19, 48)), ((1, 16), (1, 5, 40)), ((4, 4), (2, 9, 12)), ((3, 5), (1, 7, 11))]
+    ),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     part=st.sampled_from(["all", "values", "scales", "aligned part", "odd part"]),
     odd=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_fp8_of_blocks_is_made_in_the_same_pass(
-    blocks: tuple[tuple[int, int], tuple[int, int, int]], dtype: torch.dtype, part: str, odd: bool, seed: int
+    blocks: tuple[tuple[int, int], tuple[int, int, int]],
+    dtype: torch.dtype,
+    part: str,
+    odd: bool,
+    seed: int,
 ) -> None:
-    """Values with the scales of the same blocks, alone, and parts of them; with an odd number of words in front."""
+    """Values with the scales of the same blocks, alone, and parts of them; with an odd number of
+    words in front."""
     block, (n, r, c) = blocks
     generator = torch.Generator().manual_seed(seed)
     weights = rectangle((n, r, c), dtype, "rows apart" if seed % 2 else "contiguous", generator)
-    scales = {"tensor": weights, "size": (n, -(-r // block[0]), -(-c // block[1])), "dtype": torch.float32}
+    scales = {
+        "tensor": weights,
+        "size": (n, -(-r // block[0]), -(-c // block[1])),
+        "dtype": torch.float32,
+    }
     values = {"tensor": weights, "size": (n, r, c), "dtype": FP8, "block": block}
     if part.endswith("part"):
-        row, column = (1, 8 if part == "aligned part" and c > 16 else 3)
+        row = 1
+        column = 8 if part == "aligned part" and c > 16 else 3
         values |= {"row": row, "column": column, "size": (n, r - row, (c - column) // 8 * 8)}
-    pieces = [{"tensor": torch.randn(1, 1, 3, generator=generator), "size": (1, 1, 3), "dtype": torch.float32}] * odd
-    pieces += [scales | {"block": block}] * (part in ("all", "scales")) + [values] * (part != "scales")
+    pieces = [
+        {
+            "tensor": torch.randn(1, 1, 3, generator=generator),
+            "size": (1, 1, 3),
+            "dtype": torch.float32,
+        }
+    ] * odd
+    pieces += [scales | {"block": block}] * (part in ("all", "scales")) + [values] * (
+        part != "scales"
+    )
     packs_right(*in_order(pieces), seed)
 
 
@@ -135,20 +170,24 @@ def test_fp8_of_blocks_is_made_in_the_same_pass(
 )
 @pytest.mark.parametrize("layout", ["contiguous", "inside", "rows apart"])
 @pytest.mark.parametrize(
-    ("rows", "words"), [(1, 1), (ROWS, WORDS), (ROWS + 1, WORDS + 2), (2 * ROWS, SPAN), (ROWS - 1, SPAN + 2)]
+    ("rows", "words"),
+    [(1, 1), (ROWS, WORDS), (ROWS + 1, WORDS + 2), (2 * ROWS, SPAN), (ROWS - 1, SPAN + 2)],
 )
 def test_the_edges_of_a_programs_rows_and_words(
     local: torch.dtype, wire: torch.dtype, layout: str, rows: int, words: int
 ) -> None:
-    """Two matrices, so that a program's rows are in both, are packed and, where nothing is cast, scattered."""
+    """Two matrices, so that a program's rows are in both, are packed and, where nothing is cast,
+    scattered."""
     if not INTERPRETED:
-        rows, words = min(rows, 5), min(words, 12)
+        rows = min(rows, 5)
+        words = min(words, 12)
     size = (2, rows, words * 8 // wire.itemsize)
     view = rectangle(size, local, layout, torch.Generator().manual_seed(words))
     pieces, nbytes = in_order([{"tensor": view, "size": size, "dtype": wire}])
     packs_right(pieces, nbytes, 2**64 - words)
     if local == wire:
-        expected, payload = view.clone(), expected_payload(pieces, nbytes)
+        expected = view.clone()
+        payload = expected_payload(pieces, nbytes)
         view.zero_()
         assert torch.equal(Slices(pieces, nbytes).scatter(payload, 3), digest(payload, 3))
         assert torch.equal(view, expected)
@@ -159,8 +198,11 @@ def test_the_edges_of_a_programs_rows_and_words(
 def test_the_way_back_fills_the_slices_alone(data: st.DataObject, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed % 1000)
     kinds = st.sampled_from([torch.bfloat16, torch.float32, torch.uint8])
-    pieces, buffers = [], []
-    for size, dtype, layout in data.draw(st.lists(st.tuples(SIZES, kinds, LAYOUTS), min_size=1, max_size=4)):
+    pieces = []
+    buffers = []
+    for size, dtype, layout in data.draw(
+        st.lists(st.tuples(SIZES, kinds, LAYOUTS), min_size=1, max_size=4)
+    ):
         view = rectangle(size, dtype, layout, generator)
         buffers.append((view, view.untyped_storage().nbytes()))
         pieces.append({"tensor": view, "size": size, "dtype": dtype})
@@ -171,7 +213,9 @@ def test_the_way_back_fills_the_slices_alone(data: st.DataObject, seed: int) -> 
         storage = torch.tensor([], dtype=torch.uint8).set_(piece.tensor.untyped_storage())
         wanted.append((storage, storage.clone()))
         whole = wanted[-1][1].view(piece.dtype)
-        place = whole.as_strided(piece.tensor.shape, piece.tensor.stride(), piece.tensor.storage_offset())
+        place = whole.as_strided(
+            piece.tensor.shape, piece.tensor.stride(), piece.tensor.storage_offset()
+        )
         place.copy_(payload[piece.begin : piece.end].view(piece.dtype).view(piece.size))
     found = Slices(laid, nbytes).scatter(payload, seed)
     assert torch.equal(found, digest(payload, seed))
@@ -191,13 +235,19 @@ def test_one_wrong_bit_changes_the_checksum_that_the_receiver_takes() -> None:
 
 
 def test_every_rounding_to_bfloat16() -> None:
-    """Middles between two numbers, their neighbours, the largest, subnormal numbers and what is not finite."""
+    """Middles between two numbers, their neighbours, the largest, subnormal numbers and what is not
+    finite."""
     high = torch.arange(0, 1 << 16, 151, dtype=torch.int32) << 16
-    bits = torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(torch.float32)
-    bits = torch.cat([bits, torch.tensor([3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan])])[None, None]
+    bits = torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(
+        torch.float32
+    )
+    bits = torch.cat([bits, torch.tensor([3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan])])[
+        None, None
+    ]
     payload = torch.empty(2 * bits.numel(), dtype=torch.uint8)
     Slices([Slice(bits, 0, tuple(bits.shape), torch.bfloat16)], len(payload)).pack(payload, 0)
-    found, expected = payload.view(torch.bfloat16), bits[0, 0].bfloat16()
+    found = payload.view(torch.bfloat16)
+    expected = bits[0, 0].bfloat16()
     assert torch.equal(found.isnan(), expected.isnan())
     known = ~expected.isnan()
     assert torch.equal(found[known].view(torch.int16), expected[known].view(torch.int16))
@@ -205,7 +255,8 @@ def test_every_rounding_to_bfloat16() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="the torch form reads all again")
 def test_no_word_is_read_again_but_the_last_where_dimensions_are_multiples_of_eight() -> None:
-    """A shard of attention heads, experts' rows, a norm, and blocks with an even number of scales."""
+    """A shard of attention heads, experts' rows, a norm, and blocks with an even number of
+    scales."""
     generator = torch.Generator().manual_seed(0)
     weights = numbers((1, 16, 32), torch.bfloat16, generator)
     pieces: list[dict[str, Any]] = [
@@ -216,7 +267,8 @@ def test_no_word_is_read_again_but_the_last_where_dimensions_are_multiples_of_ei
     ]
     laid, nbytes = in_order([{"dtype": torch.bfloat16} | piece for piece in pieces])
     prepared = Slices(laid, nbytes)
-    # the four scales, two words, come from the blocks' programs; nobody's words are theirs and the last
+    # the four scales, two words, come from the blocks' programs; nobody's words are theirs and the
+    # last
     again = [(low, high) for low, high, _ in prepared._again.tolist()]
     assert again == [(0, 2), (nbytes // 8, nbytes // 8 + 1)]
     assert not prepared._by_torch
@@ -231,16 +283,26 @@ def test_no_word_is_read_again_but_the_last_where_dimensions_are_multiples_of_ei
         ({"tensor": torch.zeros(4, 4, dtype=torch.bfloat16)}, 32, r"filled from \(4, 4\)"),
     ],
 )
-def test_slices_that_do_not_fill_a_message_are_refused(change: dict[str, Any], nbytes: int, message: str) -> None:
-    words = {"tensor": torch.zeros(1, 4, 4, dtype=torch.bfloat16), "begin": 0, "size": (1, 4, 4)} | change
+def test_slices_that_do_not_fill_a_message_are_refused(
+    change: dict[str, Any], nbytes: int, message: str
+) -> None:
+    words = {
+        "tensor": torch.zeros(1, 4, 4, dtype=torch.bfloat16),
+        "begin": 0,
+        "size": (1, 4, 4),
+    } | change
     with pytest.raises(ValueError, match=message):
         Slices([Slice(dtype=torch.bfloat16, **words)], nbytes)
 
 
 def test_several_devices_are_refused() -> None:
-    here, there = (torch.zeros(1, 1, 8, dtype=torch.uint8, device=device) for device in ("cpu", "meta"))
+    here, there = (
+        torch.zeros(1, 1, 8, dtype=torch.uint8, device=device) for device in ("cpu", "meta")
+    )
     with pytest.raises(ValueError, match="slices are on meta and cpu"):
-        Slices([Slice(here, 0, (1, 1, 8), torch.uint8), Slice(there, 8, (1, 1, 8), torch.uint8)], 16)
+        Slices(
+            [Slice(here, 0, (1, 1, 8), torch.uint8), Slice(there, 8, (1, 1, 8), torch.uint8)], 16
+        )
 
 
 @pytest.mark.parametrize(
@@ -249,11 +311,16 @@ def test_several_devices_are_refused() -> None:
         (torch.zeros(31, dtype=torch.uint8), "the slices fill 32 bytes"),
         (torch.zeros(8), "the payload is torch.float32"),
         (torch.zeros(64, dtype=torch.uint8)[::2], "strides"),
-        (torch.zeros(32, dtype=torch.uint8, device="meta"), "the payload is on meta, the slices on cpu"),
+        (
+            torch.zeros(32, dtype=torch.uint8, device="meta"),
+            "the payload is on meta, the slices on cpu",
+        ),
     ],
 )
 def test_a_payload_of_another_kind_is_refused(payload: torch.Tensor, message: str) -> None:
-    prepared = Slices([Slice(torch.zeros(1, 4, 4, dtype=torch.bfloat16), 0, (1, 4, 4), torch.bfloat16)], 32)
+    prepared = Slices(
+        [Slice(torch.zeros(1, 4, 4, dtype=torch.bfloat16), 0, (1, 4, 4), torch.bfloat16)], 32
+    )
     for call in (prepared.pack, prepared.scatter):
         with pytest.raises(ValueError, match=message):
             call(payload, 0)
@@ -265,10 +332,16 @@ def test_what_is_cast_or_made_has_no_way_back() -> None:
         cast.scatter(torch.zeros(8, dtype=torch.uint8), 0)
 
 
-def test_a_weight_syncs_copies_are_the_kernels_where_buffers_are_not_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends, against what a CPU's sender puts into the same message: casts, scales and values, two buffers."""
+def test_a_weight_syncs_copies_are_the_kernels_where_buffers_are_not_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ends, against what a CPU's sender puts into the same message: casts, scales and values,
+    two buffers."""
     generator = torch.Generator().manual_seed(0)
-    buffers = {"q": torch.randn(16, 40, generator=generator), "up": torch.randn(3, 24, 64, generator=generator)}
+    buffers = {
+        "q": torch.randn(16, 40, generator=generator),
+        "up": torch.randn(3, 24, 64, generator=generator),
+    }
     blocks = {"start": (1, 0, 16), "size": (2, 24, 48), "block": (8, 16)}
     items = (
         Item("up", (0, 0, 0), (2, 3, 3), "float32", Blocks(SCALES, **blocks)),  # type: ignore[arg-type]
@@ -280,7 +353,8 @@ def test_a_weight_syncs_copies_are_the_kernels_where_buffers_are_not_on_a_cpu(mo
     expected = Payload(torch.zeros(nbytes, dtype=torch.uint8))
     Copies([message], buffers).pack(0, expected, 11)
 
-    sender, payload = Copies([message], buffers), Payload(torch.zeros(nbytes, dtype=torch.uint8))
+    sender = Copies([message], buffers)
+    payload = Payload(torch.zeros(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(sender, "device", torch.device("cuda"))
     sent = sender.pack(0, payload, 11)
     assert torch.equal(payload.tensor, expected.tensor)
@@ -291,14 +365,22 @@ def test_a_weight_syncs_copies_are_the_kernels_where_buffers_are_not_on_a_cpu(mo
         "qkv": torch.zeros(32, 32, dtype=torch.bfloat16),
         "w": torch.zeros(2, 16, 48, dtype=torch.float8_e4m3fn),
     }
-    places = (("s", (0, 0, 0), "float32"), ("qkv", (0, 7, 0), "bfloat16"), ("w", (0, 0, 0), "float8_e4m3fn"))
+    places = (
+        ("s", (0, 0, 0), "float32"),
+        ("qkv", (0, 7, 0), "bfloat16"),
+        ("w", (0, 0, 0), "float8_e4m3fn"),
+    )
     arrived = tuple(
-        Item(name, start, item.size, dtype) for (name, start, dtype), item in zip(places, items, strict=True)
+        Item(name, start, item.size, dtype)
+        for (name, start, dtype), item in zip(places, items, strict=True)
     )
     receiver = Copies([Message(0, 0, 0, nbytes, arrived)], engine)
     monkeypatch.setattr(receiver, "device", torch.device("cuda"))
     found = receiver.unpack(0, payload, 11)
     assert isinstance(found, torch.Tensor) and torch.equal(found, sent)
-    assert torch.equal(engine["qkv"][7:16], buffers["q"][2:11, 8:].bfloat16()) and not engine["qkv"][16:].any()
+    assert (
+        torch.equal(engine["qkv"][7:16], buffers["q"][2:11, 8:].bfloat16())
+        and not engine["qkv"][16:].any()
+    )
     assert torch.equal(engine["s"].view(torch.uint8).view(-1), payload.tensor[:72])
     assert torch.equal(engine["w"].view(torch.uint8).view(-1), payload.tensor[-2 * 16 * 48 :])

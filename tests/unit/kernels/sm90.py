@@ -1,9 +1,10 @@
 """Kernels compiled for a Hopper (sm_90) by their own launch functions, on any machine.
 
-A stand-in for Triton's driver reports an sm_90 device, takes every compiled kernel and launches none. The code is the
-one that a run on that device gets, with Triton's specialisation of arguments: an integer of 1 becomes a constant,
-multiples of 16 are marked. The environment must have TRITON_INTERPRET=0 before `hybridflow_kernels` is imported.
-`cuobjdump` is Triton's own; TRITON_CUOBJDUMP_PATH names another.
+A stand-in for Triton's driver reports an sm_90 device, takes every compiled kernel and launches
+none. The code is the one that a run on that device gets, with Triton's specialisation of arguments:
+an integer of 1 becomes a constant, multiples of 16 are marked. The environment must have
+TRITON_INTERPRET=0 before `hybridflow_kernels` is imported. `cuobjdump` is Triton's own;
+TRITON_CUOBJDUMP_PATH names another.
 """
 
 from __future__ import annotations
@@ -55,15 +56,19 @@ class _Utils:
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "warpSize": 32}
 
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+    def load_binary(
+        self, name: str, kernel: bytes, shared: int, device: int
+    ) -> tuple[int, int, int, int, int]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel)
             file.flush()
             counts = {
-                key: int(value) for key, value in _RESOURCE.findall(_cuobjdump("--dump-resource-usage", file.name))
+                key: int(value)
+                for key, value in _RESOURCE.findall(_cuobjdump("--dump-resource-usage", file.name))
             }
             opcodes = _INSTRUCTION.findall(_cuobjdump("-sass", file.name))
-        registers, local = counts["REG"], counts["LOCAL"] + counts["STACK"]
+        registers = counts["REG"]
+        local = counts["LOCAL"] + counts["STACK"]
         self.found.append(
             Compiled(
                 kernel=name,
@@ -82,14 +87,18 @@ class _Utils:
 def _cuobjdump(*words: str) -> str:
     from triton import knobs
 
-    return subprocess.run([knobs.nvidia.cuobjdump.path, *words], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [knobs.nvidia.cuobjdump.path, *words], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def _arguments(source: Any) -> dict[str, str]:
     found = {}
     for number, (name, kind) in enumerate(source.signature.items()):
         if kind != "constexpr":
-            found[name] = kind + (" 16" if ["tt.divisibility", 16] in source.attrs.get((number,), []) else "")
+            found[name] = kind + (
+                " 16" if ["tt.divisibility", 16] in source.attrs.get((number,), []) else ""
+            )
         elif not source.fn.params[number].is_constexpr:
             found[name] = str(source.constants[(number,)])
     return found
@@ -109,13 +118,15 @@ def stand_in() -> list[Compiled]:
 
     class Launcher:
         def __init__(self, source: Any, metadata: Any) -> None:
-            utilities.source, utilities.warps = source, metadata.num_warps
+            utilities.source = source
+            utilities.warps = metadata.num_warps
 
         def __call__(self, *words: Any) -> None:
             """Launch nothing."""
 
     class Driver(DriverBase):
-        utils, launcher_cls = utilities, Launcher
+        utils = utilities
+        launcher_cls = Launcher
 
         @classmethod
         def is_active(cls) -> bool:

@@ -1,5 +1,5 @@
-"""Every kernel in Triton's interpreter against a float64 reference, and what `import hybridflow_kernels` loads on a
-CPU."""
+"""Every kernel in Triton's interpreter against a float64 reference, and what `import
+hybridflow_kernels` loads on a CPU."""
 
 from __future__ import annotations
 
@@ -19,18 +19,27 @@ CASES = [str(HERE / f"{name}_cases.py") for name in OPERATIONS]
 
 
 def run(words: list[str], interpreted: bool) -> subprocess.CompletedProcess[str]:
-    """A process of its own: Triton reads the variable when it is imported, and other tests import it without."""
+    """A process of its own: Triton reads the variable when it is imported, and other tests import
+    it without."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if interpreted:
         env["TRITON_INTERPRET"] = "1"
     return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
 
 
 def test_every_operation_has_its_cases() -> None:
     assert OPERATIONS
-    assert sorted(path.stem.removesuffix("_cases") for path in HERE.glob("*_cases.py")) == OPERATIONS
+    assert (
+        sorted(path.stem.removesuffix("_cases") for path in HERE.glob("*_cases.py")) == OPERATIONS
+    )
 
 
 def test_torch_forms_equal_the_same_references() -> None:

@@ -1,5 +1,6 @@
-"""Every launch function of the kernels, called under a stand-in for an sm_90 device: what a run is given compiles, uses
-Hopper's tensor cores where it multiplies matrices, and keeps everything in registers. No GPU is needed."""
+"""Every launch function of the kernels, called under a stand-in for an sm_90 device: what a run is
+given compiles, uses Hopper's tensor cores where it multiplies matrices, and keeps everything in
+registers. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ pytestmark = pytest.mark.slow  # Triton's compiler
 
 ROOT = Path(__file__).parents[3]
 GROUPS = ("sums", "best", "gradients", "descriptors", "checksum", "fp8", "packed_scans", "messages")
-# Triton compiles a kernel anew for an integer of 1, a multiple of 16, and any other, unless it is told not to. Of these
-# arguments each kind must have been launched; all other integers are those that it is told about, or are 1 always.
+# Triton compiles a kernel anew for an integer of 1, a multiple of 16, and any other, unless it is
+# told not to. Of these arguments each kind must have been launched; all other integers are those
+# that it is told about, or are 1 always.
 EVERY_KIND = {
     "sums": {"h"},
     "gradients": {"h"},
@@ -29,7 +31,8 @@ EVERY_KIND = {
 def compiled(
     group: str, folder: Path, *words: str, program: str = "tests.unit.kernels.launches"
 ) -> list[dict[str, Any]]:
-    """The lines of one group, from a process of its own: Triton reads the variable when it is imported."""
+    """The lines of one group, from a process of its own: Triton reads the variable when it is
+    imported."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
     found = subprocess.run(
         [sys.executable, "-m", program, group, *words],
@@ -52,7 +55,10 @@ def faults(lines: list[dict[str, Any]]) -> list[str]:
             found.append(f"{line['form']}: {line['error']}")
         for kernel in line["kernels"]:
             if kernel["local_bytes"]:
-                found.append(f"{line['form']}: {kernel['kernel']} spills {kernel['local_bytes']} bytes a thread")
+                found.append(
+                    f"{line['form']}: {kernel['kernel']} spills {kernel['local_bytes']} bytes a "
+                    "thread"
+                )
             if line["product"] and not kernel["wgmma"]:
                 found.append(f"{line['form']}: {kernel['kernel']} has no wgmma")
     return found

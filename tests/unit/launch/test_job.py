@@ -1,4 +1,5 @@
-"""Rendered sbatch files: golden, legal bash, clean for shellcheck, and exact about words with spaces."""
+"""Rendered sbatch files: golden, legal bash, clean for shellcheck, and exact about words with
+spaces."""
 
 from __future__ import annotations
 
@@ -33,20 +34,29 @@ JOB = Job(
 CASES: dict[str, tuple[Job, Site]] = {
     "one-node": (JOB, SITE),
     "two-nodes": (replace(JOB, nodes=2, gpus_per_node=8, spares=1), SITE),
-    "64-nodes-colocated": (replace(JOB, nodes=64, gpus_per_node=8, array="1-3", dependency="afterok:12"), SITE),
+    "64-nodes-colocated": (
+        replace(JOB, nodes=64, gpus_per_node=8, array="1-3", dependency="afterok:12"),
+        SITE,
+    ),
     "64-nodes-split": (replace(JOB, nodes=96, gpus_per_node=8, options=("--switches=1",)), SITE),
     "heterogeneous": (
-        replace(JOB, nodes=6, other_nodes=2, gpus_per_node=4, other_options=("--partition=rollout",)),
+        replace(
+            JOB, nodes=6, other_nodes=2, gpus_per_node=4, other_options=("--partition=rollout",)
+        ),
         SITE,
     ),
     "pyxis": (
         replace(JOB, nodes=2, gpus_per_node=8),
-        replace(SITE, container=Container("pyxis", "/images/hybridflow.sqsh", ("/models:/models",))),
+        replace(
+            SITE, container=Container("pyxis", "/images/hybridflow.sqsh", ("/models:/models",))
+        ),
     ),
     "apptainer": (
         replace(JOB, nodes=2, gpus_per_node=8),
         replace(
-            SITE, interface="ib0", container=Container("apptainer", "/images/hybridflow.sif", ("/models:/models",))
+            SITE,
+            interface="ib0",
+            container=Container("apptainer", "/images/hybridflow.sif", ("/models:/models",)),
         ),
     ),
     "node-local-environment": (
@@ -74,7 +84,9 @@ def test_bash_reads_it_and_shellcheck_finds_nothing(name: str, tmp_path: Path) -
     file.write_text(render(*CASES[name]))
     assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
     if shutil.which("shellcheck"):
-        done = subprocess.run(["shellcheck", str(file)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["shellcheck", str(file)], capture_output=True, text=True, check=False
+        )
         assert done.stdout == ""
 
 
@@ -92,13 +104,20 @@ def test_words_with_spaces_quotes_and_percent_arrive_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("failures", "said"), [(0, "RUNNING 1"), (2, "RUNNING 1"), (3, "")])
-def test_a_question_that_slurm_has_dropped_is_asked_again(failures: int, said: str, tmp_path: Path) -> None:
+def test_a_question_that_slurm_has_dropped_is_asked_again(
+    failures: int, said: str, tmp_path: Path
+) -> None:
     """Without an answer the job would count as unknown to Slurm, and would not be requeued."""
     body = (shipped_dir("launch") / "slurm" / "job.sh").read_text()
     function = f"again() {{{body.split('again() {')[1].split('finish() {')[0]}"
-    asked = f'asked() {{ echo x >> "$1"; (($(wc -l < "$1") > {failures})) && echo RUNNING 1; }}; sleep() {{ :; }}'
+    asked = (
+        f'asked() {{ echo x >> "$1"; (($(wc -l < "$1") > {failures})) && echo RUNNING 1; }}; '
+        "sleep() { :; }"
+    )
     lines = f'{asked}\n{function}\nread -r state < <(again asked "$0") || true\necho "${{state:-}}"'
-    done = subprocess.run(["bash", "-euc", lines, str(tmp_path / "count")], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-euc", lines, str(tmp_path / "count")], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == said
     assert len((tmp_path / "count").read_text().split()) == min(failures + 1, 3)
 
@@ -146,7 +165,10 @@ def test_the_shipped_site_file_has_every_key_and_reads_back(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_the_number_of_nodes_follows_from_the_recipe() -> None:
     assert nodes_of(load_config("e2e", ["cluster.nodes=3"])) == 3
-    assert nodes_of(load_config("e2e", ["rollout.nodes_per_engine=2", "rollout.num_engines=2"])) == 4
+    assert (
+        nodes_of(load_config("e2e", ["rollout.nodes_per_engine=2", "rollout.num_engines=2"])) == 4
+    )
     gpus = ["cluster.devices_per_node=2", "cluster.nodes=2", "cluster.procs_per_node=2"]
-    assert nodes_of(load_config("e2e", gpus)) == 3  # four ranks and two engines, on GPUs of their own
+    # four ranks and two engines, on GPUs of their own
+    assert nodes_of(load_config("e2e", gpus)) == 3
     assert nodes_of(load_config("e2e", [*gpus, "rollout.pool=actor"])) == 2

@@ -12,11 +12,20 @@ import pytest
 
 from hybridflow.errors import ResourceError
 from hybridflow.launch import node, records
-from hybridflow.launch.node import PORTS, RayOptions, choose_ports, clean_environment, ray_command, run
+from hybridflow.launch.node import (
+    PORTS,
+    RayOptions,
+    choose_ports,
+    clean_environment,
+    ray_command,
+    run,
+)
 
 
 def test_ports_of_two_jobs_and_of_two_nodes_do_not_meet() -> None:
-    blocks = [choose_ports(job, position, "127.0.0.1").values() for job in (7, 8) for position in range(4)]
+    blocks = [
+        choose_ports(job, position, "127.0.0.1").values() for job in (7, 8) for position in range(4)
+    ]
     ports = [port for block in blocks for port in block]
     assert len(set(ports)) == len(ports) and min(ports) >= node.FIRST_PORT
     assert max(ports) < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -29,7 +38,9 @@ def test_a_taken_port_moves_the_job_to_the_next_block() -> None:
     assert not set(before.values()) & set(after.values()) and set(after) == set(PORTS)
 
 
-def test_a_job_without_free_ports_says_so_with_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_free_ports_says_so_with_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(node, "_is_free", lambda address, port: False)
     records.write(tmp_path / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
     assert run("n1", tmp_path, RayOptions(), 9) == 1
@@ -70,8 +81,10 @@ def test_ray_is_started_again_until_all_nodes_have_joined(
 def test_the_end_of_ray_is_told_before_the_rest_of_it_is_cleared_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver on the node of the head is cleared up too: its end would count as the cause of the job's."""
-    folder, told = tmp_path / "restart-0", []
+    """A driver on the node of the head is cleared up too: its end would count as the cause of the
+    job's."""
+    folder = tmp_path / "restart-0"
+    told = []
     records.write(folder / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
     (folder / records.DRIVER_LOG).touch()
     clear_up = node.guard.clear_up
@@ -86,14 +99,18 @@ def test_the_end_of_ray_is_told_before_the_rest_of_it_is_cleared_up(
     assert told and all(told)
 
 
-LISTENS = "import socket; s = socket.create_server(('127.0.0.1', {})); open({!r}, 'w').close(); input()"
+LISTENS = (
+    "import socket; s = socket.create_server(('127.0.0.1', {})); open({!r}, 'w').close(); input()"
+)
 
 
 def test_the_head_is_told_once_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, anybody could take the port, and be sent the job's token by every other node."""
-    folder, go = tmp_path / "restart-0", tmp_path / "listens"
+    folder = tmp_path / "restart-0"
+    go = tmp_path / "listens"
     records.write(folder / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
-    write, told = records.write, []
+    write = records.write
+    told = []
 
     def note(path: Path, value: dict[str, object]) -> None:
         told.append((path.name, go.exists()))
@@ -111,7 +128,9 @@ def test_the_head_is_told_once_it_listens(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can listen as another user")
-def test_a_stranger_at_the_port_of_the_head_is_told_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_at_the_port_of_the_head_is_told_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "restart-0"
     records.write(folder / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
     strangers = []
@@ -120,7 +139,8 @@ def test_a_stranger_at_the_port_of_the_head_is_told_to_nobody(tmp_path: Path, mo
         code = LISTENS.format(ports["port"], "/dev/null")
         strangers.append(
             subprocess.Popen(
-                [sys.executable, "-c", f"import os, socket; os.setuid(65534); {code}"], stdin=subprocess.PIPE
+                [sys.executable, "-c", f"import os, socket; os.setuid(65534); {code}"],
+                stdin=subprocess.PIPE,
             )
         )
         return ["sleep", "20"]
@@ -133,14 +153,22 @@ def test_a_stranger_at_the_port_of_the_head_is_told_to_nobody(tmp_path: Path, mo
     assert records.read(folder / records.HEAD) is None
 
 
-def test_no_start_of_ray_opens_the_folder_around_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_start_of_ray_opens_the_folder_around_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray opens what it is given to everybody; between two starts nobody can take its place."""
     seen = []
 
-    def command(head: object, address: object, ports: object, temporary: Path, options: object) -> list[str]:
+    def command(
+        head: object, address: object, ports: object, temporary: Path, options: object
+    ) -> list[str]:
         seen.append(temporary.parent)
         modes = f"stat --format=%a '{temporary.parent}' >> '{tmp_path}/modes'"
-        return ["bash", "-c", f"mkdir -m 777 '{temporary}'; chmod 777 '{temporary}'; {modes}; exit 3"]
+        return [
+            "bash",
+            "-c",
+            f"mkdir -m 777 '{temporary}'; chmod 777 '{temporary}'; {modes}; exit 3",
+        ]
 
     folder = tmp_path / "restart-0"
     records.write(folder / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
@@ -150,9 +178,13 @@ def test_no_start_of_ray_opens_the_folder_around_its_own(tmp_path: Path, monkeyp
     assert seen[0].name.startswith("hf-job-9-") and not seen[0].exists()
 
 
-def test_ray_ends_when_the_job_has_a_later_start_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_ends_when_the_job_has_a_later_start_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slurm has lost this node: no signal of the job's script reaches it any more."""
-    records.write(tmp_path / "restart-0" / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
+    records.write(
+        tmp_path / "restart-0" / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]}
+    )
     (tmp_path / "restart-1").mkdir()
     monkeypatch.setattr(node, "ray_command", lambda *given: ["sleep", "600"])
     assert run("n1", tmp_path / "restart-0", RayOptions(), 9) == 0
@@ -160,7 +192,13 @@ def test_ray_ends_when_the_job_has_a_later_start_elsewhere(tmp_path: Path, monke
 
 
 def test_variables_of_slurm_of_pmi_and_of_a_local_run_do_not_reach_ray() -> None:
-    leaking = {"SLURM_PROCID": "1", "PMI_RANK": "1", "PMIX_ID": "x", "SLURMD_NODENAME": "n1", "RAY_AUTH_TOKEN": "old"}
+    leaking = {
+        "SLURM_PROCID": "1",
+        "PMI_RANK": "1",
+        "PMIX_ID": "x",
+        "SLURMD_NODENAME": "n1",
+        "RAY_AUTH_TOKEN": "old",
+    }
     leaking["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "RAY_AUTH_TOKEN_PATH": "/x/token"}
     assert clean_environment({**leaking, **kept}) == kept
@@ -168,10 +206,14 @@ def test_variables_of_slurm_of_pmi_and_of_a_local_run_do_not_reach_ray() -> None
 
 def test_a_worker_node_gets_no_ports_of_the_head() -> None:
     ports = {name: 20000 + number for number, name in enumerate(PORTS)}
-    head = ray_command(None, "10.0.0.1", ports, Path("/tmp/x"), RayOptions(gpus=8, object_store_gib=1.0))
+    head = ray_command(
+        None, "10.0.0.1", ports, Path("/tmp/x"), RayOptions(gpus=8, object_store_gib=1.0)
+    )
     other = ray_command("10.0.0.1:20000", "10.0.0.2", ports, Path("/tmp/x"), RayOptions())
     assert "--head" in head and "--port=20000" in head and f"--object-store-memory={2**30}" in head
-    assert "--address=10.0.0.1:20000" in other and not [word for word in other if word.startswith("--port")]
+    assert "--address=10.0.0.1:20000" in other and not [
+        word for word in other if word.startswith("--port")
+    ]
     with pytest.raises(ResourceError, match="ephemeral ports begin at"):
         _few_ports()
 

@@ -61,11 +61,14 @@ def test_a_folder_that_is_not_shared_names_the_node(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     found = check_all({"n1": tmp_path / "a", "n2": tmp_path / "b"}, hosts, wait_s=0.5)
-    with pytest.raises(ResourceError, match=r"n2: between it and n1: .*choose an output_dir that all nodes mount"):
+    with pytest.raises(
+        ResourceError, match=r"n2: between it and n1: .*choose an output_dir that all nodes mount"
+    ):
         choose(hosts, found, 2, 2.0)
     found = check_all({"n1": tmp_path / "a", "n2": tmp_path / "absent"}, hosts, wait_s=0.5)
     with pytest.raises(
-        ResourceError, match=r"n2: \S+absent is absent there; choose an output_dir that all nodes mount"
+        ResourceError,
+        match=r"n2: \S+absent is absent there; choose an output_dir that all nodes mount",
     ):
         choose(hosts, found, 2, 2.0)
 
@@ -80,30 +83,44 @@ def test_a_clock_that_is_off_and_a_node_that_never_came_up_are_replaced_by_spare
     def without_n3(paths: Iterable[Path], deadline: float) -> Iterator[tuple[str, Any]]:
         wanted = list(paths)
         yield from awaited([path for path in wanted if path.stem != "n3"], deadline)
-        yield from ((path.stem, None) for path in wanted if path.stem == "n3")  # its deadline has passed
+        # its deadline has passed
+        yield from ((path.stem, None) for path in wanted if path.stem == "n3")
 
     monkeypatch.setattr(preflight, "_await", without_n3)
     found = check_all(present, hosts, {"n1": lambda: time.time() - 60.0})
-    errors = "srun: error: Task launch for StepId=7.0 failed on node n3: Communication connection failure"
+    errors = (
+        "srun: error: Task launch for StepId=7.0 failed on node n3: Communication connection "
+        "failure"
+    )
     for record in found.values():
         record.complaints.pop("n3")
     chosen, bad = choose(hosts, found, 2, 2.0, errors)
     assert [record.node for record in chosen] == ["n2", "n4"]
-    assert "Communication connection failure" in bad["n3"] and "s off" in bad["n1"] and "chrony" in bad["n1"]
+    assert (
+        "Communication connection failure" in bad["n3"]
+        and "s off" in bad["n1"]
+        and "chrony" in bad["n1"]
+    )
     with pytest.raises(ResourceError, match="2 of 4 nodes are usable, 3 are needed"):
         choose(hosts, found, 3, 2.0, errors)
 
 
 def test_a_thousand_strangers_do_not_make_a_node_unreachable() -> None:
-    """They connect and reset at once, or say nothing and stay, as another user of a node may do while a job starts."""
-    record, other = Record("n1", nonce="n"), Record("n2")
+    """They connect and reset at once, or say nothing and stay, as another user of a node may do
+    while a job starts."""
+    record = Record("n1", nonce="n")
+    other = Record("n2")
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as server, ExitStack() as silent:
         address = server.getsockname()
-        strangers = [silent.enter_context(socket.create_connection(address, 60)) for _ in range(200)]
+        strangers = [
+            silent.enter_context(socket.create_connection(address, 60)) for _ in range(200)
+        ]
         for _ in range(800):
             with socket.create_connection(address, 60) as link:
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        threading.Thread(target=preflight._answer, args=(server, record, lambda: 100.0), daemon=True).start()
+        threading.Thread(
+            target=preflight._answer, args=(server, record, lambda: 100.0), daemon=True
+        ).start()
         found = {"address": address[0], "port": address[1], "nonce": "n"}
         preflight._visit(other, "n1", found, lambda: 100.0)
         assert not other.complaints and other.clocks == {"n1": 0.0}
@@ -125,11 +142,19 @@ def test_something_else_at_the_port_of_a_node_is_said() -> None:
     assert "it says [1]" in record.complaints["n1"]
 
 
-@pytest.mark.parametrize(("begun", "ended", "off"), [(97.0, 101.0, 0.0), (37.0, 41.0, 59.0), (161.0, 165.0, -61.0)])
-def test_a_clock_is_off_by_what_no_slow_answer_explains(begun: float, ended: float, off: float) -> None:
-    record, server = Record("n2", nonce="n"), socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=preflight._answer, args=(server, record, lambda: 100.0), daemon=True).start()
-    mine, looks = Record("n1"), iter([begun, ended])
+@pytest.mark.parametrize(
+    ("begun", "ended", "off"), [(97.0, 101.0, 0.0), (37.0, 41.0, 59.0), (161.0, 165.0, -61.0)]
+)
+def test_a_clock_is_off_by_what_no_slow_answer_explains(
+    begun: float, ended: float, off: float
+) -> None:
+    record = Record("n2", nonce="n")
+    server = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(
+        target=preflight._answer, args=(server, record, lambda: 100.0), daemon=True
+    ).start()
+    mine = Record("n1")
+    looks = iter([begun, ended])
     found = {"address": "127.0.0.1", "port": server.getsockname()[1], "nonce": "n"}
     preflight._visit(mine, "n2", found, lambda: next(looks))
     assert (mine.clocks, mine.complaints) == ({"n2": off}, {})
@@ -144,7 +169,9 @@ def test_what_a_node_lacks_is_said_with_its_remedy(tmp_path: Path) -> None:
         choose(["n1"], {"n1": record}, 1, 2.0)
 
 
-def test_an_address_that_leads_to_another_node_is_a_complaint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_leads_to_another_node_is_a_complaint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hosts = ["n1", "n2"]
     written = preflight.records.write
 
@@ -166,13 +193,19 @@ def test_records_are_found_among_what_else_is_printed(capsys: pytest.CaptureFixt
 
 def test_an_interface_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_address("n1", "lo") == "127.0.0.1"
-    with pytest.raises(ResourceError, match=r"interface nothing9 has no IPv4 address; there are .*lo"):
+    with pytest.raises(
+        ResourceError, match=r"interface nothing9 has no IPv4 address; there are .*lo"
+    ):
         node_address("n1", "nothing9")
 
 
-def test_the_health_of_a_node_names_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_health_of_a_node_names_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = Wanted(min_free_gib=0.0, min_shm_gib=0.0, min_open_files=1)
     assert preflight.problems_here(tmp_path, wanted) == [] and list(tmp_path.iterdir()) == []
-    lacking = preflight.problems_here(tmp_path, Wanted(min_free_gib=1e9, min_shm_gib=0.0, min_open_files=1))
+    lacking = preflight.problems_here(
+        tmp_path, Wanted(min_free_gib=1e9, min_shm_gib=0.0, min_open_files=1)
+    )
     assert lacking and "GiB free" in lacking[0]
     assert "takes no file" in preflight.problems_here(tmp_path / "absent", wanted)[-1]

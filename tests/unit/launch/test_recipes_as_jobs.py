@@ -1,5 +1,5 @@
-"""Every recipe for a cluster, from an empty folder with a model folder and prompts: its sbatch file, its explanation
-and its plan."""
+"""Every recipe for a cluster, from an empty folder with a model folder and prompts: its sbatch
+file, its explanation and its plan."""
 
 from __future__ import annotations
 
@@ -57,17 +57,23 @@ def test_a_recipe_is_submitted_explained_and_planned(
     words = words_for(name, folder)
     assert main(["slurm", "render", *words]) == 0, capsys.readouterr().err
     script = capsys.readouterr().out
-    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    checked = subprocess.run(
+        ["bash", "-n"], input=script, text=True, capture_output=True, check=False
+    )
     assert checked.returncode == 0, checked.stderr
     nodes, devices = map(int, name.rpartition("-")[2].split("x"))
-    assert f"#SBATCH --nodes={nodes}\n" in script and f"#SBATCH --gpus-per-node={devices}\n" in script
+    assert (
+        f"#SBATCH --nodes={nodes}\n" in script and f"#SBATCH --gpus-per-node={devices}\n" in script
+    )
     assert f"TRAIN=(train --config-name {name} " in script and "cluster.address" not in script
     for command in (["train", *words, "--explain"], ["plan", *words]):
         assert main(command) == 0, capsys.readouterr().err
         capsys.readouterr()
 
 
-@pytest.mark.parametrize("name", ["grpo-qwen3-8b-1x8", "grpo-qwen3-30b-a3b-2x8", "ppo-qwen3-8b-1x8"])
+@pytest.mark.parametrize(
+    "name", ["grpo-qwen3-8b-1x8", "grpo-qwen3-30b-a3b-2x8", "ppo-qwen3-8b-1x8"]
+)
 def test_a_size_recipe_renders_to_its_golden_file(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,21 +83,28 @@ def test_a_size_recipe_renders_to_its_golden_file(
     words = [word.replace(f"{folder}/", "") for word in words_for(name, folder)]
     assert main(["slurm", "render", *words, "--site", str(launch / "site.yaml")]) == 0
     text = capsys.readouterr().out.removesuffix((launch / "job.sh").read_text())
-    text = text.replace(str(folder), "/data/a project").replace(sys.executable, "/apps/hybridflow/bin/python")
+    text = text.replace(str(folder), "/data/a project").replace(
+        sys.executable, "/apps/hybridflow/bin/python"
+    )
     assert text == (GOLDEN / f"{name}.sbatch").read_text()
 
 
 @pytest.mark.skipif(
-    shutil.which("shellcheck") is None, reason="shellcheck is not installed: make setup-slurm brings it"
+    shutil.which("shellcheck") is None,
+    reason="shellcheck is not installed: make setup-slurm brings it",
 )
-@pytest.mark.parametrize("name", ["grpo-qwen3-8b-1x8", "grpo-qwen3-30b-a3b-4x8", "ppo-llama-3.1-70b-4x8"])
+@pytest.mark.parametrize(
+    "name", ["grpo-qwen3-8b-1x8", "grpo-qwen3-30b-a3b-4x8", "ppo-llama-3.1-70b-4x8"]
+)
 def test_shellcheck_finds_nothing_in_a_recipes_job(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     assert main(["slurm", "render", *words_for(name, folder)]) == 0
     script = capsys.readouterr().out
-    checked = subprocess.run(["shellcheck", "-"], input=script, text=True, capture_output=True, check=False)
+    checked = subprocess.run(
+        ["shellcheck", "-"], input=script, text=True, capture_output=True, check=False
+    )
     assert checked.returncode == 0, checked.stdout
 
 
@@ -101,13 +114,23 @@ def test_a_cluster_that_the_user_names_is_refused_and_one_that_a_recipe_names_is
     monkeypatch.chdir(folder)
     words = words_for("grpo-qwen3-8b-1x8", folder)
     assert main(["slurm", "render", *words, ADDRESS]) == 2
-    assert "cluster.address=10.0.0.1:6379: a Slurm job starts its own Ray cluster" in capsys.readouterr().err
+    assert (
+        "cluster.address=10.0.0.1:6379: a Slurm job starts its own Ray cluster"
+        in capsys.readouterr().err
+    )
     (folder / "mine").mkdir()
-    recipe = "defaults: [grpo-qwen3-8b-1x8, _self_]\nname: mine\ncluster: {address: '10.0.0.1:6379'}\n"
+    recipe = (
+        "defaults: [grpo-qwen3-8b-1x8, _self_]\nname: mine\ncluster: {address: '10.0.0.1:6379'}\n"
+    )
     (folder / "mine/mine.yaml").write_text(recipe)
-    assert main(["slurm", "render", "--config-dir", "mine", "--config-name", "mine", *words[2:]]) == 0
+    assert (
+        main(["slurm", "render", "--config-dir", "mine", "--config-name", "mine", *words[2:]]) == 0
+    )
     shown = capsys.readouterr()
-    assert "cluster.address=10.0.0.1:6379 of the recipe is not used" in shown.err and "10.0.0.1" not in shown.out
+    assert (
+        "cluster.address=10.0.0.1:6379 of the recipe is not used" in shown.err
+        and "10.0.0.1" not in shown.out
+    )
 
 
 def test_a_recipe_for_one_process_names_the_command_that_submits_it(
@@ -116,4 +139,7 @@ def test_a_recipe_for_one_process_names_the_command_that_submits_it(
     monkeypatch.chdir(folder)
     assert (shipped_config_dir() / f"{IN_ONE_PROCESS}.yaml").is_file()
     assert main(["slurm", "submit", "--config-name", IN_ONE_PROCESS]) == 2
-    assert f"sbatch --wrap='hybridflow train --config-name {IN_ONE_PROCESS}'" in capsys.readouterr().err
+    assert (
+        f"sbatch --wrap='hybridflow train --config-name {IN_ONE_PROCESS}'"
+        in capsys.readouterr().err
+    )

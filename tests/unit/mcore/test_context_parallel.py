@@ -1,5 +1,5 @@
-"""The zigzag layout against Megatron's rotary embedding, which takes it for granted; what micro-batches look like under
-it."""
+"""The zigzag layout against Megatron's rotary embedding, which takes it for granted; what
+micro-batches look like under it."""
 
 from __future__ import annotations
 
@@ -26,24 +26,41 @@ def test_each_row_has_one_place_and_positions_are_those_of_megatron(size: int) -
     assert {len(mine) for mine in rows} == {bounds[-1] // size}
     positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
     for rank, mine in enumerate(rows):
-        assert (layout.local[mine] == np.arange(len(mine))).all() and (layout.owner[mine] == rank).all()
+        assert (layout.local[mine] == np.arange(len(mine))).all() and (
+            layout.owner[mine] == rank
+        ).all()
         expected = [
-            _get_thd_freqs_on_this_cp_rank(rank, size, torch.empty(length // size), torch.arange(lengths.max()))
+            _get_thd_freqs_on_this_cp_rank(
+                rank, size, torch.empty(length // size), torch.arange(lengths.max())
+            )
             for length in lengths
         ]
         assert (positions[mine] == torch.cat(expected).numpy()).all()
 
 
 def test_every_response_token_is_predicted_once_from_the_row_before_it() -> None:
-    prompts, responses = [[1, 2, 3], [4], [5, 6]], [[7, 8], [9, 10, 11, 12, 13], [14]]
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    responses = [[7, 8], [9, 10, 11, 12, 13], [14]]
     batch = DataProto.from_columns(
-        {"prompt_ids": Jagged.from_rows(prompts, np.int64), "response_ids": Jagged.from_rows(responses, np.int64)}
+        {
+            "prompt_ids": Jagged.from_rows(prompts, np.int64),
+            "response_ids": Jagged.from_rows(responses, np.int64),
+        }
     )
-    size, followed, targets = 2, {}, {}
+    size = 2
+    followed = {}
+    targets = {}
     for rank in range(size):
-        [micro] = build_micro_batches(batch, [np.array([2, 0, 1])], (), Cut(2 * size, 6 * size, rank, size))
-        assert micro.length == 24 and micro.tokens.shape == (1, micro.length // size) and micro.num_targets == 8
-        assert micro.packed.cu_seqlens_q.tolist() == [0, 4, 8, 16, 24]  # 2, 4 and 5 tokens, padded to 4, and the tail
+        [micro] = build_micro_batches(
+            batch, [np.array([2, 0, 1])], (), Cut(2 * size, 6 * size, rank, size)
+        )
+        assert (
+            micro.length == 24
+            and micro.tokens.shape == (1, micro.length // size)
+            and micro.num_targets == 8
+        )
+        # 2, 4 and 5 tokens, padded to 4, and the tail
+        assert micro.packed.cu_seqlens_q.tolist() == [0, 4, 8, 16, 24]
         assert micro.places is not None
         for row, target, place in zip(
             micro.predict_rows.tolist(), micro.targets.tolist(), micro.places.tolist(), strict=True

@@ -18,8 +18,13 @@ print({tensor.device.type for tensor in made}, torch.empty(1, device="cuda").dev
 
 @pytest.mark.slow
 def test_a_device_context_still_reaches_every_factory() -> None:
-    """transformers builds models under `torch.device("meta")`; factories that escape it leave buffers uninitialised."""
+    """transformers builds models under `torch.device("meta")`; factories that escape it leave
+    buffers uninitialised."""
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", CODE],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     assert found.stdout.split("\n")[-2] == "{'meta'} cpu"

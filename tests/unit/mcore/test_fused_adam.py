@@ -1,4 +1,5 @@
-"""An Adam that counts its steps in the group (Transformer Engine's, Apex's) is saved and goes on with its count."""
+"""An Adam that counts its steps in the group (Transformer Engine's, Apex's) is saved and goes on
+with its count."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from hybridflow.mcore.optimizer import adam_step, prime_adam_state, set_adam_ste
 
 
 class FusedAdam:
-    """As transformer_engine.pytorch.optimizers.FusedAdam counts: in the group, from the first step on; its state_dict
-    takes every name in a parameter's state for a tensor that it owns."""
+    """As transformer_engine.pytorch.optimizers.FusedAdam counts: in the group, from the first step
+    on; its state_dict takes every name in a parameter's state for a tensor that it owns."""
 
     NAMES = ("exp_avg", "exp_avg_sq", "master_param")
 
@@ -38,7 +39,8 @@ def adam(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["fused", "torch"])
 def test_the_count_survives_a_save_and_a_load(kind: str) -> None:
-    first, second = adam(kind), adam(kind)
+    first = adam(kind)
+    second = adam(kind)
     config = OptimizerConfig(optimizer="adam")
     saved, loaded = (SimpleNamespace(optimizer=adam, config=config) for adam in (first, second))
     prime_adam_state(saved)

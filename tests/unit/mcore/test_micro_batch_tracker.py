@@ -1,5 +1,5 @@
-"""A router is told of the micro-batch that it computes, in the orders in which pipeline schedules compute and
-recompute."""
+"""A router is told of the micro-batch that it computes, in the orders in which pipeline schedules
+compute and recompute."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ class Stage(torch.nn.Module):
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
-        self.recompute, self.routers = recompute, torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))
+        self.recompute = recompute
+        self.routers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))
         self.tracker = MicroBatchTracker([self], "label")
         self.queues = [RecomputationQueue(self.tracker) for _ in self.routers]
         self.told: list[list[tuple[Any, bool]]] = [[], []]
         for router, queue, told in zip(self.routers, self.queues, self.told, strict=True):
-            router.register_forward_pre_hook(lambda *_, queue=queue, told=told: told.append(queue.take()))
+            router.register_forward_pre_hook(
+                lambda *_, queue=queue, told=told: told.append(queue.take())
+            )
 
     def _layers(self, x: torch.Tensor) -> torch.Tensor:
         return self.routers[1](self.routers[0](x))
 
     def forward(self, x: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-        return checkpoint(self._layers, x, use_reentrant=True) if self.recompute else self._layers(x)
+        return (
+            checkpoint(self._layers, x, use_reentrant=True) if self.recompute else self._layers(x)
+        )
 
 
 def forward(stage: Stage, label: str | None) -> torch.Tensor:
@@ -41,7 +46,8 @@ def forward(stage: Stage, label: str | None) -> torch.Tensor:
 @pytest.mark.parametrize("order", ["f1 f2 b1 f3 b2 b3", "f1 b1 f2 b2", "f1 f2 f3 b1 b2 b3"])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_routers_are_told_in_the_order_of_a_schedule(order: str, recompute: bool) -> None:
-    stage, outputs = Stage(recompute), {}
+    stage = Stage(recompute)
+    outputs = {}
     for step in order.split():
         if step[0] == "f":
             outputs[step[1]] = forward(stage, step[1])

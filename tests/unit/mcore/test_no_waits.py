@@ -13,7 +13,9 @@ from hybridflow.mcore.router_replay import marked
 
 
 def routing_map(tokens: int, experts: int, topk: int) -> torch.Tensor:
-    chosen = torch.stack([torch.randperm(experts, generator=torch.Generator().manual_seed(t)) for t in range(tokens)])
+    chosen = torch.stack(
+        [torch.randperm(experts, generator=torch.Generator().manual_seed(t)) for t in range(tokens)]
+    )
     return torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, chosen[:, :topk], True)
 
 
@@ -33,12 +35,14 @@ def test_marks_are_the_chosen_experts_in_order() -> None:
 
 
 def test_padding_is_not_counted() -> None:
-    found, real = routing_map(40, 16, 3), torch.arange(40) % 3 > 0
+    found = routing_map(40, 16, 3)
+    real = torch.arange(40) % 3 > 0
     assert torch.equal(counted(found, real), found[real].sum(0).float())
 
 
 def test_neither_waits_for_the_device() -> None:
     with FakeTensorMode():
-        found, real = torch.empty(40, 16, dtype=torch.bool), torch.empty(40, dtype=torch.bool)
+        found = torch.empty(40, 16, dtype=torch.bool)
+        real = torch.empty(40, dtype=torch.bool)
         assert marked(found, 3).shape == (40, 3)
         assert counted(found, real).shape == (16,)

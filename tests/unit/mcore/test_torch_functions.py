@@ -1,5 +1,5 @@
-"""Rotation, SwiGLU, RMS norm, grouped products, permutation and packed attention compute what the operators that they
-replace do, forward and backward."""
+"""Rotation, SwiGLU, RMS norm, grouped products, permutation and packed attention compute what the
+operators that they replace do, forward and backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ import torch.nn.functional as F
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed_attention import PackedAttention
-from hybridflow.mcore.torch_functions import GroupedProduct, permute, rms_norm, rotate, rotate_unfused, swiglu
+from hybridflow.mcore.torch_functions import (
+    GroupedProduct,
+    permute,
+    rms_norm,
+    rotate,
+    rotate_unfused,
+    swiglu,
+)
 
 LENGTHS = [8, 24, 8, 16, 0, 4]
 
@@ -47,27 +54,38 @@ def test_the_rotation_is_megatrons(turned: int, size: int, rank: int, dtype: tor
     _apply_rotary_pos_emb_thd = megatrons_rotation()
     torch.manual_seed(1)
     half = torch.randn(max(LENGTHS), 1, 1, turned // 2)
-    freqs, cu_seqlens = torch.cat((half, half), dim=-1), bounds(LENGTHS)
+    freqs = torch.cat((half, half), dim=-1)
+    cu_seqlens = bounds(LENGTHS)
     t = torch.randn(sum(LENGTHS) // size, 3, 8).to(dtype)
     group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
-    expected = both(lambda leaf: _apply_rotary_pos_emb_thd(leaf, cu_seqlens, freqs, cp_group=group), t)
-    for found, wanted in zip(both(lambda leaf: rotate(leaf, cu_seqlens, freqs, size, rank), t), expected, strict=True):
+    expected = both(
+        lambda leaf: _apply_rotary_pos_emb_thd(leaf, cu_seqlens, freqs, cp_group=group), t
+    )
+    for found, wanted in zip(
+        both(lambda leaf: rotate(leaf, cu_seqlens, freqs, size, rank), t), expected, strict=True
+    ):
         assert found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
-@pytest.mark.parametrize("settings", [{"mscale": 1.3}, {"multi_latent_attention": True}, {"rotary_interleaved": True}])
+@pytest.mark.parametrize(
+    "settings", [{"mscale": 1.3}, {"multi_latent_attention": True}, {"rotary_interleaved": True}]
+)
 def test_the_unfused_rotation_is_megatrons(settings: dict[str, Any], size: int, rank: int) -> None:
     torch.manual_seed(1)
     half = torch.randn(max(LENGTHS), 1, 1, 3)
     # Megatron 0.19 takes no empty sequence with this setting (rope_utils.py:89)
     lengths = [length for length in LENGTHS if length or "rotary_interleaved" not in settings]
-    freqs, cu_seqlens = torch.cat((half, half), dim=-1), bounds(lengths)
+    freqs = torch.cat((half, half), dim=-1)
+    cu_seqlens = bounds(lengths)
     t = torch.randn(sum(lengths) // size, 3, 8).bfloat16()
     group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
     for found, wanted in zip(
         both(lambda leaf: rotate_unfused(leaf, cu_seqlens, freqs, cp_group=group, **settings), t),
-        both(lambda leaf: megatrons_rotation()(leaf, cu_seqlens, freqs, cp_group=group, **settings), t),
+        both(
+            lambda leaf: megatrons_rotation()(leaf, cu_seqlens, freqs, cp_group=group, **settings),
+            t,
+        ),
         strict=True,
     ):
         assert torch.equal(found, wanted)
@@ -82,7 +100,9 @@ def test_a_grouped_product_is_one_product_a_run(runs: list[int]) -> None:
     ends = torch.tensor(runs).cumsum(0).int()
 
     def one_by_one(whole: torch.Tensor, *each: torch.Tensor) -> torch.Tensor:
-        return torch.cat([F.linear(run, weight) for run, weight in zip(whole.split(runs), each, strict=True)])
+        return torch.cat(
+            [F.linear(run, weight) for run, weight in zip(whole.split(runs), each, strict=True)]
+        )
 
     found = both(lambda whole, *each: GroupedProduct.apply(whole, ends, *each), x, *weights)
     expected = both(one_by_one, x, *weights)
@@ -92,7 +112,8 @@ def test_a_grouped_product_is_one_product_a_run(runs: list[int]) -> None:
 
 
 def test_frozen_weights_of_a_grouped_product_get_no_gradient() -> None:
-    x, weights = torch.randn(4, 8).bfloat16().requires_grad_(), [torch.randn(8, 8).bfloat16() for _ in range(2)]
+    x = torch.randn(4, 8).bfloat16().requires_grad_()
+    weights = [torch.randn(8, 8).bfloat16() for _ in range(2)]
     GroupedProduct.apply(x, torch.tensor([1, 4], dtype=torch.int32), *weights).sum().backward()
     assert x.grad is not None and [weight.grad for weight in weights] == [None, None]
 
@@ -101,24 +122,32 @@ def test_the_permutation_is_megatrons() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     torch.manual_seed(1)
-    tokens, scores, topk = torch.randn(12, 5), torch.rand(12, 6), 2
+    tokens = torch.randn(12, 5)
+    scores = torch.rand(12, 6)
+    topk = 2
     chosen = torch.zeros(12, 6).scatter(1, scores.topk(topk).indices, 1).bool()
     arguments = {"routing_map": chosen, "num_out_tokens": 12 * topk}
 
     def parts(function: Any) -> Any:
-        return lambda t, p: torch.cat([part.reshape(-1) for part in function(t, probs=p, **arguments)[:2]])
+        return lambda t, p: torch.cat(
+            [part.reshape(-1) for part in function(t, probs=p, **arguments)[:2]]
+        )
 
     ours = functools.partial(permute, None)
     for found, wanted in zip(
-        both(parts(ours), tokens, scores), both(parts(moe_utils.permute), tokens, scores), strict=True
+        both(parts(ours), tokens, scores),
+        both(parts(moe_utils.permute), tokens, scores),
+        strict=True,
     ):
         assert torch.equal(found, wanted)
     assert torch.equal(ours(tokens, **arguments)[2], moe_utils.permute(tokens, **arguments)[2])
 
 
 def test_other_angles_of_the_same_sequences_are_not_taken_for_the_first() -> None:
-    t, cu_seqlens = torch.randn(sum(LENGTHS), 1, 8), bounds(LENGTHS)
-    first, second = torch.randn(24, 1, 1, 8), torch.randn(24, 1, 1, 8)
+    t = torch.randn(sum(LENGTHS), 1, 8)
+    cu_seqlens = bounds(LENGTHS)
+    first = torch.randn(24, 1, 1, 8)
+    second = torch.randn(24, 1, 1, 8)
     rotate(t, cu_seqlens, first)
     assert torch.equal(rotate(t, cu_seqlens, second), rotate(t, bounds(LENGTHS), second))
 
@@ -141,7 +170,8 @@ def test_swiglu_is_the_product_of_its_parts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(7, 1, 96), (5, 1, 3, 16), (0, 1, 8)])
 def test_the_norm_is_torchs_up_to_rounding(shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
-    x, weight = torch.randn(shape, dtype=torch.float64), torch.randn(shape[-1], dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64)
+    weight = torch.randn(shape[-1], dtype=torch.float64)
     x[:1] *= 1e-4  # where eps counts
 
     def torchs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -160,7 +190,8 @@ def test_the_norm_is_torchs_up_to_rounding(shape: tuple[int, ...]) -> None:
 def test_the_norm_of_a_part_of_a_wider_tensor() -> None:
     """Queries and keys are views of one projection, whose rows are not next to each other."""
     torch.manual_seed(1)
-    whole, weight = torch.randn(6, 1, 2, 24), torch.randn(8)
+    whole = torch.randn(6, 1, 2, 24)
+    weight = torch.randn(8)
     for found, wanted in zip(
         both(lambda leaf, weight: rms_norm(leaf[..., 8:16], weight, 1e-6), whole, weight),
         both(lambda leaf, weight: F.rms_norm(leaf[..., 8:16], (8,), weight, 1e-6), whole, weight),

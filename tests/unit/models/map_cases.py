@@ -18,13 +18,16 @@ def coordinates(tensor: int, pipeline: int, expert: int, expert_tensor: int) -> 
     """A world that holds every combination of positions."""
     return [
         Coordinates(tp, tensor, pp, pipeline, ep, expert, etp, expert_tensor)
-        for pp, tp, ep, etp in product(range(pipeline), range(tensor), range(expert), range(expert_tensor))
+        for pp, tp, ep, etp in product(
+            range(pipeline), range(tensor), range(expert), range(expert_tensor)
+        )
     ]
 
 
 def hf_weights(family: Any) -> dict[str, np.ndarray]:
     """Every element of the checkpoint its own number."""
-    start, found = 1, {}
+    start = 1
+    found = {}
     for name, shape in family.tensors().items():
         found[name] = np.arange(start, start + prod(shape), dtype=np.int64).reshape(shape)
         start += prod(shape)
@@ -38,7 +41,8 @@ def local_weights(family: Any, at: Coordinates, hf: dict[str, np.ndarray]) -> di
         found[local.name] = np.zeros(local.shape, np.int64)
         for piece in local.pieces:
             source = tuple(
-                slice(start, start + size) for start, size in zip(piece.source_start, piece.shape, strict=True)
+                slice(start, start + size)
+                for start, size in zip(piece.source_start, piece.shape, strict=True)
             )
             found[local.name][piece.slices()] = hf[piece.source][source]
     return found

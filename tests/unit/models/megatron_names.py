@@ -1,5 +1,5 @@
-"""Run alone, not by pytest: build tiny Megatron models of all families and print {family: {name: shape}} of one rank as
-JSON."""
+"""Run alone, not by pytest: build tiny Megatron models of all families and print {family: {name:
+shape}} of one rank as JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,23 @@ from tests.unit.reshard import reshard_cases as cases
 def shapes_of(decoder: Decoder) -> dict[str, list[int]]:
     """Parameters and persistent buffers of the model that Megatron's own specification builds."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
 
     config = model.transformer_config(decoder, ParallelConfig(), "float32")
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True) if decoder.num_mtp else None
+    mtp = (
+        get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True)
+        if decoder.num_mtp
+        else None
+    )
     kwargs = decoder.gpt_model_kwargs()
     built = GPTModel(config, spec, vocab_size=decoder.vocab_size, mtp_block_spec=mtp, **kwargs)
-    named = dict(built.named_parameters()) | {n: b for n, b in built.named_buffers() if n in built.state_dict()}
+    named = dict(built.named_parameters()) | {
+        n: b for n, b in built.named_buffers() if n in built.state_dict()
+    }
     return {name: list(tensor.shape) for name, tensor in named.items()}
 
 

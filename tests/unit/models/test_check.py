@@ -1,4 +1,5 @@
-"""The check before a run and the layouts of its ranks agree: what passes can be cut, what cannot be cut is refused."""
+"""The check before a run and the layouts of its ranks agree: what passes can be cut, what cannot be
+cut is refused."""
 
 from __future__ import annotations
 
@@ -34,11 +35,18 @@ from tests.unit.random_sizes import PARTS, draw_sizes
 
 def ranks(parallel: ParallelConfig) -> Iterator[Coordinates]:
     """The coordinates of every (virtual) stage of every rank."""
-    etp, vpp = derived.expert_tensor_size(parallel), derived.virtual_pipeline_size(parallel)
+    etp = derived.expert_tensor_size(parallel)
+    vpp = derived.virtual_pipeline_size(parallel)
     sizes = (parallel.tensor, parallel.pipeline, parallel.expert, etp, vpp)
     for tp, pp, ep, etp_rank, chunk in itertools.product(*map(range, sizes)):
-        uneven = (parallel.first_stage_layers, parallel.last_stage_layers, parallel.layers_per_stage)
-        yield Coordinates(tp, sizes[0], pp, sizes[1], ep, sizes[2], etp_rank, etp, chunk, vpp, *uneven)
+        uneven = (
+            parallel.first_stage_layers,
+            parallel.last_stage_layers,
+            parallel.layers_per_stage,
+        )
+        yield Coordinates(
+            tp, sizes[0], pp, sizes[1], ep, sizes[2], etp_rank, etp, chunk, vpp, *uneven
+        )
 
 
 def is_whole(hf: Any, parallel: ParallelConfig) -> bool:
@@ -59,7 +67,8 @@ def is_whole(hf: Any, parallel: ParallelConfig) -> bool:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[dict[str, Any], ParallelConfig]:
-    """A tiny model of any family with some sizes changed, and parallel sizes that may or may not fit."""
+    """A tiny model of any family with some sizes changed, and parallel sizes that may or may not
+    fit."""
     hf = draw_sizes(draw)
     experts = bool(derived.num_experts(hf))
     return hf, ParallelConfig(
@@ -68,7 +77,9 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Any], ParallelConfig]:
         first_stage_layers=draw(st.sampled_from([0, 0, 1, 2])),
         last_stage_layers=draw(st.sampled_from([0, 0, 1])),
         layers_per_stage=draw(
-            st.sampled_from([(), (), (), (1, 3), (2, 1), (4, 0), (0, 2, 2), (1, 0, 3), (1, 1, 1, 1)])
+            st.sampled_from(
+                [(), (), (), (1, 3), (2, 1), (4, 0), (0, 2, 2), (1, 0, 3), (1, 1, 1, 1)]
+            )
         ),
         virtual_pipeline=draw(st.sampled_from([None, 2])),
         expert=draw(PARTS) if experts else 1,
@@ -79,15 +90,25 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Any], ParallelConfig]:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_what_passes_can_be_cut_and_what_is_refused_cannot(case: tuple[dict[str, Any], ParallelConfig]) -> None:
+def test_what_passes_can_be_cut_and_what_is_refused_cannot(
+    case: tuple[dict[str, Any], ParallelConfig],
+) -> None:
     hf, parallel = case
     try:
         check_cut(hf, parallel)
     except ModelError as error:
-        # heads are refused by Megatron even where their rows could be divided; two ways to say the same layers, and
-        # stages of nothing, are refused though they could be followed
-        by_choice = ("heads", "q, k and v", "already says the layers", "without a layer", "leave no layer")
-        assert any(part in str(error) for part in by_choice) or not is_whole(hf, parallel), str(error)
+        # heads are refused by Megatron even where their rows could be divided; two ways to say the
+        # same layers, and stages of nothing, are refused though they could be followed
+        by_choice = (
+            "heads",
+            "q, k and v",
+            "already says the layers",
+            "without a layer",
+            "leave no layer",
+        )
+        assert any(part in str(error) for part in by_choice) or not is_whole(hf, parallel), str(
+            error
+        )
     else:
         assert is_whole(hf, parallel), "passes, and the ranks do not hold the whole model"
 
@@ -111,8 +132,12 @@ def test_layers_that_no_number_of_stages_divides_are_cut_unevenly(
     at = Coordinates(pp_size=pipeline, first_stage_layers=first, last_stage_layers=last)
     assert at.stage_layers(hf["num_hidden_layers"]) == layers
     # the planner of weight transfers takes the same sizes
-    shape = ParallelShape(ranks=pipeline, pipeline=pipeline, first_stage_layers=first, last_stage_layers=last)
-    assert {one.stage_layers(hf["num_hidden_layers"])[one.pp_rank] for one in shape.coordinates()} == set(layers)
+    shape = ParallelShape(
+        ranks=pipeline, pipeline=pipeline, first_stage_layers=first, last_stage_layers=last
+    )
+    assert {
+        one.stage_layers(hf["num_hidden_layers"])[one.pp_rank] for one in shape.coordinates()
+    } == set(layers)
     with pytest.raises(ModelError, match="num_hidden_layers is"):
         check_cut(hf, ParallelConfig(pipeline=pipeline))
 
@@ -120,22 +145,31 @@ def test_layers_that_no_number_of_stages_divides_are_cut_unevenly(
 @pytest.mark.parametrize(
     ("model", "pipeline", "virtual", "layers"),
     [
-        ("deepseek-v3", 8, 4, (1, *[2] * 30, 0)),  # arXiv 2603.07685: Et|(tt|)*30mL, without the MTP head
+        # arXiv 2603.07685: Et|(tt|)*30mL, without the MTP head
+        ("deepseek-v3", 8, 4, (1, *[2] * 30, 0)),
         ("deepseek-v3", 16, 1, (3, *[4] * 14, 2)),
         ("kimi-k2", 16, 2, (1, *[2] * 30, 0)),
         ("kimi-k2", 7, 1, (8, 9, 9, 9, 9, 9, 8)),
-        ("qwen3-235b-a22b", 8, 4, (2, *[3] * 30, 2)),  # 32 virtual stages, which no number for the ends alone gives
+        # 32 virtual stages, which no number for the ends alone gives
+        ("qwen3-235b-a22b", 8, 4, (2, *[3] * 30, 2)),
     ],
 )
 def test_run_planners_and_transfers_take_the_same_list(
     model: str, pipeline: int, virtual: int, layers: tuple[int, ...]
 ) -> None:
-    hf, experts = published(model), 8
+    hf = published(model)
+    experts = 8
     parallel = ParallelConfig(
-        pipeline=pipeline, virtual_pipeline=virtual, expert=experts, layers_per_stage=layers, tensor=2, sequence=True
+        pipeline=pipeline,
+        virtual_pipeline=virtual,
+        expert=experts,
+        layers_per_stage=layers,
+        tensor=2,
+        sequence=True,
     )
     check_cut(hf, parallel)
-    decoder, ranks = decoder_of(hf), pipeline * experts
+    decoder = decoder_of(hf)
+    ranks = pipeline * experts
     shape = ParallelShape(
         ranks, 2, pipeline, virtual, expert=experts, expert_tensor=1, layers_per_stage=layers
     )  # of the transfer
@@ -165,9 +199,24 @@ def test_run_planners_and_transfers_take_the_same_list(
         ("mixtral", {"num_local_experts": 3}, {"expert": 2}, "num_local_experts is 3"),
         ("glm4_moe", {"n_routed_experts": 9}, {"expert": 2}, "n_routed_experts is 9"),
         ("deepseek_v3", {"intermediate_size": 33}, {"tensor": 2}, "intermediate_size is 33"),
-        ("deepseek_v3", {"moe_intermediate_size": 33}, {"tensor": 2, "expert": 2}, "shared experts' .* is 33"),
-        ("llama", {"num_attention_heads": 12, "num_key_value_heads": 3}, {"tensor": 4}, "num_key_value_heads 3"),
-        ("llama", {"num_hidden_layers": 5}, {"pipeline": 2}, "num_hidden_layers is 5, .*pipeline 2"),
+        (
+            "deepseek_v3",
+            {"moe_intermediate_size": 33},
+            {"tensor": 2, "expert": 2},
+            "shared experts' .* is 33",
+        ),
+        (
+            "llama",
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            {"tensor": 4},
+            "num_key_value_heads 3",
+        ),
+        (
+            "llama",
+            {"num_hidden_layers": 5},
+            {"pipeline": 2},
+            "num_hidden_layers is 5, .*pipeline 2",
+        ),
     ],
 )
 def test_the_layouts_that_failed_after_the_start(
@@ -180,23 +229,42 @@ def test_the_layouts_that_failed_after_the_start(
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (("model.hf_config.num_hidden_layers=3",), ("num_hidden_layers is 3", "actor.parallel.pipeline 2")),
-        (("actor.parallel.virtual_pipeline=2",), ("layers of pipeline stage 0 is 1", "virtual_pipeline 2")),
+        (
+            ("model.hf_config.num_hidden_layers=3",),
+            ("num_hidden_layers is 3", "actor.parallel.pipeline 2"),
+        ),
+        (
+            ("actor.parallel.virtual_pipeline=2",),
+            ("layers of pipeline stage 0 is 1", "virtual_pipeline 2"),
+        ),
         (
             ("model.hf_config.moe_intermediate_size=33", "actor.parallel.expert_tensor=2"),
             ("intermediate_size is 33",),
         ),
         (("actor.recompute_modules=[moe]",), ("needs actor.recompute=selective, which is none",)),
-        (("actor.recompute=selective", "actor.recompute_modules=[mla_up_proj]"), ("have no multi-head latent",)),
-        (("model.hf_config.num_experts=3",), ("num_experts is 3", "actor.parallel.expert 2")),
-        (("model=tiny-dense", "model.hf_config.intermediate_size=33"), ("intermediate_size is 33", "tensor 2")),
         (
-            ("algorithm=ppo", "critic.placement=own", "critic.procs=3", "critic.parallel.pipeline=3"),
+            ("actor.recompute=selective", "actor.recompute_modules=[mla_up_proj]"),
+            ("have no multi-head latent",),
+        ),
+        (("model.hf_config.num_experts=3",), ("num_experts is 3", "actor.parallel.expert 2")),
+        (
+            ("model=tiny-dense", "model.hf_config.intermediate_size=33"),
+            ("intermediate_size is 33", "tensor 2"),
+        ),
+        (
+            (
+                "algorithm=ppo",
+                "critic.placement=own",
+                "critic.procs=3",
+                "critic.parallel.pipeline=3",
+            ),
             ("num_hidden_layers is 2", "critic.parallel.pipeline 3"),
         ),
     ],
 )
-def test_a_run_is_refused_with_key_and_value(words: tuple[str, ...], parts: tuple[str, ...]) -> None:
+def test_a_run_is_refused_with_key_and_value(
+    words: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
     lines = list(problems(load_config("e2e", words)))
     assert any(all(part in line for part in parts) for line in lines), lines
 

@@ -22,12 +22,31 @@ from tests.unit.reshard import reshard_cases as cases
 
 # as their publishers count them, without multi-token-prediction heads
 BILLIONS = {
-    **{"deepseek-v3": 671.0, "glm-4.5": 352.8, "glm-4.5-air": 106.9, "kimi-k2": 1026.4, "moonlight-16b-a3b": 16.0},
+    **{
+        "deepseek-v3": 671.0,
+        "glm-4.5": 352.8,
+        "glm-4.5-air": 106.9,
+        "kimi-k2": 1026.4,
+        "moonlight-16b-a3b": 16.0,
+    },
     **{"llama-3.1-8b": 8.0, "llama-3.1-70b": 70.6, "llama-3.1-405b": 405.9},
     **{"mixtral-8x7b": 46.7, "mixtral-8x22b": 140.6},
-    **{"qwen2.5-0.5b": 0.5, "qwen2.5-1.5b": 1.5, "qwen2.5-3b": 3.1, "qwen2.5-7b": 7.6, "qwen2.5-14b": 14.8},
+    **{
+        "qwen2.5-0.5b": 0.5,
+        "qwen2.5-1.5b": 1.5,
+        "qwen2.5-3b": 3.1,
+        "qwen2.5-7b": 7.6,
+        "qwen2.5-14b": 14.8,
+    },
     **{"qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7},
-    **{"qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8},
+    **{
+        "qwen3-0.6b": 0.6,
+        "qwen3-1.7b": 1.7,
+        "qwen3-4b": 4.0,
+        "qwen3-8b": 8.2,
+        "qwen3-14b": 14.8,
+        "qwen3-32b": 32.8,
+    },
     **{"qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1},
 }
 
@@ -56,21 +75,34 @@ def test_tensors_are_those_that_transformers_saves(name: str, saved: dict[str, P
     with safe_open(saved[name] / "model.safetensors", framework="pt") as handle:
         expected = {key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118
     assert family.tensors() == expected
-    assert family.architecture == json.loads((saved[name] / "config.json").read_text())["architectures"][0]
+    assert (
+        family.architecture
+        == json.loads((saved[name] / "config.json").read_text())["architectures"][0]
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
-def test_import_and_export_give_the_file_back(name: str, layout: str, saved: dict[str, Path]) -> None:
-    decoder, source = cases.decoder_of(name), SafetensorsFolder(saved[name])
+def test_import_and_export_give_the_file_back(
+    name: str, layout: str, saved: dict[str, Path]
+) -> None:
+    decoder = cases.decoder_of(name)
+    source = SafetensorsFolder(saved[name])
     ranks = cases.LAYOUTS[layout][0].coordinates()
-    weights = {key: source.read(key, (0,) * len(shape), shape).numpy() for key, shape in decoder.tensors().items()}
+    weights = {
+        key: source.read(key, (0,) * len(shape), shape).numpy()
+        for key, shape in decoder.tensors().items()
+    }
     held = cases.trainer_buffers(decoder, ranks, weights)
-    exported = {key: np.full(shape, np.nan, dtype=np.float32) for key, shape in decoder.tensors().items()}
+    exported = {
+        key: np.full(shape, np.nan, dtype=np.float32) for key, shape in decoder.tensors().items()
+    }
     for at, mine in zip(ranks, held, strict=True):
         for local in cases.rank_tensors(decoder, at):
             for piece in local.pieces:
-                region = tuple(slice(s, s + n) for s, n in zip(piece.source_start, piece.shape, strict=True))
+                region = tuple(
+                    slice(s, s + n) for s, n in zip(piece.source_start, piece.shape, strict=True)
+                )
                 exported[piece.source][region] = mine[local.name][piece.slices()]
     for key, value in weights.items():
         np.testing.assert_array_equal(exported[key], value, err_msg=key)
@@ -79,18 +111,29 @@ def test_import_and_export_give_the_file_back(name: str, layout: str, saved: dic
 @pytest.mark.slow
 def test_parameters_are_those_that_megatron_builds() -> None:
     script = Path(__file__).with_name("megatron_names.py")
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=True)
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=True
+    )
     built: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
     assert built.keys() == {*FAMILIES, "mtp"}
     for name, shapes in built.items():
-        decoder = cases.decoder_of("deepseek_v3", mtp=True) if name == "mtp" else cases.decoder_of(name)
+        decoder = (
+            cases.decoder_of("deepseek_v3", mtp=True) if name == "mtp" else cases.decoder_of(name)
+        )
         assert {t.name: list(t.shape) for t in decoder.local_tensors(Coordinates())} == shapes, name
 
 
 def test_sequential_experts_have_megatrons_other_names() -> None:
     block = Experts(8, 4, 4, grouped=False)
-    names = [t.name for t in block.local("model.layers.0.", "decoder.layers.0.", Coordinates(ep_rank=1, ep_size=2))]
-    assert names[2:4] == [f"decoder.layers.0.mlp.experts.local_experts.0.linear_fc{i}.weight" for i in (1, 2)]
+    names = [
+        t.name
+        for t in block.local(
+            "model.layers.0.", "decoder.layers.0.", Coordinates(ep_rank=1, ep_size=2)
+        )
+    ]
+    assert names[2:4] == [
+        f"decoder.layers.0.mlp.experts.local_experts.0.linear_fc{i}.weight" for i in (1, 2)
+    ]
 
 
 def test_mtp_heads_stand_on_the_last_stage_beside_a_copy_of_the_embedding() -> None:
@@ -152,13 +195,24 @@ def test_settings_of_the_others() -> None:
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' without factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic', which is not supported"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope', which is not supported"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "of its own for each kind of layer"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            "'longrope', which is not supported",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "of its own for each kind of layer",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads=3"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         (
-            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+            {
+                "model_type": "mixtral",
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "sliding_window": 64,
+            },
             "sliding_window",
         ),
     ],
@@ -167,7 +221,9 @@ def test_what_has_no_map_is_refused(change: dict[str, Any], message: str) -> Non
     with pytest.raises(ModelError, match=message):
         family_of({**FAMILIES["llama"], **change})
     with pytest.raises(ModelError, match="norm_topk_prob"):
-        family_of({**FAMILY_DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False}).megatron_config()
+        family_of(
+            {**FAMILY_DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False}
+        ).megatron_config()
 
 
 @pytest.mark.parametrize("name", published_names())

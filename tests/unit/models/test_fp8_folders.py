@@ -17,14 +17,30 @@ from hybridflow.saving.tools import import_
 from tests.models import DENSE_UNTIED
 
 BLOCK = (16, 24)
-QUANTISED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
-MODEL = {**DENSE_UNTIED, "num_hidden_layers": 1, "hidden_size": 40, "head_dim": 12, "torch_dtype": "bfloat16"}
+QUANTISED = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": list(BLOCK),
+}
+MODEL = {
+    **DENSE_UNTIED,
+    "num_hidden_layers": 1,
+    "hidden_size": 40,
+    "head_dim": 12,
+    "torch_dtype": "bfloat16",
+}
 
 
-def write(folder: Path, quantization: dict[str, Any] | None, scales: bool = True) -> dict[str, torch.Tensor]:
-    """Write a folder with fp8 linears, blocks of very different size; the weights that they stand for."""
+def write(
+    folder: Path, quantization: dict[str, Any] | None, scales: bool = True
+) -> dict[str, torch.Tensor]:
+    """Write a folder with fp8 linears, blocks of very different size; the weights that they stand
+    for."""
     shapes = family_of(MODEL).tensors()
-    source, stored, meant = RandomWeights(shapes, 0, 0.05), {}, {}
+    source = RandomWeights(shapes, 0, 0.05)
+    stored = {}
+    meant = {}
     for name, shape in shapes.items():
         values = source.read(name, (0,) * len(shape), shape)
         if "_proj" not in name:
@@ -32,7 +48,9 @@ def write(folder: Path, quantization: dict[str, Any] | None, scales: bool = True
             continue
         grid = [-(-size // block) for size, block in zip(shape, BLOCK, strict=True)]
         scale = torch.rand(grid, generator=torch.Generator().manual_seed(len(name))) * 1e-3 + 1e-5
-        wide = scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)[: shape[0], : shape[1]]
+        wide = scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)[
+            : shape[0], : shape[1]
+        ]
         stored[name] = (values / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
         meant[name] = stored[name].float() * wide
         if scales:
@@ -48,9 +66,16 @@ def test_any_slice_is_read_with_its_scales(tmp_path: Path) -> None:
     meant = write(tmp_path / "hf", QUANTISED)
     source = SafetensorsFolder(tmp_path / "hf")
     for name, tensor in meant.items():
-        assert torch.equal(source.read(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor), name
+        assert torch.equal(source.read(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor), (
+            name
+        )
     name = "model.layers.0.mlp.gate_proj.weight"
-    for row, column, rows, columns in ((5, 0, 3, 40), (15, 23, 2, 2), (16, 24, 40, 16), (63, 39, 1, 1)):
+    for row, column, rows, columns in (
+        (5, 0, 3, 40),
+        (15, 23, 2, 2),
+        (16, 24, 40, 16),
+        (63, 39, 1, 1),
+    ):
         found = source.read(name, (row, column), (rows, columns))
         assert torch.equal(found, meant[name][row : row + rows, column : column + columns])
 
@@ -71,13 +96,18 @@ def test_an_import_writes_the_weights_that_are_meant(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq', which weights cannot be read from"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "quant_method is 'gptq', which weights cannot be read from",
+        ),
         ({"format": "pack-quantized"}, "quant_method is 'none'"),
         ({**QUANTISED, "activation_scheme": "static"}, "activation_scheme is 'static'"),
         ({"quant_method": "fp8"}, "no weight_block_size"),
     ],
 )
-def test_other_quantisations_are_refused_by_name(quantization: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_other_quantisations_are_refused_by_name(
+    quantization: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     write(tmp_path / "hf", quantization)
     with pytest.raises(ModelError, match=message) as error:
         SafetensorsFolder(tmp_path / "hf")
@@ -85,7 +115,13 @@ def test_other_quantisations_are_refused_by_name(quantization: dict[str, Any], m
 
 
 @pytest.mark.parametrize(("quantization", "scales"), [(None, True), (QUANTISED, False)])
-def test_fp8_without_scales_is_refused(quantization: dict[str, Any] | None, scales: bool, tmp_path: Path) -> None:
+def test_fp8_without_scales_is_refused(
+    quantization: dict[str, Any] | None, scales: bool, tmp_path: Path
+) -> None:
     write(tmp_path / "hf", quantization, scales)
-    with pytest.raises(ModelError, match=r"q_proj.weight is float8_e4m3fn without a scale for each block"):
-        SafetensorsFolder(tmp_path / "hf").read("model.layers.0.self_attn.q_proj.weight", (0, 0), (4, 4))
+    with pytest.raises(
+        ModelError, match=r"q_proj.weight is float8_e4m3fn without a scale for each block"
+    ):
+        SafetensorsFolder(tmp_path / "hf").read(
+            "model.layers.0.self_attn.q_proj.weight", (0, 0), (4, 4)
+        )

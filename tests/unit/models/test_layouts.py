@@ -1,5 +1,5 @@
-"""Where Megatron's stages and ranks stand: virtual stages, uneven pipelines, cuts through KV groups, sizes that do not
-divide."""
+"""Where Megatron's stages and ranks stand: virtual stages, uneven pipelines, cuts through KV
+groups, sizes that do not divide."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ from tests.unit.reshard import reshard_cases as cases
         ({"pp_size": 2, "vpp_size": 2}, [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]),
         ({"pp_size": 3, "first_stage_layers": 4}, [[range(4)], [range(4, 6)], [range(6, 8)]]),
         ({"pp_size": 3, "last_stage_layers": 2}, [[range(3)], [range(3, 6)], [range(6, 8)]]),
-        ({"pp_size": 3, "first_stage_layers": 1, "last_stage_layers": 3}, [[range(1)], [range(1, 5)], [range(5, 8)]]),
+        (
+            {"pp_size": 3, "first_stage_layers": 1, "last_stage_layers": 3},
+            [[range(1)], [range(1, 5)], [range(5, 8)]],
+        ),
         (
             {"pp_size": 2, "vpp_size": 2, "first_stage_layers": 2, "last_stage_layers": 6},
             [[range(1), range(4, 5)], [range(1, 4), range(5, 8)]],
         ),
-        ({"pp_size": 2, "first_stage_layers": 5, "last_stage_layers": 3}, [[range(5)], [range(5, 8)]]),
+        (
+            {"pp_size": 2, "first_stage_layers": 5, "last_stage_layers": 3},
+            [[range(5)], [range(5, 8)]],
+        ),
         ({"pp_size": 3, "layers_per_stage": (0, 5, 3)}, [[range(0)], [range(5)], [range(5, 8)]]),
         (
             {"pp_size": 2, "vpp_size": 2, "layers_per_stage": (1, 2, 4, 1)},
@@ -49,7 +55,9 @@ def test_coordinates_travel_as_integers() -> None:
 
 
 def test_a_rank_with_virtual_stages_holds_all_its_chunks() -> None:
-    names = [t.name for t in rank_tensors(cases.decoder_of("llama"), Coordinates(pp_size=2, vpp_size=2))]
+    names = [
+        t.name for t in rank_tensors(cases.decoder_of("llama"), Coordinates(pp_size=2, vpp_size=2))
+    ]
     assert names[0] == "chunk0.embedding.word_embeddings.weight"
     assert "chunk1.decoder.layers.0.self_attention.linear_qkv.weight" in names
     assert not any("output_layer" in name for name in names)
@@ -82,9 +90,16 @@ def test_a_cut_may_go_through_a_part() -> None:
         (
             "llama",
             Coordinates(pp_size=3),
-            "num_hidden_layers is 4, which actor.parallel.pipeline 3 does not divide; choose a divisor of 4",
+            (
+                "num_hidden_layers is 4, which actor.parallel.pipeline 3 does not divide; choose a "
+                "divisor of 4"
+            ),
         ),
-        ("llama", Coordinates(tp_size=3), "num_attention_heads is 8, which actor.parallel.tensor 3"),
+        (
+            "llama",
+            Coordinates(tp_size=3),
+            "num_attention_heads is 8, which actor.parallel.tensor 3",
+        ),
         (
             "llama",
             Coordinates(pp_size=2, vpp_size=3),
@@ -96,10 +111,26 @@ def test_a_cut_may_go_through_a_part() -> None:
             "without the 2 of the first .* is 2, which .* 3 does not divide",
         ),
         ("llama", Coordinates(first_stage_layers=2), "leave no layer for another stage"),
-        ("llama", Coordinates(pp_size=3, layers_per_stage=(1, 3)), r"\[1, 3\] has 2 numbers, and .* 3 stages"),
-        ("llama", Coordinates(pp_size=2, vpp_size=2, layers_per_stage=(1, 3)), "x virtual_pipeline 2 has 4 stages"),
-        ("llama", Coordinates(pp_size=2, layers_per_stage=(1, 2)), "adds up to 3 layers, and num_hidden_layers is 4"),
-        ("llama", Coordinates(pp_size=3, layers_per_stage=(2, 0, 2)), "leaves stage 1 without a layer"),
+        (
+            "llama",
+            Coordinates(pp_size=3, layers_per_stage=(1, 3)),
+            r"\[1, 3\] has 2 numbers, and .* 3 stages",
+        ),
+        (
+            "llama",
+            Coordinates(pp_size=2, vpp_size=2, layers_per_stage=(1, 3)),
+            "x virtual_pipeline 2 has 4 stages",
+        ),
+        (
+            "llama",
+            Coordinates(pp_size=2, layers_per_stage=(1, 2)),
+            "adds up to 3 layers, and num_hidden_layers is 4",
+        ),
+        (
+            "llama",
+            Coordinates(pp_size=3, layers_per_stage=(2, 0, 2)),
+            "leaves stage 1 without a layer",
+        ),
         (
             "llama",
             Coordinates(pp_size=2, first_stage_layers=1, layers_per_stage=(1, 3)),

@@ -1,5 +1,5 @@
-"""Adapters as data: what each family has to adapt, how ranks cut the factors, first values that no cut changes,
-merging, PEFT's names."""
+"""Adapters as data: what each family has to adapt, how ranks cut the factors, first values that no
+cut changes, merging, PEFT's names."""
 
 from __future__ import annotations
 
@@ -34,13 +34,19 @@ RANK = 3
 
 
 def adapters(hf: dict[str, Any], *targets: str, **settings: Any) -> AdapterMap:
-    return AdapterMap(family_of(hf), LoraConfig(**{"rank": RANK, "alpha": 6.0, **settings}, targets=targets), seed=7)
+    return AdapterMap(
+        family_of(hf),
+        LoraConfig(**{"rank": RANK, "alpha": 6.0, **settings}, targets=targets),
+        seed=7,
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_configuration_knows_the_linears_that_the_family_has(model: str) -> None:
     """`config` may not import `models`: the two say the same."""
-    assert set(adapters(MODELS[model]).facts()["targets"]) == set(derived.lora_targets(MODELS[model]))
+    assert set(adapters(MODELS[model]).facts()["targets"]) == set(
+        derived.lora_targets(MODELS[model])
+    )
     for target in derived.lora_targets(MODELS[model]):
         assert adapters(MODELS[model], target).facts()["targets"] == [target]
 
@@ -51,28 +57,39 @@ def test_ranks_hold_every_factor_and_their_product_is_the_weights_rectangle(
     model: str, sizes: tuple[int, int, int]
 ) -> None:
     """The oracle: deltas made of whole HF factors, cut by the family's map of the weights."""
-    (tp, pp, vpp), family, whole = sizes, family_of(MODELS[model]), adapters(MODELS[model])
+    tp, pp, vpp = sizes
+    family = family_of(MODELS[model])
+    whole = adapters(MODELS[model])
     values = {
         name: torch.randn(shape, generator=torch.Generator().manual_seed(i))
         for i, (name, shape) in enumerate(whole.tensors().items())
     }
     shared = values | {alias: values[kept] for alias, kept in whole.aliases().items()}
-    seen: dict[str, torch.Tensor] = {name: torch.zeros_like(value) for name, value in values.items()}
+    seen: dict[str, torch.Tensor] = {
+        name: torch.zeros_like(value) for name, value in values.items()
+    }
     adapted = set()
     for tp_rank, pp_rank in product(range(tp), range(pp)):
-        at = Coordinates(tp_rank=tp_rank, tp_size=tp, pp_rank=pp_rank, pp_size=pp, vpp_size=vpp, etp_size=1)
+        at = Coordinates(
+            tp_rank=tp_rank, tp_size=tp, pp_rank=pp_rank, pp_size=pp, vpp_size=vpp, etp_size=1
+        )
         for one in whole.local(rank_tensors(family, at)):
             factors = {}
             for which, local in (("a", one.a), ("b", one.b)):
                 factors[which] = torch.full(local.shape, torch.nan)
                 for piece in local.pieces:
-                    region = tuple(slice(s, s + n) for s, n in zip(piece.source_start, piece.shape, strict=True))
+                    region = tuple(
+                        slice(s, s + n)
+                        for s, n in zip(piece.source_start, piece.shape, strict=True)
+                    )
                     factors[which][piece.slices()] = values[piece.source][region]
                     seen[piece.source][region] = 1.0
             delta = factors["b"] @ factors["a"]
             for piece in one.weight.pieces:
                 a, b = (shared[name] for name in names_of(piece.source))
-                rows, columns = (slice(s, s + n) for s, n in zip(piece.source_start, piece.shape, strict=True))
+                rows, columns = (
+                    slice(s, s + n) for s, n in zip(piece.source_start, piece.shape, strict=True)
+                )
                 torch.testing.assert_close(delta[piece.slices()], b[rows] @ a[:, columns])
                 adapted.add(piece.source)
             assert one.cut == "nothing" or tp > 1
@@ -83,22 +100,32 @@ def test_ranks_hold_every_factor_and_their_product_is_the_weights_rectangle(
 
 def test_fused_linears_share_one_a() -> None:
     layer = "model.layers.0."
-    shares = {name: kept for name, kept in adapters(DENSE).aliases().items() if name.startswith(layer)}
+    shares = {
+        name: kept for name, kept in adapters(DENSE).aliases().items() if name.startswith(layer)
+    }
     names = {
         "self_attn.k_proj": "self_attn.q_proj",
         "self_attn.v_proj": "self_attn.q_proj",
         "mlp.up_proj": "mlp.gate_proj",
     }
-    assert shares == {f"{layer}{name}.lora_A.weight": f"{layer}{kept}.lora_A.weight" for name, kept in names.items()}
-    assert adapters(LLAMA).num_parameters() == sum(prod(shape) for shape in adapters(LLAMA).tensors().values())
+    assert shares == {
+        f"{layer}{name}.lora_A.weight": f"{layer}{kept}.lora_A.weight"
+        for name, kept in names.items()
+    }
+    assert adapters(LLAMA).num_parameters() == sum(
+        prod(shape) for shape in adapters(LLAMA).tensors().values()
+    )
 
 
 def test_initial_values_do_not_depend_on_the_cut_and_the_product_is_zero() -> None:
     whole = adapters(LLAMA)
     for name, shape in whole.tensors().items():
         full = whole.read(name, (0, 0), shape)
-        rows, columns = shape[0] // 2 + 1, shape[1] // 2
-        assert torch.equal(whole.read(name, (0, columns), (rows, shape[1] - columns)), full[:rows, columns:])
+        rows = shape[0] // 2 + 1
+        columns = shape[1] // 2
+        assert torch.equal(
+            whole.read(name, (0, columns), (rows, shape[1] - columns)), full[:rows, columns:]
+        )
         assert bool(full.any()) == is_a(name)
     noise = torch.cat(
         [
@@ -110,13 +137,20 @@ def test_initial_values_do_not_depend_on_the_cut_and_the_product_is_zero() -> No
     assert abs(float(noise.std()) - 1) < 0.05 and abs(float(noise.mean())) < 0.05
     other = AdapterMap(family_of(LLAMA), LoraConfig(rank=RANK), seed=8)
     name = next(iter(whole.tensors()))
-    assert not torch.equal(other.read(name, (0, 0), (RANK, 32)), whole.read(name, (0, 0), (RANK, 32)))
+    assert not torch.equal(
+        other.read(name, (0, 0), (RANK, 32)), whole.read(name, (0, 0), (RANK, 32))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_merge_is_rounded_once_whatever_the_strips(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_is_rounded_once_whatever_the_strips(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    w, a, b = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((37, 20), (RANK, 20), (37, RANK)))
+    w, a, b = (
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((37, 20), (RANK, 20), (37, RANK))
+    )
     exact = w.double() + 1.5 * b.double() @ a.double()
     before = w.clone()
     found = merge(w, a, b, 1.5)
@@ -130,7 +164,9 @@ def test_a_merge_is_rounded_once_whatever_the_strips(dtype: torch.dtype, monkeyp
 
 
 def test_targets_that_a_model_lacks_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"has no linear_qkv to adapt.*choose from linear_q_down_proj"):
+    with pytest.raises(
+        ModelError, match=r"has no linear_qkv to adapt.*choose from linear_q_down_proj"
+    ):
         adapters(DEEPSEEK, "linear_qkv")
     with pytest.raises(ModelError, match="routed experts have no adapters"):
         adapters(TINY, "linear_proj", "linear_fc1")
@@ -142,7 +178,8 @@ def test_peft_names_modules_in_full_where_others_have_the_same_last_name() -> No
     config = peft_config(dense.facts(), modules, family_of(DENSE).tensors())
     assert config["target_modules"] == ["down_proj", "k_proj", "q_proj", "v_proj"]
     assert (config["r"], config["lora_alpha"]) == (RANK, 6.0)
-    glm = adapters(GLM4, "linear_proj", "linear_fc2")  # a first dense layer and shared experts beside routed ones
+    # a first dense layer and shared experts beside routed ones
+    glm = adapters(GLM4, "linear_proj", "linear_fc2")
     modules = {module_of(name) for name in glm.tensors()}
     targets = peft_config(glm.facts(), modules, family_of(GLM4).tensors())["target_modules"]
     assert set(targets) == {

@@ -23,24 +23,35 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", published_names())
 def test_a_copy_is_small_and_of_the_same_architecture(name: str) -> None:
-    whole, small = published(name), miniature(published(name))
-    family, copy = family_of(whole), family_of(small)
+    whole = published(name)
+    small = miniature(published(name))
+    family = family_of(whole)
+    copy = family_of(small)
     assert num_parameters(copy) < 2e6 and copy.architecture == family.architecture
     kinds = {tensor.split(".", 3)[-1] for tensor in copy.tensors()}
-    assert {tensor.split(".", 3)[-1] for tensor in family.tensors() if ".experts." not in tensor} <= kinds
-    same = {key for key, value in whole.items() if not isinstance(value, int) or isinstance(value, bool)}
+    assert {
+        tensor.split(".", 3)[-1] for tensor in family.tensors() if ".experts." not in tensor
+    } <= kinds
+    same = {
+        key for key, value in whole.items() if not isinstance(value, int) or isinstance(value, bool)
+    }
     assert {key for key in same if small.get(key) != whole[key]} <= {"dtype"}
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "glm-4.5-air"])
-def test_what_a_config_says_moves_a_copys_log_probs_beyond_the_bound(name: str, tmp_path: Path) -> None:
+def test_what_a_config_says_moves_a_copys_log_probs_beyond_the_bound(
+    name: str, tmp_path: Path
+) -> None:
     hf = miniature(published(name))
     family = family_of(hf)
     (tmp_path / "config.json").write_text(json.dumps(hf))
     parity.write_weights(family, tmp_path)
-    ids, reference = parity.sequences(family.vocab_size), parity.reference_class(family)
+    ids = parity.sequences(family.vocab_size)
+    reference = parity.reference_class(family)
     right = parity.log_probs(reference, family, tmp_path, ids)
     for key, change in CHANGES.items():
         if key in hf:
             other = family_of({**hf, key: change(hf[key])})
-            assert (parity.log_probs(reference, other, tmp_path, ids) - right).abs().max() > 1.5 * parity.BOUND, key
+            assert (
+                parity.log_probs(reference, other, tmp_path, ids) - right
+            ).abs().max() > 1.5 * parity.BOUND, key

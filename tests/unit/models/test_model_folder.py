@@ -18,11 +18,17 @@ from tests.published.folders import FAMILIES, FAULTS, break_folder, published_fo
 
 MESSAGES = {
     "missing-shard": "3.safetensors: model.safetensors.index.json lists it, and it is not there",
-    "cut-shard": r"3.safetensors is no whole safetensors file: it has \d+ bytes, and its header says \d+",
-    "missing-entry": r"lacks 1 of the \d+ tensors that config.json implies, for example model.norm.weight",
+    "cut-shard": (
+        r"3.safetensors is no whole safetensors file: it has \d+ bytes, and its header says \d+"
+    ),
+    "missing-entry": (
+        r"lacks 1 of the \d+ tensors that config.json implies, for example model.norm.weight"
+    ),
     "missing-index": "model.safetensors.index.json is missing beside 3 files of weights",
     "lfs-pointer": "3.safetensors is a git-lfs pointer in place of weights; run `git lfs pull` in",
-    "incomplete": r"lists it, and it is not there; .* \(it was interrupted: 1 .incomplete files are left\)",
+    "incomplete": (
+        r"lists it, and it is not there; .* \(it was interrupted: 1 .incomplete files are left\)"
+    ),
 }
 
 
@@ -34,18 +40,25 @@ def test_published_folders_are_whole(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3", "kimi-k2"])
-def test_a_broken_download_is_one_message_with_the_next_command(family: str, fault: str, tmp_path: Path) -> None:
+def test_a_broken_download_is_one_message_with_the_next_command(
+    family: str, fault: str, tmp_path: Path
+) -> None:
     folder = published_folder(family, tmp_path)
     tensors = family_of(json.loads((folder / "config.json").read_text())).tensors()
     file = break_folder(folder, fault)
     with pytest.raises(ModelError, match=MESSAGES[fault]) as error:
         check_weights(folder, tensors)
     text = str(error.value)
-    assert text.startswith(str(file)) and f"`hf download ORG/NAME --local-dir {folder}`" in text and "\n" not in text
+    assert (
+        text.startswith(str(file))
+        and f"`hf download ORG/NAME --local-dir {folder}`" in text
+        and "\n" not in text
+    )
 
 
 def spoil(folder: Path) -> dict[str, Callable[[], object]]:
-    index, shard = folder / "model.safetensors.index.json", folder / "model-00003-of-00003.safetensors"
+    index = folder / "model.safetensors.index.json"
+    shard = folder / "model-00003-of-00003.safetensors"
 
     def without_a_tensor() -> None:
         kept = load_file(shard)
@@ -62,9 +75,10 @@ def spoil(folder: Path) -> dict[str, Callable[[], object]]:
         "3.safetensors is no whole safetensors file; run": lambda: shard.write_bytes(
             b"\x10\0\0\0\0\0\0\0not a header at"
         ),
-        "3.safetensors is no whole safetensors file: it has 0 bytes|no whole safetensors file; run": lambda: (
-            shard.write_bytes(b"")
-        ),
+        (
+            "3.safetensors is no whole safetensors file: it has 0 bytes|no whole safetensors file; "
+            "run"
+        ): lambda: shard.write_bytes(b""),
     }
 
 
@@ -79,7 +93,8 @@ def test_other_damage_is_named(message: str, tmp_path: Path) -> None:
 def test_a_folder_in_another_form_is_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     with pytest.raises(
-        ModelError, match=r"neither .*; pytorch_model\.bin is in another form, and only safetensors are"
+        ModelError,
+        match=r"neither .*; pytorch_model\.bin is in another form, and only safetensors are",
     ):
         check_weights(tmp_path)
 
@@ -111,10 +126,17 @@ def test_commands_say_it_before_anything_starts(
     shutil.rmtree(folder)
 
 
-def test_a_folder_of_another_family_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_another_family_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = published_folder("glm-4.5", tmp_path / "hf")
-    (tmp_path / "mine.yaml").write_text(RECIPE.format(path=folder).replace("model: folder", "model: qwen3-8b"))
+    (tmp_path / "mine.yaml").write_text(
+        RECIPE.format(path=folder).replace("model: folder", "model: qwen3-8b")
+    )
     assert main(["train", "--config-dir", str(tmp_path), "--config-name", "mine", "--explain"]) == 2
     err = capsys.readouterr().err
-    assert f"model.path={folder} has model_type=glm4_moe in its config.json, and model.hf_config says qwen3" in err
+    assert (
+        f"model.path={folder} has model_type=glm4_moe in its config.json, and model.hf_config "
+        "says qwen3"
+    ) in err
     assert "give the folder of it" in err

@@ -41,7 +41,9 @@ FAMILIES.register("plain", Plain)
 CONFIG = {**FIELD_MODELS["llama"], "model_type": "plain"}
 
 
-def test_a_family_from_a_file_has_a_catalog_and_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_from_a_file_has_a_catalog_and_a_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
     with pytest.raises(ModelError, match=r"model\.family=path/to/file\.py:plain"):
         family_of(CONFIG)
@@ -64,7 +66,9 @@ def test_a_folder_of_such_a_family_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
-    file, source, out = tmp_path / "own.py", tmp_path / "source", tmp_path / "out"
+    file = tmp_path / "own.py"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     file.write_text(FILE)
     source.mkdir()
     (source / "config.json").write_text(json.dumps({**CONFIG, "dtype": "float32"}))

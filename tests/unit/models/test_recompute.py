@@ -27,16 +27,33 @@ def test_modules_that_a_model_has_pass(model: str, modules: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     ("model", "recompute", "modules", "message"),
     [
-        ("qwen3-8b", "selective", ("moe_act",), r"\['moe_act'\].* have no experts; leave moe_act out"),
-        ("qwen3-8b", "selective", ("layernorm",), "no norms of their own: they are part of the linears"),
+        (
+            "qwen3-8b",
+            "selective",
+            ("moe_act",),
+            r"\['moe_act'\].* have no experts; leave moe_act out",
+        ),
+        (
+            "qwen3-8b",
+            "selective",
+            ("layernorm",),
+            "no norms of their own: they are part of the linears",
+        ),
         ("qwen3-8b", "selective", ("mla_up_proj",), "no multi-head latent attention"),
         ("qwen3-30b-a3b", "selective", ("mlp",), "no dense MLPs .moe computes"),
         ("qwen3-30b-a3b", "selective", ("shared_experts",), "no shared experts"),
-        ("deepseek-v3", "selective", ("moe", "moe_act"), "moe is the whole layer of experts, moe_act with it"),
+        (
+            "deepseek-v3",
+            "selective",
+            ("moe", "moe_act"),
+            "moe is the whole layer of experts, moe_act with it",
+        ),
         ("deepseek-v3", "selective", (), "computes nothing again"),
         ("deepseek-v3", "full", ("moe",), "needs actor.recompute=selective, which is full"),
     ],
 )
-def test_others_are_refused_with_the_reason(model: str, recompute: str, modules: tuple[str, ...], message: str) -> None:
+def test_others_are_refused_with_the_reason(
+    model: str, recompute: str, modules: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         check_recompute(family_of({"vocab_size": 8, **published(model)}), recompute, modules)

@@ -14,10 +14,14 @@ from hybridflow.errors import ModelError
 from hybridflow.models.weights import SafetensorsFolder
 
 
-def test_a_file_is_opened_once_for_all_that_is_read_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_opened_once_for_all_that_is_read_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = {name: torch.randn(6, 4) for name in ("a", "b", "c")}
     save_file(tensors, tmp_path / "model.safetensors")
-    source, opened, original = SafetensorsFolder(tmp_path), list[str](), safetensors.safe_open
+    source = SafetensorsFolder(tmp_path)
+    opened = list[str]()
+    original = safetensors.safe_open
 
     def counted(file: Path, **options: Any) -> Any:
         opened.append(Path(file).name)

@@ -1,5 +1,5 @@
-"""Metrics, TensorBoard, timeline, rollout dumps, environment and log file: what a run leaves behind survives kills and
-resumes."""
+"""Metrics, TensorBoard, timeline, rollout dumps, environment and log file: what a run leaves behind
+survives kills and resumes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ from hybridflow.errors import ConfigError, DataError, SchemaError, StorageError
 from hybridflow.observe.environment import describe_environment, write_environment
 from hybridflow.observe.jsonl import JsonlWriter, number_ranges, read_jsonl
 from hybridflow.observe.logfile import setup_logging, stop_logging
-from hybridflow.observe.rollouts import dump_path, dump_rollouts, list_dumps, read_rollouts, remove_dumps_after
+from hybridflow.observe.rollouts import (
+    dump_path,
+    dump_rollouts,
+    list_dumps,
+    read_rollouts,
+    remove_dumps_after,
+)
 from hybridflow.observe.timeline import Timeline, read_timeline
 from hybridflow.observe.tracker import Tracker
 
@@ -57,7 +63,9 @@ def test_metrics_reach_the_file_before_the_tracker_is_closed(tmp_path: Path) -> 
 
 def test_a_torn_last_line_is_left_out_and_does_not_swallow_the_next_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "phase": "train", "wall_time": 1.0, "a": 1.0}\n{"step": 2, "phase": "tr')
+    path.write_text(
+        '{"step": 1, "phase": "train", "wall_time": 1.0, "a": 1.0}\n{"step": 2, "phase": "tr'
+    )
     assert [r["step"] for r in records(tmp_path)] == [1]
     with Tracker(tmp_path, ("jsonl",)) as tracker:
         tracker.log(2, {"a": 2.0})
@@ -66,7 +74,8 @@ def test_a_torn_last_line_is_left_out_and_does_not_swallow_the_next_record(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("left", "steps"), [('{"step": 1}\n{"step": 2}', [1, 2, 3]), ('{"ste', [3]), ('{"step": 1}\n', [1, 3]), ("", [3])]
+    ("left", "steps"),
+    [('{"step": 1}\n{"step": 2}', [1, 2, 3]), ('{"ste', [3]), ('{"step": 1}\n', [1, 3]), ("", [3])],
 )
 def test_every_kind_of_file_end_is_continued(tmp_path: Path, left: str, steps: list[int]) -> None:
     path = tmp_path / "x.jsonl"
@@ -89,12 +98,19 @@ def test_a_line_that_is_no_json_by_the_standard_is_dropped(tmp_path: Path) -> No
 
 
 def test_lines_that_are_left_out_are_counted(tmp_path: Path) -> None:
-    path, skipped = tmp_path / "records.jsonl", list[int]()
-    deep, long = "[" * 100_000, '{"text": "' + "x" * (17 << 20) + '"}'
-    path.write_text("\n".join(['{"step": 1}', "cut", deep, '{"step": 2}', long, '{"step": 3}', '{"step": 4']))
+    path = tmp_path / "records.jsonl"
+    skipped = list[int]()
+    deep = "[" * 100_000
+    long = '{"text": "' + "x" * (17 << 20) + '"}'
+    path.write_text(
+        "\n".join(['{"step": 1}', "cut", deep, '{"step": 2}', long, '{"step": 3}', '{"step": 4'])
+    )
     assert [record["step"] for record in read_jsonl(path, skipped)] == [1, 2, 3]
     assert skipped == [2, 3, 5, 7]
-    assert number_ranges(skipped) == "2-3, 5, 7" and number_ranges(range(1, 90, 2)) == "1, 3, 5, 7, 9, 11 and 39 more"
+    assert (
+        number_ranges(skipped) == "2-3, 5, 7"
+        and number_ranges(range(1, 90, 2)) == "1, 3, 5, 7, 9, 11 and 39 more"
+    )
     assert [record["step"] for record in read_jsonl(path, most_bytes=100)] == [1]
 
 
@@ -105,7 +121,9 @@ def test_records_are_read_from_files_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["appended to", "cut back"])
-def test_the_next_start_says_which_lines_it_removes(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
+def test_the_next_start_says_which_lines_it_removes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
     path = tmp_path / "timeline.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "na')
     writer = JsonlWriter(path)
@@ -125,9 +143,12 @@ def test_a_log_that_cannot_be_written_says_so_once(
     setup_logging(tmp_path)
     try:
         [file] = [
-            one for one in logging.getLogger().handlers if getattr(one, "baseFilename", "").endswith("hybridflow.log")
+            one
+            for one in logging.getLogger().handlers
+            if getattr(one, "baseFilename", "").endswith("hybridflow.log")
         ]
-        monkeypatch.setattr(file, "stream", open("/dev/full", "w"))  # noqa: SIM115  the handler closes it
+        # the handler closes it
+        monkeypatch.setattr(file, "stream", open("/dev/full", "w"))  # noqa: SIM115
         for _ in range(2):
             logging.getLogger("hybridflow").info("a record")
     finally:
@@ -174,11 +195,13 @@ def test_tensorboard_reads_what_was_logged_before_close(tmp_path: Path) -> None:
 
 def test_the_event_file_names_no_host_and_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from hybridflow.observe.tracker import Tracker; t = Tracker(sys.argv[1]); print('tensorboard' "
-        "in sys.modules)\n"
+        "import sys; from hybridflow.observe.tracker import Tracker; t = Tracker(sys.argv[1]); "
+        "print('tensorboard' in sys.modules)\n"
     )
     code += "t.log(1, {'a': 1.0}); print(sorted({'torch', 'tensorflow'} & set(sys.modules)))"
-    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert ran.stdout.splitlines() == ["False", "train step 1  a 1", "[]"]
     (file,) = (tmp_path / "tensorboard").iterdir()
     assert socket.gethostname() not in file.name
@@ -191,7 +214,10 @@ def test_values_that_are_not_finite_are_null_with_a_warning(tmp_path: Path) -> N
     (record,) = records(tmp_path)
     assert (record["a"], record["b"], record["c"]) == (None, None, 1.0)
     assert record["warning"] == "not finite: a=nan, b=inf"
-    json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    json.loads(
+        (tmp_path / "metrics.jsonl").read_text(),
+        parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
+    )
 
 
 def test_wrong_names_are_refused(tmp_path: Path) -> None:
@@ -242,14 +268,20 @@ def test_timeline_nests_and_sums(tmp_path: Path) -> None:
 def test_phases_overlap_that_are_begun_and_ended_by_hand(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.jsonl")
     with timeline.phase("step", 1):
-        slow, quick = timeline.begin("update_critic"), timeline.begin("update_actor")
+        slow = timeline.begin("update_critic")
+        quick = timeline.begin("update_actor")
         quick.end()
     with timeline.phase("step", 2), timeline.phase("gen"):
         time.sleep(0.02)
         slow.end(error="WorkerError")
     found = {(one["name"], one["step"]): one for one in read_timeline(tmp_path / "timeline.jsonl")}
-    critic, actor = found["update_critic", 1], found["update_actor", 1]
-    assert critic["start"] <= actor["start"] and critic["depth"] == 1 and critic["error"] == "WorkerError"
+    critic = found["update_critic", 1]
+    actor = found["update_actor", 1]
+    assert (
+        critic["start"] <= actor["start"]
+        and critic["depth"] == 1
+        and critic["error"] == "WorkerError"
+    )
     assert (
         critic["seconds"] >= 0.02
         and critic["end"] > actor["end"]
@@ -302,7 +334,11 @@ def test_rollouts_come_back_with_fixed_types(tmp_path: Path) -> None:
         "strange": "1",
         "tokens": "[1, 2]",
     }
-    assert (second["ground_truth"], second["weight_version"], second["strange"]) == ('{"answer": [1, 2]}', None, "x")
+    assert (second["ground_truth"], second["weight_version"], second["strange"]) == (
+        '{"answer": [1, 2]}',
+        None,
+        "x",
+    )
 
 
 def test_a_dump_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -319,19 +355,24 @@ def test_a_dump_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert read_rollouts(path) == [{"score": 1.0}]
 
 
-def test_a_dump_on_a_full_disk_says_so_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_on_a_full_disk_says_so_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "Error writing bytes to file")
 
     monkeypatch.setattr("pyarrow.parquet.ParquetWriter.write_table", full)
-    with pytest.raises(StorageError, match=r"step_000001\.parquet: .*No space left on device; make room"):
+    with pytest.raises(
+        StorageError, match=r"step_000001\.parquet: .*No space left on device; make room"
+    ):
         dump_rollouts(dump_path(tmp_path, 1), {"step": [1], "score": [0.5]})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_pieces_of_a_dump_lie_one_after_another_in_one_file(tmp_path: Path) -> None:
     path = dump_rollouts(
-        dump_path(tmp_path, 1), ({"score": [i, i + 0.5], "response_text": [None, str(i)]} for i in range(3))
+        dump_path(tmp_path, 1),
+        ({"score": [i, i + 0.5], "response_text": [None, str(i)]} for i in range(3)),
     )
     rows = read_rollouts(path)
     assert [row["score"] for row in rows] == [0, 0.5, 1, 1.5, 2, 2.5]

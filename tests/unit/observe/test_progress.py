@@ -23,12 +23,16 @@ def test_a_plain_line_a_step_with_phases_and_eta() -> None:
     out = io.StringIO()
     with Progress(3, "GRPO", stream=out) as progress:
         progress.update(
-            1, {"reward": 0.61, "kl": 1.2e-5}, {"timing_s/gen": 4.2, "timing_s/adv": 0.01, "timing_s/step": 60.0}
+            1,
+            {"reward": 0.61, "kl": 1.2e-5},
+            {"timing_s/gen": 4.2, "timing_s/adv": 0.01, "timing_s/step": 60.0},
         )
         progress.message("checkpoint written")
         progress.update(3, {"reward": 0.7}, {"gen": 4.0})
     first, message, last = plain(out)
-    assert re.fullmatch(r"GRPO 1/3  reward 0\.610  kl 1\.20e-05 \| 60\.0 s: gen 4\.2 \| ETA 2 min 0\d s", first)
+    assert re.fullmatch(
+        r"GRPO 1/3  reward 0\.610  kl 1\.20e-05 \| 60\.0 s: gen 4\.2 \| ETA 2 min 0\d s", first
+    )
     assert message == "checkpoint written"
     assert last == "GRPO 3/3  reward 0.700 | 4.0 s: gen 4.0"
 
@@ -88,7 +92,9 @@ def test_disabled_progress_is_silent() -> None:
     assert out.getvalue() == ""
 
 
-def test_a_terminal_shows_bar_stage_and_messages_and_gets_its_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_bar_stage_and_messages_and_gets_its_cursor_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     out = Terminal()
     with pytest.raises(KeyboardInterrupt), Progress(4, "GRPO", stream=out) as progress:
@@ -112,7 +118,9 @@ def test_a_terminal_shows_bar_stage_and_messages_and_gets_its_cursor_back(monkey
     assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l") >= 0
 
 
-def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TERM", "dumb")
     out = Terminal()
     with Progress(1, "GRPO", stream=out) as progress:

@@ -38,7 +38,10 @@ def drawn(chart: Chart) -> Drawn:
 
 def polylines(svg: str, kind: str = "line") -> list[list[tuple[float, float]]]:
     found = re.findall(rf'<polyline class="{kind}" points="([^"]*)"', svg)
-    return [[(float(a), float(b)) for a, b in (pair.split(",") for pair in text.split())] for text in found]
+    return [
+        [(float(a), float(b)) for a, b in (pair.split(",") for pair in text.split())]
+        for text in found
+    ]
 
 
 def whole_run(run: Path, steps: int = 30) -> None:
@@ -50,9 +53,13 @@ def whole_run(run: Path, steps: int = 30) -> None:
         for step in range(1, steps + 1):
             timing = {"timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "timing_s/step": 4.0}
             lengths = {f"response_length/{name}": 5.0 for name in ("mean", "max", "clip_ratio")}
-            policy = {f"actor/{name}": 0.1 for name in ("ppo_kl", "ref_kl", "entropy", "grad_norm", "lr")}
+            policy = {
+                f"actor/{name}": 0.1 for name in ("ppo_kl", "ref_kl", "entropy", "grad_norm", "lr")
+            }
             difference = {"rollout/logprob_diff/mean": 1e-6, "rollout/logprob_diff/max": 1e-4}
-            tracker.log(step, {"critic/score/mean": step / 30, **timing, **lengths, **policy, **difference})
+            tracker.log(
+                step, {"critic/score/mean": step / 30, **timing, **lengths, **policy, **difference}
+            )
         tracker.log(steps, {"val/score": 0.75, "val/accuracy": 0.75}, "val")
     with Timeline(run / "timeline.jsonl").phase("start engines"):
         pass
@@ -69,7 +76,9 @@ def whole_run(run: Path, steps: int = 30) -> None:
     (run / "summary.json").write_text(
         json.dumps({"status": "finished", "score_before": 0.125, "score_after": 0.75, "seed": 1})
     )
-    (run / "environment.json").write_text(json.dumps({"python": "3.11", "packages": {"torch": "2"}}))
+    (run / "environment.json").write_text(
+        json.dumps({"python": "3.11", "packages": {"torch": "2"}})
+    )
 
 
 class Page(HTMLParser):
@@ -127,7 +136,9 @@ def test_the_report_of_a_whole_run_tells_its_story_and_loads_nothing(tmp_path: P
         assert title in page.text
     assert "Not in this report" not in page.text
     assert "://" not in html
-    assert not [tag for tag, attrs in page.tags if {"src", "href", "srcset"} & attrs.keys() or tag == "link"]
+    assert not [
+        tag for tag, attrs in page.tags if {"src", "href", "srcset"} & attrs.keys() or tag == "link"
+    ]
     assert not list(tmp_path.glob(".report*"))
 
 
@@ -136,22 +147,34 @@ def test_no_script_runs_in_the_page_but_its_own(tmp_path: Path) -> None:
     pages = [write_report(tmp_path).read_text(encoding="utf-8") for _ in range(2)]
     nonces = []
     for page in pages:
-        (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+        (policy,) = re.findall(
+            r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page
+        )
         (nonce,) = re.findall(r"script-src 'nonce-([\w-]{20,})'", policy)
-        assert "default-src 'none'" in policy and page.index("Content-Security-Policy") < page.index("<style")
-        assert re.findall(r"<script[^>]*>", page) == [f'<script nonce="{nonce}">'] and " onclick" not in page
+        assert "default-src 'none'" in policy and page.index(
+            "Content-Security-Policy"
+        ) < page.index("<style")
+        assert (
+            re.findall(r"<script[^>]*>", page) == [f'<script nonce="{nonce}">']
+            and " onclick" not in page
+        )
         nonces.append(nonce)
     assert nonces[0] != nonces[1]
 
 
 def test_charts_hold_as_many_points_as_steps(tmp_path: Path) -> None:
     whole_run(tmp_path)
-    charts = {chart.title: chart for _, group in chart_groups(load_run(tmp_path)) for chart in group}
+    charts = {
+        chart.title: chart for _, group in chart_groups(load_run(tmp_path)) for chart in group
+    }
     (entropy,) = polylines(drawn(charts["Entropy of the policy"]).svg)
     assert len(entropy) == 30
     reward = drawn(charts["Reward, mean of the batch"]).svg
     assert [len(line) for line in polylines(reward, "raw") + polylines(reward, "trend")] == [30, 30]
-    assert [len(line) for line in polylines(drawn(charts["Log-probability difference"]).svg)] == [30, 30]
+    assert [len(line) for line in polylines(drawn(charts["Log-probability difference"]).svg)] == [
+        30,
+        30,
+    ]
     accuracy = drawn(charts["Held-out accuracy"]).svg
     assert len(polylines(accuracy)[0]) == 2
     assert "before 12.5 %" in accuracy
@@ -218,11 +241,18 @@ def test_text_of_the_run_is_escaped(tmp_path: Path, where: str) -> None:
     whole_run(tmp_path)
     if where == "rollout":
         columns = ("prompt_text", "response_text", "ground_truth", "finish_reason")
-        dump_rollouts(dump_path(tmp_path / "rollouts", 2), {name: [attack] for name in columns} | {"score": [1.0]})
+        dump_rollouts(
+            dump_path(tmp_path / "rollouts", 2),
+            {name: [attack] for name in columns} | {"score": [1.0]},
+        )
     elif where == "config":
-        (tmp_path / "config.yaml").write_text(f"name: {json.dumps(attack)}\nmodel: {{path: {json.dumps(attack)}}}\n")
+        (tmp_path / "config.yaml").write_text(
+            f"name: {json.dumps(attack)}\nmodel: {{path: {json.dumps(attack)}}}\n"
+        )
     elif where == "metric":
-        (tmp_path / "timeline.jsonl").write_text(json.dumps({"name": attack, "step": None, "seconds": 1.0}) + "\n")
+        (tmp_path / "timeline.jsonl").write_text(
+            json.dumps({"name": attack, "step": None, "seconds": 1.0}) + "\n"
+        )
         with Tracker(tmp_path, ("jsonl",)) as tracker:
             tracker.log(31, {f"timing_s/{attack.replace('/', '')}": 3.0, attack: math.nan})
     else:
@@ -241,7 +271,9 @@ def test_text_of_the_run_is_escaped(tmp_path: Path, where: str) -> None:
 
 
 def test_very_long_responses_are_cut(tmp_path: Path) -> None:
-    dump_rollouts(dump_path(tmp_path / "rollouts", 1), {"response_text": ["x" * 100_000], "score": [None]})
+    dump_rollouts(
+        dump_path(tmp_path / "rollouts", 1), {"response_text": ["x" * 100_000], "score": [None]}
+    )
     html = write_report(tmp_path).read_text(encoding="utf-8")
     assert len(html) < 40_000
     assert "… 98,500 more characters" in html
@@ -251,7 +283,10 @@ def test_good_and_bad_rows_of_different_prompts_are_picked() -> None:
     rows = [{"uid": i // 4, "score": float(i % 4 == 0 or i == 1), "n": i} for i in range(12)]
     assert [row["n"] for row in pick_rows(rows)] == [0, 4, 7, 11]
     assert [
-        row["n"] for row in pick_rows([{"n": 0, "score": math.nan}, {"n": 1, "score": 0.5}, {"n": 2, "score": None}])
+        row["n"]
+        for row in pick_rows(
+            [{"n": 0, "score": math.nan}, {"n": 1, "score": 0.5}, {"n": 2, "score": None}]
+        )
     ] == [1, 0, 2]
     assert len(pick_rows([{"score": 0.0, "uid": 1} for _ in range(9)])) == 4
 
@@ -259,7 +294,22 @@ def test_good_and_bad_rows_of_different_prompts_are_picked() -> None:
 def test_a_gap_splits_the_line_and_a_lone_point_is_a_dot() -> None:
     svg = drawn(
         Chart(
-            "x", [Series("a", [(1, 1.0), (2, 2.0), (3, None), (4, 3.0), (5, math.inf), (6, 1.0), (7, 2.0), (8, 3.0)])]
+            "x",
+            [
+                Series(
+                    "a",
+                    [
+                        (1, 1.0),
+                        (2, 2.0),
+                        (3, None),
+                        (4, 3.0),
+                        (5, math.inf),
+                        (6, 1.0),
+                        (7, 2.0),
+                        (8, 3.0),
+                    ],
+                )
+            ],
         )
     ).svg
     assert [len(line) for line in polylines(svg)] == [2, 3]
@@ -268,7 +318,9 @@ def test_a_gap_splits_the_line_and_a_lone_point_is_a_dot() -> None:
 
 
 def test_a_logarithmic_axis_leaves_out_zero_and_spaces_decades_evenly() -> None:
-    svg = drawn(Chart("x", [Series("a", [(1, 0.0), (2, 1e-6), (3, 1e-5), (4, 1e-4)])], log=True)).svg
+    svg = drawn(
+        Chart("x", [Series("a", [(1, 0.0), (2, 1e-6), (3, 1e-5), (4, 1e-4)])], log=True)
+    ).svg
     (line,) = polylines(svg)
     assert line[0][1] - line[1][1] == pytest.approx(line[1][1] - line[2][1], abs=0.2)
 
@@ -282,9 +334,13 @@ def test_long_series_are_thinned_to_means_and_say_so() -> None:
 
 def test_bars_of_a_phase_that_few_steps_have_stand_on_the_others() -> None:
     every = [(float(i), 1.0) for i in range(4 * MAX_BARS)]
-    chart = drawn(Chart("x", [Series("gen", every), Series("testing", every[::4], 1)], kind="stack"))
+    chart = drawn(
+        Chart("x", [Series("gen", every), Series("testing", every[::4], 1)], kind="stack")
+    )
     bars = re.findall(
-        r'<rect class="bar" x="([\d.]+)" y="([\d.]+)" width="[\d.]+" height="([\d.]+)" fill="([^"]+)"', chart.svg
+        r'<rect class="bar" x="([\d.]+)" y="([\d.]+)" width="[\d.]+" height="([\d.]+)" '
+        r'fill="([^"]+)"',
+        chart.svg,
     )
     assert len(bars) == 2 * MAX_BARS
     tops = {x: float(y) for x, y, _, fill in bars if fill == "var(--c0)"}
@@ -306,7 +362,15 @@ def test_the_rest_of_a_step_is_other_and_nested_phases_count_once(tmp_path: Path
 @pytest.mark.parametrize(("values", "overlap"), [(1.0, False), (4.0, True)])
 def test_phases_that_overlap_are_said_to(tmp_path: Path, values: float, overlap: bool) -> None:
     with Tracker(tmp_path, ("jsonl",)) as tracker:
-        tracker.log(1, {"timing_s/gen": 2.0, "timing_s/ref": 2.0, "timing_s/values": values, "timing_s/step": 5.0})
+        tracker.log(
+            1,
+            {
+                "timing_s/gen": 2.0,
+                "timing_s/ref": 2.0,
+                "timing_s/values": values,
+                "timing_s/step": 5.0,
+            },
+        )
     charts = [chart for _, charts in chart_groups(load_run(tmp_path)) for chart in charts]
     [chart] = [chart for chart in charts if chart.title == "Step time by phase"]
     assert ("overlap" in chart.about) == overlap

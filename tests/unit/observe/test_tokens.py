@@ -1,4 +1,5 @@
-"""The tokens of responses in the report: colours by difference, versions, what was put in, and hostile text."""
+"""The tokens of responses in the report: colours by difference, versions, what was put in, and
+hostile text."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from hybridflow.observe.report import write_report
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.observe.tokens import MOST_TOKENS, read_stretches, texts_of
 
-WORDS = ["plain ", "<script>alert(1)</script>", "</pre><img src=x onerror=1>", "tool says ", "&amp; ", "caf", "\u00e9"]
+WORDS = [
+    "plain ",
+    "<script>alert(1)</script>",
+    "</pre><img src=x onerror=1>",
+    "tool says ",
+    "&amp; ",
+    "caf",
+    "\u00e9",
+]
 
 
 def decode(ids: Any) -> str:
@@ -46,12 +55,16 @@ def test_stretches_say_who_made_the_tokens_and_how_far_they_differ(tmp_path: Pat
     ]
     kinds = [token.kind for one in found for token in one.tokens]
     assert kinds == ["same", "more5", "obs", "obs", "less1", "less4"]
-    assert found[0].tokens[1].about == "log p -1.0000 in the engine, 1.0000 in the trainer: +2.0e+00"
+    assert (
+        found[0].tokens[1].about == "log p -1.0000 in the engine, 1.0000 in the trainer: +2.0e+00"
+    )
 
 
 def test_long_responses_are_cut_and_other_dumps_have_no_tokens(tmp_path: Path) -> None:
     [found] = read_stretches(dump(tmp_path, MOST_TOKENS + 40), [0], decode)
-    assert sum(len(one.tokens) for one in found) == MOST_TOKENS and found[-1].title == "40 more tokens"
+    assert (
+        sum(len(one.tokens) for one in found) == MOST_TOKENS and found[-1].title == "40 more tokens"
+    )
     assert read_stretches(dump(tmp_path), [0], None) == [[]]
     path = dump_rollouts(dump_path(tmp_path, 2), {"score": [1.0]})
     assert read_stretches(path, [0], decode) == [[]]
@@ -77,11 +90,18 @@ def test_the_page_shows_and_escapes_tokens(tmp_path: Path, with_tokenizer: bool)
         (tmp_path / "model").mkdir()
         vocabulary = {word: number for number, word in enumerate(WORDS)}
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": WORDS[0]}
-        (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+        (tmp_path / "model" / "tokenizer.json").write_text(
+            json.dumps({"version": "1.0", "model": model})
+        )
     page = write_report(tmp_path).read_text()
     assert "<img" not in page and "<script>" not in page
     if with_tokenizer:
-        assert '<span class="more5" title="log p -1.0000' in page and page.count('class="obs"') == 3  # and the legend's
-        assert "answer 2, weights 4" in page and "&lt;script&gt;alert(1)" in page and "onerror=1&gt;" in page
+        # and the legend's
+        assert '<span class="more5" title="log p -1.0000' in page and page.count('class="obs"') == 3
+        assert (
+            "answer 2, weights 4" in page
+            and "&lt;script&gt;alert(1)" in page
+            and "onerror=1&gt;" in page
+        )
     else:
         assert "as text" in page and 'class="obs"' not in page

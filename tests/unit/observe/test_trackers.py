@@ -1,4 +1,5 @@
-"""A tracker in a file outside of the package is checked, started, fed and told of a resume like the built-in ones."""
+"""A tracker in a file outside of the package is checked, started, fed and told of a resume like the
+built-in ones."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def test_a_tracker_of_the_users_own_is_run(tmp_path: Path) -> None:
             tracker.log(step, {"a": step / 2})
         tracker.log(3, {"b": 1.0}, "val")
         tracker.truncate_after("train", 1)
-    assert json.loads((tmp_path / "lines.json").read_text()) == [[1, "train", {"a": 0.5}], [3, "val", {"b": 1.0}]]
+    assert json.loads((tmp_path / "lines.json").read_text()) == [
+        [1, "train", {"a": 0.5}],
+        [3, "val", {"b": 1.0}],
+    ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
@@ -53,7 +57,9 @@ def test_a_tracker_of_the_users_own_is_run(tmp_path: Path) -> None:
 )
 def test_loggers_are_checked_before_a_run(tmp_path: Path, name: str, complaint: str | None) -> None:
     (tmp_path / "mine.py").write_text(SOURCE)
-    config = load_config("tiny-moe-grpo", [f"trainer.loggers=[console,{name.format(folder=tmp_path)}]"])
+    config = load_config(
+        "tiny-moe-grpo", [f"trainer.loggers=[console,{name.format(folder=tmp_path)}]"]
+    )
     found = [problem for problem in problems(config) if "trainer.loggers" in problem]
     assert len(found) == (complaint is not None)
     assert complaint is None or complaint in found[0]

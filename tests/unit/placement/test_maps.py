@@ -9,7 +9,16 @@ import pytest
 from hybridflow.config.build import build
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ResourceError
-from hybridflow.placement import ClusterShape, Group, Node, Placement, Pool, place, pools_of, preview
+from hybridflow.placement import (
+    ClusterShape,
+    Group,
+    Node,
+    Placement,
+    Pool,
+    place,
+    pools_of,
+    preview,
+)
 
 MAPS = Path(__file__).parent / "maps"
 EIGHT = {"address": "auto", "devices_per_node": 8}
@@ -18,12 +27,22 @@ RUNS = {
     "1x8-colocated": (1, (1, 8), {"num_engines": 4, "tensor": 2, "pool": "actor"}),
     "4x8-colocated": (4, (4, 8), {"num_engines": 16, "tensor": 2, "pool": "actor"}),
     "4x8-split-16-16": (4, (4, 4), {"num_engines": 8, "tensor": 2}),
-    "8x8-two-train-six-rollout": (8, (2, 8), {"num_engines": 24, "tensor": 2, "packing": "whole_nodes"}),
-    "256x8": (256, (128, 8), {"num_engines": 64, "tensor": 16, "nodes_per_engine": 2, "packing": "whole_nodes"}),
+    "8x8-two-train-six-rollout": (
+        8,
+        (2, 8),
+        {"num_engines": 24, "tensor": 2, "packing": "whole_nodes"},
+    ),
+    "256x8": (
+        256,
+        (128, 8),
+        {"num_engines": 64, "tensor": 16, "nodes_per_engine": 2, "packing": "whole_nodes"},
+    ),
 }
 
 
-def run(nodes: int, ranks: int, rollout: dict[str, object], **sections: dict[str, object]) -> RunConfig:
+def run(
+    nodes: int, ranks: int, rollout: dict[str, object], **sections: dict[str, object]
+) -> RunConfig:
     cluster = {**EIGHT, "nodes": nodes, "procs_per_node": ranks}
     return build({"cluster": cluster, "rollout": rollout, **sections})
 
@@ -57,23 +76,37 @@ def test_roles_on_one_pool_use_the_same_devices() -> None:
 def test_spread_takes_every_node_and_pack_few() -> None:
     def nodes(packing: str) -> list[int]:
         config = run(1, 2, {"num_engines": 4, "tensor": 2, "packing": packing})
-        return [one.node for one in place(ClusterShape.uniform(4, 8), pools_of(config)).of("rollout")]
+        return [
+            one.node for one in place(ClusterShape.uniform(4, 8), pools_of(config)).of("rollout")
+        ]
 
-    assert (nodes("pack"), nodes("spread"), nodes("whole_nodes")) == ([1] * 4, [0, 1, 2, 3], [1] * 4)
+    assert (nodes("pack"), nodes("spread"), nodes("whole_nodes")) == (
+        [1] * 4,
+        [0, 1, 2, 3],
+        [1] * 4,
+    )
 
 
 def test_what_is_left_of_whole_nodes_is_nobodys() -> None:
-    pools = [Pool("rollout", (Group("rollout", 2, 2),), "whole_nodes"), Pool("critic", (Group("critic", 4),))]
+    pools = [
+        Pool("rollout", (Group("rollout", 2, 2),), "whole_nodes"),
+        Pool("critic", (Group("critic", 4),)),
+    ]
     found = place(ClusterShape.uniform(2, 8), pools)
     assert {one.node for one in found.of("rollout")} == {0}
     assert {one.node for one in found.of("critic")} == {1}
-    with pytest.raises(ResourceError, match=r"critic needs 4 ranks, which .* node-0: 0 of 8; give it more nodes"):
+    with pytest.raises(
+        ResourceError, match=r"critic needs 4 ranks, which .* node-0: 0 of 8; give it more nodes"
+    ):
         place(ClusterShape.uniform(1, 8), pools)
 
 
 def test_without_gpus_an_engine_is_a_process_on_this_machine() -> None:
     config = build(
-        {"cluster": {"procs_per_node": 2}, "rollout": {"num_engines": 2, "tensor": 4, "nodes_per_engine": 2}}
+        {
+            "cluster": {"procs_per_node": 2},
+            "rollout": {"num_engines": 2, "tensor": 4, "nodes_per_engine": 2},
+        }
     )
     found = preview(config)
     assert found is not None
@@ -89,7 +122,12 @@ def test_without_gpus_an_engine_is_a_process_on_this_machine() -> None:
 @pytest.mark.parametrize(
     ("nodes", "trainers", "rollout", "message"),
     [
-        (4, (5, 8), {}, r"actor needs 5 nodes with 8 GPUs each .* node-3: 8 of 8; give it more nodes"),
+        (
+            4,
+            (5, 8),
+            {},
+            r"actor needs 5 nodes with 8 GPUs each .* node-3: 8 of 8; give it more nodes",
+        ),
         (4, (4, 9), {}, r"actor needs 4 nodes with 9 GPUs each"),
         (4, (4, 8), {"num_engines": 1}, r"rollout needs 1 engine, which .* node-0: 0 of 8"),
         (
@@ -98,7 +136,12 @@ def test_without_gpus_an_engine_is_a_process_on_this_machine() -> None:
             {"num_engines": 17, "tensor": 2, "pool": "actor"},
             r"rollout needs 17 engines, each of 2 GPUs on one node, on the devices of actor,",
         ),
-        (4, (2, 8), {"num_engines": 2, "tensor": 9}, r"rollout needs 2 engines, each of 9 GPUs on one node, which"),
+        (
+            4,
+            (2, 8),
+            {"num_engines": 2, "tensor": 9},
+            r"rollout needs 2 engines, each of 9 GPUs on one node, which",
+        ),
         (
             3,
             (2, 8),
@@ -127,7 +170,9 @@ def test_nodes_that_differ_are_said_each() -> None:
 
 def test_a_rank_sees_the_devices_of_its_role_and_an_engine_its_own() -> None:
     found = place(ClusterShape.uniform(1, 8), pools_of(run(1, 4, {"num_engines": 2, "tensor": 2})))
-    assert [(one.visible[one.local_rank],) for one in found.of("actor")] == [one.devices for one in found.of("actor")]
+    assert [(one.visible[one.local_rank],) for one in found.of("actor")] == [
+        one.devices for one in found.of("actor")
+    ]
     assert [one.visible for one in found.of("actor")] == [(0, 1, 2, 3)] * 4
     assert [one.visible for one in found.of("rollout")] == [(4, 5), (6, 7)]
 

@@ -20,7 +20,11 @@ def pools(draw: st.DrawFn) -> list[Pool]:
     shape = draw(st.integers(1, 3)), draw(st.integers(1, 8))
     engines = Group("rollout", draw(SIZES), draw(SIZES), draw(st.integers(1, 2)))
     colocated = draw(st.booleans())
-    found = [Pool("actor", (Group("actor", shape[0] * shape[1]), *([engines] * colocated)), "pack", shape)]
+    found = [
+        Pool(
+            "actor", (Group("actor", shape[0] * shape[1]), *([engines] * colocated)), "pack", shape
+        )
+    ]
     found += [] if colocated else [Pool("rollout", (engines,), draw(PACKINGS))]
     names = draw(st.lists(st.sampled_from(["critic", "reference", "teacher"]), unique=True))
     return found + [Pool(name, (Group(name, draw(SIZES)),), draw(PACKINGS)) for name in names]
@@ -29,7 +33,9 @@ def pools(draw: st.DrawFn) -> list[Pool]:
 @st.composite
 def clusters(draw: st.DrawFn) -> ClusterShape:
     counts = draw(st.lists(st.integers(0, 8), min_size=1, max_size=8))
-    return ClusterShape(tuple(Node(f"10.0.0.{number}", count) for number, count in enumerate(counts)))
+    return ClusterShape(
+        tuple(Node(f"10.0.0.{number}", count) for number, count in enumerate(counts))
+    )
 
 
 def check(found: Placement, wanted: list[Pool]) -> None:
@@ -53,7 +59,8 @@ def check(found: Placement, wanted: list[Pool]) -> None:
         for device in one.devices:
             sharing = used.setdefault((one.node, device), set())
             assert one.role not in sharing  # no two members of a role
-            assert all(pool_of[role] == pool_of[one.role] for role in sharing)  # nobody of another pool
+            # nobody of another pool
+            assert all(pool_of[role] == pool_of[one.role] for role in sharing)
             sharing.add(one.role)
     for node in range(len(found.cluster.nodes)):
         here = [one for one in found.processes if one.node == node]
@@ -95,7 +102,9 @@ def test_enough_nodes_hold_everything_and_one_less_does_not(wanted: list[Pool]) 
 
 @settings(max_examples=100, deadline=None)
 @given(clusters(), SIZES, SIZES)
-def test_one_pool_is_refused_only_when_it_cannot_fit(cluster: ClusterShape, count: int, devices: int) -> None:
+def test_one_pool_is_refused_only_when_it_cannot_fit(
+    cluster: ClusterShape, count: int, devices: int
+) -> None:
     room = sum(node.devices // devices for node in cluster.nodes)
     try:
         place(cluster, [Pool("rollout", (Group("rollout", count, devices),))])

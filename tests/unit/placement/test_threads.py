@@ -36,7 +36,13 @@ def test_roles_in_processes_of_their_own_share_among_themselves() -> None:
 
 def test_the_environment_of_the_user_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("tiny-moe-grpo", ONE)
-    for text, limit, threads in (("", None, 8), ("3", 3, 3), ("4,2", 4, 4), ("64", 64, 8), ("many", None, 8)):
+    for text, limit, threads in (
+        ("", None, 8),
+        ("3", 3, 3),
+        ("4,2", 4, 4),
+        ("64", 64, 8),
+        ("many", None, 8),
+    ):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
         assert user_limit() == limit
         assert threads_by_role(config, 8, user_limit())["actor"] == threads
@@ -45,5 +51,7 @@ def test_the_environment_of_the_user_is_a_limit(monkeypatch: pytest.MonkeyPatch)
 def test_explain_names_the_roles_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     config = load_config("tiny-moe-grpo", ONE)
-    assert describe(config, 2, "train").startswith("Threads of a process: actor 2, rollout 2; 2 cores")
+    assert describe(config, 2, "train").startswith(
+        "Threads of a process: actor 2, rollout 2; 2 cores"
+    )
     assert "rollout" not in describe(config, 2, "sft")

@@ -139,7 +139,9 @@ def _job(setting: Setting, is_papers: bool, scored: float) -> Job:
 
 
 @functools.cache
-def mapped(setting: Setting, is_papers: bool = False, scored: float = 0.0) -> dict[str, Mapped | None]:
+def mapped(
+    setting: Setting, is_papers: bool = False, scored: float = 0.0
+) -> dict[str, Mapped | None]:
     """Return the best mapping of each placement, and as "any" of all in which the actor generates.
 
     Args:

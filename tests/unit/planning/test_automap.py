@@ -20,11 +20,14 @@ def brute_force(problem: Problem) -> float | None:
         for sizes in allocations(problem.devices, len(partition)):
             pools = []
             for pool, size in zip(partition, sizes, strict=True):
-                pools.append([
-                    chosen
-                    for chosen in product(*(usable(problem, model, size) for model in pool))
-                    if sum(o.held for o in chosen) + max(o.working for o in chosen) <= problem.memory
-                ])  # fmt: skip
+                pools.append(
+                    [
+                        chosen
+                        for chosen in product(*(usable(problem, model, size) for model in pool))
+                        if sum(o.held for o in chosen) + max(o.working for o in chosen)
+                        <= problem.memory
+                    ]
+                )
             for choice in product(*pools):
                 seconds = [added(o.seconds for o in chosen) for chosen in choice]
                 found = step_seconds(seconds, problem.overlaps)
@@ -70,7 +73,9 @@ def random_problem(seed: int) -> Problem:
     def options(model: str, size: int) -> Sequence[Option]:
         return [option for option in table[model] if option.devices <= size]
 
-    return Problem(models, devices, sizes, draw.randint(4, 14), options, overlaps=draw.random() < 0.4)
+    return Problem(
+        models, devices, sizes, draw.randint(4, 14), options, overlaps=draw.random() < 0.4
+    )
 
 
 def some(draw: random.Random) -> float:
@@ -87,7 +92,9 @@ def test_the_search_is_as_good_as_trying_everything(seed: int) -> None:
             check(problem, found.pools, found.devices)
 
 
-def check(problem: Problem, pools: Sequence[Sequence[tuple[str, Option]]], sizes: Sequence[int]) -> None:
+def check(
+    problem: Problem, pools: Sequence[Sequence[tuple[str, Option]]], sizes: Sequence[int]
+) -> None:
     assert sorted(model for pool in pools for model, _ in pool) == sorted(problem.models)
     assert sum(sizes) <= problem.devices
     for pool, size in zip(pools, sizes, strict=True):
@@ -101,17 +108,27 @@ def test_every_partition_comes_once() -> None:
 
 
 def test_four_models_on_4096_devices_take_seconds() -> None:
-    sizes = tuple(sorted({base << power for base in (1, 3) for power in range(13) if base << power <= 4096}))
+    sizes = tuple(
+        sorted({base << power for base in (1, 3) for power in range(13) if base << power <= 4096})
+    )
 
     def options(model: str, size: int) -> list[Option]:
-        work = {"actor": (0.0, 9.0, 90.0, 0.0), "rollout": (200.0, 0.0, 0.0, 0.0), "critic": (0.0, 9.0, 0.0, 90.0)}
+        work = {
+            "actor": (0.0, 9.0, 90.0, 0.0),
+            "rollout": (200.0, 0.0, 0.0, 0.0),
+            "critic": (0.0, 9.0, 0.0, 90.0),
+        }
         stages = work.get(model, (0.0, 9.0, 0.0, 0.0))
 
         def seconds(cut: int) -> Seconds:
             a, b, c, d = (1e3 * one / size * cut**0.2 + 0.01 * cut * bool(one) for one in stages)
             return a, b, c, d
 
-        return [Option(size, 40 / cut + 1, 8 / cut, seconds(cut)) for cut in (1, 2, 4, 8, 16) if cut <= size]
+        return [
+            Option(size, 40 / cut + 1, 8 / cut, seconds(cut))
+            for cut in (1, 2, 4, 8, 16)
+            if cut <= size
+        ]
 
     before = time.process_time()
     found = search(Problem(("actor", "rollout", "critic", "reference"), 4096, sizes, 80, options))

@@ -20,26 +20,44 @@ from hybridflow.planning.plan import make_plan, resident
 @pytest.mark.slow
 def test_a_plan_needs_no_torch_and_no_ray() -> None:
     script = (
-        "import sys; from hybridflow.cli.main import main; main(['plan', '--config-name', 'grpo-kimi-k2-256x8']); "
-        "assert not {'torch', 'ray', 'sglang', 'megatron'} & set(sys.modules)"
+        "import sys; from hybridflow.cli.main import main; main(['plan', '--config-name', "
+        "'grpo-kimi-k2-256x8']); assert not {'torch', 'ray', 'sglang', 'megatron'} & "
+        "set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("fits") and "1,026.4 billion" in done.stdout
 
 
 def test_figures_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--config-name", "ppo-qwen3-8b-1x8", "--json", "--mean-response", "2000"]) == 0
+    assert (
+        main(["plan", "--config-name", "ppo-qwen3-8b-1x8", "--json", "--mean-response", "2000"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
-    assert found["step_seconds"] == pytest.approx(sum(phase["seconds"] for phase in found["phases"]))
-    ends = [(phase["begin"], phase["begin"] + phase["seconds"]) for phase in found["phases"]]  # all on the same devices
-    assert sorted(begin for begin, _ in ends)[1:] == pytest.approx(sorted(end for _, end in ends)[:-1])
-    assert all(phase["bytes"] == pytest.approx(sum(phase["memory"].values())) for phase in found["phases"])
+    assert found["step_seconds"] == pytest.approx(
+        sum(phase["seconds"] for phase in found["phases"])
+    )
+    # all on the same devices
+    ends = [(phase["begin"], phase["begin"] + phase["seconds"]) for phase in found["phases"]]
+    assert sorted(begin for begin, _ in ends)[1:] == pytest.approx(
+        sorted(end for _, end in ends)[:-1]
+    )
+    assert all(
+        phase["bytes"] == pytest.approx(sum(phase["memory"].values())) for phase in found["phases"]
+    )
     assert found["assumed"] == {"prompt_tokens": 512, "response_tokens": 2000}
     assert found["device_hours"] == pytest.approx(8 * found["step_seconds"] / 3600)
-    assert {"generation", "log-probs", "values", "update critic", "update actor", "weight sync"} <= {
-        phase["name"] for phase in found["phases"]
-    }
+    assert {
+        "generation",
+        "log-probs",
+        "values",
+        "update critic",
+        "update actor",
+        "weight sync",
+    } <= {phase["name"] for phase in found["phases"]}
 
 
 @pytest.mark.slow
@@ -52,7 +70,9 @@ def test_figures_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         ("grpo-qwen3-14b-1x8", "rollout.num_engines=5"),
     ],
 )
-def test_what_does_not_fit_says_what_does(name: str, change: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_says_what_does(
+    name: str, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "--config-name", name, change]) == 0
     out = capsys.readouterr().out
     assert "does not fit: " in out
@@ -70,7 +90,10 @@ def test_what_does_not_fit_says_what_does(name: str, change: str, capsys: pytest
         ("device: H1000", "no device is called 'H1000'; did you mean h100? Known: A100, H100"),
         ("devise: H100", "there is no key devise; did you mean device?"),
         ("devices: {MINE: {tflops: 100}}", "devices.MINE lacks memory_gb, memory_gbs"),
-        ("devices: {MINE: {tflops: -1, memory_gb: 80, memory_gbs: 2000}}", "devices.MINE.tflops=-1"),
+        (
+            "devices: {MINE: {tflops: -1, memory_gb: 80, memory_gbs: 2000}}",
+            "devices.MINE.tflops=-1",
+        ),
         ("[1, 2]", "must give device, nodes and devices_per_node"),
         ("a: [", "not valid YAML"),
     ],
@@ -79,7 +102,13 @@ def test_a_bad_cluster_file_is_one_message(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "cluster.yaml").write_text(text)
-    arguments = ["plan", "--config-name", "grpo-qwen3-8b-1x8", "--cluster", str(tmp_path / "cluster.yaml")]
+    arguments = [
+        "plan",
+        "--config-name",
+        "grpo-qwen3-8b-1x8",
+        "--cluster",
+        str(tmp_path / "cluster.yaml"),
+    ]
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error and error.count("\n") == 1
@@ -88,18 +117,29 @@ def test_a_bad_cluster_file_is_one_message(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config-name", "grpo-qwen3-8b-1x8", "--cluster", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (
+            ["--config-name", "grpo-qwen3-8b-1x8", "--cluster", "nowhere.yaml"],
+            "nowhere.yaml: cannot be read",
+        ),
         (["--config-name", "grpo-qwen3-8b-1x8", "--device", "TPU"], "no device is called 'TPU'"),
         (["--config-name", "grpo-qwen3-8b-1x8", "--mean-response", "-1"], "--mean-response -1"),
         (["--config-name", "grpo-qwen3-8b-1x8", "model.path=nowhere"], "model.path=nowhere"),
-        (["--config-name", "grpo-kimi-k2-256x8", "actor.parallel.pipeline=2"], "num_hidden_layers is 61"),
-        (["--config-name", "grpo-deepseek-v3-32x8", "actor.parallel.pipeline=5"], "does not divide"),
+        (
+            ["--config-name", "grpo-kimi-k2-256x8", "actor.parallel.pipeline=2"],
+            "num_hidden_layers is 61",
+        ),
+        (
+            ["--config-name", "grpo-deepseek-v3-32x8", "actor.parallel.pipeline=5"],
+            "does not divide",
+        ),
         (["--config-name", "tiny-moe-grpo", "model.tokenizer=nowhere"], "vocab_size"),
         ([], "--config-name is missing"),
         (["--model", "kimi-k2"], "needs --model, --trainer and --engines"),
     ],
 )
-def test_bad_input_is_one_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
@@ -133,23 +173,30 @@ def test_lengths_have_the_mean_that_is_asked_for(mean: float, longest: int) -> N
 def test_more_devices_or_shorter_answers_take_less_time() -> None:
     config = load_config("grpo-qwen3-30b-a3b-4x8")
     machines = read_cluster(None, 4, 8)
-    seconds = [make_plan(job_of(config, machines, Assumed(response=mean))).seconds for mean in (500, 2000, 6000)]
+    seconds = [
+        make_plan(job_of(config, machines, Assumed(response=mean))).seconds
+        for mean in (500, 2000, 6000)
+    ]
     assert seconds == sorted(seconds)
     faster = make_plan(job_of(config, read_cluster(None, 4, 8, "H200"))).seconds
     assert faster < make_plan(job_of(config, machines)).seconds
 
 
 def test_the_demo_holds_what_its_formulas_say() -> None:
-    """6,000 numbers of a small model, by hand: 4 bytes of weight, 4 of gradient, 8 of moments over the data ranks."""
+    """6,000 numbers of a small model, by hand: 4 bytes of weight, 4 of gradient, 8 of moments over
+    the data ranks."""
     sizes = {"vocab_size": 19, **load_config("tiny-moe-grpo").model.hf_config}
     job = job_of(load_config("tiny-moe-grpo"), read_cluster(None, 1, 4, "cpu"), hf=sizes)
-    parts, numbers = resident(job)["actor"], job.actor.training.numbers
+    parts = resident(job)["actor"]
+    numbers = job.actor.training.numbers
     heaviest = max(numbers, key=lambda one: one.total)
     assert parts["weights"] == parts["gradients"] == 4 * heaviest.total == parts["reference"]
     assert parts["optimizer"] == 8 * heaviest.total  # one data-parallel rank
 
 
-def test_a_step_without_a_pass_for_old_log_probs_is_planned_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_without_a_pass_for_old_log_probs_is_planned_without_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def seconds(*words: str) -> float:
         assert main(["plan", "--config-name", "grpo-qwen3-8b-1x8", "--json", *words]) == 0
         phases = json.loads(capsys.readouterr().out)["phases"]

@@ -1,4 +1,5 @@
-"""Every recipe for GPU clusters composes, is legal, is planned and fits; a recipe that is wrong is caught."""
+"""Every recipe for GPU clusters composes, is legal, is planned and fits; a recipe that is wrong is
+caught."""
 
 from __future__ import annotations
 
@@ -42,11 +43,16 @@ def test_a_recipe_composes_is_legal_and_fits(name: str) -> None:
 
 
 COVERING = ("grpo-qwen3-8b-1x8", "grpo-moonlight-16b-a3b-1x8", "ppo-qwen2.5-7b-1x8")
-ALL = [pytest.param(name, marks=[] if name in COVERING else [pytest.mark.full]) for name in recipes.names()]
+ALL = [
+    pytest.param(name, marks=[] if name in COVERING else [pytest.mark.full])
+    for name in recipes.names()
+]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_layout_is_much_faster_and_nothing_is_computed_again_that_fits_without(name: str) -> None:
+def test_no_layout_is_much_faster_and_nothing_is_computed_again_that_fits_without(
+    name: str,
+) -> None:
     config, plan = recipes.recipe_plan(name)
     machines = plan.job.machines
     change, _ = auto(config, machines, Assumed(), None, False)
@@ -60,10 +66,16 @@ def test_no_layout_is_much_faster_and_nothing_is_computed_again_that_fits_withou
 def test_every_model_has_grpo_for_two_sizes_and_four_have_ppo() -> None:
     from hybridflow.models.published import published_names
 
-    grpo = [name.removeprefix("grpo-").rpartition("-")[0] for name in recipes.names() if name.startswith("grpo-")]
+    grpo = [
+        name.removeprefix("grpo-").rpartition("-")[0]
+        for name in recipes.names()
+        if name.startswith("grpo-")
+    ]
     assert set(grpo) == set(published_names())
     assert min(grpo.count(model) for model in grpo) >= 2
-    assert len({name.rpartition("-")[0] for name in recipes.names() if name.startswith("ppo-")}) >= 4
+    assert (
+        len({name.rpartition("-")[0] for name in recipes.names() if name.startswith("ppo-")}) >= 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +83,8 @@ def test_every_model_has_grpo_for_two_sizes_and_four_have_ppo() -> None:
     [
         ("grpo-qwen3-30b-a3b-4x8", "actor.parallel.expert=12"),  # a layout that does not divide
         ("grpo-qwen3-30b-a3b-4x8", "actor.parallel.pipeline=5"),
-        ("grpo-deepseek-v3-32x8", "actor.parallel.first_stage_layers=0"),  # 59 layers over 15 stages
+        # 59 layers over 15 stages
+        ("grpo-deepseek-v3-32x8", "actor.parallel.first_stage_layers=0"),
         ("grpo-deepseek-v3-32x8", "actor.parallel.pipeline=2"),  # 3 and 2 of 61 layers
         ("grpo-qwen3-30b-a3b-4x8", "actor.parallel.expert=1"),  # experts whole on every rank
         ("grpo-llama-3.1-70b-4x8", "actor.parallel.pipeline=1"),
@@ -93,4 +106,6 @@ def test_a_recipe_that_is_wrong_is_caught(name: str, change: str) -> None:
 
 def test_the_document_is_what_the_planner_says() -> None:
     written = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    assert written.strip() == recipes.document().strip(), "run: hybridflow plan --recipes > docs/recipes.md"
+    assert written.strip() == recipes.document().strip(), (
+        "run: hybridflow plan --recipes > docs/recipes.md"
+    )

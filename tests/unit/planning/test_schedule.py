@@ -19,18 +19,23 @@ def test_work_beside_generation_hides_it() -> None:
 
 def test_a_critic_of_its_own_trains_beside_policy_and_next_generation() -> None:
     assert step_seconds([(10, 0, 4, 0), (0, 3, 0, 12)], overlaps=False) == 17  # 12 of 4 + 10
-    assert step_seconds([(10, 0, 4, 0), (0, 3, 0, 20)], overlaps=False) == 23  # it is the bottleneck
+    # it is the bottleneck
+    assert step_seconds([(10, 0, 4, 0), (0, 3, 0, 20)], overlaps=False) == 23
     assert step_seconds([(10, 3, 4, 12)], overlaps=False) == 29
-    assert step_seconds([(0, 0, 4, 0), (10, 3, 0, 12)], overlaps=False) == 25  # engines on the critic's devices
+    # engines on the critic's devices
+    assert step_seconds([(0, 0, 4, 0), (10, 3, 0, 12)], overlaps=False) == 25
     assert step_seconds([(10, 0, 4, 0), (0, 3, 0, 12)], overlaps=True) == 15
     assert step_seconds([(10, 0, 4, 0), (0, 3, 0, 12)], overlaps=False, rest=2) == 19
 
 
-def simulated(seconds: dict[str, tuple[float, float, float]], engines: str, rest: float, steps: int = 60) -> float:
-    """The time between the ends of two late steps' passes, event by event: (passes, update, its share of generation) of
-    each pool; the policy's is `actor`."""
+def simulated(
+    seconds: dict[str, tuple[float, float, float]], engines: str, rest: float, steps: int = 60
+) -> float:
+    """The time between the ends of two late steps' passes, event by event: (passes, update, its
+    share of generation) of each pool; the policy's is `actor`."""
     free = dict.fromkeys(seconds, 0.0)
-    ready, ends = 0.0, []
+    ready = 0.0
+    ends = []
     for _ in range(steps):
         answered = max(ready, free[engines]) + seconds[engines][2]
         free[engines] = answered
@@ -52,14 +57,24 @@ def test_the_formula_is_what_many_steps_take(seed: int) -> None:
     engines = draw.choice(pools)
     rest = draw.choice([0.0, 3.0])
     seconds = {
-        pool: (float(draw.randint(0, 9)), float(draw.randint(0, 20)), float(draw.randint(1, 20)) * (pool == engines))
+        pool: (
+            float(draw.randint(0, 9)),
+            float(draw.randint(0, 20)),
+            float(draw.randint(1, 20)) * (pool == engines),
+        )
         for pool in pools
     }
     seconds["actor"] = (seconds["actor"][0], max(seconds["actor"][1], 1.0), seconds["actor"][2])
     stages = []
     for pool, (passes, update, answering) in seconds.items():
-        stages.append((answering, passes, update, 0.0) if pool == "actor" else (answering, passes, 0.0, update))
-    assert step_seconds(stages, overlaps=False, rest=rest) == pytest.approx(simulated(seconds, engines, rest))
+        stages.append(
+            (answering, passes, update, 0.0)
+            if pool == "actor"
+            else (answering, passes, 0.0, update)
+        )
+    assert step_seconds(stages, overlaps=False, rest=rest) == pytest.approx(
+        simulated(seconds, engines, rest)
+    )
 
 
 def test_phases_begin_when_what_they_wait_for_has_ended() -> None:

@@ -1,4 +1,5 @@
-"""The planner counts what a run holds: every rank's tensors by the map, every engine's by its layout."""
+"""The planner counts what a run holds: every rank's tensors by the map, every engine's by its
+layout."""
 
 from __future__ import annotations
 
@@ -19,18 +20,35 @@ from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import rank_tensors
 
 CUTS: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3-0.6b", {"tp_size": 2, "pp_size": 4}),  # tied: the last stage has a copy of the embedding
+    # tied: the last stage has a copy of the embedding
+    ("qwen3-0.6b", {"tp_size": 2, "pp_size": 4}),
     ("qwen2.5-7b", {"tp_size": 4, "pp_size": 2, "vpp_size": 7}),
     ("mixtral-8x7b", {"tp_size": 2, "pp_size": 4, "vpp_size": 4, "ep_size": 8, "etp_size": 1}),
     ("moonlight-16b-a3b", {"tp_size": 2, "pp_size": 3, "ep_size": 8}),
-    ("qwen3-235b-a22b", {"tp_size": 2, "pp_size": 8, "ep_size": 8, "first_stage_layers": 11, "last_stage_layers": 11}),
-    ("qwen3-235b-a22b", {"pp_size": 8, "vpp_size": 4, "ep_size": 32, "layers_per_stage": (2, *[3] * 30, 2)}),
+    (
+        "qwen3-235b-a22b",
+        {
+            "tp_size": 2,
+            "pp_size": 8,
+            "ep_size": 8,
+            "first_stage_layers": 11,
+            "last_stage_layers": 11,
+        },
+    ),
+    (
+        "qwen3-235b-a22b",
+        {"pp_size": 8, "vpp_size": 4, "ep_size": 32, "layers_per_stage": (2, *[3] * 30, 2)},
+    ),
     ("glm-4.5-air", {"tp_size": 4, "pp_size": 2, "ep_size": 16, "etp_size": 2}),
 ]
 # GFLOP a token, forward and backward, causal: counted by others for published runs
 GFLOP = [
     *(("llama-3.1-70b", 4096, 433.1), ("llama-3.1-405b", 8192, 2524), ("qwen3-32b", 4096, 204.8)),
-    *(("qwen3-30b-a3b", 4096, 23.08), ("qwen3-235b-a22b", 4096, 148.3), ("qwen3-235b-a22b", 131072, 735.0)),
+    *(
+        ("qwen3-30b-a3b", 4096, 23.08),
+        ("qwen3-235b-a22b", 4096, 148.3),
+        ("qwen3-235b-a22b", 131072, 735.0),
+    ),
     *(("deepseek-v3", 4096, 250.4), ("mixtral-8x7b", 4096, 79.7), ("mixtral-8x22b", 4096, 242.2)),
 ]
 
@@ -64,7 +82,10 @@ def test_every_stage_has_the_numbers_of_its_tensors(model: str, cut: dict[str, A
 )
 def test_an_engine_has_the_numbers_of_its_layout(model: str, shape: EngineShape) -> None:
     decoder = decoder_of(published(model))
-    held = [int(rank.shapes.prod(axis=1).sum()) for rank in engine_layout(decoder, [shape], "bfloat16").classes]
+    held = [
+        int(rank.shapes.prod(axis=1).sum())
+        for rank in engine_layout(decoder, [shape], "bfloat16").classes
+    ]
     assert Engine(decoder, shape, DEVICES["H100"]).numbers.total == max(held)
 
 
@@ -76,11 +97,14 @@ def test_operations_of_a_token(model: str, length: int, expected: float) -> None
 
 def test_heads_for_several_tokens_ahead_are_counted_once() -> None:
     hf: dict[str, Any] = published("deepseek-v3")
-    plain, more = decoder_of(hf), decoder_of(hf, mtp=True)
+    plain = decoder_of(hf)
+    more = decoder_of(hf, mtp=True)
     extra = stage_numbers(more, Coordinates()).total - stage_numbers(plain, Coordinates()).total
     shapes = family_of(hf, mtp=True).tensors()
     of_head = sum(
-        prod(s) for name, s in shapes.items() if name.startswith("model.layers.61.") and "correction" not in name
+        prod(s)
+        for name, s in shapes.items()
+        if name.startswith("model.layers.61.") and "correction" not in name
     )
     assert extra == of_head
     assert len(layer_shapes(more)) == 61

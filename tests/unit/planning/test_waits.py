@@ -1,4 +1,5 @@
-"""What an update waits for besides its passes: data-parallel ranks, and how a weight sync travels."""
+"""What an update waits for besides its passes: data-parallel ranks, and how a weight sync
+travels."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from hybridflow.planning.plan import sync_seconds
 from hybridflow.planning.sizes import decoder_of
 from hybridflow.planning.training import Cut, Practice, Training
 
-LENGTH, MICRO = 2048.0, 4096.0
+LENGTH = 2048.0
+MICRO = 4096.0
 
 
 def training(cut: Cut, practice: Practice = Practice(), network_gbs: float = 50.0) -> Training:  # noqa: B008
@@ -34,12 +36,15 @@ def test_ranks_wait_for_gradients_and_weights_that_nothing_hides() -> None:
     one = training(cut)
     sent = one.numbers[0].total * (4 + 2) * 7 / 8 / (50e9 * one.constants.network)
     assert waits(cut) == pytest.approx(sent)
-    assert waits(Cut(8, 8, sequence=True)) == pytest.approx(0, abs=1e-9)  # no other rank has the same weights
+    # no other rank has the same weights
+    assert waits(Cut(8, 8, sequence=True)) == pytest.approx(0, abs=1e-9)
 
 
 def test_overlap_hides_no_more_than_a_micro_batch_lasts() -> None:
-    cut, both = Cut(64, 8, sequence=True), Practice(overlaps_gradients=True, overlaps_weights=True)
-    whole, gradients = waits(cut), waits(cut, Practice(overlaps_gradients=True))
+    cut = Cut(64, 8, sequence=True)
+    both = Practice(overlaps_gradients=True, overlaps_weights=True)
+    whole = waits(cut)
+    gradients = waits(cut, Practice(overlaps_gradients=True))
     assert waits(cut, both) < gradients < whole
     slow = 0.5  # a network so slow that computation is short beside it
     hidden = waits(cut, network_gbs=slow) - waits(cut, both, slow)
@@ -62,9 +67,15 @@ def test_a_ring_leaves_a_node_through_the_network_devices_of_all_its_ranks_there
         ("actor.parallel.moe_dispatcher=deepep", "dispatch", "deepep"),
     ],
 )
-def test_the_plan_of_a_run_reads_how_it_communicates(change: str, attribute: str, value: object) -> None:
+def test_the_plan_of_a_run_reads_how_it_communicates(
+    change: str, attribute: str, value: object
+) -> None:
     practice = planned(change).actor.training.practice
-    assert getattr(practice, attribute) == value != getattr(planned().actor.training.practice, attribute)
+    assert (
+        getattr(practice, attribute)
+        == value
+        != getattr(planned().actor.training.practice, attribute)
+    )
 
 
 def test_a_sync_from_rank_to_rank_is_faster_than_one_that_everybody_receives() -> None:

@@ -17,7 +17,11 @@ print("runs")
 
 def _asked(known: str, another: int = 0) -> tuple[int, str]:
     ended = subprocess.run(
-        [sys.executable, "-c", ASKS, known, str(another)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", ASKS, known, str(another)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     return ended.returncode, ended.stdout
 

@@ -37,13 +37,16 @@ sys.exit(7)
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a server for each group of modules; returns their names and the first server's process."""
+    """Starts a server for each group of modules; returns their names and the first server's
+    process."""
     running: list[subprocess.Popen[bytes]] = []
 
     def begin(
         *groups: tuple[str, ...], path: str = "", stderr: int | None = None
     ) -> tuple[list[str], subprocess.Popen[bytes]]:
-        names, listeners, words = [secrets.token_hex(4) for _ in groups], [], list[str]()
+        names = [secrets.token_hex(4) for _ in groups]
+        listeners = []
+        words = list[str]()
         for name, modules in zip(names, groups, strict=True):
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(address_of(name))
@@ -54,7 +57,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
             subprocess.Popen(
                 [sys.executable, "-P", "-m", "hybridflow.process.fork_server", *words],
                 pass_fds=[listener.fileno() for listener in listeners],
-                env={**os.environ, "PYTHONPATH": f"{ROOT}:{path}", "OF_THE_SERVER": "1", "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": f"{ROOT}:{path}",
+                    "OF_THE_SERVER": "1",
+                    "OMP_NUM_THREADS": "1",
+                },
                 stderr=stderr,
             )
         )
@@ -69,7 +77,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def _said(name: str, folder: Path, *words: str, leader: bool = False) -> dict[str, Any]:
-    script, out = folder / "says.py", folder / "said.json"
+    script = folder / "says.py"
+    out = folder / "said.json"
     script.write_text(SAYS)
     with open(out, "wb") as file, open(os.devnull, "rb") as nothing:
         files = (nothing.fileno(), file.fileno(), 2)
@@ -92,19 +101,25 @@ def _ends(pid: int) -> bool:
     return False
 
 
-def test_a_fork_is_a_new_interpreter_that_finds_modules_loaded(start: Start, tmp_path: Path) -> None:
+def test_a_fork_is_a_new_interpreter_that_finds_modules_loaded(
+    start: Start, tmp_path: Path
+) -> None:
     (name,), _ = start(("numpy", "sqlite3"))
     first, second = (_said(name, tmp_path, "sqlite3", "decimal_of_nobody") for _ in range(2))
     assert first["argv"] == [str(tmp_path / "says.py"), "sqlite3", "decimal_of_nobody"]
     assert (first["of"], first["left"], first["name"]) == ("the order", None, "__main__")
-    assert first["cwd"] == os.getcwd() and str(tmp_path) not in first["path"]  # no folder hides the library's modules
+    # no folder hides the library's modules
+    assert first["cwd"] == os.getcwd() and str(tmp_path) not in first["path"]
     assert first["loaded"] == ["sqlite3"]
     assert first["random"] != second["random"]
-    assert (first["group"], first["session"]) == (True, False)  # whoever kills its group kills nobody else
+    # whoever kills its group kills nobody else
+    assert (first["group"], first["session"]) == (True, False)
     assert _said(name, tmp_path, leader=True)["session"] is True
 
 
-def test_later_servers_begin_with_the_modules_of_the_first_and_add_their_own(start: Start, tmp_path: Path) -> None:
+def test_later_servers_begin_with_the_modules_of_the_first_and_add_their_own(
+    start: Start, tmp_path: Path
+) -> None:
     names, _ = start(("numpy",), ("sqlite3",), ("xmlrpc.client",))
     loaded = [_said(name, tmp_path, "sqlite3", "xmlrpc.client")["loaded"] for name in names]
     assert loaded == [[], ["sqlite3"], ["xmlrpc.client"]]
@@ -118,7 +133,8 @@ def test_forks_end_with_their_client_and_with_the_server_but_for_leaders(start: 
     asked = _sleeper(name)
     asked.send_signal(signal.SIGTERM)
     assert asked.wait(60) == -signal.SIGTERM
-    bound, leader = _sleeper(name), _sleeper(name, leader=True)
+    bound = _sleeper(name)
+    leader = _sleeper(name, leader=True)
     server.kill()
     server.wait()
     assert bound.wait(60) == -signal.SIGKILL
@@ -131,7 +147,15 @@ def test_a_guard_whose_client_ends_at_once_removes_the_folder(start: Start, tmp_
     (name,), _ = start(())
     for number in range(5):
         folder = tmp_path / f"engine-{number}"
-        words = [guard.__file__, str(os.getpid()), "0", str(folder), "--", "-m", "tests.unit.process.sleeper"]
+        words = [
+            guard.__file__,
+            str(os.getpid()),
+            "0",
+            str(folder),
+            "--",
+            "-m",
+            "tests.unit.process.sleeper",
+        ]
         process = fork(name, words, os.environ, (0, 1, 2), leader=True)
         folder.mkdir()
         process.close()
@@ -217,12 +241,18 @@ print(set(answers))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can connect as another user")
-def test_a_thousand_connections_of_another_user_get_no_process_and_hold_nobody(start: Start) -> None:
+def test_a_thousand_connections_of_another_user_get_no_process_and_hold_nobody(
+    start: Start,
+) -> None:
     [name], server = start(("json",), stderr=subprocess.PIPE)
     fork(name, ["-m", "this"], os.environ, (0, 1, 2)).wait(60)  # it has loaded
     address = address_of(name).replace("\0", "@")
     crowd = subprocess.run(
-        [sys.executable, "-c", CROWD, address], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", CROWD, address],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert crowd.stdout == "{b''}\n", crowd.stderr
     assert fork(name, ["-m", "this"], os.environ, (0, 1, 2)).wait(60) == 0
@@ -256,10 +286,15 @@ def test_no_fork_of_a_process_with_threads(start: Start, tmp_path: Path) -> None
         _sleeper(name)
 
 
-def test_the_script_passes_the_status_on_and_does_without_a_server(start: Start, tmp_path: Path) -> None:
+def test_the_script_passes_the_status_on_and_does_without_a_server(
+    start: Start, tmp_path: Path
+) -> None:
     (name,), _ = start(())
     script = tmp_path / "status.py"
-    script.write_text("import os, sys; print(os.getppid()); os.kill(os.getpid(), 9) if sys.argv[1:] else sys.exit(5)")
+    script.write_text(
+        "import os, sys; print(os.getppid()); os.kill(os.getpid(), 9) if sys.argv[1:] else "
+        "sys.exit(5)"
+    )
 
     def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-I", "-S", fork_client.__file__, name, str(script), *words]

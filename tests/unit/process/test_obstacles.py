@@ -16,7 +16,15 @@ from hybridflow.process.obstacles import Obstacle, obstacles, require_none
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An environment without obstacles."""
-    for name in ("PYTHONPATH", "RAY_ADDRESS", "http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy"):
+    for name in (
+        "PYTHONPATH",
+        "RAY_ADDRESS",
+        "http_proxy",
+        "HTTP_PROXY",
+        "https_proxy",
+        "HTTPS_PROXY",
+        "all_proxy",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("ALL_PROXY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -71,7 +79,9 @@ def test_another_version_of_a_library_is_refused_and_the_same_is_not(
     (other / "ray").mkdir(parents=True)
     (other / "ray" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'nothing'}{os.pathsep}{other}")
-    with pytest.raises(ResourceError, match=f"{other} has ray of no known version.*remove {other} from PYTHONPATH"):
+    with pytest.raises(
+        ResourceError, match=f"{other} has ray of no known version.*remove {other} from PYTHONPATH"
+    ):
         require_none(("torch", "ray"))
     require_none(("torch", "numpy"))  # a run without Ray does not mind
     for number, refused in (("0.1", True), (version("ray"), False)):
@@ -83,7 +93,9 @@ def test_another_version_of_a_library_is_refused_and_the_same_is_not(
         info.rmdir()
 
 
-def test_modules_of_pythons_names_in_its_path_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_pythons_names_in_its_path_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "select.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ResourceError, match=r"has select\.py, as Python itself has"):

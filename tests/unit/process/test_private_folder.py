@@ -30,8 +30,11 @@ def test_a_long_tmpdir_is_left_for_tmp(parent: Path) -> None:
     made.rmdir()
 
 
-def test_the_longest_parent_still_leaves_sockets_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for letter, length, fits in (("x", 47, True), ("x", 48, False), ("é", 40, False)):  # bytes count
+def test_the_longest_parent_still_leaves_sockets_their_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # bytes count
+    for letter, length, fits in (("x", 47, True), ("x", 48, False), ("é", 40, False)):
         folder = tmp_path.parents[-2] / f"{letter * (length - len(str(tmp_path.parents[-2])) - 1)}"
         folder.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -41,26 +44,36 @@ def test_the_longest_parent_still_leaves_sockets_their_room(tmp_path: Path, monk
             folder.rmdir()
 
 
-def test_a_place_where_others_could_replace_it_is_refused(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_where_others_could_replace_it_is_refused(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (parent / "below").mkdir()
     parent.chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(parent / "below"))
-    with pytest.raises(ResourceError, match=f"{parent} is writable by every user and not sticky.*TMPDIR"):
+    with pytest.raises(
+        ResourceError, match=f"{parent} is writable by every user and not sticky.*TMPDIR"
+    ):
         make_private_folder("a-")
     parent.chmod(0o1777)
     assert make_private_folder("a-").is_dir()
 
 
-def test_a_tmpdir_that_is_full_or_may_not_be_written_is_named(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tmpdir_that_is_full_or_may_not_be_written_is_named(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(**_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    with pytest.raises(ResourceError, match=f"no folder can be made in {parent}: No space left.*TMPDIR"):
+    with pytest.raises(
+        ResourceError, match=f"no folder can be made in {parent}: No space left.*TMPDIR"
+    ):
         make_private_folder("a-")
 
 
-def test_the_script_gets_a_folder_inside_of_the_private_one(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_gets_a_folder_inside_of_the_private_one(
+    parent: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["private-folder", "--prefix", "hf-cluster-20000-"]) == 0
     shown = Path(capsys.readouterr().out.strip())
     assert shown.name == "r" and not shown.exists()

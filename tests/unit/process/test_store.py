@@ -1,4 +1,5 @@
-"""The job's store: torch's semantics for those who know the job's secret, nothing for those who do not."""
+"""The job's store: torch's semantics for those who know the job's secret, nothing for those who do
+not."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.process import secret, signed_objects, store
-from hybridflow.process.secret import CHALLENGE_BYTES, PROOF_BYTES, VARIABLE, Greeting, digest, greet, greet_client
+from hybridflow.process.secret import (
+    CHALLENGE_BYTES,
+    PROOF_BYTES,
+    VARIABLE,
+    Greeting,
+    digest,
+    greet,
+    greet_client,
+)
 from hybridflow.process.store import MasterStore, StoreClient, StoreError, StoreLate, _Frames
 from hybridflow.process.torch_store import TorchStore
 
@@ -33,7 +42,9 @@ def master() -> Iterator[MasterStore]:
     yield MasterStore(HOST, 0, 60.0)
 
 
-def test_threads_that_ask_for_the_secret_at_once_are_given_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_ask_for_the_secret_at_once_are_given_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As a run's driver does, which starts ranks in one thread and engines in another."""
     both = threading.Barrier(2)
 
@@ -50,7 +61,8 @@ def test_threads_that_ask_for_the_secret_at_once_are_given_the_same(monkeypatch:
 
 
 def test_every_method_answers_as_torchs_own_store_does(master: MasterStore) -> None:
-    ours, oracle = TorchStore(StoreClient(HOST, master.port, 60.0)), dist.HashStore()
+    ours = TorchStore(StoreClient(HOST, master.port, 60.0))
+    oracle = dist.HashStore()
     script = [
         ("set", "a", "1"),
         ("get", "a"),
@@ -73,14 +85,19 @@ def test_every_method_answers_as_torchs_own_store_does(master: MasterStore) -> N
         ("num_keys",),
     ]
     for method, *arguments in script:
-        assert getattr(ours, method)(*arguments) == getattr(oracle, method)(*arguments), (method, arguments)
+        assert getattr(ours, method)(*arguments) == getattr(oracle, method)(*arguments), (
+            method,
+            arguments,
+        )
 
 
 def test_a_wait_ends_with_the_key_or_at_its_deadline(master: MasterStore) -> None:
     client = StoreClient(HOST, master.port, 60.0)
     threading.Timer(0.2, master.set, ("late", "here")).start()
     assert client.get("late") == b"here"
-    with pytest.raises(StoreLate, match=r"timeout after 0\.3 s while waiting for never, not this") as late:
+    with pytest.raises(
+        StoreLate, match=r"timeout after 0\.3 s while waiting for never, not this"
+    ) as late:
         client.wait(["late", "never", "not this"], timedelta(seconds=0.3))
     assert late.value.missing == ["never", "not this"]
     assert client.check(["late"]), "the connection is of use after a deadline"
@@ -90,7 +107,8 @@ def test_a_server_that_ends_is_noticed_at_once() -> None:
     master = MasterStore(HOST, 0, 60.0)
     client = StoreClient(HOST, master.port, 60.0)
     threading.Timer(0.2, master.__dict__.pop, ("_server",)).start()
-    with pytest.raises(StoreError, match="cannot be reached any more"):  # and not the deadline's error
+    # and not the deadline's error
+    with pytest.raises(StoreError, match="cannot be reached any more"):
         client.get("never")
 
 
@@ -135,7 +153,8 @@ def test_process_groups_meet_in_it(master: MasterStore) -> None:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other end closes without a word. A server that gives up before it has read all resets."""
+    """Whether the other end closes without a word. A server that gives up before it has read all
+    resets."""
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -173,12 +192,15 @@ def test_a_proof_that_was_overheard_opens_nothing(master: MasterStore) -> None:
 
 
 def test_a_proof_does_not_serve_the_other_end_or_another_purpose() -> None:
-    client, server = Greeting("store", is_client=True), Greeting("store", is_client=False)
-    client.theirs, server.theirs = server.challenge, client.challenge
+    client = Greeting("store", is_client=True)
+    server = Greeting("store", is_client=False)
+    client.theirs = server.challenge
+    server.theirs = client.challenge
     assert server.is_proven(client.proof()) and client.is_proven(server.proof())
     assert not client.is_proven(client.proof()), "reflected"
     other = Greeting("tcp", is_client=True)
-    other.challenge, other.theirs = client.challenge, client.theirs
+    other.challenge = client.challenge
+    other.theirs = client.theirs
     assert not server.is_proven(other.proof())
     assert digest("a", "bc") != digest("ab", "c")
 
@@ -187,7 +209,8 @@ def test_a_frame_repeated_changed_or_of_the_other_direction_is_refused() -> None
     def received(frame: bytes) -> tuple[bytes, bytes]:
         return frame[8:40], frame[40:]
 
-    client, server = _Frames(b"k", is_client=True), _Frames(b"k", is_client=False)
+    client = _Frames(b"k", is_client=True)
+    server = _Frames(b"k", is_client=False)
     frame = client.pack([b"set", b"a", b"1"])
     assert server.unpack(*received(frame)) == [b"set", b"a", b"1"]
     with pytest.raises(ConnectionError, match="forged, repeated or damaged"):
@@ -236,7 +259,8 @@ def test_greet_tells_a_stranger_from_a_process_of_the_job(purpose: str, is_known
 
 
 def test_a_greeting_has_one_deadline_however_often_a_byte_comes() -> None:
-    """Who listens where the store should be and sends a byte now and then holds a member no longer than silence."""
+    """Who listens where the store should be and sends a byte now and then holds a member no longer
+    than silence."""
     client, server = socket.socketpair()
     sent = 0
 
@@ -257,17 +281,23 @@ def test_a_greeting_has_one_deadline_however_often_a_byte_comes() -> None:
     assert sent < CHALLENGE_BYTES
 
 
-def test_a_thousand_strangers_leave_members_their_places(master: MasterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_strangers_leave_members_their_places(
+    master: MasterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "_GREETING_S", 600.0)  # so that no deadline makes room
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
     member = StoreClient(HOST, master.port, 60.0)
     before = len(os.listdir("/proc/self/fd"))
     with ExitStack() as open_:
-        strangers = [open_.enter_context(socket.create_connection((HOST, master.port), 60)) for _ in range(1000)]
+        strangers = [
+            open_.enter_context(socket.create_connection((HOST, master.port), 60))
+            for _ in range(1000)
+        ]
         StoreClient(HOST, master.port, 60.0).set("key", "value")
         assert member.get("key") == b"value"
-        # each stranger has a descriptor of its own here; the server has those of the lobby and of the new member
+        # each stranger has a descriptor of its own here; the server has those of the lobby and of
+        # the new member
         assert len(os.listdir("/proc/self/fd")) - before - len(strangers) <= 64 + 8
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -282,7 +312,9 @@ class Trap:
         return os.system, ("touch trap",)
 
 
-def test_an_object_of_a_stranger_is_not_unpickled(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_of_a_stranger_is_not_unpickled(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(str(tmp_path))
     file = io.BytesIO()
     signed_objects._Pickler(file).dump({"a": [1, 2]})

@@ -1,4 +1,5 @@
-"""Proxies, long temporary folders and modules of the working directory do not reach between a run's processes."""
+"""Proxies, long temporary folders and modules of the working directory do not reach between a run's
+processes."""
 
 from __future__ import annotations
 
@@ -51,9 +52,15 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("url", "own"),
     [
-        *((f"http://{host}:8000/v1", True) for host in ("127.0.0.1", "127.8.9.1", "[::1]", "LOCALHOST", "0.0.0.0")),
+        *(
+            (f"http://{host}:8000/v1", True)
+            for host in ("127.0.0.1", "127.8.9.1", "[::1]", "LOCALHOST", "0.0.0.0")
+        ),
         (f"http://{socket.gethostname()}/", True),
-        *((f"https://{host}/v1", False) for host in ("judge", "192.0.2.1", "[2001:db8::1]", "localhost.example.org")),
+        *(
+            (f"https://{host}/v1", False)
+            for host in ("judge", "192.0.2.1", "[2001:db8::1]", "localhost.example.org")
+        ),
         ("not an address", False),
     ],
 )
@@ -65,7 +72,10 @@ def test_all_addresses_of_this_machine_are_exempt_beside_the_users() -> None:
     assert without_proxy({}) == without_proxy({"HTTP_PROXY": "", "no_proxy": "a"}) == {}
     found = without_proxy({"HTTPS_PROXY": NOWHERE, "no_proxy": "a, b", "NO_PROXY": "b,c"})
     assert found["no_proxy"] == found["NO_PROXY"] == ",".join(["a", "b", "c", *own_addresses()])
-    assert without_proxy({"http_proxy": NOWHERE, "no_proxy": "x,*"}) == {"no_proxy": "*", "NO_PROXY": "*"}
+    assert without_proxy({"http_proxy": NOWHERE, "no_proxy": "x,*"}) == {
+        "no_proxy": "*",
+        "NO_PROXY": "*",
+    }
     assert without_proxy({"http_proxy": NOWHERE} | found)["no_proxy"] == found["no_proxy"]
 
 
@@ -83,7 +93,9 @@ def test_an_engine_is_asked_and_asks_without_the_proxy(
     assert requests.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200
 
 
-def test_a_module_of_the_working_directory_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_the_working_directory_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is found where it hides nothing: reward functions import helpers from there."""
     for name in ("random", "token", "queue", "pyarrow"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('hides another')")
@@ -98,5 +110,7 @@ def test_a_module_of_the_working_directory_hides_no_other(tmp_path: Path, monkey
         "-c",
         "import random, subprocess, sys; subprocess.run([sys.executable, '-c', 'import token'])",
     ]
-    found = subprocess.run(command, env=os.environ | surroundings.SAFE_PATH, capture_output=True, check=False)
+    found = subprocess.run(
+        command, env=os.environ | surroundings.SAFE_PATH, capture_output=True, check=False
+    )
     assert found.returncode == 0 and b"hides" not in found.stderr

@@ -1,5 +1,5 @@
-"""Tiny models of every family, the layouts that the tests go through, and an oracle that reads Megatron's buffers
-without our maps."""
+"""Tiny models of every family, the layouts that the tests go through, and an oracle that reads
+Megatron's buffers without our maps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ from hybridflow.sync.payload import Payload
 from tests.models import FAMILIES
 
 LAYOUTS: dict[str, tuple[ParallelShape, tuple[EngineShape, ...]]] = {
-    "TP2.PP2.EP2 to 2 x TP1": (ParallelShape(4, tensor=2, pipeline=2, expert=2), (EngineShape(count=2),)),
-    "TP2.PP2 to TP2": (ParallelShape(4, tensor=2, pipeline=2, expert_tensor=2), (EngineShape(tensor=2),)),
+    "TP2.PP2.EP2 to 2 x TP1": (
+        ParallelShape(4, tensor=2, pipeline=2, expert=2),
+        (EngineShape(count=2),),
+    ),
+    "TP2.PP2 to TP2": (
+        ParallelShape(4, tensor=2, pipeline=2, expert_tensor=2),
+        (EngineShape(tensor=2),),
+    ),
     "TP4.EP2.ETP2 to TP2.EP2": (
         ParallelShape(4, tensor=4, expert=2, expert_tensor=2),
         (EngineShape(tensor=2, expert=2),),
@@ -50,7 +56,8 @@ class Post:
     """A channel whose messages are there at once."""
 
     def __init__(self, mail: Mail, rank: int) -> None:
-        self.mail, self.rank = mail, rank
+        self.mail = mail
+        self.rank = rank
 
     def send(self, peer: int, tag: int, payload: Payload) -> Post:
         assert (self.rank, peer, tag) not in self.mail
@@ -75,7 +82,10 @@ def decoder_of(name: str, mtp: bool = False) -> Decoder:
 
 
 def plan_of(
-    decoder: Decoder, shape: ParallelShape, engines: Sequence[EngineShape], staging_bytes: int = 1 << 20
+    decoder: Decoder,
+    shape: ParallelShape,
+    engines: Sequence[EngineShape],
+    staging_bytes: int = 1 << 20,
 ) -> SlicePlan:
     """A plan in fp32."""
     catalog = Catalog.of(decoder.tensors())
@@ -86,10 +96,15 @@ def plan_of(
 def random_weights(decoder: Decoder) -> Buffers:
     """A value of its own for every element of every HF tensor."""
     rng = np.random.default_rng(7)
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in decoder.tensors().items()}
+    return {
+        name: rng.standard_normal(shape).astype(np.float32)
+        for name, shape in decoder.tensors().items()
+    }
 
 
-def trainer_buffers(decoder: Decoder, ranks: Sequence[Coordinates], weights: Mapping[str, np.ndarray]) -> list[Buffers]:
+def trainer_buffers(
+    decoder: Decoder, ranks: Sequence[Coordinates], weights: Mapping[str, np.ndarray]
+) -> list[Buffers]:
     """Every trainer rank's parameters, imported through the map."""
     held = []
     for at in ranks:
@@ -97,15 +112,19 @@ def trainer_buffers(decoder: Decoder, ranks: Sequence[Coordinates], weights: Map
         for local in rank_tensors(decoder, at):
             mine[local.name] = np.zeros(local.shape, dtype=np.float32)
             for piece in local.pieces:
-                region = tuple(slice(s, s + n) for s, n in zip(piece.source_start, piece.shape, strict=True))
+                region = tuple(
+                    slice(s, s + n) for s, n in zip(piece.source_start, piece.shape, strict=True)
+                )
                 mine[local.name][piece.slices()] = weights[piece.source][region]
         held.append(mine)
     return held
 
 
-def engine_buffers(layout: Layout, catalog: Catalog, weights: Mapping[str, np.ndarray] | None) -> list[Buffers]:
-    """Every engine rank's buffers; filled with the weights, or with NaN where None is given. Padding is zero either
-    way."""
+def engine_buffers(
+    layout: Layout, catalog: Catalog, weights: Mapping[str, np.ndarray] | None
+) -> list[Buffers]:
+    """Every engine rank's buffers; filled with the weights, or with NaN where None is given.
+    Padding is zero either way."""
     held = []
     for number in layout.rank_class.tolist():
         rank = layout.classes[number]
@@ -125,9 +144,13 @@ def engine_buffers(layout: Layout, catalog: Catalog, weights: Mapping[str, np.nd
     return held
 
 
-def execute(plan: SlicePlan, trainers: Sequence[Buffers], engines: Sequence[Buffers], part_bytes: int = 0) -> int:
+def execute(
+    plan: SlicePlan, trainers: Sequence[Buffers], engines: Sequence[Buffers], part_bytes: int = 0
+) -> int:
     """Carry the plan out in this process; returns the bytes that travelled (4 an element)."""
-    messages, mail, sent = Messages(plan, part_bytes), {}, 0
+    messages = Messages(plan, part_bytes)
+    mail = {}
+    sent = 0
     for rank, buffers in enumerate(trainers):
         for message in messages.outgoing(rank):
             parts = [_view(buffers, item).reshape(-1) for item in message.items]
@@ -175,12 +198,14 @@ _COLUMN = (
 _ROW = ("linear_proj.weight", "linear_fc2.weight")
 
 
-def hf_from_megatron(hf: Mapping[str, Any], ranks: Sequence[Coordinates], held: Sequence[Buffers]) -> Buffers:
-    """HF tensors, gathered from the trainers' buffers as a converter would: whole Megatron tensors first, then HF's
-    form.
+def hf_from_megatron(
+    hf: Mapping[str, Any], ranks: Sequence[Coordinates], held: Sequence[Buffers]
+) -> Buffers:
+    """HF tensors, gathered from the trainers' buffers as a converter would: whole Megatron tensors
+    first, then HF's form.
 
-    Covers attention, MLPs, experts and vocabularies; norms and the like are left under Megatron's names with layers
-    made global.
+    Covers attention, MLPs, experts and vocabularies; norms and the like are left under Megatron's
+    names with layers made global.
     """
     result: Buffers = {}
     for at, mine in zip(ranks, held, strict=True):
@@ -191,7 +216,9 @@ def hf_from_megatron(hf: Mapping[str, Any], ranks: Sequence[Coordinates], held: 
     return result
 
 
-def _shards(name: str, at: Coordinates, ranks: Sequence[Coordinates], held: Sequence[Buffers]) -> list[np.ndarray]:
+def _shards(
+    name: str, at: Coordinates, ranks: Sequence[Coordinates], held: Sequence[Buffers]
+) -> list[np.ndarray]:
     """The tensor-parallel shards of a parameter, in order of the rank."""
     is_expert = ".experts." in name
     shards: dict[int, np.ndarray] = {}
@@ -212,12 +239,17 @@ def _global_layer(name: str, at: Coordinates, num_layers: int) -> tuple[int, str
     elif at.first_stage_layers:
         offset = 0 if at.pp_rank == 0 else at.first_stage_layers
     else:
-        offset = chunk * (num_layers // at.vpp_size) + at.pp_rank * (num_layers // at.pp_size // at.vpp_size)
+        offset = chunk * (num_layers // at.vpp_size) + at.pp_rank * (
+            num_layers // at.pp_size // at.vpp_size
+        )
     return offset + int(found.group(1)), found.group(2)
 
 
-def _to_hf(hf: Mapping[str, Any], layer: int, name: str, shards: list[np.ndarray], at: Coordinates) -> Buffers:
-    prefix, vocab = f"model.layers.{layer}.", int(hf["vocab_size"])
+def _to_hf(
+    hf: Mapping[str, Any], layer: int, name: str, shards: list[np.ndarray], at: Coordinates
+) -> Buffers:
+    prefix = f"model.layers.{layer}."
+    vocab = int(hf["vocab_size"])
     simple = {
         "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
         "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight", 0),
@@ -233,7 +265,9 @@ def _to_hf(hf: Mapping[str, Any], layer: int, name: str, shards: list[np.ndarray
         result = _qkv(hf, f"{prefix}self_attn.", name.rsplit(".", 1)[1], np.concatenate(shards))
     elif name in simple:
         result = {prefix + simple[name][0]: np.concatenate(shards, axis=simple[name][1])}
-    elif found := re.match(r"mlp\.(experts\.|shared_experts\.|)linear_fc([12])\.weight(\d*)$", name):
+    elif found := re.match(
+        r"mlp\.(experts\.|shared_experts\.|)linear_fc([12])\.weight(\d*)$", name
+    ):
         result = _mlp(hf, prefix, found.groups(), shards, at)
     return result
 
@@ -243,21 +277,35 @@ def _qkv(hf: Mapping[str, Any], prefix: str, kind: str, full: np.ndarray) -> Buf
     per = int(hf["num_attention_heads"]) // groups
     parts = full.reshape(groups, per + 2, -1, *full.shape[1:])
     cut = {"q": parts[:, :per], "k": parts[:, per], "v": parts[:, per + 1]}
-    return {f"{prefix}{name}_proj.{kind}": value.reshape(-1, *full.shape[1:]) for name, value in cut.items()}
+    return {
+        f"{prefix}{name}_proj.{kind}": value.reshape(-1, *full.shape[1:])
+        for name, value in cut.items()
+    }
 
 
 def _mlp(
-    hf: Mapping[str, Any], prefix: str, found: Sequence[str], shards: list[np.ndarray], at: Coordinates
+    hf: Mapping[str, Any],
+    prefix: str,
+    found: Sequence[str],
+    shards: list[np.ndarray],
+    at: Coordinates,
 ) -> Buffers:
     kind, linear, number = found
     mixtral = hf["model_type"] == "mixtral"
-    kind = kind.replace("shared_experts", "shared_expert") if hf["model_type"] == "qwen2_moe" else kind
+    kind = (
+        kind.replace("shared_experts", "shared_expert") if hf["model_type"] == "qwen2_moe" else kind
+    )
     place = f"{prefix}{'block_sparse_moe' if mixtral else 'mlp'}.{kind}"
     if number:
-        experts = int(hf.get("num_experts") or hf.get("num_local_experts") or hf["n_routed_experts"])
+        experts = int(
+            hf.get("num_experts") or hf.get("num_local_experts") or hf["n_routed_experts"]
+        )
         place += f"{at.ep_rank * (experts // at.ep_size) + int(number)}."
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     if linear == "2":
         return {f"{place}{down}.weight": np.concatenate(shards, axis=1)}
     halves = [np.split(shard, 2) for shard in shards]
-    return {f"{place}{part}.weight": np.concatenate([half[i] for half in halves]) for i, part in enumerate((gate, up))}
+    return {
+        f"{place}{part}.weight": np.concatenate([half[i] for half in halves])
+        for i, part in enumerate((gate, up))
+    }

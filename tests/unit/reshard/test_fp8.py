@@ -1,5 +1,5 @@
-"""Block-wise fp8 made by the senders: what every engine rank gets is its slice of the whole tensor's fp8 form and
-scales, bit for bit."""
+"""Block-wise fp8 made by the senders: what every engine rank gets is its slice of the whole
+tensor's fp8 form and scales, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ NAME = "model.layers.0.mlp.down_proj.weight"
 PAIRS = [
     (model, layout, block)
     for (model, layout), block in zip(
-        [(m, list(cases.LAYOUTS)[(i + j) % len(cases.LAYOUTS)]) for i, m in enumerate(FAMILIES) for j in (0, 3)],
+        [
+            (m, list(cases.LAYOUTS)[(i + j) % len(cases.LAYOUTS)])
+            for i, m in enumerate(FAMILIES)
+            for j in (0, 3)
+        ],
         [(4, 4), (4, 2), (2, 4)] * 8,
         strict=False,
     )
@@ -52,7 +56,8 @@ def plan_in_fp8(
     staging: int = 1 << 20,
     trainer: str = "float32",
 ) -> tuple[SlicePlan, BlockQuantisation]:
-    decoder, quantisation = cases.decoder_of(model), BlockQuantisation(block)
+    decoder = cases.decoder_of(model)
+    quantisation = BlockQuantisation(block)
     catalog = Catalog.of(decoder.tensors(), quantisation)
     source = megatron_layout(decoder, shape.coordinates(), trainer, catalog)
     return make_plan(
@@ -70,12 +75,16 @@ def check(
 ) -> None:
     """Prove, carry out, compare; count the bytes."""
     assert prove(plan).unused == ()
-    decoder, dtype = cases.decoder_of(model), getattr(torch, trainer)
+    decoder = cases.decoder_of(model)
+    dtype = getattr(torch, trainer)
     weights = {
-        name: torch.from_numpy(value).to(dtype).float().numpy() for name, value in cases.random_weights(decoder).items()
+        name: torch.from_numpy(value).to(dtype).float().numpy()
+        for name, value in cases.random_weights(decoder).items()
     }
     held = cases.trainer_buffers(decoder, shape.coordinates(), weights)
-    trainers = [{name: torch.from_numpy(value).to(dtype) for name, value in mine.items()} for mine in held]
+    trainers = [
+        {name: torch.from_numpy(value).to(dtype) for name, value in mine.items()} for mine in held
+    ]
     live = fp8.engine_buffers(plan.target, plan.catalog, None)
     sent = fp8.stream(plan, trainers, live, staged=True, part_bytes=part)
     want = fp8.engine_buffers(plan.target, plan.catalog, fp8.forms_of(weights, quantisation))
@@ -85,11 +94,17 @@ def check(
         rank = plan.target.classes[number]
         width = np.array([getattr(torch, dtype).itemsize for dtype in rank.dtypes])
         padding += int((rank.size.prod(axis=1) * width[rank.buffer])[rank.tensor < 0].sum())
-    assert sent == link_loads(plan).total == sum(b.nbytes for mine in want for b in mine.values()) - padding
+    assert (
+        sent
+        == link_loads(plan).total
+        == sum(b.nbytes for mine in want for b in mine.values()) - padding
+    )
 
 
 @pytest.mark.parametrize(("model", "layout", "block"), PAIRS)
-def test_every_family_reaches_engines_in_fp8(model: str, layout: str, block: tuple[int, int]) -> None:
+def test_every_family_reaches_engines_in_fp8(
+    model: str, layout: str, block: tuple[int, int]
+) -> None:
     shape, engines = cases.LAYOUTS[layout]
     plan, quantisation = plan_in_fp8(model, shape, engines, block)
     kinds = {dtype for rank in plan.target.classes for dtype in rank.dtypes}
@@ -104,27 +119,47 @@ def test_every_family_reaches_engines_in_fp8(model: str, layout: str, block: tup
     pipeline=st.sampled_from([1, 2]),
     expert=st.sampled_from([1, 2, 4]),
     engine=st.sampled_from(
-        [EngineShape(), EngineShape(2), EngineShape(4, expert=2), EngineShape(4, expert=4, data_attention=2, dense=1)]
+        [
+            EngineShape(),
+            EngineShape(2),
+            EngineShape(4, expert=2),
+            EngineShape(4, expert=4, data_attention=2, dense=1),
+        ]
     ),
     trainer=st.sampled_from(["float32", "bfloat16"]),
     staging=st.sampled_from([1 << 17, 1 << 22]),
     part=st.sampled_from([0, 1 << 10, 1 << 14]),
 )
 def test_any_layouts(
-    model: str, tensor: int, pipeline: int, expert: int, engine: EngineShape, trainer: str, staging: int, part: int
+    model: str,
+    tensor: int,
+    pipeline: int,
+    expert: int,
+    engine: EngineShape,
+    trainer: str,
+    staging: int,
+    part: int,
 ) -> None:
-    shape = ParallelShape(max(tensor, expert) * pipeline, tensor=tensor, pipeline=pipeline, expert=expert)
-    plan, quantisation = plan_in_fp8(model, shape, (engine, EngineShape()), (4, 4), staging, trainer)
+    shape = ParallelShape(
+        max(tensor, expert) * pipeline, tensor=tensor, pipeline=pipeline, expert=expert
+    )
+    plan, quantisation = plan_in_fp8(
+        model, shape, (engine, EngineShape()), (4, 4), staging, trainer
+    )
     assert max(staging_peak(plan)) <= staging
     check(model, shape, plan, quantisation, trainer, part)
 
 
-@pytest.mark.parametrize(("model", "block", "tensor"), [("moonlight", (16, 16), 2), ("llama", (16, 48), 1)])
+@pytest.mark.parametrize(
+    ("model", "block", "tensor"), [("moonlight", (16, 16), 2), ("llama", (16, 48), 1)]
+)
 def test_last_blocks_may_be_smaller(model: str, block: tuple[int, int], tensor: int) -> None:
     shape = ParallelShape(2, tensor=tensor, pipeline=2 // tensor)
     plan, quantisation = plan_in_fp8(model, shape, (EngineShape(tensor), EngineShape()), block)
     blocks = plan.catalog.scales
-    assert (plan.catalog.shapes[blocks[:, 0], 1:] % blocks[:, 2:]).any(), "no tensor has a smaller block"
+    assert (plan.catalog.shapes[blocks[:, 0], 1:] % blocks[:, 2:]).any(), (
+        "no tensor has a smaller block"
+    )
     check(model, shape, plan, quantisation)
 
 
@@ -140,8 +175,8 @@ def test_last_blocks_may_be_smaller(model: str, block: tuple[int, int], tensor: 
 def test_engines_and_buckets_may_cut_blocks(
     rows: int, columns: int, block: tuple[int, int], cuts: tuple[int, int], split: int, staging: int
 ) -> None:
-    """A part of the fp8 form is that part of the whole form wherever it is cut: four engine ranks cut anywhere, buckets
-    of any size."""
+    """A part of the fp8 form is that part of the whole form wherever it is cut: four engine ranks
+    cut anywhere, buckets of any size."""
     rng = np.random.default_rng(rows * 71 + columns)
     weights = {NAME: rng.standard_normal((rows, columns)).astype(np.float32)}
     quantisation = BlockQuantisation(block)
@@ -149,7 +184,10 @@ def test_engines_and_buckets_may_cut_blocks(
     at = min(split * block[0], rows)
     holders = [(0, at), (at, rows)] if 0 < at < rows else [(0, rows)]
     source = layout_of(
-        [LocalTensor("w", (b - a, columns), (Piece(NAME, (a, 0), (0, 0), (b - a, columns)),)) for a, b in holders],
+        [
+            LocalTensor("w", (b - a, columns), (Piece(NAME, (a, 0), (0, 0), (b - a, columns)),))
+            for a, b in holders
+        ],
         catalog,
     )
     scale = quantisation.scale_shape((rows, columns))
@@ -159,7 +197,10 @@ def test_engines_and_buckets_may_cut_blocks(
             piece = Piece(NAME, (a, c), (0, 0), (b - a, d - c))
             scales = Piece(f"{NAME}_scale_inv", (0, 0), (0, 0), scale)
             engines.append(
-                [LocalTensor("w", piece.shape, (piece,), FP8), LocalTensor("s", scale, (scales,), "float32")]
+                [
+                    LocalTensor("w", piece.shape, (piece,), FP8),
+                    LocalTensor("s", scale, (scales,), "float32"),
+                ]
             )
     index = catalog.index()
     classes = tuple(RankLayout.of(mine, index, "float32") for mine in engines)
@@ -187,9 +228,13 @@ def whole_tensor_plan(rows: int, columns: int, block: int, staging: int) -> Slic
     catalog = Catalog.of({NAME: (rows, columns)}, BlockQuantisation((block, block)))
     both = [LocalTensor("w", (rows, columns), (Piece(NAME, (0, 0), (0, 0), (rows, columns)),), FP8)]
     scale = tuple(catalog.shapes[1, 1:].tolist())
-    both.append(LocalTensor("s", scale, (Piece(catalog.names[1], (0, 0), (0, 0), scale),), "float32"))
+    both.append(
+        LocalTensor("s", scale, (Piece(catalog.names[1], (0, 0), (0, 0), scale),), "float32")
+    )
     target = Layout((RankLayout.of(both, catalog.index(), "float32"),), ONE, ONE)
-    return make_plan(catalog, layout_of([dataclasses.replace(both[0], dtype=None)], catalog), target, staging)
+    return make_plan(
+        catalog, layout_of([dataclasses.replace(both[0], dtype=None)], catalog), target, staging
+    )
 
 
 def test_buckets_end_between_blocks_where_they_can() -> None:
@@ -201,15 +246,21 @@ def test_buckets_end_between_blocks_where_they_can() -> None:
 
 
 # ---- values
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def values(rows: int, columns: int, scale: float) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(3).standard_normal((1, rows, columns)).astype(np.float32)) * scale
+    return (
+        torch.from_numpy(
+            np.random.default_rng(3).standard_normal((1, rows, columns)).astype(np.float32)
+        )
+        * scale
+    )
 
 
 def test_what_is_read_back_is_near_the_weights() -> None:
-    weights, block = values(300, 200, 0.02), (128, 128)
+    weights = values(300, 200, 0.02)
+    block = (128, 128)
     weights[:, :128, :128] = 0
     weights[:, 130, 5] = 1e-40  # beside larger ones
     out = torch.empty(weights.shape, dtype=torch.float8_e4m3fn)
@@ -241,26 +292,33 @@ def test_long_tensors_are_worked_on_in_strips(monkeypatch: pytest.MonkeyPatch) -
     weights = values(70, 33, 1.0)
     want, scales = fp8.quantise(weights[0].numpy(), (8, 16))
     monkeypatch.setattr(fp8_cast, "_STRIP", 600)
-    out, found = torch.empty((1, 50, 20), dtype=torch.float8_e4m3fn), torch.empty((1, 9, 3))
+    out = torch.empty((1, 50, 20), dtype=torch.float8_e4m3fn)
+    found = torch.empty((1, 9, 3))
     fp8_cast.write_weights(weights, (8, 16), 7, 9, out)
     fp8_cast.write_scales(weights, (8, 16), found)
     assert torch.equal(out[0].float(), want[7:57, 9:29].float()) and torch.equal(found[0], scales)
 
 
 def test_same_as_transformers() -> None:
-    """transformers multiplies by 448 / amax, we divide by amax / 448: a value may round to its neighbour, rarely."""
+    """transformers multiplies by 448 / amax, we divide by amax / 448: a value may round to its
+    neighbour, rarely."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
     weights = values(384, 256, 0.02)
     weights[:, :128, 128:] = 0
     config = FineGrainedFP8Config(weight_block_size=(128, 128))
-    found = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": weights[0]})
+    found = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert(
+        {"x.weight": weights[0]}
+    )
     out = torch.empty(weights.shape, dtype=torch.float8_e4m3fn)
     fp8_cast.write_weights(weights, (128, 128), 0, 0, out)
     assert set(found) == {"x.weight", "x.weight_scale_inv"}
     torch.testing.assert_close(
-        fp8_cast.block_scales(weights, (128, 128))[0], found["x.weight_scale_inv"], rtol=3e-7, atol=0
+        fp8_cast.block_scales(weights, (128, 128))[0],
+        found["x.weight_scale_inv"],
+        rtol=3e-7,
+        atol=0,
     )
     codes = [form.view(torch.uint8).int() for form in (out[0], found["x.weight"])]
     apart = (codes[0] - codes[1]).abs()
@@ -268,11 +326,12 @@ def test_same_as_transformers() -> None:
 
 
 # ---- which tensors
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_which_tensors_are_quantised() -> None:
-    decoder, whole = cases.decoder_of("deepseek_v3", mtp=True), BlockQuantisation()
+    decoder = cases.decoder_of("deepseek_v3", mtp=True)
+    whole = BlockQuantisation()
     plain = {name for name, shape in decoder.tensors().items() if not whole.covers(name, shape)}
     assert {n for n in plain if len(decoder.tensors()[n]) == 2} == {
         "model.embed_tokens.weight",
@@ -302,25 +361,35 @@ def test_other_quantisations_are_refused(said: dict[str, object], message: str) 
 
 
 # ---- wrong input, wrong plans
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_trainer_that_cuts_blocks_is_refused() -> None:
     with pytest.raises(
         WeightSyncError,
-        match=r"trainer rank 0 holds \[0:48, 0:64\] of model\.layers\.0\.mlp\.gate_proj\.weight \[96, 64\]",
+        match=(
+            r"trainer rank 0 holds \[0:48, 0:64\] of model\.layers\.0\.mlp\.gate_proj\.weight "
+            r"\[96, 64\]"
+        ),
     ):
         plan_in_fp8("moonlight", ParallelShape(2, tensor=2), (EngineShape(),), (32, 8))
     with pytest.raises(
-        WeightSyncError, match=r"k_proj\.weight .* block of 16 x 16.* actor\.parallel\.tensor .*modules_to_not_convert"
+        WeightSyncError,
+        match=(
+            r"k_proj\.weight .* block of 16 x 16.* actor\.parallel\.tensor .*modules_to_not_convert"
+        ),
     ):
-        plan_in_fp8("qwen2", ParallelShape(1), (EngineShape(),), (16, 16))  # keys of 8 rows a head: cut at any size
+        # keys of 8 rows a head: cut at any size
+        plan_in_fp8("qwen2", ParallelShape(1), (EngineShape(),), (16, 16))
 
 
 def test_an_engine_that_cuts_blocks_is_refused() -> None:
     with pytest.raises(
         WeightSyncError,
-        match=r"gate_up_proj\.weight has \[0:48\] of model.* whole fp8 blocks of 32; choose a smaller tensor size",
+        match=(
+            r"gate_up_proj\.weight has \[0:48\] of model.* whole fp8 blocks of 32; choose a "
+            r"smaller tensor size"
+        ),
     ):
         plan_in_fp8("llama", ParallelShape(1), (EngineShape(2),), (32, 32))
 
@@ -329,25 +398,27 @@ def test_an_engine_in_fp8_must_take_the_scales() -> None:
     plan, _ = plan_in_fp8("llama", ParallelShape(1), (EngineShape(),), (4, 4))
     rank = plan.target.classes[0]
     lost = rank.names.index("model.layers.2.mlp.down_proj.weight_scale_inv")
-    keep, without = rank.buffer != lost, [n for n in range(len(rank.names)) if n != lost]
+    keep = rank.buffer != lost
+    without = [n for n in range(len(rank.names)) if n != lost]
     columns = {name: getattr(rank, name)[keep] for name in ("tensor", "start", "size", "local")}
     columns["buffer"] = rank.buffer[keep] - (rank.buffer[keep] > lost)
     names, dtypes = ([some[n] for n in without] for some in (rank.names, rank.dtypes))
-    poorer = RankLayout(names=tuple(names), dtypes=tuple(dtypes), shapes=rank.shapes[without], **columns)
+    poorer = RankLayout(
+        names=tuple(names), dtypes=tuple(dtypes), shapes=rank.shapes[without], **columns
+    )
     decoder = cases.decoder_of("llama")
     source = megatron_layout(decoder, ParallelShape(1).coordinates(), "float32", plan.catalog)
     with pytest.raises(
-        WeightSyncError, match=r"no part of model\.layers\.2\.mlp\.down_proj\.weight_scale_inv is taken"
+        WeightSyncError,
+        match=r"no part of model\.layers\.2\.mlp\.down_proj\.weight_scale_inv is taken",
     ):
         prove(make_plan(plan.catalog, source, Layout((poorer,), ONE, ONE), 1 << 20))
 
 
 def test_engines_in_fp8_and_in_other_dtypes_at_once() -> None:
-    decoder, quantisation, shape = (
-        cases.decoder_of("qwen3_moe"),
-        BlockQuantisation((4, 4)),
-        ParallelShape(2, tensor=2, expert=2),
-    )
+    decoder = cases.decoder_of("qwen3_moe")
+    quantisation = BlockQuantisation((4, 4))
+    shape = ParallelShape(2, tensor=2, expert=2)
     catalog = Catalog.of(decoder.tensors(), quantisation)
     source = megatron_layout(decoder, shape.coordinates(), "float32", catalog)
     [one] = engine_layout(decoder, (EngineShape(),), "bfloat16", catalog, quantisation).classes
@@ -362,18 +433,26 @@ def test_a_sender_without_the_blocks_is_found(what: str) -> None:
     if what == "region":
         scales = plan.catalog.scales.copy()
         scales[:, 3] = 24  # 4 x 24 blocks: a rank's columns of down_proj are 48, of o_proj 64
-        changed = dataclasses.replace(plan, catalog=dataclasses.replace(plan.catalog, scales=scales))
+        changed = dataclasses.replace(
+            plan, catalog=dataclasses.replace(plan.catalog, scales=scales)
+        )
         message = "does not hold the weights|beyond the region"
     else:
         rank = plan.source.classes[0]
-        last = np.flatnonzero(rank.tensor == plan.catalog.index()["model.layers.3.mlp.down_proj.weight_scale_inv"])[0]
+        last = np.flatnonzero(
+            rank.tensor == plan.catalog.index()["model.layers.3.mlp.down_proj.weight_scale_inv"]
+        )[0]
         columns = {"tensor": rank.tensor.copy(), "start": rank.start.copy()}
         if what == "scale elsewhere":
             columns["start"][last, 2] += 12
         else:
-            columns["tensor"][last] = plan.catalog.index()["model.layers.2.mlp.down_proj.weight_scale_inv"]
+            columns["tensor"][last] = plan.catalog.index()[
+                "model.layers.2.mlp.down_proj.weight_scale_inv"
+            ]
         classes = (dataclasses.replace(rank, **columns), *plan.source.classes[1:])
-        changed = dataclasses.replace(plan, source=dataclasses.replace(plan.source, classes=classes))
+        changed = dataclasses.replace(
+            plan, source=dataclasses.replace(plan.source, classes=classes)
+        )
         message = r"does not hold the weights of its part of .*down_proj\.weight_scale_inv"
     with pytest.raises(WeightSyncError, match=message):
         prove(changed)
@@ -389,7 +468,14 @@ def test_plan_has_its_blocks_in_json_and_in_its_hash() -> None:
 
 
 def test_the_dry_run_shows_about_half_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--model", "qwen3-30b-a3b", "--trainer", "ranks=16,tp=4,ep=8", "--engines", "2xtp=4,ep=4"]
+    sizes = [
+        "--model",
+        "qwen3-30b-a3b",
+        "--trainer",
+        "ranks=16,tp=4,ep=8",
+        "--engines",
+        "2xtp=4,ep=4",
+    ]
     figures = []
     for dtype in ("bfloat16", "fp8"):
         assert main(["reshard", "plan", *sizes, "--engine-dtype", dtype, "--json"]) == 0
@@ -399,6 +485,8 @@ def test_the_dry_run_shows_about_half_the_bytes(capsys: pytest.CaptureFixture[st
     # embeddings, norms, routers and the head stay bf16; a block of 16,384 has a scale of 4 bytes
     config = published("qwen3-30b-a3b")
     unquantised = 2 * config["vocab_size"] * config["hidden_size"] / plain["parameters"]
-    assert half["wire_bytes"] / plain["wire_bytes"] == pytest.approx((1 + unquantised + 4 / 16384) / 2, rel=2e-2)
+    assert half["wire_bytes"] / plain["wire_bytes"] == pytest.approx(
+        (1 + unquantised + 4 / 16384) / 2, rel=2e-2
+    )
     assert half["seconds"] < 0.6 * plain["seconds"]
     assert ["bfloat16", FP8] in half["conversions"]

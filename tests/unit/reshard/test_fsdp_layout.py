@@ -1,5 +1,5 @@
-"""Row shards of any number of ranks, more ranks than rows included, through the slice plan to engines; and the config
-key's limits."""
+"""Row shards of any number of ranks, more ranks than rows included, through the slice plan to
+engines; and the config key's limits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,30 @@ import pytest
 import torch
 
 from hybridflow.config.check_backend import family_problems, problems
-from hybridflow.config.schema import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
+from hybridflow.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_tensors, shard_rows
 from hybridflow.reshard.layout import Catalog
 from hybridflow.saving.ownership import fsdp_owners
 from hybridflow.sync.schedule import plan_and_prove
-from tests.unit.reshard.reshard_cases import Buffers, decoder_of, engine_buffers, execute, random_weights
+from tests.unit.reshard.reshard_cases import (
+    Buffers,
+    decoder_of,
+    engine_buffers,
+    execute,
+    random_weights,
+)
 
-FSDP = RunConfig(model=ModelConfig(hf_config={"model_type": "qwen3"}), actor=ActorConfig(backend="fsdp"))
+FSDP = RunConfig(
+    model=ModelConfig(hf_config={"model_type": "qwen3"}), actor=ActorConfig(backend="fsdp")
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 80])
@@ -28,7 +43,8 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, ranks: int) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(ranks)]
     chunks += [[]] * (ranks - len(chunks))
     mine = [
-        list(range(start, start + count)) for start, count in (shard_rows(rows, rank, ranks) for rank in range(ranks))
+        list(range(start, start + count))
+        for start, count in (shard_rows(rows, rank, ranks) for rank in range(ranks))
     ]
     assert mine == chunks
 
@@ -38,7 +54,8 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, ranks: int) -> None:
 def test_engines_get_whole_tensors_from_row_shards(model: str, ranks: int) -> None:
     """TP 2 with its padded vocabulary, and TP 1; 80 ranks are more than a norm has rows."""
     decoder = decoder_of(model)
-    catalog, weights = Catalog.of(decoder.tensors()), random_weights(decoder)
+    catalog = Catalog.of(decoder.tensors())
+    weights = random_weights(decoder)
     target = engine_layout(decoder, (EngineShape(tensor=2), EngineShape()), "float32")
     plan, proof = plan_and_prove(catalog, fsdp_layout(decoder, ranks, "float32"), target, 1 << 18)
     held: list[Buffers] = []
@@ -48,7 +65,8 @@ def test_engines_get_whole_tensors_from_row_shards(model: str, ranks: int) -> No
             [piece] = local.pieces
             first = piece.source_start[0]
             held[-1][local.name] = weights[local.name][first : first + local.shape[0]].copy()
-    got, expected = engine_buffers(target, catalog, None), engine_buffers(target, catalog, weights)
+    got = engine_buffers(target, catalog, None)
+    expected = engine_buffers(target, catalog, weights)
     execute(plan, held, got)
     for mine, wanted in zip(got, expected, strict=True):
         for name in wanted:
@@ -63,10 +81,14 @@ def test_every_row_has_one_owner_for_the_export() -> None:
         rows = [
             row
             for owned in owners[name]
-            for row in range(owned.piece.source_start[0], owned.piece.source_start[0] + owned.piece.shape[0])
+            for row in range(
+                owned.piece.source_start[0], owned.piece.source_start[0] + owned.piece.shape[0]
+            )
         ]
         assert rows == list(range(shape[0]))
-        assert [owned.rank for owned in owners[name]] == sorted({owned.rank for owned in owners[name]})
+        assert [owned.rank for owned in owners[name]] == sorted(
+            {owned.rank for owned in owners[name]}
+        )
 
 
 @pytest.mark.parametrize(
@@ -81,12 +103,16 @@ def test_the_rate_warms_up_and_decays(style: str, expected: list[float]) -> None
     """Cosine is held to Megatron's scheduler too, by the contract suite."""
     from hybridflow.fsdp.optimizer import learning_rate
 
-    config = OptimConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_steps=2, lr_decay_steps=6)
-    assert [learning_rate(config, update) for update in range(1, 8)] == pytest.approx(expected, abs=1e-6)
+    config = OptimConfig(
+        lr=1.0, min_lr=0.1, lr_decay_style=style, lr_warmup_steps=2, lr_decay_steps=6
+    )
+    assert [learning_rate(config, update) for update in range(1, 8)] == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 # ---- the configuration
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_fsdp_takes_a_dense_model_without_other_cuts() -> None:
@@ -95,7 +121,9 @@ def test_fsdp_takes_a_dense_model_without_other_cuts() -> None:
     assert list(problems(replace(FSDP, actor=ActorConfig(parallel=ParallelConfig(tensor=2))))) == []
 
 
-@pytest.mark.parametrize("key", ["tensor", "pipeline", "context", "expert", "virtual_pipeline", "expert_tensor"])
+@pytest.mark.parametrize(
+    "key", ["tensor", "pipeline", "context", "expert", "virtual_pipeline", "expert_tensor"]
+)
 def test_fsdp_refuses_every_other_cut(key: str) -> None:
     [line] = problems(replace(FSDP, actor=replace(FSDP.actor, parallel=ParallelConfig(**{key: 2}))))
     assert f"actor.parallel.{key}=2" in line
@@ -105,8 +133,13 @@ def test_fsdp_refuses_every_other_cut(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["sequence", "overlap_grad_reduce", "overlap_param_gather"])
 def test_fsdp_refuses_what_is_megatrons(key: str) -> None:
-    [line] = problems(replace(FSDP, actor=replace(FSDP.actor, parallel=ParallelConfig(**{key: True}))))
-    assert f"actor.parallel.{key}=true is Megatron's; with actor.backend=fsdp leave it at false" in line
+    [line] = problems(
+        replace(FSDP, actor=replace(FSDP.actor, parallel=ParallelConfig(**{key: True})))
+    )
+    assert (
+        f"actor.parallel.{key}=true is Megatron's; with actor.backend=fsdp leave it at false"
+        in line
+    )
 
 
 @pytest.mark.parametrize(

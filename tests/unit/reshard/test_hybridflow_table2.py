@@ -91,12 +91,16 @@ def part(whole: int, index: int, count: int) -> slice:
 
 @pytest.mark.parametrize("sizes", [(2, 4, 1, 2), (1, 4, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["ds_chat", "hybridflow_v", "hybridflow"])
-def test_volumes_peaks_and_redundancy_are_those_of_the_paper(name: str, sizes: tuple[int, int, int, int]) -> None:
+def test_volumes_peaks_and_redundancy_are_those_of_the_paper(
+    name: str, sizes: tuple[int, int, int, int]
+) -> None:
     design = Design(name, *sizes)
     most = {"received": 0, "peak": 0, "redundancy": 0}
     for rank in design.world:
         parts = {other: design.trained(other) for other in design.group(rank)}
-        assert (sum(parts.values()) >= design.generated(rank)).all(), "a generation weight is missing"
+        assert (sum(parts.values()) >= design.generated(rank)).all(), (
+            "a generation weight is missing"
+        )
         sizes_of = {other: int(held.sum()) for other, held in parts.items()}
         idle = design.trained(rank) & ~design.generated(rank)
         most["received"] = max(most["received"], sum(sizes_of.values()) - sizes_of[rank])

@@ -15,7 +15,8 @@ Rects = list[tuple[int, tuple[int, int], tuple[int, int]]]
 
 
 def rects(max_size: int = 8) -> st.SearchStrategy[Rects]:
-    corner, extent = st.tuples(st.integers(0, 3), st.integers(0, 3)), st.tuples(st.integers(1, 3), st.integers(1, 3))
+    corner = st.tuples(st.integers(0, 3), st.integers(0, 3))
+    extent = st.tuples(st.integers(1, 3), st.integers(1, 3))
     return st.lists(st.tuples(st.integers(0, 2), corner, extent), max_size=max_size)
 
 
@@ -37,14 +38,18 @@ def paint(found: Rects) -> np.ndarray:
 def test_overlaps_are_those_that_share_an_element(found: Rects) -> None:
     pairs = {tuple(sorted(pair)) for pair in boxes.overlapping_pairs(*columns(found)).tolist()}
     expected = {
-        (i, j) for i in range(len(found)) for j in range(i + 1, len(found)) if paint([found[i], found[j]]).max() > 1
+        (i, j)
+        for i in range(len(found))
+        for j in range(i + 1, len(found))
+        if paint([found[i], found[j]]).max() > 1
     }
     assert pairs == expected
 
 
 @given(rects(), rects())
 def test_pairs_and_intersections(left: Rects, right: Rects) -> None:
-    a, b = columns(left), columns(right)
+    a = columns(left)
+    b = columns(right)
     i, j = boxes.pairs_of_equal_key(a[0], b[0])
     assert {*zip(i.tolist(), j.tolist(), strict=True)} == {
         (x, y) for x, p in enumerate(left) for y, q in enumerate(right) if p[0] == q[0]
@@ -53,7 +58,10 @@ def test_pairs_and_intersections(left: Rects, right: Rects) -> None:
     for row, (x, y) in enumerate(zip(i.tolist(), j.tolist(), strict=True)):
         shared = (paint([left[x]]) * paint([right[y]])).sum()
         assert shared == np.prod(np.maximum(size[row], 0))
-        assert shared == 0 or (paint([left[x]]) * paint([right[y]]))[left[x][0], start[row, 0], start[row, 1]] == 1
+        assert (
+            shared == 0
+            or (paint([left[x]]) * paint([right[y]]))[left[x][0], start[row, 0], start[row, 1]] == 1
+        )
 
 
 @given(rects())
@@ -73,7 +81,9 @@ def test_disjoint_parts_cover_the_same(found: Rects) -> None:
 def test_subtraction(found: Rects) -> None:
     if len(found) == 2:
         (_, *box), (_, *cut) = found
-        rest: Rects = [(0, start, size) for start, size in boxes.subtract((box[0], box[1]), (cut[0], cut[1]))]  # type: ignore[misc]
+        rest: Rects = [
+            (0, start, size) for start, size in boxes.subtract((box[0], box[1]), (cut[0], cut[1]))
+        ]  # type: ignore[misc]
         expected = np.maximum(paint([(0, *box)])[0] - paint([(0, *cut)])[0], 0)
         assert np.array_equal(paint(rest)[0], expected)
 
@@ -89,12 +99,20 @@ def test_cover_faults_agree_with_counting(found: Rects, shape: tuple[int, int]) 
 
 
 def test_faults_say_what_is_wrong() -> None:
-    key, bounds = np.array([0, 0, 1, 2]), np.array([[4, 1], [4, 1], [4, 1]])
-    start, size = np.array([[0, 0], [1, 0], [0, 0], [2, 0]]), np.array([[2, 1], [3, 1], [3, 1], [4, 1]])
+    key = np.array([0, 0, 1, 2])
+    bounds = np.array([[4, 1], [4, 1], [4, 1]])
+    start = np.array([[0, 0], [1, 0], [0, 0], [2, 0]])
+    size = np.array([[2, 1], [3, 1], [3, 1], [4, 1]])
     faults = cover_faults(key, start, size, bounds)
-    assert {(f.key, f.kind, f.elements) for f in faults} == {(0, "overlap", 1), (1, "missing", 1), (2, "beyond", 0)}
+    assert {(f.key, f.kind, f.elements) for f in faults} == {
+        (0, "overlap", 1),
+        (1, "missing", 1),
+        (2, "beyond", 0),
+    }
 
 
 @pytest.mark.parametrize("counts", [[], [0], [2, 0, 3]])
 def test_ranges(counts: list[int]) -> None:
-    assert boxes.ranges(np.array(counts, dtype=np.int64)).tolist() == [i for count in counts for i in range(count)]
+    assert boxes.ranges(np.array(counts, dtype=np.int64)).tolist() == [
+        i for count in counts for i in range(count)
+    ]

@@ -17,7 +17,8 @@ from hybridflow.reshard.simulate import Fabric, simulate
 from tests.models import FAMILIES
 from tests.unit.reshard import reshard_cases as cases
 
-LINK = Fabric(link_gbps=8e-3, message_us=0.0, memory_gbs=1e9)  # 10^6 bytes a second, memory for nothing
+# 10^6 bytes a second, memory for nothing
+LINK = Fabric(link_gbps=8e-3, message_us=0.0, memory_gbs=1e9)
 
 
 def test_one_to_one_takes_the_bytes_over_the_link() -> None:
@@ -35,14 +36,19 @@ def test_one_sender_to_many_is_bound_by_the_sender() -> None:
 
 
 def test_each_message_costs() -> None:
-    plan = cases.plan_of(cases.decoder_of("llama"), ParallelShape(1), (EngineShape(),), staging_bytes=1 << 17)
-    free, costly = simulate(plan, LINK), simulate(plan, dataclasses.replace(LINK, message_us=1e6))
+    plan = cases.plan_of(
+        cases.decoder_of("llama"), ParallelShape(1), (EngineShape(),), staging_bytes=1 << 17
+    )
+    free = simulate(plan, LINK)
+    costly = simulate(plan, dataclasses.replace(LINK, message_us=1e6))
     assert costly.seconds == pytest.approx(free.seconds + free.messages, rel=1e-3)
 
 
 def test_a_wrong_choice_of_senders_is_seen() -> None:
     plan = cases.plan_of(cases.decoder_of("llama"), ParallelShape(4), (EngineShape(count=4),))
-    lazy = dataclasses.replace(plan, sends=dataclasses.replace(plan.sends, source=np.zeros_like(plan.sends.source)))
+    lazy = dataclasses.replace(
+        plan, sends=dataclasses.replace(plan.sends, source=np.zeros_like(plan.sends.source))
+    )
     assert simulate(lazy, LINK).seconds > 3 * simulate(plan, LINK).seconds
     assert link_loads(lazy).hottest > 3 * link_loads(lazy).bound
     assert link_loads(plan).hottest <= 1.05 * link_loads(plan).bound
@@ -71,7 +77,9 @@ def test_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "x the lower bound" in out
 
 
-def test_command_prints_json_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_json_and_writes_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(FAMILIES["deepseek_v3"]))
     assert main([*ARGS, str(config), "--json", "--write", str(tmp_path / "plan.json")]) == 0
@@ -94,9 +102,23 @@ def test_command_prints_json_and_writes_the_plan(tmp_path: Path, capsys: pytest.
         (["--trainer", "ranks=6,tp=4"], "6 ranks are no multiple of 4"),
     ],
 )
-def test_bad_input_is_one_clear_message(change: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_clear_message(
+    change: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (
-        main(["reshard", "plan", "--model", "llama-3.1-70b", "--trainer", "ranks=8,tp=8", "--engines", "tp=8", *change])
+        main(
+            [
+                "reshard",
+                "plan",
+                "--model",
+                "llama-3.1-70b",
+                "--trainer",
+                "ranks=8,tp=8",
+                "--engines",
+                "tp=8",
+                *change,
+            ]
+        )
         != 0
     )
     assert message in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Slice plans of every family through every layout: proven, carried out by value, and wrong maps caught."""
+"""Slice plans of every family through every layout: proven, carried out by value, and wrong maps
+caught."""
 
 from __future__ import annotations
 
@@ -31,8 +32,10 @@ PAIRS = [(model, layout) for model in FAMILIES for layout in cases.LAYOUTS]
 
 @pytest.mark.parametrize(("model", "layout"), PAIRS)
 def test_every_family_reaches_every_engine(model: str, layout: str) -> None:
-    decoder, (shape, engines) = cases.decoder_of(model), cases.LAYOUTS[layout]
-    ranks, weights = shape.coordinates(), cases.random_weights(decoder)
+    decoder = cases.decoder_of(model)
+    shape, engines = cases.LAYOUTS[layout]
+    ranks = shape.coordinates()
+    weights = cases.random_weights(decoder)
     trainers = cases.trainer_buffers(decoder, ranks, weights)
     for name, value in cases.hf_from_megatron(decoder.hf, ranks, trainers).items():
         np.testing.assert_array_equal(value, weights[name], err_msg=name)
@@ -61,7 +64,9 @@ def test_oracle_covers_all_matrices() -> None:
     held = cases.trainer_buffers(decoder, ranks, cases.random_weights(decoder))
     read = cases.hf_from_megatron(decoder.hf, ranks, held)
     assert sorted(read) == sorted(
-        n for n in decoder.tensors() if "norm" not in n and ".gate.e_" not in n and not n.endswith(".gate.weight")
+        n
+        for n in decoder.tensors()
+        if "norm" not in n and ".gate.e_" not in n and not n.endswith(".gate.weight")
     )
 
 
@@ -73,7 +78,8 @@ def test_plan_is_json_with_its_hash() -> None:
 
 
 def test_plan_is_the_same_each_time_and_differs_with_its_input() -> None:
-    decoder, (shape, engines) = cases.decoder_of("qwen3_moe"), cases.LAYOUTS["TP2.PP2.EP2 to 2 x TP1"]
+    decoder = cases.decoder_of("qwen3_moe")
+    shape, engines = cases.LAYOUTS["TP2.PP2.EP2 to 2 x TP1"]
     digests = {cases.plan_of(decoder, shape, engines).digest() for _ in range(2)}
     assert len(digests) == 1
     assert cases.plan_of(decoder, shape, engines, staging_bytes=1 << 19).digest() not in digests
@@ -81,7 +87,9 @@ def test_plan_is_the_same_each_time_and_differs_with_its_input() -> None:
 
 
 def test_replicas_share_the_work() -> None:
-    plan = cases.plan_of(cases.decoder_of("llama"), ParallelShape(8, tensor=2), (EngineShape(tensor=2, count=4),))
+    plan = cases.plan_of(
+        cases.decoder_of("llama"), ParallelShape(8, tensor=2), (EngineShape(tensor=2, count=4),)
+    )
     loads = link_loads(plan)
     assert loads.hottest <= 1.05 * loads.bound
     assert loads.egress.max() <= 1.1 * loads.egress.mean()
@@ -113,16 +121,23 @@ def test_any_plan_is_proven_and_executes(
     part: int,
 ) -> None:
     decoder = cases.decoder_of(model)
-    shape = ParallelShape(max(tensor, expert) * pipeline * data, tensor=tensor, pipeline=pipeline, expert=expert)
+    shape = ParallelShape(
+        max(tensor, expert) * pipeline * data, tensor=tensor, pipeline=pipeline, expert=expert
+    )
     plan = cases.plan_of(
-        decoder, shape, (EngineShape(tensor=engine[0], expert=engine[1], count=count), EngineShape()), staging
+        decoder,
+        shape,
+        (EngineShape(tensor=engine[0], expert=engine[1], count=count), EngineShape()),
+        staging,
     )
     prove(plan)
     assert max(staging_peak(plan)) <= staging
     weights = cases.random_weights(decoder)
     actual = cases.engine_buffers(plan.target, plan.catalog, None)
     cases.execute(plan, cases.trainer_buffers(decoder, shape.coordinates(), weights), actual, part)
-    for want, got in zip(cases.engine_buffers(plan.target, plan.catalog, weights), actual, strict=True):
+    for want, got in zip(
+        cases.engine_buffers(plan.target, plan.catalog, weights), actual, strict=True
+    ):
         assert all(np.array_equal(want[name], got[name]) for name in want)
 
 
@@ -130,14 +145,20 @@ def test_any_plan_is_proven_and_executes(
 def test_parts_are_small_and_large_slices_travel_alone(part: int) -> None:
     decoder = cases.decoder_of("glm4_moe")
     plan = cases.plan_of(
-        decoder, ParallelShape(4, tensor=2, pipeline=2, expert=2), (EngineShape(tensor=2), EngineShape()), 1 << 18
+        decoder,
+        ParallelShape(4, tensor=2, pipeline=2, expert=2),
+        (EngineShape(tensor=2), EngineShape()),
+        1 << 18,
     )
     limit = max(part, 16 * plan.bucket_bytes // MAX_PARTS)
-    whole, cut = Messages(plan), Messages(plan, part)
+    whole = Messages(plan)
+    cut = Messages(plan, part)
     for rank in range(plan.target.num_ranks):
         messages = cut.incoming(rank)
         assert sum(m.nbytes for m in messages) == sum(m.nbytes for m in whole.incoming(rank))
-        assert max(m.nbytes for m in messages) <= limit and len(messages) > 2 * len(whole.incoming(rank))
+        assert max(m.nbytes for m in messages) <= limit and len(messages) > 2 * len(
+            whole.incoming(rank)
+        )
         assert len({(m.peer, m.tag) for m in messages}) == len(messages)
         for message in messages:
             assert len(message.items) == 1 or max(map(item_bytes, message.items)) < limit // 4
@@ -155,8 +176,12 @@ def test_parts_are_small_and_large_slices_travel_alone(part: int) -> None:
 def test_replicas_that_are_cut_in_other_ways() -> None:
     """Two trainers of unlike tensor parallelism at once: overlapping regions that are not equal."""
     decoder = cases.decoder_of("glm4_moe")
-    catalog, weights = Catalog.of(decoder.tensors()), cases.random_weights(decoder)
-    ranks = [*ParallelShape(2, tensor=2, expert=2).coordinates(), *ParallelShape(4, tensor=4, expert=4).coordinates()]
+    catalog = Catalog.of(decoder.tensors())
+    weights = cases.random_weights(decoder)
+    ranks = [
+        *ParallelShape(2, tensor=2, expert=2).coordinates(),
+        *ParallelShape(4, tensor=4, expert=4).coordinates(),
+    ]
     plan = make_plan(
         catalog,
         megatron_layout(decoder, ranks, "float32"),
@@ -171,19 +196,25 @@ def test_replicas_that_are_cut_in_other_ways() -> None:
 
 
 # ---- wrong maps
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def caught(model: str) -> str:
     """Who notices that something is wrong with the map: "proof", "values", or nobody."""
-    decoder, shape = cases.decoder_of(model), ParallelShape(4, tensor=2, pipeline=2, expert=2)
+    decoder = cases.decoder_of(model)
+    shape = ParallelShape(4, tensor=2, pipeline=2, expert=2)
     try:
         prove(cases.plan_of(decoder, shape, (EngineShape(tensor=2),)))
     except (WeightSyncError, ModelError):
         return "proof"
-    ranks, weights = shape.coordinates(), cases.random_weights(decoder)
+    ranks = shape.coordinates()
+    weights = cases.random_weights(decoder)
     read = cases.hf_from_megatron(decoder.hf, ranks, cases.trainer_buffers(decoder, ranks, weights))
-    return "nobody" if all(np.array_equal(value, weights[name]) for name, value in read.items()) else "values"
+    return (
+        "nobody"
+        if all(np.array_equal(value, weights[name]) for name, value in read.items())
+        else "values"
+    )
 
 
 @pytest.mark.parametrize("model", FAMILIES)
@@ -196,15 +227,26 @@ def test_swapped_gate_and_up_are_caught(model: str, monkeypatch: pytest.MonkeyPa
     right = blocks.gated_local
 
     def swapped(
-        fc1: str, fc2: str, source: str, hidden: int, ffn: int, names: MlpNames, rank: int, size: int
+        fc1: str,
+        fc2: str,
+        source: str,
+        hidden: int,
+        ffn: int,
+        names: MlpNames,
+        rank: int,
+        size: int,
     ) -> list[LocalTensor]:
-        return right(fc1, fc2, source, hidden, ffn, MlpNames(names.up, names.gate, names.down), rank, size)
+        return right(
+            fc1, fc2, source, hidden, ffn, MlpNames(names.up, names.gate, names.down), rank, size
+        )
 
     monkeypatch.setattr(blocks, "gated_local", swapped)
     assert caught(model) == "values"
 
 
-@pytest.mark.parametrize("model", [m for m in FAMILIES if any("expert" in key for key in FAMILIES[m])])
+@pytest.mark.parametrize(
+    "model", [m for m in FAMILIES if any("expert" in key for key in FAMILIES[m])]
+)
 def test_one_expert_off_is_caught(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = blocks.gated_local
 
@@ -241,7 +283,10 @@ def test_swapped_key_and_value_are_caught(model: str, monkeypatch: pytest.Monkey
     right = blocks.GroupedAttention._interleaved
 
     def swapped(self: blocks.GroupedAttention, hf: str, kind: str) -> list[tuple[str, int, int]]:
-        names = {f"{hf}k_proj.{kind}": f"{hf}v_proj.{kind}", f"{hf}v_proj.{kind}": f"{hf}k_proj.{kind}"}
+        names = {
+            f"{hf}k_proj.{kind}": f"{hf}v_proj.{kind}",
+            f"{hf}v_proj.{kind}": f"{hf}k_proj.{kind}",
+        }
         return [(names.get(name, name), first, rows) for name, first, rows in right(self, hf, kind)]
 
     monkeypatch.setattr(blocks.GroupedAttention, "_interleaved", swapped)
@@ -250,7 +295,7 @@ def test_swapped_key_and_value_are_caught(model: str, monkeypatch: pytest.Monkey
 
 
 # ---- wrong plans, wrong input
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def small_plan() -> SlicePlan:
@@ -273,9 +318,16 @@ def test_a_changed_plan_is_not_proven(table: str, column: str, message: str) -> 
     plan = small_plan()
     tables = getattr(plan, table)
     fused = np.flatnonzero(
-        [("q_proj.weight" in plan.catalog.names[t]) for t in plan.regions.tensor[plan.deliveries.region]]
+        [
+            ("q_proj.weight" in plan.catalog.names[t])
+            for t in plan.regions.tensor[plan.deliveries.region]
+        ]
     )
-    row = int(fused[0]) if table == "deliveries" else int(np.flatnonzero(plan.sends.delivery == fused[0])[0])
+    row = (
+        int(fused[0])
+        if table == "deliveries"
+        else int(np.flatnonzero(plan.sends.delivery == fused[0])[0])
+    )
     values = getattr(tables, column).copy()
     values[row] = values[row] + 1 if column != "source" else (values[row] + 2) % 4
     changed = dataclasses.replace(plan, **{table: dataclasses.replace(tables, **{column: values})})
@@ -287,12 +339,17 @@ def test_a_buffer_without_pieces_is_named() -> None:
     plan = small_plan()
     rank = plan.target.classes[0]
     keep = rank.buffer != rank.names.index("model.layers.1.self_attn.qkv_proj.bias")
-    columns = {name: getattr(rank, name)[keep] for name in ("tensor", "start", "size", "buffer", "local")}
+    columns = {
+        name: getattr(rank, name)[keep] for name in ("tensor", "start", "size", "buffer", "local")
+    }
     damaged = dataclasses.replace(rank, **columns)
     target = dataclasses.replace(plan.target, classes=(damaged, *plan.target.classes[1:]))
     with pytest.raises(
         WeightSyncError,
-        match=r"engine rank 0, model\.layers\.1\.self_attn\.qkv_proj\.bias: 64 elements are not written",
+        match=(
+            r"engine rank 0, model\.layers\.1\.self_attn\.qkv_proj\.bias: 64 elements are not "
+            r"written"
+        ),
     ):
         prove(dataclasses.replace(plan, target=target))
 
@@ -309,7 +366,10 @@ def test_unused_tensors_must_be_allowed() -> None:
 def test_extra_and_missing_buffers_are_named() -> None:
     with pytest.raises(
         WeightSyncError,
-        match=r"engine 1 rank 0: .*extra \['c'\], missing \['a'\], of another shape \[\('b', \(2,\), \(3,\)\)\]",
+        match=(
+            r"engine 1 rank 0: .*extra \['c'\], missing \['a'\], of another shape \[\('b', \(2,\), "
+            r"\(3,\)\)\]"
+        ),
     ):
         compare_buffers({"a": (1,), "b": (2,)}, {"b": (3,), "c": (4,)}, "engine 1 rank 0")
     compare_buffers({"a": (1, 2)}, {"a": (1, 2)}, "")
@@ -319,16 +379,23 @@ def test_a_source_that_lacks_something_is_refused() -> None:
     decoder = cases.decoder_of("llama")
     catalog = Catalog.of(decoder.tensors())
     half = megatron_layout(decoder, ParallelShape(2, pipeline=2).coordinates()[:1], "float32")
-    with pytest.raises(WeightSyncError, match=r"no trainer rank holds all of lm_head\.weight, .* pipeline stage"):
+    with pytest.raises(
+        WeightSyncError, match=r"no trainer rank holds all of lm_head\.weight, .* pipeline stage"
+    ):
         make_plan(catalog, half, engine_layout(decoder, (EngineShape(),), "float32"), 1 << 20)
 
 
 def test_a_fused_tensor_larger_than_a_bucket_is_refused_with_the_size_needed() -> None:
     with pytest.raises(
-        WeightSyncError, match=r"qkv_proj\.weight takes 65536 bytes .* set the staging bytes to 131072 or more"
+        WeightSyncError,
+        match=r"qkv_proj\.weight takes 65536 bytes .* set the staging bytes to 131072 or more",
     ):
-        cases.plan_of(cases.decoder_of("llama"), ParallelShape(1), (EngineShape(),), staging_bytes=90_000)
-    cases.plan_of(cases.decoder_of("llama"), ParallelShape(1), (EngineShape(),), staging_bytes=131_072)
+        cases.plan_of(
+            cases.decoder_of("llama"), ParallelShape(1), (EngineShape(),), staging_bytes=90_000
+        )
+    cases.plan_of(
+        cases.decoder_of("llama"), ParallelShape(1), (EngineShape(),), staging_bytes=131_072
+    )
 
 
 def test_shapes_and_dtypes_that_do_not_fit_are_refused() -> None:
@@ -340,7 +407,9 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused() -> None:
     catalog = Catalog.of(decoder.tensors())
     source = megatron_layout(decoder, ParallelShape(1).coordinates(), "bfloat16")
     with pytest.raises(WeightSyncError, match="float8_e4m3fn"):
-        make_plan(catalog, source, engine_layout(decoder, (EngineShape(),), "float8_e4m3fn"), 1 << 20)
+        make_plan(
+            catalog, source, engine_layout(decoder, (EngineShape(),), "float8_e4m3fn"), 1 << 20
+        )
 
 
 def test_casts_are_recorded_and_counted_in_the_engine_dtype() -> None:

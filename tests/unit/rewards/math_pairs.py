@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 
 def pairs(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
-    """Yields (ground truth, response): about half of the answers are the ground truth in another notation."""
+    """Yields (ground truth, response): about half of the answers are the ground truth in another
+    notation."""
     draw = random.Random(seed)
     kinds = (_number, _power, _interval, _set, _polynomial)
     frames = (
@@ -24,18 +25,30 @@ def pairs(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
 
 
 def _number(draw: random.Random, a: int, b: int) -> str:
-    forms = (f"\\frac{{{a}}}{{{b}}}", f"{a}/{b}", f"{a / b}", f"\\dfrac{{{2 * a}}}{{{2 * b}}}", f"{a} \\div {b}")
+    forms = (
+        f"\\frac{{{a}}}{{{b}}}",
+        f"{a}/{b}",
+        f"{a / b}",
+        f"\\dfrac{{{2 * a}}}{{{2 * b}}}",
+        f"{a} \\div {b}",
+    )
     return draw.choice(forms)
 
 
 def _power(draw: random.Random, a: int, b: int) -> str:
     return draw.choice(
-        (f"{b}\\sqrt{{{abs(a) + 1}}}", f"\\sqrt{{{b * b * (abs(a) + 1)}}}", f"{b}*({abs(a) + 1})^{{1/2}}")
+        (
+            f"{b}\\sqrt{{{abs(a) + 1}}}",
+            f"\\sqrt{{{b * b * (abs(a) + 1)}}}",
+            f"{b}*({abs(a) + 1})^{{1/2}}",
+        )
     )
 
 
 def _interval(draw: random.Random, a: int, b: int) -> str:
-    return draw.choice((f"({a}, {a + b}]", f"({a},{a + b}]", f"\\left({a}, {2 * a + 2 * b}/2\\right]"))
+    return draw.choice(
+        (f"({a}, {a + b}]", f"({a},{a + b}]", f"\\left({a}, {2 * a + 2 * b}/2\\right]")
+    )
 
 
 def _set(draw: random.Random, a: int, b: int) -> str:

@@ -1,4 +1,5 @@
-"""What a call of a reward may do, is told and leaves behind, and which ground truths are refused before a run."""
+"""What a call of a reward may do, is told and leaves behind, and which ground truths are refused
+before a run."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ ROW = "data_source, solution_str, ground_truth, extra_info"
 
 def manager_of(folder: Path, code: str, **settings: Any) -> RewardManager:
     (folder / "reward.py").write_text(textwrap.dedent(code))
-    return RewardManager(RewardConfig(path=str(folder / "reward.py"), **settings), folder / "rewards.log")
+    return RewardManager(
+        RewardConfig(path=str(folder / "reward.py"), **settings), folder / "rewards.log"
+    )
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -44,7 +47,10 @@ def test_a_function_may_run_an_event_loop_of_its_own(tmp_path: Path, processes: 
             return asyncio.new_event_loop().run_until_complete(later(solution_str))
     """
     with manager_of(tmp_path, code, processes=processes) as manager:
-        assert [found.score for found in manager.score(["a"] * 2, ["1", "2"], ["c"] * 2)] == [1.0, 2.0]
+        assert [found.score for found in manager.score(["a"] * 2, ["1", "2"], ["c"] * 2)] == [
+            1.0,
+            2.0,
+        ]
 
 
 def test_an_alarm_that_a_call_leaves_ends_no_other_call(tmp_path: Path) -> None:
@@ -75,7 +81,9 @@ def test_a_value_named_failure_is_none(tmp_path: Path, processes: int) -> None:
     assert (found.score, found.failure, found.extra) == (1.0, None, {"failure": "wrong digits"})
 
 
-@pytest.mark.parametrize("value", ["10**400", "{'score': 1, 'a': 10**5000}", "float('1e39')", "lambda: 1"])
+@pytest.mark.parametrize(
+    "value", ["10**400", "{'score': 1, 'a': 10**5000}", "float('1e39')", "lambda: 1"]
+)
 def test_a_value_that_cannot_be_used_costs_its_row_alone(tmp_path: Path, value: str) -> None:
     code = f"def compute_score({ROW}): return ({value}) if solution_str == 'bad' else 1"
     with manager_of(tmp_path, code, processes=1) as manager:
@@ -88,12 +96,21 @@ def test_a_value_that_cannot_be_used_costs_its_row_alone(tmp_path: Path, value: 
 
 @pytest.mark.parametrize(
     "answer",
-    ["9^{9^{9}}", "x+9^{9^{9}}", "(10^{5})!", "\\frac{1}{" * 200 + "x" + "}" * 200, "(" * 2000 + "x" + ")" * 2000],
+    [
+        "9^{9^{9}}",
+        "x+9^{9^{9}}",
+        "(10^{5})!",
+        "\\frac{1}{" * 200 + "x" + "}" * 200,
+        "(" * 2000 + "x" + ")" * 2000,
+    ],
 )
 def test_a_comparison_has_a_budget(answer: str) -> None:
     """Without one each would take the deadline of the call, a minute, or all memory."""
     for truth in ("7", "x"):
-        assert VERIFIERS.get("math").function(f"\\boxed{{{answer}}}", truth, comparison_s=0.5).score == 0
+        assert (
+            VERIFIERS.get("math").function(f"\\boxed{{{answer}}}", truth, comparison_s=0.5).score
+            == 0
+        )
 
 
 def test_a_program_keeps_what_it_has_passed_when_time_is_over() -> None:
@@ -108,11 +125,15 @@ def test_a_program_keeps_what_it_has_passed_when_time_is_over() -> None:
 
 
 def test_a_program_that_loops_is_wrong_and_no_failure() -> None:
-    config = RewardConfig(processes=1, timeout_s=3.0, kwargs={"test_timeout_s": 2.0}, on_failure="drop")
+    config = RewardConfig(
+        processes=1, timeout_s=3.0, kwargs={"test_timeout_s": 2.0}, on_failure="drop"
+    )
     truth = {"inputs": ["1"] * 3, "outputs": ["1"] * 3}
     with RewardManager(config) as manager:
         found = manager.score(
-            ["apps"] * 2, ["```python\nwhile True: pass\n```", "```python\nprint(1)\n```"], [truth] * 2
+            ["apps"] * 2,
+            ["```python\nwhile True: pass\n```", "```python\nprint(1)\n```"],
+            [truth] * 2,
         )
     assert [(result.score, result.failure) for result in found] == [(0.0, None), (1.0, None)]
 
@@ -150,11 +171,18 @@ def batch_of(prompts: list[str], responses: list[str], source: str, truth: Any =
 
 
 def test_a_verifier_knows_whether_the_prompt_opened_the_thinking() -> None:
-    prompts = ["<|assistant|>", "<|assistant|><think>\n", "<|assistant|><think>\n", "<think>\n\n</think>\n\n"]
+    prompts = [
+        "<|assistant|>",
+        "<|assistant|><think>\n",
+        "<|assistant|><think>\n",
+        "<think>\n\n</think>\n\n",
+    ]
     responses = ["#### 7", "#### 7", "a</think>\n#### 7", "#### 7"]
     with RewardManager(RewardConfig(processes=0)) as manager:
         scorer = Scorer(manager, Letters())  # type: ignore[arg-type]
-        assert block_on(scorer.score(batch_of(prompts, responses, "openai/gsm8k")))["scores"].tolist() == [1, 0, 1, 1]
+        assert block_on(scorer.score(batch_of(prompts, responses, "openai/gsm8k")))[
+            "scores"
+        ].tolist() == [1, 0, 1, 1]
         form = batch_of(prompts[:2], ["a</think>\n<answer>b</answer>"] * 2, "format")
         assert block_on(scorer.score(form))["scores"].tolist() == [0, 1]
 
@@ -163,7 +191,9 @@ def test_a_function_is_told_whether_the_prompt_opened_the_thinking(tmp_path: Pat
     code = f"def compute_score({ROW}): return extra_info['thinking_open']"
     with manager_of(tmp_path, code, processes=0) as manager:
         scorer = Scorer(manager, Letters())  # type: ignore[arg-type]
-        assert block_on(scorer.score(batch_of(["a", "<think>"], ["b"] * 2, "any")))["scores"].tolist() == [0, 1]
+        assert block_on(scorer.score(batch_of(["a", "<think>"], ["b"] * 2, "any")))[
+            "scores"
+        ].tolist() == [0, 1]
 
 
 # ---- ground truths
@@ -194,7 +224,9 @@ def test_a_ground_truth_that_cannot_be_used_is_refused_with_its_row(
     with pytest.raises(DataError) as error:
         check_truths(manager, RunConfig(), dataset)
     row = 1 if truths[1] in ("many", "(") else 2
-    assert wrong in str(error.value) and f"train.parquet, row {row}, column 'reward_model'" in str(error.value)
+    assert wrong in str(error.value) and f"train.parquet, row {row}, column 'reward_model'" in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize("combined", [False, True])
@@ -213,7 +245,10 @@ def test_a_ground_truth_that_a_users_verifier_cannot_use_is_refused_with_its_row
     with RewardManager(config) as manager:
         check_truths(manager, RunConfig(), cast(Any, Rows("mine", list(range(5000)))))
         wrong: Any = Rows("mine", [*range(4500), "4", *range(9)])
-        with pytest.raises(DataError, match=r"train.parquet, row 4500, column 'reward_model': '4' is no whole number"):
+        with pytest.raises(
+            DataError,
+            match=r"train.parquet, row 4500, column 'reward_model': '4' is no whole number",
+        ):
             check_truths(manager, RunConfig(), wrong)
 
 
@@ -221,7 +256,8 @@ class Rows:
     """A dataset in memory."""
 
     def __init__(self, source: str, truths: list[Any]) -> None:
-        self.data_sources, self.truths = [source], truths
+        self.data_sources = [source]
+        self.truths = truths
         self.places = [f"train.parquet, row {row}" for row in range(len(truths))]
 
     def __len__(self) -> int:
@@ -229,19 +265,28 @@ class Rows:
 
     def batch(self, indices: Any) -> DataProto:
         sources = objects(self.data_sources * len(self.truths))
-        return DataProto.from_columns({"data_source": sources, "ground_truth": objects(self.truths)})
+        return DataProto.from_columns(
+            {"data_source": sources, "ground_truth": objects(self.truths)}
+        )
 
 
 def test_a_dataset_names_the_place_of_each_row(tmp_path: Path) -> None:
     rows = [
-        {"data_source": "a", "prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": "1"}}
+        {
+            "data_source": "a",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"ground_truth": "1"},
+        }
         for text in ("x", "y" * 500, "z")
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     tokenizer = CharacterTokenizer()
     config = DataConfig(max_prompt_length=100, filter_overlong_prompts=True)
     dataset = PromptDataset([tmp_path / "train.parquet"], tokenizer, config)  # type: ignore[arg-type]
-    assert dataset.places == [f"{tmp_path}/train.parquet, row 0", f"{tmp_path}/train.parquet, row 2"]
+    assert dataset.places == [
+        f"{tmp_path}/train.parquet, row 0",
+        f"{tmp_path}/train.parquet, row 2",
+    ]
 
 
 class CharacterTokenizer:
@@ -253,4 +298,6 @@ class CharacterTokenizer:
         """Return nothing: its tokens are not cached."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda messages, *args, **kwargs: [ord(sign) for message in messages for sign in message["content"]]
+        return lambda messages, *args, **kwargs: [
+            ord(sign) for message in messages for sign in message["content"]
+        ]

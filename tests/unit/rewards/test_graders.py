@@ -1,7 +1,9 @@
-"""The bench of graders: responses that were judged by hand, each with why, for every verifier (`tests/golden/graders`).
+"""The bench of graders: responses that were judged by hand, each with why, for every verifier
+(`tests/golden/graders`).
 
-Files ending in `_blind` were written before the verifiers were read, the others with them and reports of their
-mistakes at hand. Nothing wrong may be paid, since a policy would find it; of what is right at most 1% may be missed.
+Files ending in `_blind` were written before the verifiers were read, the others with them and
+reports of their mistakes at hand. Nothing wrong may be paid, since a policy would find it; of what
+is right at most 1% may be missed.
 """
 
 from __future__ import annotations
@@ -20,8 +22,13 @@ KINDS = ("choice", "code", "format", "gsm8k", "judge", "math")
 
 
 def pairs(kind: str) -> list[tuple[Any, ...]]:
-    """(the verifier's arguments, its options, the score that is right, why) of each case of a kind."""
-    rows = [row for file in sorted(FOLDER.glob(f"{kind}_*.yaml")) for row in yaml.safe_load(file.read_text("utf-8"))]
+    """(the verifier's arguments, its options, the score that is right, why) of each case of a
+    kind."""
+    rows = [
+        row
+        for file in sorted(FOLDER.glob(f"{kind}_*.yaml"))
+        for row in yaml.safe_load(file.read_text("utf-8"))
+    ]
     if kind == "code":
         return [((row["said"], row["truth"]), {}, row["pays"], row["why"]) for row in rows]
     if kind == "gsm8k":
@@ -31,9 +38,14 @@ def pairs(kind: str) -> list[tuple[Any, ...]]:
             for flexible in (False, True)
         ]
     if kind == "format":
-        return [((said, None), {"thinking_open": opened}, float(right), why) for said, opened, right, why in rows]
+        return [
+            ((said, None), {"thinking_open": opened}, float(right), why)
+            for said, opened, right, why in rows
+        ]
     if kind == "judge":
-        return [((said,), {}, None if grade is None else float(grade), why) for said, grade, why in rows]
+        return [
+            ((said,), {}, None if grade is None else float(grade), why) for said, grade, why in rows
+        ]
     return [((said, truth), {}, float(right), why) for said, truth, right, why in rows]
 
 
@@ -49,16 +61,23 @@ def judged(kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> fl
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_wrong_is_not_paid_and_what_is_right_is(kind: str) -> None:
     cases = pairs(kind)
-    found = [(judged(kind, arguments, options), right, arguments, why) for arguments, options, right, why in cases]
+    found = [
+        (judged(kind, arguments, options), right, arguments, why)
+        for arguments, options, right, why in cases
+    ]
     paid = [case for case in found if (case[0] or 0) > (case[1] or 0)]
     missed = [case for case in found if (case[0] or 0) < (case[1] or 0)]
     assert not paid, f"{len(paid)} of {len(cases)} are paid that are not right: {paid[:5]}"
     right = sum(bool(case[1]) for case in found)
-    assert len(missed) <= right / 100, f"{len(missed)} of {right} right ones are missed: {missed[:5]}"
+    assert len(missed) <= right / 100, (
+        f"{len(missed)} of {right} right ones are missed: {missed[:5]}"
+    )
 
 
 def test_the_bench_is_as_large_as_the_documentation_says() -> None:
-    counts = {file.stem: len(yaml.safe_load(file.read_text("utf-8"))) for file in FOLDER.glob("*.yaml")}
+    counts = {
+        file.stem: len(yaml.safe_load(file.read_text("utf-8"))) for file in FOLDER.glob("*.yaml")
+    }
     blind = sum(count for name, count in counts.items() if name.endswith("_blind"))
     assert sum(counts.values()) >= 600 and 3 * blind >= sum(counts.values())
 

@@ -17,12 +17,83 @@ from tests.unit.growth import grown, holds_up
 
 # what the patterns of the verifiers repeat, alone and behind what begins a match
 PIECES = (
-    *(" ", "\n", "a", "A ", "1", "1,", ".", "-", "$", "*", "_", "#", "`", "~", "(", "{", "}", "\\", "<", "[", "=", ":"),
-    *("####", "```\n", "```python\n", "\\boxed{", "\\boxed{1} ", "\\fbox{", "\\text{", "\\frac{", "\\sqrt", "\\{"),
-    *("$$", "<think>", "</think>", "\n<think>", "<answer>", "</answer>", "<answer>a</answer>", "[THINK]", "\\(", "\\["),
-    *("\\,", "answer ", "answer is ", "the answer is A or ", "option A is wrong ", "B is the ", "答案", "选", "答案是"),
-    *("Score: ", "score", "1/2 ", "1 2", "m2 ", "for 2 ", "and ", "or ", "x = ", "10^", "e5", "%", "\\pi", "元", "I "),
-)  # fmt: skip
+    *(
+        " ",
+        "\n",
+        "a",
+        "A ",
+        "1",
+        "1,",
+        ".",
+        "-",
+        "$",
+        "*",
+        "_",
+        "#",
+        "`",
+        "~",
+        "(",
+        "{",
+        "}",
+        "\\",
+        "<",
+        "[",
+        "=",
+        ":",
+    ),
+    *(
+        "####",
+        "```\n",
+        "```python\n",
+        "\\boxed{",
+        "\\boxed{1} ",
+        "\\fbox{",
+        "\\text{",
+        "\\frac{",
+        "\\sqrt",
+        "\\{",
+    ),
+    *(
+        "$$",
+        "<think>",
+        "</think>",
+        "\n<think>",
+        "<answer>",
+        "</answer>",
+        "<answer>a</answer>",
+        "[THINK]",
+        "\\(",
+        "\\[",
+    ),
+    *(
+        "\\,",
+        "answer ",
+        "answer is ",
+        "the answer is A or ",
+        "option A is wrong ",
+        "B is the ",
+        "答案",
+        "选",
+        "答案是",
+    ),
+    *(
+        "Score: ",
+        "score",
+        "1/2 ",
+        "1 2",
+        "m2 ",
+        "for 2 ",
+        "and ",
+        "or ",
+        "x = ",
+        "10^",
+        "e5",
+        "%",
+        "\\pi",
+        "元",
+        "I ",
+    ),
+)
 STARTS = ("", "The answer is", "\\boxed{", "#### ", "```python\n", "<think>", "Score:")
 
 
@@ -72,9 +143,15 @@ def fuzzed(draw: random.Random, length: int) -> str:
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in VERIFIERS.names() if VERIFIERS.get(name).runs_in_driver])
+@pytest.mark.parametrize(
+    "name", [name for name in VERIFIERS.names() if VERIFIERS.get(name).runs_in_driver]
+)
 def test_what_runs_in_the_driver_does_not_hold_it_up(name: str) -> None:
     """10,000 responses of 100,000 characters, each within 50 ms of processor time."""
     draw = random.Random(name)
-    slow = [text for text in (fuzzed(draw, 100_000) for _ in range(10_000)) if holds_up(READ[name], text)]
+    slow = [
+        text
+        for text in (fuzzed(draw, 100_000) for _ in range(10_000))
+        if holds_up(READ[name], text)
+    ]
     assert not slow, (len(slow), slow[0][:200])

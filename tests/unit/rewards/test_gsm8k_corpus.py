@@ -1,7 +1,8 @@
-"""GSM8K's strict mode on a corpus: forty forms of each answer, right and wrong, over answers of the dataset's kinds.
+"""GSM8K's strict mode on a corpus: forty forms of each answer, right and wrong, over answers of the
+dataset's kinds.
 
-With HYBRIDFLOW_GSM8K, a folder with the published train.jsonl and test.jsonl, the answers are all of theirs (8,792),
-and each published solution is judged as well.
+With HYBRIDFLOW_GSM8K, a folder with the published train.jsonl and test.jsonl, the answers are all
+of theirs (8,792), and each published solution is judged as well.
 """
 
 from __future__ import annotations
@@ -16,10 +17,30 @@ from pathlib import Path
 from hybridflow.rewards.verifiers.base import VERIFIERS
 
 RIGHT = (
-    *("#### {n}", "####{n}", "####   {n}  ", "#### {n}.", "#### {n}\n", "####\n{n}", "#### ${n}", "#### $ {n}"),
-    *("#### {commas}", "#### ${commas}.", "#### {exact}", "#### ${exact}", "#### {n} dollars", "#### {n} m2"),
+    *(
+        "#### {n}",
+        "####{n}",
+        "####   {n}  ",
+        "#### {n}.",
+        "#### {n}\n",
+        "####\n{n}",
+        "#### ${n}",
+        "#### $ {n}",
+    ),
+    *(
+        "#### {commas}",
+        "#### ${commas}.",
+        "#### {exact}",
+        "#### ${exact}",
+        "#### {n} dollars",
+        "#### {n} m2",
+    ),
     *("#### {n} cm3", "#### {n}%", "#### {n} dollars for 2 eggs", "#### {n} miles in 3.5 hours"),
-    *("#### {n} (per 100 people)", "#### {n} dollars.\n\nI hope that helps 5 people.", "#### {n}\n\n#### Explanation"),
+    *(
+        "#### {n} (per 100 people)",
+        "#### {n} dollars.\n\nI hope that helps 5 people.",
+        "#### {n}\n\n#### Explanation",
+    ),
     *(
         "#### {n}\n\n#### Explanation\nThere are 2 cows.",
         "#### 7\nNo, wait.\n#### {n}",
@@ -27,8 +48,23 @@ RIGHT = (
     ),
 )
 WRONG = (
-    *("", "{n}", "####", "## {n}", "The answer is {n}.", "#### the answer is {n}", "#### {other}", "#### {negated}"),
-    *("#### {n} or {other}", "#### {n} (or {other})", "#### {n}/7", "#### {n} to {other}", "#### {n}, {other}"),
+    *(
+        "",
+        "{n}",
+        "####",
+        "## {n}",
+        "The answer is {n}.",
+        "#### the answer is {n}",
+        "#### {other}",
+        "#### {negated}",
+    ),
+    *(
+        "#### {n} or {other}",
+        "#### {n} (or {other})",
+        "#### {n}/7",
+        "#### {n} to {other}",
+        "#### {n}, {other}",
+    ),
     *(
         "#### {n} = {other}",
         "#### {n} dollars and 50 cents",
@@ -48,7 +84,8 @@ def published(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def generated() -> Iterator[tuple[str, str]]:
-    """Whole numbers of one to seven digits, decimals and negative numbers, in solutions as the dataset writes them."""
+    """Whole numbers of one to seven digits, decimals and negative numbers, in solutions as the
+    dataset writes them."""
     draw = random.Random(0)
     for row in range(200):
         number = draw.randrange(1, 10 ** (1 + row % 7))
@@ -61,11 +98,18 @@ def generated() -> Iterator[tuple[str, str]]:
 def forms(text: str) -> dict[str, str]:
     number = Decimal(text)
     exact = text if "." in text else f"{text}.00"
-    return {"n": text, "commas": f"{number:,}", "exact": exact, "other": str(number + 1), "negated": str(-number)}
+    return {
+        "n": text,
+        "commas": f"{number:,}",
+        "exact": exact,
+        "other": str(number + 1),
+        "negated": str(-number),
+    }
 
 
 def test_forty_forms_of_every_answer() -> None:
-    judge, folder = VERIFIERS.get("gsm8k").function, os.environ.get("HYBRIDFLOW_GSM8K")
+    judge = VERIFIERS.get("gsm8k").function
+    folder = os.environ.get("HYBRIDFLOW_GSM8K")
     rows = list(published(Path(folder)) if folder else generated())
     assert len(rows) == (8792 if folder else 200) and len(RIGHT) + len(WRONG) >= 40
     wrong: list[tuple[str, str]] = []

@@ -21,8 +21,8 @@ Request = dict[str, Any]
 
 
 class Server:
-    """Answers chat completions with what `answer` returns for the text of the request's message: the judge's words, an
-    HTTP status, or None to say nothing until the end."""
+    """Answers chat completions with what `answer` returns for the text of the request's message:
+    the judge's words, an HTTP status, or None to say nothing until the end."""
 
     def __init__(self) -> None:
         self.answer: Callable[[str], str | int | None] = lambda text: "Score: 10"
@@ -46,8 +46,16 @@ class Server:
                     said = 500
                 message = {"role": "assistant", "content": said}
                 choice = {"index": 0, "finish_reason": "stop", "message": message}
-                whole = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-                body = json.dumps(whole if isinstance(said, str) else {"error": {"message": owner.keys[-1]}}).encode()
+                whole = {
+                    "id": "1",
+                    "object": "chat.completion",
+                    "created": 0,
+                    "model": "m",
+                    "choices": [choice],
+                }
+                body = json.dumps(
+                    whole if isinstance(said, str) else {"error": {"message": owner.keys[-1]}}
+                ).encode()
                 self.send_response(200 if isinstance(said, str) else said)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
@@ -93,12 +101,18 @@ def test_the_judge_sees_prompt_reference_and_response_and_its_grade_is_the_score
     server.answer = lambda text: f"Score: 1? It says 4. Score: {7.5 if 'it is 4' in text else 0}"
     request = {"max_tokens": 99, "chat_template_kwargs": {"thinking": False}}
     found = graded(
-        settings(server, kwargs={"judge_request": request}), ["it is 4", "{ground_truth} {x"], "What is {response}?"
+        settings(server, kwargs={"judge_request": request}),
+        ["it is 4", "{ground_truth} {x"],
+        "What is {response}?",
     )
     assert [result.score for result in found] == [0.75, 0.0]
     assert found[0].extra == {"judge_said": "Score: 1? It says 4. Score: 7.5", "judge": 0.75}
     texts = [request["messages"][0]["content"] for request in server.requests]
-    assert sum("it is 4" in text for text in texts) == sum("{ground_truth} {x" in text for text in texts) == 1
+    assert (
+        sum("it is 4" in text for text in texts)
+        == sum("{ground_truth} {x" in text for text in texts)
+        == 1
+    )
     assert all("[Question]\nWhat is {response}?\n" in text for text in texts)
     assert all("[Reference answer]\n4\n" in text for text in texts)
     sent = server.requests[0]
@@ -139,7 +153,9 @@ def test_rows_whose_judge_says_nonsense_or_nothing_cost_themselves_alone(server:
 def test_a_judge_that_says_nothing_is_given_up_at_the_deadline(server: Server) -> None:
     server.answer = lambda text: None
     with RewardManager(RewardConfig(**settings(server, timeout_s=1.0))) as manager:
-        [[found]] = block_on(manager.collect([manager.submit(["any"], ["x"], ["4"], [{"prompt": "2+2="}])]))
+        [[found]] = block_on(
+            manager.collect([manager.submit(["any"], ["x"], ["4"], [{"prompt": "2+2="}])])
+        )
     assert (found.score, found.failure) == (0.0, "no score within 1 s (reward.timeout_s)")
 
 
@@ -150,12 +166,17 @@ def test_the_key_is_read_from_the_environment_and_recorded_nowhere(
     given = settings(server, kwargs={"judge_key_variable": "JUDGE_KEY"})
     found = graded(given, ["x"])
     assert server.keys == ["Bearer open sesame"] and "sesame" not in repr(found)
-    server.answer = lambda text: "Score: 10" if "right" in text.rpartition("the student]")[2] else 401
+    server.answer = lambda text: (
+        "Score: 10" if "right" in text.rpartition("the student]")[2] else 401
+    )
     found = graded(given, ["right", "x"])
     assert "AuthenticationError" in str(found[1].failure) and "Bearer ***" in str(found[1].failure)
     assert "sesame" not in repr(found)
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(DataError, match=r"environment variable JUDGE_KEY \(reward.kwargs.judge_key_variable\) is not"):
+    with pytest.raises(
+        DataError,
+        match=r"environment variable JUDGE_KEY \(reward.kwargs.judge_key_variable\) is not",
+    ):
         graded(given, ["x"])
 
 
@@ -163,11 +184,16 @@ def test_other_verifiers_may_judge_beside_it(server: Server) -> None:
     server.answer = lambda text: "Score: 5"
     found = graded(settings(server, combine={"judge": 1.0, "exact": 2.0}), ["4", "5"])
     assert [result.score for result in found] == [2.5, 0.5]
-    assert [(result.extra["judge"], result.extra["exact"]) for result in found] == [(0.5, 1.0), (0.5, 0.0)]
+    assert [(result.extra["judge"], result.extra["exact"]) for result in found] == [
+        (0.5, 1.0),
+        (0.5, 0.0),
+    ]
 
 
 def test_a_server_and_a_model_are_needed() -> None:
-    with pytest.raises(ConfigError, match=r"needs reward.kwargs.judge_model, reward.kwargs.judge_url"):
+    with pytest.raises(
+        ConfigError, match=r"needs reward.kwargs.judge_model, reward.kwargs.judge_url"
+    ):
         RewardManager(RewardConfig(combine={"judge": 1.0}))
 
 
@@ -178,7 +204,11 @@ def test_a_verifier_of_ones_own_may_read_the_prompt(tmp_path: Path) -> None:
         "def echo(response, ground_truth, *, prompt):\n"
         "    return float(prompt.startswith('2'))\n"
     )
-    with RewardManager(RewardConfig(verifiers=(f"{tmp_path / 'own.py'}:echo",), processes=1)) as manager:
+    with RewardManager(
+        RewardConfig(verifiers=(f"{tmp_path / 'own.py'}:echo",), processes=1)
+    ) as manager:
         assert manager.reads_prompt
-        found = manager.score(["echo"] * 2, ["a", "b"], [None] * 2, [{"prompt": "2+2="}, {"prompt": "x"}])
+        found = manager.score(
+            ["echo"] * 2, ["a", "b"], [None] * 2, [{"prompt": "2+2="}, {"prompt": "x"}]
+        )
     assert [result.score for result in found] == [1.0, 0.0]

@@ -1,4 +1,5 @@
-"""Texts that are read with ANTLR's cheaper prediction first have the trees that math-verify's own parser gives them."""
+"""Texts that are read with ANTLR's cheaper prediction first have the trees that math-verify's own
+parser gives them."""
 
 from __future__ import annotations
 
@@ -12,13 +13,68 @@ from latex2sympy2_extended.antlr_parser import PSParser
 from hybridflow.rewards.latex import cheap_prediction
 
 TERMS = (
-    *("1", "-2", "3.5", "1,000", "x", "a_1", "x^2", "x^{n+1}", "n!", "\\pi", "\\infty", "i", "50\\%", "30^\\circ"),
-    *("\\frac{1}{2}", "\\frac{x+1}{y}", "\\dfrac12", "\\sqrt{2}", "\\sqrt[3]{x}", "\\sin x", "\\log_2 8", "f(x)"),
-    *("\\binom{5}{2}", "|x-1|", "\\{1,2\\}", "(0,1)", "[0,1)", "\\left(-\\infty,3\\right]", "\\emptyset", "e^{i\\pi}"),
-    *("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\int_0^1 x dx", "\\sum_{i=1}^{n} i", "\\lim_{x\\to 0} x"),
+    *(
+        "1",
+        "-2",
+        "3.5",
+        "1,000",
+        "x",
+        "a_1",
+        "x^2",
+        "x^{n+1}",
+        "n!",
+        "\\pi",
+        "\\infty",
+        "i",
+        "50\\%",
+        "30^\\circ",
+    ),
+    *(
+        "\\frac{1}{2}",
+        "\\frac{x+1}{y}",
+        "\\dfrac12",
+        "\\sqrt{2}",
+        "\\sqrt[3]{x}",
+        "\\sin x",
+        "\\log_2 8",
+        "f(x)",
+    ),
+    *(
+        "\\binom{5}{2}",
+        "|x-1|",
+        "\\{1,2\\}",
+        "(0,1)",
+        "[0,1)",
+        "\\left(-\\infty,3\\right]",
+        "\\emptyset",
+        "e^{i\\pi}",
+    ),
+    *(
+        "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}",
+        "\\int_0^1 x dx",
+        "\\sum_{i=1}^{n} i",
+        "\\lim_{x\\to 0} x",
+    ),
     *("\\text{yes}", "\\frac{d}{dx} x^2", "\\lfloor x\\rfloor"),
 )
-SIGNS = ("+", "-", "*", "/", "\\cdot ", "=", "<", "\\le ", "\\ne ", ",", " ", ";", "\\cup ", "\\in ", "^", "_")
+SIGNS = (
+    "+",
+    "-",
+    "*",
+    "/",
+    "\\cdot ",
+    "=",
+    "<",
+    "\\le ",
+    "\\ne ",
+    ",",
+    " ",
+    ";",
+    "\\cup ",
+    "\\in ",
+    "^",
+    "_",
+)
 
 
 def tree(text: str) -> Any:

@@ -1,4 +1,5 @@
-"""The verifier `math` against math-verify as its own manual uses it: a pair at a time, with its own deadlines."""
+"""The verifier `math` against math-verify as its own manual uses it: a pair at a time, with its own
+deadlines."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def agreeing(count: int, seed: int) -> int:
     for truth, response in pairs(count, seed):
         expected = parse(f"\\boxed{{{truth}}}", extraction_config=[LatexExtractionConfig()])
         judged = verify(expected, parse(response))
-        parse_latex_cached.cache_clear()  # or the verifier would be given what math-verify has read just now
+        # or the verifier would be given what math-verify has read just now
+        parse_latex_cached.cache_clear()
         assert score("math", response, truth) == float(judged), (truth, response)
         right += judged
     return right
@@ -43,8 +45,12 @@ def test_agreement_with_math_verify_on_2500_pairs() -> None:
 def test_pooled_rows_have_the_scores_of_single_ones() -> None:
     rows = list(pairs(12, seed=2)) * 2
     with RewardManager(RewardConfig(processes=2)) as manager:
-        found = manager.score(["math"] * len(rows), [text for _, text in rows], [truth for truth, _ in rows])
-    assert [result.score for result in found] == [score("math", text, truth) for truth, text in rows]
+        found = manager.score(
+            ["math"] * len(rows), [text for _, text in rows], [truth for truth, _ in rows]
+        )
+    assert [result.score for result in found] == [
+        score("math", text, truth) for truth, text in rows
+    ]
 
 
 def test_math_and_geometry(caplog: pytest.LogCaptureFixture) -> None:

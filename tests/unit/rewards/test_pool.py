@@ -1,4 +1,5 @@
-"""The pool of processes that score responses: deadlines, lost processes, policies for rows without a score."""
+"""The pool of processes that score responses: deadlines, lost processes, policies for rows without
+a score."""
 
 import os
 import textwrap
@@ -25,7 +26,8 @@ def _manager(folder: Path, code: str, **settings: object) -> RewardManager:
 
 
 def _ends(pid: int) -> bool:
-    """Whether the process has ended within a minute. Who has reaped it, if anybody, does not matter."""
+    """Whether the process has ended within a minute. Who has reaped it, if anybody, does not
+    matter."""
     deadline = time.monotonic() + 60
     while state_of(pid) not in ("", "Z", "X"):
         if time.monotonic() > deadline:
@@ -71,11 +73,15 @@ def test_rows_that_hang_raise_end_or_return_nonsense_cost_themselves_alone(tmp_p
         said = [result.failure for result in results if result.failure]
         assert said[0] == "no score within 8 s (reward.timeout_s)"
         assert "raised KeyError: 'k' (line 12)" in said[1]
-        assert said[2:4] == [f"the process that scored it ended ({how})" for how in ("exit code 3", "signal 9")]
+        assert said[2:4] == [
+            f"the process that scored it ended ({how})" for how in ("exit code 3", "signal 9")
+        ]
         assert "not plain data: a value of type object" in said[4] and "returned 'None'" in said[5]
         pids = {result.extra["pid"] for result in results if not result.failure}
         assert os.getpid() not in pids
-        assert [result.score for result in _score(manager, "ok", "ok")] == [1.0, 1.0], "lost processes are replaced"
+        assert [result.score for result in _score(manager, "ok", "ok")] == [1.0, 1.0], (
+            "lost processes are replaced"
+        )
     assert _ends(int((tmp_path / "child").read_text())), "what a function started is killed with it"
     assert "scoring hang" in (tmp_path / "logs" / "rewards.log").read_text()
 
@@ -95,9 +101,13 @@ MEETING = f"""
 """
 
 
-def _scored_by(manager: RewardManager, folder: Path, texts: list[str], truths: list[str]) -> list[tuple[str, int]]:
+def _scored_by(
+    manager: RewardManager, folder: Path, texts: list[str], truths: list[str]
+) -> list[tuple[str, int]]:
     """Each row's ground truth and the process that has scored it."""
-    submitted = manager.submit(["a"] * len(texts), texts, truths, [{"folder": str(folder)}] * len(texts))
+    submitted = manager.submit(
+        ["a"] * len(texts), texts, truths, [{"folder": str(folder)}] * len(texts)
+    )
     (folder / "all-are-submitted").touch()
     results = _collected(manager, submitted)
     return [(truth, result.extra["pid"]) for truth, result in zip(truths, results, strict=True)]
@@ -105,7 +115,8 @@ def _scored_by(manager: RewardManager, folder: Path, texts: list[str], truths: l
 
 @pytest.mark.slow
 def test_rows_with_one_ground_truth_go_to_one_process_while_others_have_work(tmp_path):
-    texts = ["wait"] * 2 + [f"meet {number}" for number in range(4)] * 2  # the processes work in step
+    # the processes work in step
+    texts = ["wait"] * 2 + [f"meet {number}" for number in range(4)] * 2
     with _manager(tmp_path, MEETING, timeout_s=30.0) as manager:
         scored_by = _scored_by(manager, tmp_path, texts, ["1", "2"] + ["x"] * 4 + ["y"] * 4)[2:]
     assert len(set(scored_by)) == 2 and len({pid for _, pid in scored_by}) == 2, scored_by
@@ -124,7 +135,9 @@ def test_rows_that_nobody_collects_cost_nobody_anything(tmp_path):
             return float(solution_str)
     """
     with _manager(tmp_path, code) as manager:
-        first, dropped, last = (manager.submit(["a"] * 2, [text, "0.5"], ["c"] * 2) for text in ("1", "2", "3"))
+        first, dropped, last = (
+            manager.submit(["a"] * 2, [text, "0.5"], ["c"] * 2) for text in ("1", "2", "3")
+        )
         manager.forget(dropped)
         assert [result.score for result in _collected(manager, last)] == [3.0, 0.5]
         assert [result.score for result in _collected(manager, first)] == [1.0, 0.5]
@@ -135,7 +148,8 @@ def test_rows_that_nobody_collects_cost_nobody_anything(tmp_path):
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_functions_print_is_in_the_log_in_whole_lines(tmp_path, monkeypatch, unbuffered):
-    """Also what a process printed before it was killed, and whether or not Python writes each part of a line apart."""
+    """Also what a process printed before it was killed, and whether or not Python writes each part
+    of a line apart."""
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     code = f"""
         import os, signal
@@ -161,7 +175,9 @@ def test_a_reward_that_fails_everywhere_stops_the_run_whatever_the_policy(tmp_pa
         with pytest.raises(DataError, match=r"row 0: .*ZeroDivisionError.*\(2 of 2 rows failed\)"):
             _score(manager, "0", "0")
         if policy == "stop":
-            with pytest.raises(DataError, match=r"row 1: .*ZeroDivisionError.*\(1 of 2 rows failed\)"):
+            with pytest.raises(
+                DataError, match=r"row 1: .*ZeroDivisionError.*\(1 of 2 rows failed\)"
+            ):
                 _score(manager, "1", "0")
         else:
             assert [bool(result.failure) for result in _score(manager, "1", "0")] == [False, True]
@@ -226,12 +242,20 @@ def test_rows_are_scored_while_the_caller_does_something_else(tmp_path):
             return float(solution_str)
     """
     with _manager(tmp_path, code) as manager:
-        submitted = [manager.submit(["a"], [text], ["c"], [{"folder": str(tmp_path)}]) for text in ("1", "2", "3")]
+        submitted = [
+            manager.submit(["a"], [text], ["c"], [{"folder": str(tmp_path)}])
+            for text in ("1", "2", "3")
+        ]
         deadline = time.monotonic() + 120
-        while not all((tmp_path / text).exists() for text in ("1", "2", "3")):  # before anybody has asked for scores
+        # before anybody has asked for scores
+        while not all((tmp_path / text).exists() for text in ("1", "2", "3")):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert [_collected(manager, part)[0].score for part in reversed(submitted)] == [3.0, 2.0, 1.0]
+        assert [_collected(manager, part)[0].score for part in reversed(submitted)] == [
+            3.0,
+            2.0,
+            1.0,
+        ]
 
 
 def test_a_host_that_is_killed_is_started_again_and_no_row_is_lost(tmp_path):
@@ -246,10 +270,14 @@ def test_a_host_that_is_killed_is_started_again_and_no_row_is_lost(tmp_path):
     """
     with _manager(tmp_path, code) as manager:
         infos = [{"flag": str(tmp_path / "flag")}] * 4
-        assert [result.score for result in _score(manager, "a", "host", "b", "c", extra_info=infos)] == [1.0] * 4
+        assert [
+            result.score for result in _score(manager, "a", "host", "b", "c", extra_info=infos)
+        ] == [1.0] * 4
 
 
-def test_credentials_of_the_job_do_not_reach_rewards_and_values_keep_their_types(tmp_path, monkeypatch):
+def test_credentials_of_the_job_do_not_reach_rewards_and_values_keep_their_types(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("HYBRIDFLOW_JOB_SECRET", "s" * 64)
     monkeypatch.setenv("MY_JUDGE_KEY", "k")
     code = f"""
@@ -262,19 +290,37 @@ def test_credentials_of_the_job_do_not_reach_rewards_and_values_keep_their_types
     """
     import datetime
 
-    info = {"image": b"\xff", "on": datetime.date(2026, 1, 2), "at": datetime.datetime(2026, 1, 2), "n": 1}
+    info = {
+        "image": b"\xff",
+        "on": datetime.date(2026, 1, 2),
+        "at": datetime.datetime(2026, 1, 2),
+        "n": 1,
+    }
     with _manager(tmp_path, code) as manager:
         result = manager.score(["a"], ["b"], ["c"], [info])[0]
-        assert result.extra == {"names": ["MY_JUDGE_KEY"], "types": ["bytes", "date", "datetime", "int"]}
-        with pytest.raises(DataError, match="a value of type complex; rewards are given plain data alone"):
+        assert result.extra == {
+            "names": ["MY_JUDGE_KEY"],
+            "types": ["bytes", "date", "datetime", "int"],
+        }
+        with pytest.raises(
+            DataError, match="a value of type complex; rewards are given plain data alone"
+        ):
             manager.score(["a"], ["b"], ["c"], [{"k": 1j}])
 
 
 @pytest.mark.parametrize(
     ("code", "error", "named"),
     [
-        ("import no_such_module_here", ConfigError, r"reward.py \(reward.path\) cannot be imported: ModuleNotFound"),
-        ("import os; os._exit(4)", ConfigError, r"reward.py \(reward.path\) ended with code 4; see .*rewards.log"),
+        (
+            "import no_such_module_here",
+            ConfigError,
+            r"reward.py \(reward.path\) cannot be imported: ModuleNotFound",
+        ),
+        (
+            "import os; os._exit(4)",
+            ConfigError,
+            r"reward.py \(reward.path\) ended with code 4; see .*rewards.log",
+        ),
         ("def compute_score(text): pass", ConfigError, "cannot be called with"),
     ],
 )

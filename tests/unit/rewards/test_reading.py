@@ -22,7 +22,8 @@ from hybridflow.rewards.reading import (
         ("<think>a</think>b", False, "a", "b", True),
         ("<think>\na\n</think>\n\nb", False, "a", "\n\nb", True),
         ("a</think>\n<answer>b</answer>", True, "a", "\n<answer>b</answer>", True),
-        ("a</think><answer>b</answer>", False, "a", "<answer>b</answer>", True),  # the prompt is not known
+        # the prompt is not known
+        ("a</think><answer>b</answer>", False, "a", "<answer>b</answer>", True),
         ("a, b </think> c", True, "a, b", " c", True),
         ("<think>a</think>b", True, "a", "b", True),  # the model repeats the prompt's marker
         ("<think>maybe \\boxed{42} but", False, "maybe \\boxed{42} but", "", False),
@@ -30,8 +31,20 @@ from hybridflow.rewards.reading import (
         ("Well. <think>maybe", False, "Well. maybe", "", False),
         ("<think>a</think>1\n<think>b</think>2", False, "a1\nb", "2", True),
         ("<think>a</think>1\n<think>b", False, "a1\nb", "", False),
-        ("<think>a</think>the <think> tag and </think>", False, "a", "the <think> tag and </think>", True),
-        ('{"content": "end with </think> please"}', False, "", '{"content": "end with </think> please"}', True),
+        (
+            "<think>a</think>the <think> tag and </think>",
+            False,
+            "a",
+            "the <think> tag and </think>",
+            True,
+        ),
+        (
+            '{"content": "end with </think> please"}',
+            False,
+            "",
+            '{"content": "end with </think> please"}',
+            True,
+        ),
         ('{"content": "write <think> here"}', False, "", '{"content": "write <think> here"}', True),
         ("<think>a <think>b</think>c", False, "a <think>b", "c", True),
         ("[THINK]a </think> b[/THINK]c", False, "a </think> b", "c", True),
@@ -103,4 +116,7 @@ def test_a_block_may_have_a_fence_inside():
 
 def test_the_last_section():
     assert last_section("<answer>a</answer><answer> b </answer>", "answer") == " b "
-    assert last_section("<answer>a</answer><answer>b", "answer") is None and last_section("a", "answer") is None
+    assert (
+        last_section("<answer>a</answer><answer>b", "answer") is None
+        and last_section("a", "answer") is None
+    )

@@ -15,13 +15,25 @@ GSM8K = "openai/gsm8k"
 
 
 def _score(source: str, response: str, truth: object, **kwargs: object) -> float:
-    return RewardManager(RewardConfig(processes=0, kwargs=kwargs)).score([source], [response], [truth])[0].score
+    return (
+        RewardManager(RewardConfig(processes=0, kwargs=kwargs))
+        .score([source], [response], [truth])[0]
+        .score
+    )
 
 
-def _custom(tmp_path: Path, code: str, name: str = "compute_score", **kwargs: object) -> RewardManager:
+def _custom(
+    tmp_path: Path, code: str, name: str = "compute_score", **kwargs: object
+) -> RewardManager:
     (tmp_path / "reward.py").write_text(textwrap.dedent(code))
     return RewardManager(
-        RewardConfig(processes=0, path=str(tmp_path / "reward.py"), name=name, kwargs=kwargs, on_failure="stop")
+        RewardConfig(
+            processes=0,
+            path=str(tmp_path / "reward.py"),
+            name=name,
+            kwargs=kwargs,
+            on_failure="stop",
+        )
     )
 
 
@@ -30,7 +42,15 @@ def _custom(tmp_path: Path, code: str, name: str = "compute_score", **kwargs: ob
 
 @pytest.mark.parametrize(
     ("response", "score"),
-    [("064", 1.0), (" 064\n", 1.0), ("64", 0.0), ("0640", 0.0), ("460", 0.0), ("", 0.0), ("0<unk>64", 0.0)],
+    [
+        ("064", 1.0),
+        (" 064\n", 1.0),
+        ("64", 0.0),
+        ("0640", 0.0),
+        ("460", 0.0),
+        ("", 0.0),
+        ("0<unk>64", 0.0),
+    ],
 )
 def test_arithmetic_wants_the_answer_as_it_is_written(response, score):
     assert _score("arithmetic", response, "064") == score
@@ -97,7 +117,9 @@ def test_gsm8k_refuses_wrong_missing_and_double_answers(response):
     assert _score(GSM8K, response, "1272") == 0.0
 
 
-@pytest.mark.parametrize("response", ["#### -5", "#### - 5", "#### -$5", "#### $-5", "#### \u22125", "#### -5.0"])
+@pytest.mark.parametrize(
+    "response", ["#### -5", "#### - 5", "#### -$5", "#### $-5", "#### \u22125", "#### -5.0"]
+)
 def test_gsm8k_negative_answers(response):
     assert _score(GSM8K, response, "-5") == 1.0
     assert _score(GSM8K, response, "5") == 0.0
@@ -125,7 +147,9 @@ def test_flexible_reads_the_last_number_only_where_asked():
 
 
 def test_the_parsed_answer_is_reported():
-    results = RewardManager(RewardConfig(processes=0)).score([GSM8K, GSM8K], ["#### $1,000.", "none"], ["5", "5"])
+    results = RewardManager(RewardConfig(processes=0)).score(
+        [GSM8K, GSM8K], ["#### $1,000.", "none"], ["5", "5"]
+    )
     assert [r.extra for r in results] == [{"answer": "1000"}, {"answer": None}]
 
 
@@ -140,7 +164,10 @@ def test_an_unknown_source_lists_the_known_ones():
     manager = RewardManager(RewardConfig(processes=0))
     with pytest.raises(
         DataError,
-        match=r"row 1: no verifier for data_source 'gsm8k'.*known: .*apps, .*openai/gsm8k.*\); .*reward\.verifiers",
+        match=(
+            r"row 1: no verifier for data_source 'gsm8k'.*known: .*apps, .*openai/gsm8k.*\); "
+            r".*reward\.verifiers"
+        ),
     ):
         manager.score(["arithmetic", "gsm8k"], ["1", "1"], ["1", "1"])
     with pytest.raises(DataError, match=r"did you mean 'arithmetic'\?"):
@@ -151,12 +178,16 @@ def test_an_unknown_source_lists_the_known_ones():
 
 @pytest.mark.parametrize("truth", ["many", True, None, [5]])
 def test_a_ground_truth_the_verifier_cannot_use_is_named(truth):
-    with pytest.raises(DataError, match="row 0: the verifier of data_source 'openai/gsm8k' cannot use ground truth"):
+    with pytest.raises(
+        DataError, match="row 0: the verifier of data_source 'openai/gsm8k' cannot use ground truth"
+    ):
         _score(GSM8K, "#### 5", truth)
 
 
 def test_unknown_arguments_for_the_built_in_verifiers_are_refused():
-    with pytest.raises(ConfigError, match=r"reward\.kwargs\.flexibel is taken by no verifier .*flexible"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.kwargs\.flexibel is taken by no verifier .*flexible"
+    ):
         RewardManager(RewardConfig(processes=0, kwargs={"flexibel": True}))
 
 
@@ -173,29 +204,42 @@ def test_a_custom_function_gets_all_arguments_by_name(tmp_path):
         def compute_score(extra_info, ground_truth, solution_str, data_source, scale=1):
             return {"score": scale * len(solution_str), "seen": [data_source, ground_truth, extra_info["k"]]}
     """
-    results = _custom(tmp_path, code, scale=0.5).score(["a", "b"], ["xy", "xyz"], [1, 2], [{"k": 7}, {"k": 8}])
-    assert [(r.score, r.extra) for r in results] == [(1.0, {"seen": ["a", 1, 7]}), (1.5, {"seen": ["b", 2, 8]})]
+    results = _custom(tmp_path, code, scale=0.5).score(
+        ["a", "b"], ["xy", "xyz"], [1, 2], [{"k": 7}, {"k": 8}]
+    )
+    assert [(r.score, r.extra) for r in results] == [
+        (1.0, {"seen": ["a", 1, 7]}),
+        (1.5, {"seen": ["b", 2, 8]}),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("value", "score"), [("True", 1.0), ("3", 3.0), ("__import__('numpy').float32(0.5)", 0.5), ("{'score': -1}", -1.0)]
+    ("value", "score"),
+    [("True", 1.0), ("3", 3.0), ("__import__('numpy').float32(0.5)", 0.5), ("{'score': -1}", -1.0)],
 )
 def test_what_counts_as_a_score(tmp_path, value, score):
     manager = _custom(
-        tmp_path, f"def compute_score(data_source, solution_str, ground_truth, extra_info): return {value}"
+        tmp_path,
+        f"def compute_score(data_source, solution_str, ground_truth, extra_info): return {value}",
     )
     result = manager.score(["a"], ["b"], ["c"])[0]
     assert (result.score, type(result.score)) == (score, float)
 
 
-@pytest.mark.parametrize("value", ["None", "'1'", "float('nan')", "float('inf')", "{}", "{'score': None}", "[1.0]"])
+@pytest.mark.parametrize(
+    "value", ["None", "'1'", "float('nan')", "float('inf')", "{}", "{'score': None}", "[1.0]"]
+)
 def test_anything_else_is_refused_with_file_function_and_row(tmp_path, value):
     code = f"""
         def compute_score(data_source, solution_str, ground_truth, extra_info):
             return {value} if solution_str == "bad" else 1.0
     """
     with pytest.raises(
-        DataError, match=r"row 2: reward function compute_score of .*reward\.py returned .*expected a finite number"
+        DataError,
+        match=(
+            r"row 2: reward function compute_score of .*reward\.py returned .*expected a finite "
+            r"number"
+        ),
     ):
         _custom(tmp_path, code).score(["a"] * 3, ["ok", "ok", "bad"], ["c"] * 3)
 
@@ -208,8 +252,11 @@ def test_an_error_in_user_code_is_reported_with_row_message_and_line(tmp_path, k
     """
     with pytest.raises(
         DataError,
-        match=r"row 1: reward function compute_score of .*reward\.py raised ZeroDivisionError: division by zero "
-        r"\(line 3\)",
+        match=(
+            r"row 1: reward function compute_score of .*reward\.py raised ZeroDivisionError: "
+            r"division by zero "
+            r"\(line 3\)"
+        ),
     ):
         _custom(tmp_path, code).score(["a"] * 2, ["1", "0"], ["c"] * 2)
 
@@ -226,11 +273,16 @@ def test_async_calls_of_a_batch_run_together_and_keep_their_order(tmp_path):
                 await asyncio.sleep(0)
             return float(solution_str)
     """
-    assert [r.score for r in _custom(tmp_path, code).score(["a"] * 3, ["3", "1", "2"], ["c"] * 3)] == [3.0, 1.0, 2.0]
+    assert [
+        r.score for r in _custom(tmp_path, code).score(["a"] * 3, ["3", "1", "2"], ["c"] * 3)
+    ] == [3.0, 1.0, 2.0]
 
 
 def test_a_function_cannot_spoil_the_dataset_through_extra_info(tmp_path):
-    code = "def compute_score(data_source, solution_str, ground_truth, extra_info): extra_info['k'] = 0; return 1.0"
+    code = (
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): extra_info['k'] = "
+        "0; return 1.0"
+    )
     info = {"k": 1}
     _custom(tmp_path, code).score(["a"], ["b"], ["c"], [info])
     assert info == {"k": 1}
@@ -244,7 +296,10 @@ def test_a_function_cannot_spoil_the_dataset_through_extra_info(tmp_path):
             r"\(reward\.name\): 'compute_score' is not a function; did you mean 'compute_scores'",
         ),
         ("compute_score = 3", "'compute_score' is not a function"),
-        ("def compute_score(data_source, text): pass", r"compute_score\(data_source, text\) cannot be called with"),
+        (
+            "def compute_score(data_source, text): pass",
+            r"compute_score\(data_source, text\) cannot be called with",
+        ),
         ("import no_such_module_here", r"cannot be imported: ModuleNotFoundError: .* \(line 1\)"),
         ("x = 1\ndef compute_score(:", r"cannot be imported: SyntaxError: .*\(line 2\)"),
     ],
@@ -256,7 +311,11 @@ def test_a_function_that_cannot_be_used_is_reported_before_the_first_rollout(tmp
 
 def test_kwargs_the_function_does_not_take_are_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be called with .*scale"):
-        _custom(tmp_path, "def compute_score(data_source, solution_str, ground_truth, extra_info): pass", scale=2)
+        _custom(
+            tmp_path,
+            "def compute_score(data_source, solution_str, ground_truth, extra_info): pass",
+            scale=2,
+        )
 
 
 def test_a_missing_file_is_reported(tmp_path):
@@ -273,7 +332,9 @@ def test_a_function_that_ends_the_process_is_reported_as_any_other_error(tmp_pat
             sys.exit(3) if solution_str == "bad" else None
             return 1.0
     """
-    with pytest.raises(DataError, match=r"row 1: reward function .*raised SystemExit: 3 \(line 5\)"):
+    with pytest.raises(
+        DataError, match=r"row 1: reward function .*raised SystemExit: 3 \(line 5\)"
+    ):
         _custom(tmp_path, code).score(["a"] * 2, ["ok", "bad"], ["c"] * 2)
 
 
@@ -295,23 +356,35 @@ VERIFIER_OF_MINE = """
 
 
 def test_a_verifier_from_a_file_scores_the_rows_of_its_data_sources(tmp_path):
-    """Rows of other sources keep the built-in verifier; reward.kwargs reach those that take them."""
+    """Rows of other sources keep the built-in verifier; reward.kwargs reach those that take
+    them."""
     (tmp_path / "mine.py").write_text(textwrap.dedent(VERIFIER_OF_MINE))
     manager = RewardManager(
-        RewardConfig(processes=0, verifiers=(f"{tmp_path}/mine.py:upper",), kwargs={"partial": 0.25})
+        RewardConfig(
+            processes=0, verifiers=(f"{tmp_path}/mine.py:upper",), kwargs={"partial": 0.25}
+        )
     )
     manager.check_data_sources(["mine", GSM8K])
-    found = manager.score(["mine", GSM8K, "arithmetic"], ["YES", "#### 5", "no"], ["yes", "5", "no"])
+    found = manager.score(
+        ["mine", GSM8K, "arithmetic"], ["YES", "#### 5", "no"], ["yes", "5", "no"]
+    )
     assert [result.score for result in found] == [1.0, 1.0, 0.25]
     assert [result.extra for result in found] == [{"length": 3}, {"answer": "5"}, {"length": 2}]
-    with pytest.raises(DataError, match=r"row 0: the verifier of data_source 'mine' .*SystemExit: 1 \(line 8\)"):
+    with pytest.raises(
+        DataError, match=r"row 0: the verifier of data_source 'mine' .*SystemExit: 1 \(line 8\)"
+    ):
         manager.score(["mine"], ["exit"], ["x"])
-    assert RewardManager(RewardConfig(processes=0)).score(["arithmetic"], ["no"], ["no"])[0].score == 1.0
+    assert (
+        RewardManager(RewardConfig(processes=0)).score(["arithmetic"], ["no"], ["no"])[0].score
+        == 1.0
+    )
 
 
 def test_a_verifier_that_a_file_lacks_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(textwrap.dedent(VERIFIER_OF_MINE))
-    with pytest.raises(ConfigError, match=r"reward\.verifiers=.*registers no verifier 'lower'; it registers: upper"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.verifiers=.*registers no verifier 'lower'; it registers: upper"
+    ):
         RewardManager(RewardConfig(processes=0, verifiers=(f"{tmp_path}/mine.py:lower",)))
     with pytest.raises(ConfigError, match="registers no verifier 'gsm8k'"):
         RewardManager(RewardConfig(processes=0, verifiers=(f"{tmp_path}/mine.py:gsm8k",)))

@@ -1,4 +1,5 @@
-"""Programs in the sandbox: ordinary ones run, hostile ones end within their limits and change nothing outside."""
+"""Programs in the sandbox: ordinary ones run, hostile ones end within their limits and change
+nothing outside."""
 
 import io
 import json
@@ -37,8 +38,13 @@ HOSTILE = {
     "fork": "import os\nos.fork(); print('harm')",
     "fork bomb": "import os\nwhile True: os.fork()",
     "vfork": "import ctypes\nprint('harm' if ctypes.CDLL(None).vfork() >= 0 else 1/0)",
-    "double fork": "import os\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0: open('FILE', 'w').write('x')",
-    "daemon by subprocess": "import subprocess\nsubprocess.Popen(['sleep', '9'], process_group=0); print('harm')",
+    "double fork": (
+        "import os\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0: open('FILE', "
+        "'w').write('x')"
+    ),
+    "daemon by subprocess": (
+        "import subprocess\nsubprocess.Popen(['sleep', '9'], process_group=0); print('harm')"
+    ),
     "shell": "import os\nprint('harm' if os.system('id') == 0 else 1/0)",
     "exec": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo harm'])",
     "spawn": "import os\nos.posix_spawn('/bin/sh', ['sh'], {}); print('harm')",
@@ -46,25 +52,38 @@ HOSTILE = {
     "memory": "x = bytearray(4 << 30); print('harm')",
     "memory in steps": "x = []\nwhile True: x.append(bytearray(1 << 20))",
     "memory mapped": "import mmap\nx = mmap.mmap(-1, 4 << 30); print('harm')",
-    "memory by recursion": "def f(x): return f([x] * 10**6 + [x])\nimport sys; sys.setrecursionlimit(10**9); f(1)",
+    "memory by recursion": (
+        "def f(x): return f([x] * 10**6 + [x])\nimport sys; sys.setrecursionlimit(10**9); f(1)"
+    ),
     "integer": "x = 10 ** 10 ** 9; print('harm')",
-    "threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
+    "threads": (
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, "
+        "args=(99,)).start()"
+    ),
     "disk": "f = open('/tmp/x', 'wb')\nwhile True: f.write(b'x' * (1 << 20))",
     "many files": "i = 0\nwhile True: open(f'/tmp/{i}', 'w').close(); i += 1",
-    "many large files": "i = 0\nwhile True: open(f'/tmp/{i}', 'wb').write(b'x' * (8 << 20)); i += 1",
+    "many large files": (
+        "i = 0\nwhile True: open(f'/tmp/{i}', 'wb').write(b'x' * (8 << 20)); i += 1"
+    ),
     "memory file": "import os\nos.memfd_create('x'); print('harm')",
     "descriptors": "import os\nx = []\nwhile True: x.append(os.open('/dev/null', os.O_RDONLY))",
     "pipes": "import os\nx = []\nwhile True: x.append(os.pipe())",
-    "inotify": "import ctypes\nl = ctypes.CDLL(None)\nprint('harm' if l.inotify_init() >= 0 else 1/0)",
+    "inotify": (
+        "import ctypes\nl = ctypes.CDLL(None)\nprint('harm' if l.inotify_init() >= 0 else 1/0)"
+    ),
     "endless loop": "while True: pass",
     "sleep": "import time\ntime.sleep(10**6)",
     "endless output": "while True: print('x' * 4096)",
     "endless errors": "import sys\nwhile True: sys.stderr.write('x' * 4096)",
-    "ignores TERM": "import signal, time\nfor s in range(1, 32):\n try: signal.signal(s, signal.SIG_IGN)\n"
-    " except (OSError, ValueError): pass\nwhile True: time.sleep(1)",
+    "ignores TERM": (
+        "import signal, time\nfor s in range(1, 32):\n try: signal.signal(s, signal.SIG_IGN)\n"
+        " except (OSError, ValueError): pass\nwhile True: time.sleep(1)"
+    ),
     "environment": "import os\nprint('harm' if 'SECRET' in str(os.environ) else 1/0)",
-    "descriptors of others": "import os\nfor i in range(3, 4096):\n try: os.fstat(i); print('harm')\n"
-    " except OSError: pass\n1/0",
+    "descriptors of others": (
+        "import os\nfor i in range(3, 4096):\n try: os.fstat(i); print('harm')\n"
+        " except OSError: pass\n1/0"
+    ),
     "reads a file": "print('harm', open('FILE').read())",
     "reads passwords": "print('harm', open('/etc/shadow').read())",
     "reads homes": "import os\nprint('harm' if os.listdir(os.path.expanduser('~')) else 1/0)",
@@ -86,19 +105,32 @@ HOSTILE = {
     "kills its group": "import os\nos.killpg(0, 9)",
     "stops its parent": "import os\nfor s in (1, 2, 3, 15, 19): os.kill(os.getppid(), s)\n1/0",
     "ptrace": "import ctypes\nprint('harm' if ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0 else 1/0)",
-    "mount": "import ctypes\nprint('harm' if ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, 0) == 0 else 1/0)",
-    "namespaces": "import ctypes\nprint('harm' if ctypes.CDLL(None).unshare(0x10000000) == 0 else 1/0)",
+    "mount": (
+        "import ctypes\nprint('harm' if ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, 0) == "
+        "0 else 1/0)"
+    ),
+    "namespaces": (
+        "import ctypes\nprint('harm' if ctypes.CDLL(None).unshare(0x10000000) == 0 else 1/0)"
+    ),
     "becomes root": "import os\nos.setuid(0); print('harm')",
     "chroot": "import os\nos.chroot('/tmp'); print('harm')",
     "device": "import os\nos.mknod('/tmp/d', 0o60600, os.makedev(254, 0)); print('harm')",
-    "raises its limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1)); print('harm')",
+    "raises its limits": (
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1)); print('harm')"
+    ),
     "crash": "import ctypes\nctypes.string_at(0)",
     "hard exit": "import os\nos._exit(7)",
     "syntax": "def",
-    "keyring": "import ctypes\nprint('harm' if ctypes.CDLL(None).syscall(248, b'user', b'a', b'', 0, -3) > 0 else 1/0)",
+    "keyring": (
+        "import ctypes\nprint('harm' if ctypes.CDLL(None).syscall(248, b'user', b'a', b'', 0, -3) "
+        "> 0 else 1/0)"
+    ),
     "host name": "import socket\nsocket.sethostname('x'); print('harm')",
     "bpf": "import ctypes\nprint('harm' if ctypes.CDLL(None).syscall(321, 0, 0, 0) >= 0 else 1/0)",
-    "io_uring": "import ctypes\nprint('harm' if ctypes.CDLL(None).syscall(425, 1, bytes(120)) >= 0 else 1/0)",
+    "io_uring": (
+        "import ctypes\nprint('harm' if ctypes.CDLL(None).syscall(425, 1, bytes(120)) >= 0 else "
+        "1/0)"
+    ),
 }
 
 
@@ -114,7 +146,8 @@ def test_hostile_programs_end_as_failures_and_harm_nothing(tmp_path, monkeypatch
     values = {"PID": victim.pid, "FILE": file, "PORT": listener.getsockname()[1]}
 
     def run(part: list[str]) -> dict[str, object]:
-        sandbox, found = Sandbox(), {}
+        sandbox = Sandbox()
+        found = {}
         for name in part:
             code = HOSTILE[name]
             for word, value in values.items():
@@ -128,11 +161,19 @@ def test_hostile_programs_end_as_failures_and_harm_nothing(tmp_path, monkeypatch
 
     names = list(HOSTILE)
     with ThreadPoolExecutor(4) as threads:
-        found = {name: end for part in threads.map(run, [names[i::4] for i in range(4)]) for name, end in part.items()}
+        found = {
+            name: end
+            for part in threads.map(run, [names[i::4] for i in range(4)])
+            for name, end in part.items()
+        }
     assert len(found) >= 40
     succeeded = [name for name, end in found.items() if not (end.why or end.code)]
     assert succeeded == []
-    assert [name for name, end in found.items() if "harm" in end.stdout or SECRET in end.stdout + end.stderr] == []
+    assert [
+        name
+        for name, end in found.items()
+        if "harm" in end.stdout or SECRET in end.stdout + end.stderr
+    ] == []
     assert [name for name, end in found.items() if end.why not in ("", "timeout", "output")] == []
     assert found["endless output"].why == "output" and found["ignores TERM"].why == "timeout"
     assert len(found["endless output"].stdout) <= limits.output_bytes
@@ -179,9 +220,12 @@ def test_a_program_that_goes_on_finds_nothing_of_its_earlier_runs() -> None:
     """
     found = [sandbox.run(textwrap.dedent(code), word, goes_on=word != "c") for word in "abc"]
     assert all((result.code, result.why, result.stderr) == (0, "", "") for result in found), found
-    words, folders = zip(*((result.stdout.split()[0], result.stdout.split()[1:3]) for result in found), strict=True)
+    words, folders = zip(
+        *((result.stdout.split()[0], result.stdout.split()[1:3]) for result in found), strict=True
+    )
     assert words == ("a", "b", "c") and list(folders) == [["[]", "False"]] * 3
-    assert len({result.stdout.split()[3] for result in found}) == 3  # the same namespace, another process
+    # the same namespace, another process
+    assert len({result.stdout.split()[3] for result in found}) == 3
     assert not any("descriptor" in result.stdout for result in found)
     again = sandbox.run(textwrap.dedent(code), "d")
     assert again.stdout.split()[3] == found[0].stdout.split()[3]  # a namespace of its own
@@ -207,12 +251,26 @@ def test_a_run_that_reaches_a_limit_or_ends_badly_does_not_end_those_that_follow
     """
     words = ["well", "sleep", "well", "write", "well", "memory", "end", "kill", "well"]
     limits = Limits(timeout_s=2.0, memory_bytes=256 << 20, tmp_bytes=3 << 19)  # the file fits once
-    found = [sandbox.run(textwrap.dedent(code), f"{word}\n", limits, goes_on=True) for word in words]
+    found = [
+        sandbox.run(textwrap.dedent(code), f"{word}\n", limits, goes_on=True) for word in words
+    ]
     ends = [(result.why, result.code) for result in found]
     well = ("", 0)
-    assert ends == [well, ("timeout", None), well, ("output", None), well, ("", 1), ("", 3), ("", -9), well], found
+    assert ends == [
+        well,
+        ("timeout", None),
+        well,
+        ("output", None),
+        well,
+        ("", 1),
+        ("", 3),
+        ("", -9),
+        well,
+    ], found
     assert "MemoryError" in found[5].stderr
-    other = sandbox.run("import os; print(os.getpid(), os.listdir('/tmp'))", limits=limits, goes_on=True)
+    other = sandbox.run(
+        "import os; print(os.getpid(), os.listdir('/tmp'))", limits=limits, goes_on=True
+    )
     assert other.stdout == "2 []\n"
     sandbox.close()
 
@@ -222,12 +280,18 @@ def test_an_ordinary_user_has_the_sandbox_as_well():
     python = shutil.which("python3", path="/usr/bin")  # one that another user can read
     if python is None:
         pytest.skip("no python3 in /usr/bin")
-    source = (Path(__file__).parents[3] / "hybridflow" / "rewards" / "sandbox_process.py").read_text()
-    become = "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); exec(sys.argv[1])"
+    source = (
+        Path(__file__).parents[3] / "hybridflow" / "rewards" / "sandbox_process.py"
+    ).read_text()
+    become = (
+        "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); exec(sys.argv[1])"
+    )
     code = "import os; print(os.getpid(), os.listdir('/tmp')); open('/tmp/x', 'w'); os.kill(1, 9)"
     order = {"code": code, "stdin": "", "goes_on": True, **vars(Limits())}
     ours, theirs = socket.socketpair()
-    process = subprocess.Popen([python, "-I", "-S", "-c", become, source], stdin=theirs, env={}, cwd="/")
+    process = subprocess.Popen(
+        [python, "-I", "-S", "-c", become, source], stdin=theirs, env={}, cwd="/"
+    )
     theirs.close()
     with ours, ours.makefile("rwb") as lines:
         assert json.loads(lines.readline()) == {"ready": True}
@@ -240,12 +304,20 @@ def test_an_ordinary_user_has_the_sandbox_as_well():
 
 
 def test_where_namespaces_are_forbidden_nothing_runs_and_the_reason_is_said(monkeypatch):
-    code = "import ctypes, os, sys; ctypes.CDLL(None).unshare(0x10000000)"  # a user without a map may make none
+    # a user without a map may make none
+    code = "import ctypes, os, sys; ctypes.CDLL(None).unshare(0x10000000)"
     monkeypatch.setattr(
         "hybridflow.rewards.sandbox.COMMAND",
-        ("-I", "-S", "-c", f"{code}; os.execv(sys.executable, [sys.executable, '-I', '-S', sys.argv[1]])"),
+        (
+            "-I",
+            "-S",
+            "-c",
+            f"{code}; os.execv(sys.executable, [sys.executable, '-I', '-S', sys.argv[1]])",
+        ),
     )
-    with pytest.raises(ResourceError, match=r"programs cannot be run safely on this machine: .*namespaces"):
+    with pytest.raises(
+        ResourceError, match=r"programs cannot be run safely on this machine: .*namespaces"
+    ):
         Sandbox()
 
 
@@ -253,12 +325,15 @@ def test_code_is_scored_by_its_tests():
     manager = RewardManager(RewardConfig(processes=0))
     double = "```python\nprint(2 * int(input()))\n```"
     solution = (
-        "Thus:\n```python\nclass Solution:\n    def add(self, a, b):\n        print('x')\n        return a + b\n```"
+        "Thus:\n```python\nclass Solution:\n    def add(self, a, b):\n        print('x')\n        "
+        "return a + b\n```"
     )
     tests = {"inputs": ["1\n", "2\n", "5\n"], "outputs": ["2", "4\n", "11"]}
     calls = json.dumps({"fn_name": "add", "inputs": [[1, 2], "3\n4"], "outputs": [3, [7]]})
     found = manager.score(
-        ["apps"] * 4, [double, solution, "none", "```\nimport os\nos.fork()\n```"], [tests, calls, tests, tests]
+        ["apps"] * 4,
+        [double, solution, "none", "```\nimport os\nos.fork()\n```"],
+        [tests, calls, tests, tests],
     )
     assert [round(result.score, 3) for result in found] == [0.667, 1.0, 0.0, 0.0]
     assert found[0].extra == {"passed": 2, "tests": 3, "failed_with": "another output"}
@@ -296,7 +371,11 @@ def test_a_sandbox_that_is_killed_while_it_starts_leaves_nothing(tmp_path: Path)
     command = [sys.executable, "-c", script, sandbox_process.__file__, str(tmp_path)]
     assert subprocess.run(command, check=False).returncode == -9
     deadline = time.monotonic() + 60
-    while any(str(tmp_path) in one.info["cmdline"] for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"]):
+    while any(
+        str(tmp_path) in one.info["cmdline"]
+        for one in psutil.process_iter(["cmdline"])
+        if one.info["cmdline"]
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -312,7 +391,9 @@ def _answering(ordinary_user: bool) -> Iterator[Callable[..., dict[str, Any]]]:
     python = shutil.which("python3", path="/usr/bin")  # one that another user can read
     if os.getuid() != 0 or python is None:
         pytest.skip("only root can become another user, who needs a python3 in /usr/bin")
-    become = "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); exec(sys.argv[1])"
+    become = (
+        "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); exec(sys.argv[1])"
+    )
     command = [python, "-I", "-S", "-c", become, Path(sandbox_process.__file__).read_text()]
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(command, stdin=theirs, env={}, cwd="/")
@@ -322,7 +403,9 @@ def _answering(ordinary_user: bool) -> Iterator[Callable[..., dict[str, Any]]]:
         assert json.loads(lines.readline()) == {"ready": True}
 
         def run(code: str, **more: Any) -> dict[str, Any]:
-            lines.write(json.dumps({"code": code, "stdin": "", **vars(Limits()), **more}).encode() + b"\n")
+            lines.write(
+                json.dumps({"code": code, "stdin": "", **vars(Limits()), **more}).encode() + b"\n"
+            )
             lines.flush()
             result: dict[str, Any] = json.loads(lines.readline())
             return result
@@ -339,7 +422,9 @@ LEFT = {
     "link": "os.symlink('/', '/tmp/x')",
     "deep": "os.makedirs('/tmp/x/y/z'); open('/tmp/x/y/z/x', 'w')",
     "removed file": "open('/tmp/x', 'w'); os.remove('/tmp/x')",
-    "full, removed and open": "left = open('/tmp/x', 'wb')\nos.remove('/tmp/x')\nleft.write(b'x' * (15 << 20))",
+    "full, removed and open": (
+        "left = open('/tmp/x', 'wb')\nos.remove('/tmp/x')\nleft.write(b'x' * (15 << 20))"
+    ),
     "all inodes": "for i in range(2000):\n open(f'/tmp/{i}', 'w')",
     "mode": "os.chmod('/tmp', 0o700)",
     "mode and back": "os.chmod('/tmp', 0o700); os.chmod('/tmp', 0o1777)",
@@ -351,14 +436,22 @@ LEFT = {
 
 
 @pytest.mark.parametrize("ordinary_user", [False, True])
-def test_whatever_a_run_leaves_in_its_folder_the_next_one_finds_it_as_new(ordinary_user: bool) -> None:
+def test_whatever_a_run_leaves_in_its_folder_the_next_one_finds_it_as_new(
+    ordinary_user: bool,
+) -> None:
     look = (
         "import os\nfolder, system = os.stat('/tmp'), os.statvfs('/tmp')\n"
         "print(folder.st_mode, folder.st_uid, folder.st_size, system.f_bfree, system.f_ffree,\n"
         "      folder.st_atime_ns == folder.st_mtime_ns == folder.st_ctime_ns)\n"
     )
-    names = "import os, sys\ntry: names = os.getxattr('/tmp', 'user.x')\nexcept OSError: names = b''\n"
-    code = names + look + "what = sys.stdin.read()\nif what: exec(what)\nprint(names, os.listdir('/tmp'))\n"
+    names = (
+        "import os, sys\ntry: names = os.getxattr('/tmp', 'user.x')\nexcept OSError: names = b''\n"
+    )
+    code = (
+        names
+        + look
+        + "what = sys.stdin.read()\nif what: exec(what)\nprint(names, os.listdir('/tmp'))\n"
+    )
     with _answering(ordinary_user) as run:
         new = run(code)["stdout"]
         assert new.endswith(" True\nb'' []\n")
@@ -383,7 +476,10 @@ def test_limits_are_those_of_the_run_though_namespaces_are_made_ahead() -> None:
     sandbox = Sandbox()
     for megabytes in (256, 300, 300, 256):  # of the same program, which is expected to go on
         limits = Limits(memory_bytes=megabytes << 20, tmp_bytes=megabytes << 12)
-        assert sandbox.run(code, limits=limits, goes_on=True).stdout == f"{megabytes << 20} {megabytes << 12}"
+        assert (
+            sandbox.run(code, limits=limits, goes_on=True).stdout
+            == f"{megabytes << 20} {megabytes << 12}"
+        )
     sandbox.close()
 
 
@@ -401,14 +497,18 @@ def test_a_program_finds_nothing_of_another_in_its_memory() -> None:
     sandbox = Sandbox()
     assert int(sandbox.run(look + "# another-program").stdout) > 0  # its own text is found
     for _ in range(3):
-        assert sandbox.run("print(input())  # another-program", "another-program", goes_on=True).code == 0
+        assert (
+            sandbox.run("print(input())  # another-program", "another-program", goes_on=True).code
+            == 0
+        )
         result = sandbox.run(look, goes_on=True)
         assert (result.stdout, result.stderr) == ("0\n", "")
     sandbox.close()
 
 
 def _inits(sandbox: Sandbox) -> tuple[psutil.Process, list[psutil.Process]]:
-    """The process that makes namespaces, and the first ones of the namespace in use and of the spare one."""
+    """The process that makes namespaces, and the first ones of the namespace in use and of the
+    spare one."""
     (nursery,) = psutil.Process(sandbox._process.pid).children()
     deadline = time.monotonic() + 60
     while len(found := nursery.children()) != 2:  # the spare one is made after the answer
@@ -418,7 +518,8 @@ def _inits(sandbox: Sandbox) -> tuple[psutil.Process, list[psutil.Process]]:
 
 
 def test_killed_processes_of_a_sandbox_are_replaced() -> None:
-    """A namespace that waits for a program, one whose program goes on, and the process that makes them."""
+    """A namespace that waits for a program, one whose program goes on, and the process that makes
+    them."""
     sandbox = Sandbox()
 
     def kill(process: psutil.Process) -> None:
@@ -453,7 +554,9 @@ def test_namespaces_whose_first_processes_are_killed_at_once_are_not_made_for_ev
         made.append(sent)
         assert len(made) < 50
 
-    nursery = SimpleNamespace(sendmsg=make, send=lambda _: None, recv=lambda _: sandbox_process._END_AND_SAY)
+    nursery = SimpleNamespace(
+        sendmsg=make, send=lambda _: None, recv=lambda _: sandbox_process._END_AND_SAY
+    )
     order = json.dumps({"code": "print('a')", "stdin": "", **vars(Limits())}).encode() + b"\n"
     answers = io.BytesIO()
     lines = io.BufferedRWPair(io.BytesIO(2 * order), answers)  # type: ignore[arg-type]
@@ -472,7 +575,9 @@ def test_a_sandbox_that_ends_leaves_no_process() -> None:
 
 def _verdict(number: int, first: int = 0, second: int = 0, machine: int = 0xC000003E) -> int:
     """What the filter answers to a system call with these arguments."""
-    call, value, at = struct.pack("IIQQQ", number, machine, 0, first, second), 0, 0
+    call = struct.pack("IIQQQ", number, machine, 0, first, second)
+    value = 0
+    at = 0
     while True:
         code, yes, no, operand = FILTER[at]
         at += 1
@@ -481,19 +586,29 @@ def _verdict(number: int, first: int = 0, second: int = 0, machine: int = 0xC000
         if code == 0x20:
             (value,) = struct.unpack_from("I", call, operand)
         else:
-            true = {0x15: value == operand, 0x25: value > operand, 0x35: value >= operand, 0x45: value & operand}[code]
+            true = {
+                0x15: value == operand,
+                0x25: value > operand,
+                0x35: value >= operand,
+                0x45: value & operand,
+            }[code]
             at += yes if true else no
 
 
 def test_the_filter_allows_the_listed_system_calls_and_no_other() -> None:
-    allow, refuse = 0x7FFF0000, 0x00050001
+    allow = 0x7FFF0000
+    refuse = 0x00050001
     special = {16, 56, 302, 435}
     for number in [*range(600), *(0x40000000 + number for number in range(600)), 2**31, 2**32 - 1]:
         if number not in special:
-            assert _verdict(number) == (allow if number in sandbox_process._ALLOWED else refuse), number
+            assert _verdict(number) == (allow if number in sandbox_process._ALLOWED else refuse), (
+                number
+            )
     assert special.isdisjoint(sandbox_process._ALLOWED)
-    assert [_verdict(56, flags) for flags in (0, 17, 0x3D0F00)] == [refuse, refuse, allow]  # clone: threads alone
-    assert [_verdict(302, process) for process in (0, 1)] == [allow, refuse]  # limits: its own alone
+    # clone: threads alone
+    assert [_verdict(56, flags) for flags in (0, 17, 0x3D0F00)] == [refuse, refuse, allow]
+    # limits: its own alone
+    assert [_verdict(302, process) for process in (0, 1)] == [allow, refuse]
     commands = {command for command in range(1 << 16) if _verdict(16, 0, command) == allow}
     assert commands == set(sandbox_process._IOCTLS)
     assert _verdict(435) == 0x00050026 and _verdict(0, machine=0x40000003) == 0x80000000

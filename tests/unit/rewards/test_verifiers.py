@@ -1,4 +1,5 @@
-"""The built-in verifiers: what they read from a response, and that verl's names of data sources are known."""
+"""The built-in verifiers: what they read from a response, and that verl's names of data sources are
+known."""
 
 from __future__ import annotations
 
@@ -17,14 +18,32 @@ from hybridflow.rewards.verifiers.base import VERIFIERS, by_data_source
 VERL_SOURCES = {
     "gsm8k": ("openai/gsm8k",),
     "math": (
-        *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_dapo", "math"),
-        *("math_dapo_reasoning", "aime2024", "aime_2025", "numina_aops_forum", "numina_synthetic_math"),
+        *(
+            "lighteval/MATH",
+            "DigitalLearningGmbH/MATH-lighteval",
+            "HuggingFaceH4/MATH-500",
+            "math_dapo",
+            "math",
+        ),
+        *(
+            "math_dapo_reasoning",
+            "aime2024",
+            "aime_2025",
+            "numina_aops_forum",
+            "numina_synthetic_math",
+        ),
         *("numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
     ),
     "code": ("codecontests", "apps", "codeforces", "taco"),
     "geo3k": ("hiyouga/geometry3k",),
     "question": (
-        *("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa", "searchR1_2wikimultihopqa"),
+        *(
+            "searchR1_nq",
+            "searchR1_triviaqa",
+            "searchR1_popqa",
+            "searchR1_hotpotqa",
+            "searchR1_2wikimultihopqa",
+        ),
         *("searchR1_musique", "searchR1_bamboogle"),
     ),
 }
@@ -76,7 +95,8 @@ def test_a_choice_needs_a_letter() -> None:
         ("\n<think>a\nb</think>\n\n<answer>c</answer>\n", True),
         ("<think>a</think><answer></answer>", False),
         ("<think> </think><answer>b</answer>", False),
-        ("a</think>\n<answer>b</answer>", True),  # the prompt is not known, and may have opened the thinking
+        # the prompt is not known, and may have opened the thinking
+        ("a</think>\n<answer>b</answer>", True),
         ("<think>a</think><answer>b</answer> more", False),
         ("x <think>a</think><answer>b</answer>", False),
         ("<think>a</think> x <answer>b</answer>", False),
@@ -95,8 +115,13 @@ def test_format_with_other_sections() -> None:
 
 
 def test_regex() -> None:
-    assert score("regex", "it is 42 today", r"\b42\b") == 1 and score("regex", "142", r"\b42\b") == 0
-    assert score("regex", " 42\n", r"\d+", whole=True) == 1 and score("regex", "42 x", r"\d+", whole=True) == 0
+    assert (
+        score("regex", "it is 42 today", r"\b42\b") == 1 and score("regex", "142", r"\b42\b") == 0
+    )
+    assert (
+        score("regex", " 42\n", r"\d+", whole=True) == 1
+        and score("regex", "42 x", r"\d+", whole=True) == 0
+    )
     with pytest.raises(ValueError, match="no regular expression"):
         score("regex", "x", "(")
 
@@ -112,12 +137,18 @@ def test_question() -> None:
 # ---- a package that may be missing
 
 
-def test_a_missing_package_is_one_message_before_the_first_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_message_before_the_first_rollout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     manager = RewardManager(RewardConfig(processes=0))
-    with pytest.raises(ConfigError, match=r"'math'.*needs the python package math-verify.*pip install math-verify"):
+    with pytest.raises(
+        ConfigError, match=r"'math'.*needs the python package math-verify.*pip install math-verify"
+    ):
         manager.check_data_sources(["math"])
-    with pytest.raises(ConfigError, match=r"reward\.combine\.math needs the python package math-verify"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.combine\.math needs the python package math-verify"
+    ):
         RewardManager(RewardConfig(processes=0, combine={"math": 1.0}))
 
 
@@ -125,21 +156,30 @@ def test_a_missing_package_is_one_message_before_the_first_rollout(monkeypatch: 
 
 
 def test_a_combination_judges_every_row_and_records_each_score() -> None:
-    config = RewardConfig(processes=0, combine={"gsm8k": 0.75, "format": 0.25}, kwargs={"flexible": True})
+    config = RewardConfig(
+        processes=0, combine={"gsm8k": 0.75, "format": 0.25}, kwargs={"flexible": True}
+    )
     manager = RewardManager(config)
     manager.check_data_sources(["anything"])
     right = "<think>x</think><answer>it is 18</answer>"
     first, second = manager.score(["a", "b"], [right, "it is 18"], ["18", "18"])
     assert (first.score, second.score) == (1.0, 0.75)
-    assert first.extra == {"answer": "18", "gsm8k": 1.0, "format": 1.0} and second.extra["format"] == 0.0
+    assert (
+        first.extra == {"answer": "18", "gsm8k": 1.0, "format": 1.0}
+        and second.extra["format"] == 0.0
+    )
 
 
 def test_a_combination_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.combine: .*no verifier of this name; did you mean 'gsm8k'"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.combine: .*no verifier of this name; did you mean 'gsm8k'"
+    ):
         RewardManager(RewardConfig(processes=0, combine={"gsm8": 1.0}))
     with pytest.raises(ConfigError, match=r"reward\.combine\.gsm8k='much': the weight"):
         RewardManager(RewardConfig(processes=0, combine={"gsm8k": "much"}))
-    with pytest.raises(ConfigError, match=r"reward\.kwargs\.loud is taken by no verifier \(they take: flexible"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.kwargs\.loud is taken by no verifier \(they take: flexible"
+    ):
         RewardManager(RewardConfig(processes=0, combine={"gsm8k": 1.0}, kwargs={"loud": True}))
     with pytest.raises(ConfigError, match=r"reward\.combine=.*with reward\.path=mine\.py"):
         RewardManager(RewardConfig(processes=0, path="mine.py", combine={"gsm8k": 1.0}))

@@ -1,4 +1,5 @@
-"""Statistics of several answers against every subset of them, and against the published form of pass@k."""
+"""Statistics of several answers against every subset of them, and against the published form of
+pass@k."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ import pytest
 
 from hybridflow.rollout.answer_statistics import answer_statistics, best_of, majority
 
-VERL = json.loads((Path(__file__).parents[2] / "golden" / "verl_validation.json").read_text(encoding="utf-8"))
+VERL = json.loads(
+    (Path(__file__).parents[2] / "golden" / "verl_validation.json").read_text(encoding="utf-8")
+)
 
 
 def test_verl_means_the_same_by_a_mean_and_draws_with_replacement_for_the_best() -> None:
-    """The best@k of verl estimates the expectation over draws with replacement, computed here; ours is larger."""
-    samples, verl = VERL["samples"], VERL["verl"]
+    """The best@k of verl estimates the expectation over draws with replacement, computed here; ours
+    is larger."""
+    samples = VERL["samples"]
+    verl = VERL["verl"]
     scores = np.array(VERL["scores"]).reshape(-1, samples)
     ours = answer_statistics(scores, samples)
     assert ours[f"mean@{samples}"] == pytest.approx(verl[f"mean@{samples}"], abs=1e-12)
@@ -51,7 +56,9 @@ def test_a_score_between_has_no_pass_rate_and_answers_are_needed_for_a_majority(
     extras = [{"answer": "3"}, {"answer": "3"}, {"answer": "4"}, {"answer": None}]
     found = answer_statistics(np.array([0.5, 0.5, 1.0, 0.0]), 4, extras)
     assert found["maj@4"] == 0.5 and not any(name.startswith("pass") for name in found)
-    assert not any(name.startswith("maj") for name in answer_statistics(np.ones(4), 4, [*extras[:3], {}]))
+    assert not any(
+        name.startswith("maj") for name in answer_statistics(np.ones(4), 4, [*extras[:3], {}])
+    )
 
 
 def test_equally_frequent_answers_share_the_majority() -> None:

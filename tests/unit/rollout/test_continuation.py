@@ -1,4 +1,5 @@
-"""Answers that were cut short and gone on with: nothing lost, nothing twice, nothing beyond the limit."""
+"""Answers that were cut short and gone on with: nothing lost, nothing twice, nothing beyond the
+limit."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class Far(Deferred):
 def stored(batch: DataProto) -> DataProto:
     """The batch as workers return it: large columns are in the store."""
     jagged = {name: column for name, column in batch.items() if isinstance(column, Jagged)}
-    return DataProto.from_columns(dict(batch.items()) | {name: Far(column) for name, column in jagged.items()})
+    return DataProto.from_columns(
+        dict(batch.items()) | {name: Far(column) for name, column in jagged.items()}
+    )
 
 
 def whole(row: int) -> list[int]:
@@ -65,14 +68,18 @@ def rows_of(batch: DataProto, name: str) -> list[Any]:
 
 def test_any_number_of_losses_gives_the_answers_without_one() -> None:
     random = np.random.default_rng(3)
-    prompts = DataProto.from_columns({"prompt_ids": Jagged.from_rows([[row] for row in range(24)], np.int64)})
+    prompts = DataProto.from_columns(
+        {"prompt_ids": Jagged.from_rows([[row] for row in range(24)], np.int64)}
+    )
 
     def ask(asked: DataProto, version: int) -> DataProto:
         answers = []
         for prompt in asked.jagged("prompt_ids"):
             rest = whole(int(prompt[0]))[len(prompt) - 1 :]
             if version < 5 and random.random() < 0.6:
-                answers.append(completion(rest[: random.integers(0, len(rest))], CUT_SHORT, version))
+                answers.append(
+                    completion(rest[: random.integers(0, len(rest))], CUT_SHORT, version)
+                )
             else:
                 answers.append(completion(rest, "stop", version))
         return stored(response_columns(answers, Extras(support=True)))
@@ -80,18 +87,25 @@ def test_any_number_of_losses_gives_the_answers_without_one() -> None:
     found: list[DataProto] = []
     version = 1
     for row in range(24):
-        prompt, whole_answer, version = prompts.rows([row]), None, 1
+        prompt = prompts.rows([row])
+        whole_answer = None
+        version = 1
         while whole_answer is None or whole_answer["finish_reason"][0] == CUT_SHORT:
             rest = ask(prompt, version).fetch()
             whole_answer = rest if whole_answer is None else joined(whole_answer, rest)
-            prompt, version = continued(prompt, rest), version + 1
+            prompt = continued(prompt, rest)
+            version = version + 1
         found.append(whole_answer)
     answers = DataProto.concat(found)
     assert len(set(answers.jagged("response_versions").values.tolist())) > 2
     assert rows_of(answers, "response_ids") == [whole(row) for row in range(24)]
     assert rows_of(answers, "support_sizes") == [[2] * len(whole(row)) for row in range(24)]
-    assert rows_of(answers, "support_ids") == [np.repeat(whole(row), 2).tolist() for row in range(24)]
-    assert rows_of(answers, "rollout_log_probs") == [[-float(t) for t in whole(row)] for row in range(24)]
+    assert rows_of(answers, "support_ids") == [
+        np.repeat(whole(row), 2).tolist() for row in range(24)
+    ]
+    assert rows_of(answers, "rollout_log_probs") == [
+        [-float(t) for t in whole(row)] for row in range(24)
+    ]
     assert all(row == sorted(row) for row in rows_of(answers, "response_versions"))
     last = [str(row[-1]) for row in rows_of(answers, "response_versions")]
     assert answers["weight_version"].tolist() == last and set(answers["finish_reason"]) == {"stop"}

@@ -1,4 +1,5 @@
-"""Conversations over a rollout service: rounds, columns, and what a loop or tool that misbehaves does to the others."""
+"""Conversations over a rollout service: rounds, columns, and what a loop or tool that misbehaves
+does to the others."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ import numpy as np
 import pytest
 
 from hybridflow.agents.loops.base import LOOPS
-from hybridflow.batch import FREE, ROUTED, ROUTES, SUPPORT, DataProto, Jagged, Supports, support_columns
+from hybridflow.batch import (
+    FREE,
+    ROUTED,
+    ROUTES,
+    SUPPORT,
+    DataProto,
+    Jagged,
+    Supports,
+    support_columns,
+)
 from hybridflow.config.check import problems
 from hybridflow.config.schema import (
     ActorConfig,
@@ -69,27 +79,38 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Engines(Requests):
-    """An engine that answers a prompt's text with `say(text)` and an eos in each round; keeps what it was asked."""
+    """An engine that answers a prompt's text with `say(text)` and an eos in each round; keeps what
+    it was asked."""
 
-    def __init__(self, tokenizer: Tokenizer, say: Callable[[str], str], config: RunConfig | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, say: Callable[[str], str], config: RunConfig | None = None
+    ) -> None:
         super().__init__(config or RunConfig())
-        self.tokenizer, self.say, self.rounds, self.rooms = tokenizer, say, list[list[str]](), list[list[int]]()
+        self.tokenizer = tokenizer
+        self.say = say
+        self.rounds = list[list[str]]()
+        self.rooms = list[list[int]]()
         self.slept: list[Any] = []
         self.aborted: list[int] = []
-        self.given, self.waiting = dict[int, list[int]](), dict[int, str]()  # by ticket
+        # by ticket
+        self.given = dict[int, list[int]]()
+        self.waiting = dict[int, str]()
 
     def _serving(self) -> Sequence[int]:
         return [0]
 
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
-        tickets, rows = parts[0]["ticket"].tolist(), [row.tolist() for row in parts[0].jagged("prompt_ids")]
+        tickets = parts[0]["ticket"].tolist()
+        rows = [row.tolist() for row in parts[0].jagged("prompt_ids")]
         texts = ["".join(self.tokenizer.decode([token]) or "." for token in row) for row in rows]
         self.given |= dict(zip(tickets, rows, strict=True))
         self.waiting |= dict(zip(tickets, texts, strict=True))
         self.rounds.append(texts)
         self.rooms.append(parts[0]["max_new_tokens"].tolist())
 
-    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(
+        self, training: bool, engines: Sequence[int], wait_s: float
+    ) -> Sequence[DataProto]:
         answers = {ticket: self._answer(text) for ticket, text in self.waiting.items()}
         self.waiting.clear()
         tickets = np.array(list(answers), np.int64)
@@ -135,7 +156,10 @@ def answers(service: Rollouts, prompts: DataProto, *, training: bool = True) -> 
 
 
 def config(limit: int = 60, **agent: Any) -> RunConfig:
-    return RunConfig(data=DataConfig(max_response_length=limit), rollout=RolloutConfig(agent=AgentConfig(**agent)))
+    return RunConfig(
+        data=DataConfig(max_response_length=limit),
+        rollout=RolloutConfig(agent=AgentConfig(**agent)),
+    )
 
 
 def prompts(tokenizer: Tokenizer, *texts: str) -> DataProto:
@@ -159,10 +183,15 @@ def asks_the_calculator(text: str) -> str:
 
 def test_conversations_of_several_lengths_in_rounds(tokenizer: Tokenizer) -> None:
     engines = Engines(tokenizer, asks_the_calculator)
-    service = Conversations(engines, tokenizer, config(loop="tools", tools=("calculator",), call_format="tags"))
+    service = Conversations(
+        engines, tokenizer, config(loop="tools", tools=("calculator",), call_format="tags")
+    )
     found = answers(service, prompts(tokenizer, "3*4", "3+4", "5*5"), training=True)
     assert [len(texts) for texts in engines.rounds] == [3, 2]
-    assert engines.rounds[1] == ["3*4=<calculator>3*4</calculator>.12=", "5*5=<calculator>5*5</calculator>.25="]
+    assert engines.rounds[1] == [
+        "3*4=<calculator>3*4</calculator>.12=",
+        "5*5=<calculator>5*5</calculator>.25=",
+    ]
     assert engines.rooms == [[60, 60, 60], [60 - 32, 60 - 32]]
     assert found["answer_text"].tolist() == ["12", "7", "25"]
     assert found["turns"].tolist() == [2, 1, 2] and found["tool_calls"].tolist() == [1, 0, 1]
@@ -172,7 +201,10 @@ def test_conversations_of_several_lengths_in_rounds(tokenizer: Tokenizer) -> Non
     for name in ("response_ids", "rollout_log_probs", "response_versions"):
         assert found.lengths(name).tolist() == masks.lengths.tolist()
     assert set(found.jagged("response_versions").values.tolist()) == {3}
-    assert found["weight_version"].tolist() == ["3"] * 3 and found["finish_reason"].tolist() == ["stop"] * 3
+    assert (
+        found["weight_version"].tolist() == ["3"] * 3
+        and found["finish_reason"].tolist() == ["stop"] * 3
+    )
     assert found["messages"][0] == [
         {"role": "assistant", "content": "<calculator>3*4</calculator>"},
         {"role": "tool", "content": "12"},
@@ -195,16 +227,29 @@ def own(tmp_path: Path) -> Path:
         ("waits_for_ever_for_two", "nothing happened for 2 s"),
     ],
 )
-def test_a_loop_that_fails_costs_its_own_conversation(tokenizer: Tokenizer, own: Path, loop: str, failure: str) -> None:
-    service = Conversations(Engines(tokenizer, lambda _: "7"), tokenizer, config(loop=f"{own}:{loop}", timeout_s=2.0))
+def test_a_loop_that_fails_costs_its_own_conversation(
+    tokenizer: Tokenizer, own: Path, loop: str, failure: str
+) -> None:
+    service = Conversations(
+        Engines(tokenizer, lambda _: "7"), tokenizer, config(loop=f"{own}:{loop}", timeout_s=2.0)
+    )
     found = answers(service, prompts(tokenizer, "1", "2", "3"), training=True)
     assert found["agent_failure"].tolist() == [None, failure, None]
-    assert [row.tolist() for row in found.jagged("response_mask")] == [[True] * 2, [False] * 2, [True] * 2]
-    with pytest.raises(HybridFlowError, match=r"failed in all 2 conversations, the first with: (RuntimeError|nothing)"):
+    assert [row.tolist() for row in found.jagged("response_mask")] == [
+        [True] * 2,
+        [False] * 2,
+        [True] * 2,
+    ]
+    with pytest.raises(
+        HybridFlowError,
+        match=r"failed in all 2 conversations, the first with: (RuntimeError|nothing)",
+    ):
         answers(service, prompts(tokenizer, "1", "2", "2").rows([1, 1]), training=True)
 
 
-def test_a_conversation_that_works_beside_the_engine_joins_a_later_round(tokenizer: Tokenizer, own: Path) -> None:
+def test_a_conversation_that_works_beside_the_engine_joins_a_later_round(
+    tokenizer: Tokenizer, own: Path
+) -> None:
     def say(text: str) -> str:
         if text == "3=":
             working[0].set_result(None)
@@ -218,10 +263,13 @@ def test_a_conversation_that_works_beside_the_engine_joins_a_later_round(tokeniz
 
 
 def test_an_environment_answers_and_rewards(tokenizer: Tokenizer) -> None:
-    """A policy that halves what is left finds every number; the third row is a game that does not begin."""
+    """A policy that halves what is left finds every number; the third row is a game that does not
+    begin."""
 
     def halves(text: str) -> str:
-        low, high, guess = 0, 7, -1
+        low = 0
+        high = 7
+        guess = -1
         for character in text.partition("=")[2]:
             if character.isdigit():
                 guess = int(character)
@@ -232,7 +280,9 @@ def test_an_environment_answers_and_rewards(tokenizer: Tokenizer) -> None:
         return str((low + high) // 2)
 
     engines = Engines(tokenizer, halves)
-    service = Conversations(engines, tokenizer, config(loop="environment", environment="guess", max_answers=2))
+    service = Conversations(
+        engines, tokenizer, config(loop="environment", environment="guess", max_answers=2)
+    )
     batch = prompts(tokenizer, "0*7", "0*7", "0*7", "0*7")
     truths = np.array(["3", "5", "none", "7"], dtype=object)
     found = answers(service, batch.with_columns(ground_truth=truths), training=True)
@@ -244,7 +294,9 @@ def test_an_environment_answers_and_rewards(tokenizer: Tokenizer) -> None:
         [],
         [1, 1, 0, 0, 1, 1, 0, 0],
     ]
-    assert [failure and failure.partition(": V")[0] for failure in found["agent_failure"].tolist()] == [
+    assert [
+        failure and failure.partition(": V")[0] for failure in found["agent_failure"].tolist()
+    ] == [
         None,
         None,
         "the environment failed",
@@ -266,9 +318,13 @@ def test_an_error_of_the_engines_ends_the_step_and_not_the_next_one(tokenizer: T
     assert engines.slept == ["sleep", ["weights"]]
 
 
-def test_a_conversation_is_aborted_with_what_it_asks_and_the_others_go_on(tokenizer: Tokenizer) -> None:
+def test_a_conversation_is_aborted_with_what_it_asks_and_the_others_go_on(
+    tokenizer: Tokenizer,
+) -> None:
     engines = Engines(tokenizer, asks_the_calculator)
-    service = Conversations(engines, tokenizer, config(loop="tools", tools=("calculator",), call_format="tags"))
+    service = Conversations(
+        engines, tokenizer, config(loop="tools", tools=("calculator",), call_format="tags")
+    )
 
     async def two_of_three() -> None:
         samples = service.begin(prompts(tokenizer, "2*3=", "4*5=", "6*7="), training=True)
@@ -289,42 +345,59 @@ def test_supports_of_all_answers_are_kept_and_what_was_shown_has_none(tokenizer:
         def columns(self, answers: Mapping[int, Completion]) -> DataProto:
             found = super().columns(answers)
             rows = [  # each token was sampled among itself and its ticket
-                Supports(np.full(len(ids), 2, np.int32), np.stack([ids, np.full(len(ids), ticket)], 1).reshape(-1))
+                Supports(
+                    np.full(len(ids), 2, np.int32),
+                    np.stack([ids, np.full(len(ids), ticket)], 1).reshape(-1),
+                )
                 for ticket, ids in zip(answers, found.jagged("response_ids"), strict=True)
             ]
             return found.with_columns(**support_columns(rows))
 
     settings = config(loop="tools", tools=("calculator",), call_format="tags")
-    settings = replace(settings, rollout=replace(settings.rollout, sampling=SamplingConfig(top_k=9)))
+    settings = replace(
+        settings, rollout=replace(settings.rollout, sampling=SamplingConfig(top_k=9))
+    )
     service = Conversations(Cutting(tokenizer, asks_the_calculator), tokenizer, settings)
     found = answers(service, prompts(tokenizer, "2*3=", "4*5="), training=True)
     names = (*SUPPORT, "response_ids", "response_mask")
-    for number, (sizes, ids, tokens, mask) in enumerate(zip(*map(found.jagged, names), strict=True)):
+    for number, (sizes, ids, tokens, mask) in enumerate(
+        zip(*map(found.jagged, names), strict=True)
+    ):
         assert sizes.tolist() == (2 * mask).tolist() and not mask.all()
         assert ids.reshape(-1, 2)[:, 0].tolist() == tokens[mask].tolist()
         assert ids.reshape(-1, 2)[:, 1].tolist() == sorted(ids.reshape(-1, 2)[:, 1].tolist())
         assert set(ids.reshape(-1, 2)[:, 1].tolist()) == {number, 2 + number}
 
 
-def test_each_token_keeps_the_experts_of_the_request_that_made_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """What a tool says has those of the answer after it; the last token, and all of a failed conversation, have
-    none."""
+def test_each_token_keeps_the_experts_of_the_request_that_made_it(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """What a tool says has those of the answer after it; the last token, and all of a failed
+    conversation, have none."""
 
     class Routing(Engines):
         def columns(self, answers: Mapping[int, Completion]) -> DataProto:
             rows = []
-            for ticket, answer in answers.items():  # every known expert is the ticket of the request
+            # every known expert is the ticket of the request
+            for ticket, answer in answers.items():
                 row = np.full((len(self.given[ticket]) + len(answer.token_ids), 3, 2), ticket)
                 row[-1] = FREE
                 rows.append(row)
-            return super().columns(answers).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+            return (
+                super().columns(answers).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+            )
 
     (tmp_path / "own.py").write_text(OWN)
     sizes = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "num_experts_per_tok": 2}
-    for loop, agent in (("tools", {"tools": ("calculator",), "call_format": "tags"}), ("fails_for_two", {})):
+    for loop, agent in (
+        ("tools", {"tools": ("calculator",), "call_format": "tags"}),
+        ("fails_for_two", {}),
+    ):
         path = loop if loop == "tools" else f"{tmp_path / 'own.py'}:{loop}"
         settings = replace(
-            config(loop=path, **agent), actor=ActorConfig(router_replay="r3"), model=ModelConfig(hf_config=sizes)
+            config(loop=path, **agent),
+            actor=ActorConfig(router_replay="r3"),
+            model=ModelConfig(hf_config=sizes),
         )
         service = Conversations(Routing(tokenizer, asks_the_calculator), tokenizer, settings)
         asked = prompts(tokenizer, "2*3=", "4*5=")
@@ -338,9 +411,12 @@ def test_each_token_keeps_the_experts_of_the_request_that_made_it(tokenizer: Tok
             if loop == "fails_for_two":
                 wanted = [FREE if number else 0] * (len(routes) - 1)
             else:
-                first = lengths[number] + int(np.argmin(mask))  # tokens of the prompt and of the first answer
+                # tokens of the prompt and of the first answer
+                first = lengths[number] + int(np.argmin(mask))
                 wanted = [number] * (first - 1) + [2 + number] * (len(routes) - first)
-            assert (routes[:-1].reshape(-1, 6) == np.array(wanted)[:, None]).all() and (routes[-1] == FREE).all()
+            assert (routes[:-1].reshape(-1, 6) == np.array(wanted)[:, None]).all() and (
+                routes[-1] == FREE
+            ).all()
     assert ROUTES not in answers(
         Conversations(Engines(tokenizer, lambda _: "7"), tokenizer, settings), asked, training=False
     )
@@ -352,7 +428,8 @@ def test_a_conversation_whose_tool_was_lost_is_not_trained_on_and_the_others_go_
     (tmp_path / "lost.py").write_text(
         "from hybridflow.agents.tools.base import ToolLostError, tool\n\n"
         "@tool('calculator')\ndef calculator(expression: str) -> str:\n"
-        "    if expression.startswith('4'):\n        raise ToolLostError('its server has ended')\n    return '6'\n"
+        "    if expression.startswith('4'):\n        raise ToolLostError('its server has "
+        "ended')\n    return '6'\n"
     )
     settings = config(loop="tools", tools=(f"{tmp_path}/lost.py:calculator",), call_format="tags")
     service = Conversations(Engines(tokenizer, asks_the_calculator), tokenizer, settings)
@@ -375,6 +452,8 @@ def test_settings_without_sense_are_refused() -> None:
     assert "calls none: set rollout.agent.loop=tools" in said(tools=("calculator",))
     assert "rollout.agent.loop=tools without rollout.agent.tools" in said(loop="tools")
     assert "rollout.agent" not in said(loop="tools", tools=("calculator",))
-    assert "rollout.agent.loop=environment without rollout.agent.environment" in said(loop="environment")
+    assert "rollout.agent.loop=environment without rollout.agent.environment" in said(
+        loop="environment"
+    )
     assert "which has none: set rollout.agent.loop=environment" in said(environment="guess")
     assert "rollout.agent" not in said(loop="environment", environment="guess")

@@ -27,7 +27,9 @@ class Letters:
 
 
 TOKENIZER = cast(Any, Letters())
-MADE_WITH = identity({"model_type": "qwen3", "hidden_size": 64, "vocab_size": 99, "rope_theta": 1e4}, TOKENIZER)
+MADE_WITH = identity(
+    {"model_type": "qwen3", "hidden_size": 64, "vocab_size": 99, "rope_theta": 1e4}, TOKENIZER
+)
 
 
 def objects(*values: Any) -> np.ndarray:
@@ -38,7 +40,8 @@ def objects(*values: Any) -> np.ndarray:
 
 
 def batch_of(seed: int = 0) -> DataProto:
-    rng, tokens = np.random.default_rng(seed), int(LENGTHS.sum())
+    rng = np.random.default_rng(seed)
+    tokens = int(LENGTHS.sum())
 
     def jagged(values: np.ndarray) -> Jagged:
         return Jagged.from_lengths(values, LENGTHS)
@@ -46,7 +49,9 @@ def batch_of(seed: int = 0) -> DataProto:
     return DataProto.from_columns(
         {
             "uid": np.array([0, 0, 1, 1]),
-            "prompt_ids": Jagged.from_rows([rng.integers(0, 99, n) for n in (4, 4, 1, 1)], np.int64),
+            "prompt_ids": Jagged.from_rows(
+                [rng.integers(0, 99, n) for n in (4, 4, 1, 1)], np.int64
+            ),
             "response_ids": jagged(rng.integers(0, 99, tokens)),
             "response_mask": jagged(rng.random(tokens) < 0.6),
             "rollout_log_probs": jagged(-rng.random(tokens, np.float32)),
@@ -58,21 +63,30 @@ def batch_of(seed: int = 0) -> DataProto:
             "response_text": objects("x", "", "<b>\ud800", "y"),
             "finish_reason": objects("stop", "abort", "length", "stop"),
             "weight_version": objects("3", "3", "4", "4"),
-            "reward_extra": objects({"acc": 0.1}, {"acc": 1, "failure": "wrong digits"}, {"acc": True}, {}),
+            "reward_extra": objects(
+                {"acc": 0.1}, {"acc": 1, "failure": "wrong digits"}, {"acc": True}, {}
+            ),
             "reward_failure": objects(None, None, None, "no score"),
         }
     )
 
 
-def test_supports_are_read_back_and_a_run_that_samples_otherwise_refuses_them(tmp_path: Path) -> None:
-    rows = [Supports(np.arange(n, dtype=np.int32), np.arange(n * (n - 1) // 2, dtype=np.int32)) for n in LENGTHS]
+def test_supports_are_read_back_and_a_run_that_samples_otherwise_refuses_them(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        Supports(np.arange(n, dtype=np.int32), np.arange(n * (n - 1) // 2, dtype=np.int32))
+        for n in LENGTHS
+    ]
     dump_batch(tmp_path, 1, batch_of().with_columns(**support_columns(rows)), TOKENIZER, MADE_WITH)
     dump_batch(tmp_path, 2, batch_of(), TOKENIZER, MADE_WITH)
     found = Dumps(tmp_path, MADE_WITH, 4, with_support=True).batch(1)
     for name, column in support_columns(rows).items():
         np.testing.assert_array_equal(found.jagged(name).values, column.values)
         np.testing.assert_array_equal(found.jagged(name).offsets, column.offsets)
-    with pytest.raises(DataError, match=r"step_000001.*among some tokens.*rollout.sampling says otherwise"):
+    with pytest.raises(
+        DataError, match=r"step_000001.*among some tokens.*rollout.sampling says otherwise"
+    ):
         Dumps(tmp_path, MADE_WITH, 4).batch(1)
     with pytest.raises(DataError, match=r"step_000002.*from all tokens"):
         Dumps(tmp_path, MADE_WITH, 4, with_support=True).batch(2)
@@ -81,14 +95,30 @@ def test_supports_are_read_back_and_a_run_that_samples_otherwise_refuses_them(tm
 def test_what_was_trained_on_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     batch = batch_of()
     old = Jagged.from_lengths(np.arange(10, dtype=np.float32), LENGTHS)
-    dump_batch(tmp_path, 7, batch.with_columns(old_log_probs=old, entropys=old), TOKENIZER, MADE_WITH)
+    dump_batch(
+        tmp_path, 7, batch.with_columns(old_log_probs=old, entropys=old), TOKENIZER, MADE_WITH
+    )
     found = Dumps(tmp_path, MADE_WITH, 4).batch(7)
-    for name in ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "response_versions"):
-        one, two = batch.jagged(name), found.jagged(name)
+    for name in (
+        "prompt_ids",
+        "response_ids",
+        "response_mask",
+        "rollout_log_probs",
+        "response_versions",
+    ):
+        one = batch.jagged(name)
+        two = found.jagged(name)
         assert one.values.dtype == two.values.dtype, name
         np.testing.assert_array_equal(one.values, two.values)
         np.testing.assert_array_equal(one.offsets, two.offsets)
-    for name in ("uid", "scores", "finish_reason", "weight_version", "reward_extra", "reward_failure"):
+    for name in (
+        "uid",
+        "scores",
+        "finish_reason",
+        "weight_version",
+        "reward_extra",
+        "reward_failure",
+    ):
         assert found[name].tolist() == batch[name].tolist(), name
     # what the step computes is computed again
     assert "old_log_probs" not in found and "advantages" not in found
@@ -98,8 +128,16 @@ def test_what_was_trained_on_is_read_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_rows_without_extras_have_none_when_read(tmp_path: Path) -> None:
     batch = batch_of()
-    dump_batch(tmp_path, 1, batch.select([n for n in batch.columns if "reward" not in n]), TOKENIZER, MADE_WITH)
-    assert not {"reward_extra", "reward_failure"} & set(read_batch(dump_path(tmp_path, 1), MADE_WITH).columns)
+    dump_batch(
+        tmp_path,
+        1,
+        batch.select([n for n in batch.columns if "reward" not in n]),
+        TOKENIZER,
+        MADE_WITH,
+    )
+    assert not {"reward_extra", "reward_failure"} & set(
+        read_batch(dump_path(tmp_path, 1), MADE_WITH).columns
+    )
 
 
 def test_steps_without_a_gap(tmp_path: Path) -> None:
@@ -140,14 +178,20 @@ def test_columns_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     batch = batch_of()
     shorter = Jagged.from_lengths(np.zeros(9, np.bool_), [3, 0, 4, 2])
     dump_batch(tmp_path, 1, batch.with_columns(response_mask=shorter), TOKENIZER, MADE_WITH)
-    with pytest.raises(DataError, match="damaged, or no dump of rollouts: the runs of tokens do not add up"):
+    with pytest.raises(
+        DataError, match="damaged, or no dump of rollouts: the runs of tokens do not add up"
+    ):
         read_batch(dump_path(tmp_path, 1), MADE_WITH)
 
 
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("prompt_ids", 99, "prompt_ids has the token 99, which the model's vocabulary does not have"),
+        (
+            "prompt_ids",
+            99,
+            "prompt_ids has the token 99, which the model's vocabulary does not have",
+        ),
         ("response_ids", -1, "response_ids has the token -1"),
         ("rollout_log_probs", np.nan, "no logarithm of a probability"),
         ("rollout_log_probs", 7.0, "no logarithm of a probability"),
@@ -160,18 +204,45 @@ def test_a_whole_file_with_tokens_that_no_run_has_is_refused(
     held = batch.jagged(column)
     wrong = held.values.copy()
     wrong[2] = value
-    dump_batch(tmp_path, 1, batch.with_columns(**{column: Jagged(wrong, held.offsets)}), TOKENIZER, MADE_WITH)
-    with pytest.raises(DataError, match=rf"step_000001\.parquet: damaged, or no dump of rollouts: .*{message}"):
+    dump_batch(
+        tmp_path,
+        1,
+        batch.with_columns(**{column: Jagged(wrong, held.offsets)}),
+        TOKENIZER,
+        MADE_WITH,
+    )
+    with pytest.raises(
+        DataError, match=rf"step_000001\.parquet: damaged, or no dump of rollouts: .*{message}"
+    ):
         read_batch(dump_path(tmp_path, 1), MADE_WITH)
 
 
-@pytest.mark.parametrize("runs", [[[1, 2**62], [1, 2**62], [1, 3 - 2**63]], [[1, 0], [1, 3]], [[7, 3]]])
-def test_runs_of_tokens_that_add_up_in_a_strange_way_are_refused(tmp_path: Path, runs: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    "runs", [[[1, 2**62], [1, 2**62], [1, 3 - 2**63]], [[1, 0], [1, 3]], [[7, 3]]]
+)
+def test_runs_of_tokens_that_add_up_in_a_strange_way_are_refused(
+    tmp_path: Path, runs: list[list[int]]
+) -> None:
     """Counts that wrap around in 64 bits would ask for exabytes."""
-    rows = {"response_mask": [runs], "response_ids": Jagged.from_rows([np.arange(3)], np.int64), "score": [1.0]}
-    texts = {name: ["x"] for name in ("data_source", "ground_truth", "response_text", "finish_reason")}
-    rows |= {"prompt_ids": Jagged.from_rows([np.arange(3)], np.int64), "uid": [0], "extra_info": ["{}"]}
-    rows |= {"rollout_log_probs": Jagged.from_rows([np.zeros(3)], np.float32), "weight_version": ["1"]}
-    dump_rollouts(dump_path(tmp_path, 1), {**rows, **texts, "response_versions": [[[0, 3]]]}, MADE_WITH)
+    rows = {
+        "response_mask": [runs],
+        "response_ids": Jagged.from_rows([np.arange(3)], np.int64),
+        "score": [1.0],
+    }
+    texts = {
+        name: ["x"] for name in ("data_source", "ground_truth", "response_text", "finish_reason")
+    }
+    rows |= {
+        "prompt_ids": Jagged.from_rows([np.arange(3)], np.int64),
+        "uid": [0],
+        "extra_info": ["{}"],
+    }
+    rows |= {
+        "rollout_log_probs": Jagged.from_rows([np.zeros(3)], np.float32),
+        "weight_version": ["1"],
+    }
+    dump_rollouts(
+        dump_path(tmp_path, 1), {**rows, **texts, "response_versions": [[[0, 3]]]}, MADE_WITH
+    )
     with pytest.raises(DataError, match="damaged, or no dump of rollouts"):
         read_batch(dump_path(tmp_path, 1), MADE_WITH)

@@ -1,4 +1,5 @@
-"""Scores and what a reward returns beside them: in the batch, the dumps, the metrics and the report."""
+"""Scores and what a reward returns beside them: in the batch, the dumps, the metrics and the
+report."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def batch_of(*responses: str, source: str = "toy") -> DataProto:
 def scorer(tmp_path: Path) -> Scorer:
     (tmp_path / "reward.py").write_text(REWARD)
     letters: Any = Letters()
-    return Scorer(RewardManager(RewardConfig(processes=0, path=str(tmp_path / "reward.py"))), letters)
+    return Scorer(
+        RewardManager(RewardConfig(processes=0, path=str(tmp_path / "reward.py"))), letters
+    )
 
 
 def test_what_a_reward_returns_beside_the_score_reaches_dumps_metrics_and_report(
@@ -89,10 +92,14 @@ def test_what_a_reward_returns_beside_the_score_reaches_dumps_metrics_and_report
     metrics = extra_metrics(batch)
     assert metrics["reward_extra/length/mean"] == 3 and metrics["reward_extra/length/max"] == 4
     assert metrics["reward_extra/brief/mean"] == 0.5
-    assert {name.split("/")[1] for name in metrics} == {"length", "brief"}, "text and NaN are no metrics"
+    assert {name.split("/")[1] for name in metrics} == {"length", "brief"}, (
+        "text and NaN are no metrics"
+    )
     run = tmp_path / "run"
     dump_batch(run / "rollouts", 1, batch, scorer.tokenizer)
-    extras = [json.loads(row["reward_extra"]) for row in read_rollouts(dump_path(run / "rollouts", 1))]
+    extras = [
+        json.loads(row["reward_extra"]) for row in read_rollouts(dump_path(run / "rollouts", 1))
+    ]
     assert [extra["length"] for extra in extras] == [2, 4] and extras[0]["said"] == "ab"
     with Tracker(run, ("jsonl",)) as tracker:
         tracker.log(1, metrics)
@@ -103,25 +110,34 @@ def test_what_a_reward_returns_beside_the_score_reaches_dumps_metrics_and_report
 
 
 def test_scores_do_not_depend_on_when_their_scoring_began(tmp_path: Path) -> None:
-    """Parts that end in another order than they began, in processes, are the columns of one call for all."""
+    """Parts that end in another order than they began, in processes, are the columns of one call
+    for all."""
     (tmp_path / "slow.py").write_text(
         "import time\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    time.sleep(0.3 if solution_str == 'abc' else 0.0)\n"
-        "    return {'score': float(len(solution_str)), 'said': solution_str} if solution_str else 1 / 0\n"
+        "    return {'score': float(len(solution_str)), 'said': solution_str} if solution_str else "
+        "1 / 0\n"
     )
     letters: Any = Letters()
     batch = batch_of("abc", "a", "ab", "", "abcd", "abc")
     with RewardManager(RewardConfig(processes=2, path=str(tmp_path / "slow.py"))) as rewards:
         scorer = Scorer(rewards, letters)
-        whole, parts = block_on(scorer.score(batch)), scorer.begin(batch, 2)
+        whole = block_on(scorer.score(batch))
+        parts = scorer.begin(batch, 2)
         found = block_on(scorer.finish(parts))
-        assert set(found.columns) == set(whole.columns) == {"response_text", "scores", "reward_extra", "reward_failure"}
+        assert (
+            set(found.columns)
+            == set(whole.columns)
+            == {"response_text", "scores", "reward_extra", "reward_failure"}
+        )
         assert all(found[name].tolist() == whole[name].tolist() for name in whole.columns)
         last_first = block_on(scorer.finish(scorer.begin(batch, 2)[::-1]))
         assert last_first["scores"].tolist() == [4.0, 3.0, 2.0, 0.0, 3.0, 1.0]
 
 
-def test_what_scores_in_the_driver_begins_when_all_answers_are_there_and_all_of_it_together(tmp_path: Path) -> None:
+def test_what_scores_in_the_driver_begins_when_all_answers_are_there_and_all_of_it_together(
+    tmp_path: Path,
+) -> None:
     """So that it does not hold up the engines, and calls of two prompts can wait for each other."""
     (tmp_path / "meets.py").write_text(
         "import asyncio\n\nwaiting = []\n\n\n"
@@ -136,14 +152,22 @@ def test_what_scores_in_the_driver_begins_when_all_answers_are_there_and_all_of_
     letters: Any = Letters()
     rewards = RewardManager(RewardConfig(processes=0, path=str(tmp_path / "meets.py")))
     scorer = Scorer(rewards, letters)
-    groups = [batch_of(*texts).with_columns(uid=np.zeros(2, np.int64)) for texts in (("a", "ab"), ("abc", "a"))]
+    groups = [
+        batch_of(*texts).with_columns(uid=np.zeros(2, np.int64))
+        for texts in (("a", "ab"), ("abc", "a"))
+    ]
     parts = [part for group in groups for part in scorer.begin(group, 2)]
     assert block_on(scorer.finish(parts))["scores"].tolist() == [1.0, 2.0, 3.0, 1.0]
 
 
 def test_a_verifier_that_reads_the_prompt_is_given_it(tmp_path: Path) -> None:
-    source = "from hybridflow.rewards.verifiers.base import verifier\n\n\n@verifier('echo', data_sources=['echo'])\n"
-    source += "def echo(response, ground_truth, *, prompt):\n    return {'score': 1.0, 'asked': prompt}\n"
+    source = (
+        "from hybridflow.rewards.verifiers.base import verifier\n\n\n@verifier('echo', "
+        "data_sources=['echo'])\n"
+    )
+    source += (
+        "def echo(response, ground_truth, *, prompt):\n    return {'score': 1.0, 'asked': prompt}\n"
+    )
     (tmp_path / "own.py").write_text(source)
     rewards = RewardManager(RewardConfig(processes=0, verifiers=(f"{tmp_path / 'own.py'}:echo",)))
     letters: Any = Letters()
@@ -163,7 +187,9 @@ def conversations() -> DataProto:
 def test_rewards_of_an_agent_loop_are_the_score() -> None:
     """No verifier is asked: there is none for this data source."""
     letters: Any = Letters()
-    found = block_on(Scorer(RewardManager(RewardConfig(processes=0)), letters).score(conversations()))
+    found = block_on(
+        Scorer(RewardManager(RewardConfig(processes=0)), letters).score(conversations())
+    )
     assert found["scores"].tolist() == [0.75, 0.0]
     assert found["reward_extra"].tolist() == [{"turn_rewards": [0.5, 0.25]}, {"turn_rewards": []}]
     assert "reward_failure" not in found
@@ -175,7 +201,10 @@ def test_a_function_of_ones_own_is_given_the_rewards_of_an_agent_loop(tmp_path: 
     (tmp_path / "own.py").write_text(source)
     rewards = RewardManager(RewardConfig(processes=0, path=str(tmp_path / "own.py")))
     letters: Any = Letters()
-    assert block_on(Scorer(rewards, letters).score(conversations()))["scores"].tolist() == [3.0, 0.0]
+    assert block_on(Scorer(rewards, letters).score(conversations()))["scores"].tolist() == [
+        3.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +214,11 @@ def test_a_function_of_ones_own_is_given_the_rewards_of_an_agent_loop(tmp_path: 
 def test_data_sources_need_a_verifier_unless_the_loop_gives_the_rewards(
     loop: str, path: str | None, sources: list[str]
 ) -> None:
-    config = RunConfig(rollout=RolloutConfig(agent=AgentConfig(loop=loop)), reward=RewardConfig(path=path))
-    train, held_out = SimpleNamespace(data_sources=["x"]), SimpleNamespace(data_sources=["y"])
+    config = RunConfig(
+        rollout=RolloutConfig(agent=AgentConfig(loop=loop)), reward=RewardConfig(path=path)
+    )
+    train = SimpleNamespace(data_sources=["x"])
+    held_out = SimpleNamespace(data_sources=["y"])
     prompts: Any = (train, held_out)
     assert sources_to_score(config, *prompts) == sources
 
@@ -198,7 +230,9 @@ def test_accuracy_is_said_where_every_score_is_0_or_1_alone(
     """A length bonus is no share of right answers."""
     batch = batch_of(*answers)
     given: Any = batch.select(["prompt_ids", "data_source", "ground_truth", "extra_info", "index"])
-    rest = batch.select(["response_ids", "response_mask", "response_versions", "finish_reason", "weight_version"])
+    rest = batch.select(
+        ["response_ids", "response_mask", "response_versions", "finish_reason", "weight_version"]
+    )
 
     class Rows:
         __len__ = lambda self: len(given)  # noqa: E731
@@ -213,26 +247,39 @@ def test_accuracy_is_said_where_every_score_is_0_or_1_alone(
     rows: Any = Rows()
     engines: Any = Engines()
     metrics = block_on(Validator(RunConfig(), {"": rows}, scorer, tmp_path).run(engines, 0))
-    assert metrics["val/score"] == metrics["val/toy/score"] == np.mean([len(answer) / 2 for answer in answers])
+    assert (
+        metrics["val/score"]
+        == metrics["val/toy/score"]
+        == np.mean([len(answer) / 2 for answer in answers])
+    )
     assert metrics.get("val/accuracy") == metrics.get("val/toy/accuracy") == accuracy
     assert metrics["val/reward_extra/length/mean"] == np.mean([len(answer) for answer in answers])
     with Tracker(tmp_path, ("jsonl",)) as tracker:
         tracker.log(0, metrics, "val")
     title, shown, _ = facts(load_run(tmp_path))[0]
-    assert (title, shown) == (("Held-out accuracy", "50.0 %") if accuracy else ("Held-out score", "1.25"))
+    assert (title, shown) == (
+        ("Held-out accuracy", "50.0 %") if accuracy else ("Held-out score", "1.25")
+    )
 
 
 def held_out(*answers: str) -> Any:
     """A dataset whose prompts are numbered from 0, and whose answers are these."""
-    rows = batch_of(*answers, source="toy").select(["prompt_ids", "data_source", "ground_truth", "extra_info", "index"])
-    return type("Rows", (), {"__len__": lambda self: len(rows), "batch": lambda self, indices: rows.rows(indices)})()
+    rows = batch_of(*answers, source="toy").select(
+        ["prompt_ids", "data_source", "ground_truth", "extra_info", "index"]
+    )
+    return type(
+        "Rows",
+        (),
+        {"__len__": lambda self: len(rows), "batch": lambda self, indices: rows.rows(indices)},
+    )()
 
 
 class Answering:
     """Engines that answer at once, each named set with answers of its own, in turns."""
 
     def __init__(self, **answers: Sequence[str]) -> None:
-        self.said, self.given = answers, list[DataProto]()
+        self.said = answers
+        self.given = list[DataProto]()
         self.asked: dict[str, int] = {}
 
     def begin(self, prompts: DataProto, *, training: bool) -> list[int]:
@@ -240,16 +287,31 @@ class Answering:
         name = str(prompts[VAL_SET][0]) if VAL_SET in prompts else "unnamed"
         self.asked[name] = len(prompts)
         first = sum(map(len, self.given))
-        self.given.append(batch_of(*(self.said[name][row % len(self.said[name])] for row in range(len(prompts)))))
+        self.given.append(
+            batch_of(*(self.said[name][row % len(self.said[name])] for row in range(len(prompts))))
+        )
         return list(range(first, first + len(prompts)))
 
     async def answers(self, samples: Sequence[int]) -> DataProto:
         found = DataProto.concat(self.given).rows(list(samples))
-        return found.select(["response_ids", "response_mask", "response_versions", "finish_reason", "weight_version"])
+        return found.select(
+            [
+                "response_ids",
+                "response_mask",
+                "response_versions",
+                "finish_reason",
+                "weight_version",
+            ]
+        )
 
 
-def test_each_validation_set_has_metrics_samples_and_dumps_of_its_own(tmp_path: Path, scorer: Scorer) -> None:
-    sets = {"hard": {"files": ["h"], "samples": 4, "sampling": {"temperature": 1.0}}, "easy": {"files": ["e"]}}
+def test_each_validation_set_has_metrics_samples_and_dumps_of_its_own(
+    tmp_path: Path, scorer: Scorer
+) -> None:
+    sets = {
+        "hard": {"files": ["h"], "samples": 4, "sampling": {"temperature": 1.0}},
+        "easy": {"files": ["e"]},
+    }
     config = RunConfig(data=DataConfig(val_sets=sets))
     datasets = {"": held_out("ab", "ab"), "hard": held_out("a"), "easy": held_out("ab", "ab", "ab")}
     engines: Any = Answering(unnamed=["ab"], hard=["ab", "", "", ""], easy=["abc"])
@@ -258,21 +320,32 @@ def test_each_validation_set_has_metrics_samples_and_dumps_of_its_own(tmp_path: 
     assert {name: metrics[f"{name}/score"] for name in ("val", "val-hard", "val-easy")} == {
         **{"val": 1.0, "val-hard": 0.25, "val-easy": 1.5}
     }
-    assert metrics["val-hard/pass@2"] == pytest.approx(0.5) and metrics["val-hard/toy/best@4"] == 1.0
+    assert (
+        metrics["val-hard/pass@2"] == pytest.approx(0.5) and metrics["val-hard/toy/best@4"] == 1.0
+    )
     assert not [name for name in metrics if "@" in name and not name.startswith("val-hard/")]
     assert "val-easy/accuracy" not in metrics and metrics["val-easy/reward_extra/length/mean"] == 3
-    alone = block_on(Validator(config, {"": datasets[""]}, scorer, tmp_path / "alone").run(engines, 3))
+    alone = block_on(
+        Validator(config, {"": datasets[""]}, scorer, tmp_path / "alone").run(engines, 3)
+    )
     assert alone == {name: value for name, value in metrics.items() if name.startswith("val/")}
     counts = {
-        folder: len(read_rollouts(dump_path(tmp_path / folder, 3))) for folder in ("validation", "validation-hard")
+        folder: len(read_rollouts(dump_path(tmp_path / folder, 3)))
+        for folder in ("validation", "validation-hard")
     }
     assert counts == {"validation": 2, "validation-hard": 4}
 
 
-def test_report_and_console_name_the_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_and_console_name_the_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Tracker(tmp_path, ("jsonl", "console")) as tracker:
         for step, value in ((0, 0.25), (2, 0.5)):
-            tracker.log(step, {"val-hard/score": value, "val-easy/score": 2.5, "val-hard/toy/score": 0.0}, "val")
+            tracker.log(
+                step,
+                {"val-hard/score": value, "val-easy/score": 2.5, "val-hard/toy/score": 0.0},
+                "val",
+            )
     assert "val-hard/score 0.25  val-easy/score 2.5\n" in capsys.readouterr().out
     (tmp_path / "summary.json").write_text('{"score_before": 0.25, "score_after": 0.5}')
     dump_batch(tmp_path / "validation-hard", 0, scored_batch(), cast(Any, Letters()))
@@ -325,4 +398,9 @@ def test_a_dropped_row_enters_no_loss_and_leaves_the_mean_of_its_group(tmp_path:
     assert extra_metrics(batch) == {"reward/failed": 0.5}
     dump_batch(tmp_path, 1, kept, cast(Any, Letters()))
     rows = list(read_rollouts(dump_path(tmp_path, 1)))
-    assert [json.loads(row["reward_extra"]) for row in rows] == [{}, {"failure": "late"}, {}, {"failure": "late"}]
+    assert [json.loads(row["reward_extra"]) for row in rows] == [
+        {},
+        {"failure": "late"},
+        {},
+        {"failure": "late"},
+    ]

@@ -1,4 +1,5 @@
-"""The buffer of groups: how old what is trained may be, and that every prompt is trained once, however answers come."""
+"""The buffer of groups: how old what is trained may be, and that every prompt is trained once,
+however answers come."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, Train
 from hybridflow.rollout.groups import Groups
 from hybridflow.single_controller import block_on
 
-SIZE, N, ROWS = 4, 2, 10
+SIZE = 4
+N = 2
+ROWS = 10
 
 
 @dataclass(eq=False)
@@ -35,12 +38,18 @@ class Service:
     """Each poll ends some samples; the weights of the present version make whatever ends."""
 
     def __init__(self, seed: int, rate: float = 0.2) -> None:
-        self.random, self.rate, self.version = np.random.default_rng(seed), rate, 0
+        self.random = np.random.default_rng(seed)
+        self.rate = rate
+        self.version = 0
         self.open: list[Answer] = []
         self.ended: list[Answer] = []  # and neither taken nor aborted
-        self.next, self.polls, self.now = 0, 0, 0.0
+        self.next = 0
+        self.polls = 0
+        self.now = 0.0
 
-    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[Answer]:
+    def begin(
+        self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
+    ) -> list[Answer]:
         assert training
         samples = [Answer(int(row[0]), self.version) for row in prompts.jagged("prompt_ids")]
         self.next += len(samples)
@@ -77,7 +86,9 @@ class Service:
         return self.shown(samples).with_columns(first_version=versions)
 
     def shown(self, samples: Sequence[Answer]) -> DataProto:
-        return DataProto.from_columns({"response_ids": Jagged.from_rows([[one.prompt] for one in samples], np.int64)})
+        return DataProto.from_columns(
+            {"response_ids": Jagged.from_rows([[one.prompt] for one in samples], np.int64)}
+        )
 
     async def begun(self, samples: Sequence[Answer]) -> DataProto | None:
         return None
@@ -87,11 +98,13 @@ class Service:
             (self.ended if one.is_over else self.open).remove(one)
 
     async def forget(self) -> None:
-        self.open, self.ended = [], []
+        self.open = []
+        self.ended = []
 
 
 class Scores:
-    """The score of an answer is its prompt. Parts are open until somebody finishes or forgets them."""
+    """The score of an answer is its prompt. Parts are open until somebody finishes or forgets
+    them."""
 
     def __init__(self) -> None:
         self.open: dict[int, list[int]] = {}
@@ -100,7 +113,9 @@ class Scores:
     def begin(self, batch: DataProto, size: int) -> list[int]:
         rows = [int(row[0]) for row in batch.jagged("response_ids")]
         parts = list(range(self.begun, self.begun + len(batch) // size))
-        self.open |= {part: rows[number * size : (number + 1) * size] for number, part in enumerate(parts)}
+        self.open |= {
+            part: rows[number * size : (number + 1) * size] for number, part in enumerate(parts)
+        }
         self.begun += len(parts)
         return parts
 
@@ -121,7 +136,9 @@ class Rows:
         return self.count
 
     def batch(self, rows: np.ndarray) -> DataProto:
-        return DataProto.from_columns({"prompt_ids": Jagged.from_rows([[row] for row in rows], np.int64)})
+        return DataProto.from_columns(
+            {"prompt_ids": Jagged.from_rows([[row] for row in rows], np.int64)}
+        )
 
 
 def groups_of(
@@ -136,7 +153,9 @@ def groups_of(
     config = RunConfig(
         data=DataConfig(train_batch_size=size),
         rollout=RolloutConfig(n=N),
-        trainer=TrainerConfig(total_steps=steps, max_staleness=staleness, tail_batching=tail, steps_ahead=ahead),
+        trainer=TrainerConfig(
+            total_steps=steps, max_staleness=staleness, tail_batching=tail, steps_ahead=ahead
+        ),
     )
     given: Any = (service, Rows(rows), lambda batch: batch, Scores(), lambda: service.now)
     return Groups(config, *given)
@@ -152,7 +171,9 @@ def trained(groups: Groups, service: Service, version: int) -> list[int]:
     assert all(len(set(prompts[i : i + N])) == 1 for i in range(0, SIZE * N, N))
     assert block_on(groups.scores())["scores"].tolist() == prompts
     scorer: Any = groups.scorer
-    assert set(scorer.open) == {group.scoring for group in groups._left if group.scoring is not None}
+    assert set(scorer.open) == {
+        group.scoring for group in groups._left if group.scoring is not None
+    }
     age = version - batch["first_version"]
     assert age.min() >= 0 and age.max() <= groups.config.trainer.max_staleness
     return prompts[::N]
@@ -167,8 +188,11 @@ def in_order(steps: int) -> list[int]:
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_each_prompt_is_trained_once_and_nothing_is_older_than_allowed(staleness: int, seed: int) -> None:
-    steps, service = 12, Service(seed)
+def test_each_prompt_is_trained_once_and_nothing_is_older_than_allowed(
+    staleness: int, seed: int
+) -> None:
+    steps = 12
+    service = Service(seed)
     groups = groups_of(service, staleness, steps, ahead=staleness)
     found = []
     for version in range(steps):
@@ -186,14 +210,20 @@ def test_each_prompt_is_trained_once_and_nothing_is_older_than_allowed(staleness
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("rate", [0.02, 0.2, 0.9])
 @pytest.mark.parametrize("seed", range(4))
-def test_prompts_are_handed_out_as_late_as_the_engines_allow(staleness: int, rate: float, seed: int) -> None:
-    """Whatever the rate: each prompt once, none older than allowed, never more handed out than the bound allows."""
-    steps, service = 20, Service(seed, rate)
+def test_prompts_are_handed_out_as_late_as_the_engines_allow(
+    staleness: int, rate: float, seed: int
+) -> None:
+    """Whatever the rate: each prompt once, none older than allowed, never more handed out than the
+    bound allows."""
+    steps = 20
+    service = Service(seed, rate)
     groups = groups_of(service, staleness, steps)
     found = []
     for version in range(steps):
         found += trained(groups, service, version)
-        assert (version + 1) * SIZE <= service.next // N <= min(version + 1 + staleness, steps) * SIZE
+        assert (
+            (version + 1) * SIZE <= service.next // N <= min(version + 1 + staleness, steps) * SIZE
+        )
         for _ in range(3):  # while the policy trains
             service.end_some()
     assert Counter(found) == Counter(in_order(steps))
@@ -201,7 +231,8 @@ def test_prompts_are_handed_out_as_late_as_the_engines_allow(staleness: int, rat
 
 
 class Clock(Service):
-    """Answers take `seconds` each, and training one second; to look at the engines takes a twentieth of it."""
+    """Answers take `seconds` each, and training one second; to look at the engines takes a
+    twentieth of it."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(0)
@@ -210,7 +241,13 @@ class Clock(Service):
 
     def poll(self) -> None:
         self.now += 0.05
-        self.end([one for one in self.open if self.now >= self.since.setdefault(one, self.now) + self.seconds])
+        self.end(
+            [
+                one
+                for one in self.open
+                if self.now >= self.since.setdefault(one, self.now) + self.seconds
+            ]
+        )
 
 
 @pytest.mark.parametrize(("seconds", "wanted"), [(0.2, 1), (0.9, 1), (1.5, 2), (2.5, 3), (9.0, 3)])
@@ -220,7 +257,8 @@ def test_the_lead_follows_from_how_long_answers_take(seconds: float, wanted: int
 
     def settled(version: int) -> tuple[set[float], set[float]]:
         """The lead and the age of prompts, without the first steps."""
-        leads, ages = set(), set()
+        leads = set()
+        ages = set()
         for number in range(version, version + 20):
             trained(groups, service, number)
             service.now += 1
@@ -238,7 +276,8 @@ def test_the_lead_follows_from_how_long_answers_take(seconds: float, wanted: int
 
 @pytest.mark.parametrize("ahead", [None, 1])
 def test_a_long_answer_does_not_make_others_wait(ahead: int | None) -> None:
-    """With a lead of one step it may still take three, while groups that were handed out later are trained."""
+    """With a lead of one step it may still take three, while groups that were handed out later are
+    trained."""
     service = Service(0, 1.0)
     groups = groups_of(service, 3, 9, ahead=ahead)
     groups._hand_out(0)
@@ -247,7 +286,9 @@ def test_a_long_answer_does_not_make_others_wait(ahead: int | None) -> None:
         polls = service.polls
         assert held.prompt not in trained(groups, service, version) and service.polls <= polls + 1
     service.end([held])
-    assert held.prompt in trained(groups, service, 3) and groups.metrics["rollout/staleness/max"] == 3
+    assert (
+        held.prompt in trained(groups, service, 3) and groups.metrics["rollout/staleness/max"] == 3
+    )
 
 
 def test_a_resumed_run_hands_out_what_was_handed_out() -> None:
@@ -307,8 +348,10 @@ def test_engines_begin_what_a_step_hands_out_also_where_its_own_groups_have_ende
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_that_is_stopped_anywhere_trains_each_prompt_once(seed: int) -> None:
-    """What was under way is handed out again; also with another staleness and another size of the step."""
-    random, steps = np.random.default_rng(seed), 9
+    """What was under way is handed out again; also with another staleness and another size of the
+    step."""
+    random = np.random.default_rng(seed)
+    steps = 9
     found: list[int] = []
     state: Any = None
     version = 0
@@ -316,7 +359,9 @@ def test_a_run_that_is_stopped_anywhere_trains_each_prompt_once(seed: int) -> No
         service = Service(seed + version)
         service.version = version
         staleness = int(random.integers(0, 4))
-        groups = groups_of(service, staleness, steps, ahead=staleness if random.random() < 0.5 else None)
+        groups = groups_of(
+            service, staleness, steps, ahead=staleness if random.random() < 0.5 else None
+        )
         block_on(groups.restore(state))
         for _ in range(int(random.integers(1, 4))):
             if version < steps:
@@ -340,9 +385,13 @@ def test_going_back_gives_up_what_is_under_way() -> None:
 
 @pytest.mark.parametrize("tail", [0.1, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize("seed", range(12))
-def test_with_tail_batching_each_prompt_of_an_epoch_is_trained_once_by_present_weights(tail: float, seed: int) -> None:
-    """Also of a run that is killed anywhere: inside a round, or between two steps with prompts that were cut off."""
-    random, steps = np.random.default_rng(seed), 15
+def test_with_tail_batching_each_prompt_of_an_epoch_is_trained_once_by_present_weights(
+    tail: float, seed: int
+) -> None:
+    """Also of a run that is killed anywhere: inside a round, or between two steps with prompts that
+    were cut off."""
+    random = np.random.default_rng(seed)
+    steps = 15
     found: list[int] = []
     rounds: list[int] = []
     state: Any = None
@@ -354,10 +403,12 @@ def test_with_tail_batching_each_prompt_of_an_epoch_is_trained_once_by_present_w
         block_on(groups.restore(state))
         for _ in range(int(random.integers(1, 6))):
             if version < steps:
-                found += trained(groups, service, version)  # no token is older than the present version
+                # no token is older than the present version
+                found += trained(groups, service, version)
                 rounds.append(int(groups.metrics["rollout/prompts_handed_out"]))
                 version += 1
-                assert not service.open and not service.ended  # places and answers of what was cut off are given back
+                # places and answers of what was cut off are given back
+                assert not service.open and not service.ended
         state = json.loads(json.dumps(groups.state()))
         if version < steps:  # a step that is lost with the process
             groups._hand_out(version)
@@ -373,7 +424,8 @@ def test_a_long_round_answers_just_the_prompts_that_were_cut_off_and_waits_for_a
     groups = groups_of(service, 0, 10, tail=0.5, rows=100)
 
     def poll() -> None:
-        slow = 0 if len(service.open) == SIZE * N else 2 * N  # samples of the first two prompts of a short round
+        # samples of the first two prompts of a short round
+        slow = 0 if len(service.open) == SIZE * N else 2 * N
         service.end(service.open[slow:])
 
     service.poll = poll  # type: ignore[method-assign]

@@ -1,4 +1,5 @@
-"""Two thousand conversations at the same time: what they cost in messages, and what else can go on in the loop."""
+"""Two thousand conversations at the same time: what they cost in messages, and what else can go on
+in the loop."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from hybridflow.workers.rollout import response_columns
 
 pytestmark = pytest.mark.slow  # four thousand requests, twice
 
-MANY, ENGINES, PROMPT, TOKENS, ANSWERS = 2000, 4, 500, 32, 2
+MANY = 2000
+ENGINES = 4
+PROMPT = 500
+TOKENS = 32
+ANSWERS = 2
 MOST_S = 0.02
 LOOP = f"""
 from hybridflow.agents.loops.base import agent_loop
@@ -45,7 +50,9 @@ class Engines(Requests):
         super().__init__(config)
         self.messages = {"ask": 0, "collect": 0}
         self.held: list[list[int]] = [[] for _ in range(ENGINES)]
-        said = Completion([5] * (TOKENS - 1) + [eos], [-0.5] * TOKENS, "stop", (WeightSpan("3", 0, TOKENS),))
+        said = Completion(
+            [5] * (TOKENS - 1) + [eos], [-0.5] * TOKENS, "stop", (WeightSpan("3", 0, TOKENS),)
+        )
         self.said = response_columns([said] * MANY)
 
     def _serving(self) -> Sequence[int]:
@@ -57,13 +64,20 @@ class Engines(Requests):
             self.held[number] += part["ticket"].tolist()
         await asyncio.sleep(0)
 
-    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(
+        self, training: bool, engines: Sequence[int], wait_s: float
+    ) -> Sequence[DataProto]:
         self.messages["collect"] += 1
         found = []
         for number in engines:
-            await asyncio.sleep(0)  # what workers do, and the fetch of their answers, is not the loop's work
+            # what workers do, and the fetch of their answers, is not the loop's work
+            await asyncio.sleep(0)
             tickets, self.held[number] = self.held[number], []
-            found.append(self.said.rows(np.arange(len(tickets))).with_columns(ticket=np.array(tickets, np.int64)))
+            found.append(
+                self.said.rows(np.arange(len(tickets))).with_columns(
+                    ticket=np.array(tickets, np.int64)
+                )
+            )
         await asyncio.sleep(0)
         return found
 
@@ -86,7 +100,9 @@ def service_of(tokenizer: Tokenizer, folder: Path) -> tuple[Engines, Conversatio
     config = RunConfig(
         data=DataConfig(max_response_length=512),
         rollout=RolloutConfig(
-            num_engines=ENGINES, max_running_requests=MANY, agent=AgentConfig(loop=f"{folder}/loop.py:several")
+            num_engines=ENGINES,
+            max_running_requests=MANY,
+            agent=AgentConfig(loop=f"{folder}/loop.py:several"),
         ),
     )
     engines = Engines(config, tokenizer.eos_id)
@@ -94,14 +110,20 @@ def service_of(tokenizer: Tokenizer, folder: Path) -> tuple[Engines, Conversatio
 
 
 def prompts(count: int) -> DataProto:
-    return DataProto.from_columns({"prompt_ids": Jagged.from_rows([np.arange(PROMPT) % 10] * count, np.int64)})
+    return DataProto.from_columns(
+        {"prompt_ids": Jagged.from_rows([np.arange(PROMPT) % 10] * count, np.int64)}
+    )
 
 
-def moved_on(tokenizer: Tokenizer, folder: Path, count: int) -> tuple[dict[str, int], list[tuple[float, str]]]:
-    """The messages of so many conversations, and the seconds of CPU for which each callback held the loop.
+def moved_on(
+    tokenizer: Tokenizer, folder: Path, count: int
+) -> tuple[dict[str, int], list[tuple[float, str]]]:
+    """The messages of so many conversations, and the seconds of CPU for which each callback held
+    the loop.
 
-    The loop is looked at as `slow_callback_duration` does it, though not by the clock on the wall: the machine has
-    other work. Collections of garbage are left out: they belong to the process, and fall on whoever allocates next.
+    The loop is looked at as `slow_callback_duration` does it, though not by the clock on the wall:
+    the machine has other work. Collections of garbage are left out: they belong to the process, and
+    fall on whoever allocates next.
     """
     engines, service = service_of(tokenizer, folder)
     held: list[tuple[float, str]] = []
@@ -136,8 +158,11 @@ def test_the_number_of_messages_does_not_follow_the_number_of_conversations(
 
 
 @pytest.mark.full  # the seconds of a processor, which CI's may lack
-def test_no_callback_holds_the_loop_while_conversations_move_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """A callback counts that is slow in each of three attempts: other jobs take the caches from this one."""
+def test_no_callback_holds_the_loop_while_conversations_move_on(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A callback counts that is slow in each of three attempts: other jobs take the caches from
+    this one."""
     for _ in range(3):
         slow = [one for one in moved_on(tokenizer, tmp_path, MANY)[1] if one[0] > MOST_S]
         if not slow:

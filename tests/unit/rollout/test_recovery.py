@@ -1,5 +1,5 @@
-"""What `RestartingSync` decides: what starts again, with which weights, how often, and which errors are none of its
-business."""
+"""What `RestartingSync` decides: what starts again, with which weights, how often, and which errors
+are none of its business."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ import pytest
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import RunConfig
 from hybridflow.engines.base import Completion
-from hybridflow.errors import EngineError, EnginesLostError, HybridFlowError, WeightSyncError, WorkerError
+from hybridflow.errors import (
+    EngineError,
+    EnginesLostError,
+    HybridFlowError,
+    WeightSyncError,
+    WorkerError,
+)
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.recovery import RestartingSync
 from hybridflow.rollout.requests import Requests
@@ -22,14 +28,15 @@ from hybridflow.workers.rollout import response_columns
 
 PROMPTS = DataProto.from_columns({"prompt_ids": Jagged.from_rows([[1]], np.int64)})
 LOST = EnginesLostError(
-    "no engine is left that could answer: engine-0 is starting: ended with status 137\n  - the long story"
+    "no engine is left that could answer: engine-0 is starting: ended with status 137\n  - the "
+    "long story"
 )
 DEAD = WorkerError("the worker process died", role="rollout", rank=0)
 
 
 class World(Requests):
-    """Engines and sync in one. `deeds` are what the next calls of `_collect` and `sync` do: an error, or None for
-    success."""
+    """Engines and sync in one. `deeds` are what the next calls of `_collect` and `sync` do: an
+    error, or None for success."""
 
     def __init__(self, *deeds: HybridFlowError | None) -> None:
         super().__init__(RunConfig())
@@ -47,7 +54,9 @@ class World(Requests):
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         assert self.alive
 
-    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(
+        self, training: bool, engines: Sequence[int], wait_s: float
+    ) -> Sequence[DataProto]:
         self.calls.append("poll")
         self._next()
         answer = response_columns([Completion([5], [0.0], "stop", ())])
@@ -95,7 +104,9 @@ def test_a_lost_engine_gets_the_weights_it_had_and_the_prompts_again() -> None:
     world = World(None, LOST)
     assert answered(world)
     assert world.calls == ["sync 7", "poll", "sync 7", "poll"]
-    assert world.said == ["no engine is left that could answer: engine-0 is starting: ended with status 137"]
+    assert world.said == [
+        "no engine is left that could answer: engine-0 is starting: ended with status 137"
+    ]
 
 
 def test_a_lost_worker_starts_again_before_the_weights_go_out() -> None:
@@ -140,7 +151,8 @@ class Reply:
     """A call of a worker group that has ended."""
 
     def __init__(self, role: str, error: WorkerError | None) -> None:
-        self.role, self.error = role, error
+        self.role = role
+        self.error = error
 
     def __await__(self) -> Generator[None, None, list[str]]:
         yield from ()
@@ -150,18 +162,21 @@ class Reply:
 
 
 class Workers:
-    """A worker group of one role: what is done to it is noted in `calls`; one that is dead fails every call, and
-    another whose next call has an `error` fails that one."""
+    """A worker group of one role: what is done to it is noted in `calls`; one that is dead fails
+    every call, and another whose next call has an `error` fails that one."""
 
     world_size = 1
 
     def __init__(self, role: str, calls: list[str]) -> None:
-        self.role, self.calls, self.alive = role, calls, True
+        self.role = role
+        self.calls = calls
+        self.alive = True
         self.error: WorkerError | None = None
 
     def call(self, method: Any, *args: Any, **settings: Any) -> Reply:
         self.calls.append(f"{self.role} {method.__name__}")
-        error, self.error = self.error, None
+        error = self.error
+        self.error = None
         if not self.alive:
             error = WorkerError("the worker process died", role=self.role, rank=0)
         return Reply(self.role, error)
@@ -192,7 +207,9 @@ def test_what_a_lost_worker_was_asked_is_aborted_with_it() -> None:
 
 
 @pytest.mark.parametrize("dead", [(), ("rollout",), ("rollout-node",), ("rollout", "rollout-node")])
-def test_workers_on_all_nodes_of_an_engine_are_asked_for_and_start_again(dead: tuple[str, ...]) -> None:
+def test_workers_on_all_nodes_of_an_engine_are_asked_for_and_start_again(
+    dead: tuple[str, ...],
+) -> None:
     calls: list[str] = []
     groups: Any = {role: Workers(role, calls) for role in ("rollout", "rollout-node")}
     engines = EngineGroup(groups["rollout"], RunConfig(), [], groups["rollout-node"])
@@ -210,5 +227,8 @@ def test_workers_on_all_nodes_of_an_engine_are_asked_for_and_start_again(dead: t
     calls.clear()
     block_on(engines.restart_workers())
     # the first nodes lead, so they come last; workers of other nodes that live follow the new ones
-    assert calls == [*(f"{role} restart" for role in ("rollout-node",) if role in dead), "rollout restart"]
+    assert calls == [
+        *(f"{role} restart" for role in ("rollout-node",) if role in dead),
+        "rollout restart",
+    ]
     assert engines.workers_alive()

@@ -1,5 +1,5 @@
-"""Requests over engines that end, cut short and lose what they were asked at random moments: nothing is lost, nothing
-comes twice, and nobody is asked for more than fits."""
+"""Requests over engines that end, cut short and lose what they were asked at random moments:
+nothing is lost, nothing comes twice, and nobody is asked for more than fits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from hybridflow.single_controller import block_on
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
 
-MOST, RUNNING = 7, 5
+MOST = 7
+RUNNING = 5
 
 
 def whole(prompt: int) -> list[int]:
@@ -32,14 +33,21 @@ def whole(prompt: int) -> list[int]:
 
 
 class Engines(Requests):
-    """Each call of `_collect` ends some answers and, as `chance` says, loses an engine or all workers."""
+    """Each call of `_collect` ends some answers and, as `chance` says, loses an engine or all
+    workers."""
 
     def __init__(self, count: int, seed: int, chance: float) -> None:
         rollout = RolloutConfig(num_engines=count, max_running_requests=RUNNING)
         sets = {"cold": {}, "warm": {"sampling": {"temperature": 0.5}}}
-        super().__init__(RunConfig(rollout=rollout, data=DataConfig(max_response_length=MOST, val_sets=sets)))
-        self.random, self.chance, self.version, self.rate = np.random.default_rng(seed), chance, 0, 0.4
-        self.held: list[dict[int, tuple[list[int], int]]] = [{} for _ in range(count)]  # ticket: prompt, bound
+        super().__init__(
+            RunConfig(rollout=rollout, data=DataConfig(max_response_length=MOST, val_sets=sets))
+        )
+        self.random = np.random.default_rng(seed)
+        self.chance = chance
+        self.version = 0
+        self.rate = 0.4
+        # ticket: prompt, bound
+        self.held: list[dict[int, tuple[list[int], int]]] = [{} for _ in range(count)]
         self.lost: set[int] = set()
         self.placed: dict[int, list[int]] = {}  # ticket: the engines that were asked
         self.forgotten: list[int] = []
@@ -57,30 +65,39 @@ class Engines(Requests):
             self.temperatures |= dict.fromkeys(part["ticket"].tolist(), temperature)
             assert engine not in self.lost and len(part)
             for ticket, prompt, most in zip(
-                part["ticket"].tolist(), part.jagged("prompt_ids"), part["max_new_tokens"].tolist(), strict=True
+                part["ticket"].tolist(),
+                part.jagged("prompt_ids"),
+                part["max_new_tokens"].tolist(),
+                strict=True,
             ):
                 self.held[engine][ticket] = (prompt.tolist(), most)
                 self.placed.setdefault(ticket, []).append(engine)
         await asyncio.sleep(0)
 
-    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(
+        self, training: bool, engines: Sequence[int], wait_s: float
+    ) -> Sequence[DataProto]:
         self.version += 1
         for _ in range(3):
             await asyncio.sleep(0)  # a call of workers takes some time
         return [self._some_of(engine) for engine in engines]
 
     def _some_of(self, engine: int) -> DataProto:
-        held, found = self.held[engine], dict[int, Completion]()
+        held = self.held[engine]
+        found = dict[int, Completion]()
         is_lost = bool(self.random.random() < self.chance) or engine in self.lost
         for ticket, (prompt, most) in list(held.items()):
             rest = whole(prompt[0])[len(prompt) - 1 :]
             assert 0 < len(rest) <= most
             if ticket in self.aborting and not is_lost:
-                tokens, reason = rest[: self.random.integers(0, len(rest))], "abort"
+                tokens = rest[: self.random.integers(0, len(rest))]
+                reason = "abort"
             elif is_lost:
-                tokens, reason = rest[: self.random.integers(0, len(rest) + (len(rest) == most))], CUT_SHORT
+                tokens = rest[: self.random.integers(0, len(rest) + (len(rest) == most))]
+                reason = CUT_SHORT
             elif self.random.random() < self.rate:
-                tokens, reason = rest, "stop"
+                tokens = rest
+                reason = "stop"
             else:
                 continue
             del held[ticket]
@@ -172,7 +189,8 @@ def test_whatever_is_lost_every_request_is_answered_once(seed: int) -> None:
 
 
 def test_an_engine_gets_the_samples_of_a_prompt_together_and_no_more_than_it_has_room_for() -> None:
-    engines, prompts = Engines(2, 0, chance=0.0), prompts_of(20, 3)
+    engines = Engines(2, 0, chance=0.0)
+    prompts = prompts_of(20, 3)
     requests = engines.begin(prompts, training=True)
     most = 0
     while not all_ended(requests):
@@ -187,7 +205,8 @@ def test_an_engine_gets_the_samples_of_a_prompt_together_and_no_more_than_it_has
 
 def test_an_engine_alone_is_asked_for_everything_at_once() -> None:
     """Then what it samples does not follow from when the driver looks."""
-    engines, prompts = Engines(1, 0, chance=0.0), prompts_of(20, 3)
+    engines = Engines(1, 0, chance=0.0)
+    prompts = prompts_of(20, 3)
     engines.begin(prompts, training=True)
     advance(engines)
     assert list(engines.placed) == list(range(60))
@@ -243,21 +262,29 @@ def test_requests_are_aborted_one_by_one_wherever_they_are(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_task_that_is_cancelled_takes_its_request_from_the_engine_within_a_round(seed: int) -> None:
-    """Whether it is cancelled between two rounds or while one waits for its engine; nobody else's is touched."""
+def test_a_task_that_is_cancelled_takes_its_request_from_the_engine_within_a_round(
+    seed: int,
+) -> None:
+    """Whether it is cancelled between two rounds or while one waits for its engine; nobody else's
+    is touched."""
     random = np.random.default_rng(seed)
 
     async def cancel_some() -> None:
         engines = Engines(1 + seed % 3, seed, chance=0.0)
-        requests = [engines.ask([1 + number], MOST, training=True, order=number) for number in range(40)]
+        requests = [
+            engines.ask([1 + number], MOST, training=True, order=number) for number in range(40)
+        ]
         tasks = [asyncio.ensure_future(engines.answer(one)) for one in requests]
-        left, cancelled = set(range(40)), set[int]()
+        left = set(range(40))
+        cancelled = set[int]()
         await asyncio.sleep(0)  # all wait
         while left:
             waiting = asyncio.ensure_future(engines.advance())
             for _ in range(int(random.integers(3))):
                 await asyncio.sleep(0)  # the round goes on
-            chosen = {number for number in left if not requests[number].done() and random.random() < 0.1}
+            chosen = {
+                number for number in left if not requests[number].done() and random.random() < 0.1
+            }
             for number in chosen:
                 tasks[number].cancel()
             await waiting
@@ -266,7 +293,11 @@ def test_a_task_that_is_cancelled_takes_its_request_from_the_engine_within_a_rou
             cancelled |= chosen
             for number in chosen:
                 assert tasks[number].cancelled() and number not in engines._under_way
-                at = [engine for engine in engines.placed.get(number, ()) if number in engines.held[engine]]
+                at = [
+                    engine
+                    for engine in engines.placed.get(number, ())
+                    if number in engines.held[engine]
+                ]
                 assert not at or number in engines.aborting
             left = {number for number in left - chosen if not tasks[number].done()}
         assert engines.aborting <= cancelled and 0 < len(cancelled) < 40
@@ -280,12 +311,15 @@ def test_a_task_that_is_cancelled_takes_its_request_from_the_engine_within_a_rou
 
 def test_those_who_wait_at_the_same_time_share_a_round_and_its_error() -> None:
     async def wait(engines: Engines, count: int) -> list[BaseException | None]:
-        return await asyncio.gather(*(engines.advance() for _ in range(count)), return_exceptions=True)
+        return await asyncio.gather(
+            *(engines.advance() for _ in range(count)), return_exceptions=True
+        )
 
     async def share() -> list[dict[str, object]]:
         unseen: list[dict[str, object]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-        engines, prompts = Engines(2, 0, chance=0.0), prompts_of(9)
+        engines = Engines(2, 0, chance=0.0)
+        prompts = prompts_of(9)
         requests = engines.begin(prompts, training=True)
         assert await wait(engines, 50) == [None] * 50 and engines.version == 1
         engines.begin(prompts_of(1), training=True)
@@ -314,7 +348,8 @@ def test_those_who_wait_at_the_same_time_share_a_round_and_its_error() -> None:
 
 
 def test_places_are_given_to_the_next_group_as_single_samples_end() -> None:
-    """The slowest sample of a group holds its own place and no other (AReaL, pull request 1722: refill by sample)."""
+    """The slowest sample of a group holds its own place and no other (AReaL, pull request 1722:
+    refill by sample)."""
     engines = Engines(2, 0, chance=0.0)
     requests = engines.begin(prompts_of(20, 5), training=True)
     block_on(engines._send())
@@ -371,7 +406,12 @@ def test_every_set_is_sampled_in_its_own_way_also_after_a_loss(seed: int) -> Non
     engines = Engines(2, seed, chance=0.3)
     asked: list[Request] = []
     wanted: dict[int, float] = {}
-    for name, training, temperature in (("", True, 1.0), ("", False, 0.0), ("cold", False, 0.0), ("warm", False, 0.5)):
+    for name, training, temperature in (
+        ("", True, 1.0),
+        ("", False, 0.0),
+        ("cold", False, 0.0),
+        ("warm", False, 0.5),
+    ):
         prompts = prompts_of(6)
         if name:
             prompts = prompts.with_columns(**{VAL_SET: np.array([name] * 6, object)})

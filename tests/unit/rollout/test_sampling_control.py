@@ -1,4 +1,5 @@
-"""Groups without a difference are replaced within a bound, and samples that are left out enter no statistic."""
+"""Groups without a difference are replaced within a bound, and samples that are left out enter no
+statistic."""
 
 from __future__ import annotations
 
@@ -13,8 +14,19 @@ import torch
 from hybridflow.algorithms.rewards import overlong_penalties
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.entries import ESTIMATORS
-from hybridflow.config.schema import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, RunConfig
-from hybridflow.rollout.sampling_control import DynamicSampling, groups_that_differ, without_overlong, without_rows
+from hybridflow.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from hybridflow.rollout.sampling_control import (
+    DynamicSampling,
+    groups_that_differ,
+    without_overlong,
+    without_rows,
+)
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.samples import Sampled
@@ -38,7 +50,8 @@ def batch_of(scores: list[float], uid: list[int], lengths: list[int] | None = No
 
 def config(rounds: int, prompts: int = 2, **algorithm: Any) -> RunConfig:
     return RunConfig(
-        data=DataConfig(train_batch_size=prompts), algorithm=AlgorithmConfig(dynamic_sampling=rounds, **algorithm)
+        data=DataConfig(train_batch_size=prompts),
+        algorithm=AlgorithmConfig(dynamic_sampling=rounds, **algorithm),
     )
 
 
@@ -46,8 +59,14 @@ def test_groups_of_equal_scores_are_replaced_by_those_of_the_next_batch() -> Non
     sampling = DynamicSampling(config(rounds=5))
     assert sampling.add(batch_of([1, 1, 0, 1], [0, 0, 1, 1])) is None
     extra = np.array([{}, {}, {"x": 1}, {}], dtype=object)
-    found = sampling.add(batch_of([1, 0, 0, 1], [0, 0, 1, 1], [3] * 4).with_columns(reward_extra=extra))
-    assert found is not None and found["uid"].tolist() == [1, 1, 2, 2] and found["scores"].tolist() == [0, 1, 1, 0]
+    found = sampling.add(
+        batch_of([1, 0, 0, 1], [0, 0, 1, 1], [3] * 4).with_columns(reward_extra=extra)
+    )
+    assert (
+        found is not None
+        and found["uid"].tolist() == [1, 1, 2, 2]
+        and found["scores"].tolist() == [0, 1, 1, 0]
+    )
     assert found["reward_extra"].tolist() == [{}] * 4
     assert sampling.metrics == {
         "sampling/batches": 2.0,
@@ -65,11 +84,15 @@ def test_a_bound_ends_it_and_groups_without_a_difference_fill_the_step() -> None
     assert sampling.add(batch_of([1, 1, 0, 0], [0, 0, 1, 1])) is None
     found = sampling.add(batch_of([1, 1, 0, 1], [0, 0, 1, 1]))
     assert found is not None and found["uid"].tolist() == [0, 0, 3, 3]
-    assert sampling.metrics["sampling/groups_filled"] == 1 and sampling.metrics["sampling/groups_thrown_away"] == 2
+    assert (
+        sampling.metrics["sampling/groups_filled"] == 1
+        and sampling.metrics["sampling/groups_thrown_away"] == 2
+    )
 
 
 def test_without_it_a_batch_goes_through_untouched() -> None:
-    sampling, batch = DynamicSampling(config(rounds=0)), batch_of([1, 1], [0, 0])
+    sampling = DynamicSampling(config(rounds=0))
+    batch = batch_of([1, 1], [0, 0])
     assert sampling.add(batch) is batch and sampling.metrics == {}
 
 
@@ -88,7 +111,9 @@ def test_the_loop_asks_further_prompts_and_says_so(tmp_path: Path) -> None:
             self.rounds += 1
             right = np.arange(len(batch)) % N == 0 if self.rounds % 2 == 0 else np.zeros(len(batch))
             text = np.array(["x"] * len(batch), dtype=object)
-            return DataProto.from_columns({"response_text": text, "scores": right.astype(np.float32)})
+            return DataProto.from_columns(
+                {"response_text": text, "scores": right.astype(np.float32)}
+            )
 
     world = Mostly()
     settings = config_of(tmp_path, total_steps=2, val_before_train=False)
@@ -111,15 +136,18 @@ NAMES = sorted(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_advantages_are_those_of_the_batch_without_the_samples_that_are_left_out(name: str) -> None:
-    scores, lengths = [1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75], [3, 2, 1, 4, 2, 2, 3]
+    scores = [1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75]
+    lengths = [3, 2, 1, 4, 2, 2, 3]
     batch = batch_of(scores, [0, 0, 0, 0, 1, 1, 1], lengths)
     if ESTIMATORS.get(name).takes_parts:
         extras = [{"turn_rewards": [score]} for score in scores]
         batch = batch.with_columns(reward_extra=np.array(extras, dtype=object))
     left_out = np.array([False, True, False, False, False, False, True])
     made = Advantages(RunConfig(algorithm=AlgorithmConfig(adv_estimator=name)))
-    found, wanted = made.add(without_rows(batch, left_out)), made.add(batch.rows(~left_out))
-    rows, kept = list(found.jagged("advantages")), np.flatnonzero(~left_out)
+    found = made.add(without_rows(batch, left_out))
+    wanted = made.add(batch.rows(~left_out))
+    rows = list(found.jagged("advantages"))
+    kept = np.flatnonzero(~left_out)
     for row, other in zip(kept, wanted.jagged("advantages"), strict=True):
         np.testing.assert_array_equal(rows[row], other)
     assert not any(rows[row].any() for row in np.flatnonzero(left_out))
@@ -151,7 +179,11 @@ def test_long_answers_lose_reward_and_keep_their_score() -> None:
     )
     made = Advantages(settings)
     found = made.add(batch_of([1.0, 1.0, 1.0], [0, 0, 0], [2, 3, 4]))
-    assert found["rewards"].tolist() == [1.0, 0.5, 0.0] and found["scores"].tolist() == [1.0, 1.0, 1.0]
+    assert found["rewards"].tolist() == [1.0, 0.5, 0.0] and found["scores"].tolist() == [
+        1.0,
+        1.0,
+        1.0,
+    ]
     assert made.metrics["reward/overlong"] == pytest.approx(2 / 3)
     first, _, last = (float(row[0]) for row in found.jagged("advantages"))
     assert first > 0 > last

@@ -1,5 +1,6 @@
-"""Asynchronous runs that lose engines, workers and the driver at random moments: what a checkpoint holds of answers
-under way goes on, no prompt is lost, none is trained twice, and every token is what the engine saw and said."""
+"""Asynchronous runs that lose engines, workers and the driver at random moments: what a checkpoint
+holds of answers under way goes on, no prompt is lost, none is trained twice, and every token is
+what the engine saw and said."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ import numpy as np
 import pytest
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.config.schema import AgentConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
+from hybridflow.config.schema import (
+    AgentConfig,
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.engines.base import Completion, WeightSpan
@@ -33,7 +40,10 @@ from tests.unscored import Unscored
 
 pytestmark = pytest.mark.slow  # runs that are killed anywhere
 
-SIZE, N, STEPS, MOST = 2, 2, 6, 40
+SIZE = 2
+N = 2
+STEPS = 6
+MOST = 40
 CHARACTERS = "0123456789"
 EOS = 1
 LOOP = """
@@ -60,27 +70,40 @@ def next_token(prefix: Sequence[int]) -> int:
 
 
 class Engines(Requests):
-    """Two engines. Each look makes some tokens, with the weights of `version`; then, as `chance` says, an engine is
-    lost with what it has told, or the workers with all that they held; after `looks` the driver is."""
+    """Two engines. Each look makes some tokens, with the weights of `version`; then, as `chance`
+    says, an engine is lost with what it has told, or the workers with all that they held; after
+    `looks` the driver is."""
 
-    def __init__(self, config: RunConfig, seed: int, chance: float = 0.0, looks: int = 1 << 30) -> None:
+    def __init__(
+        self, config: RunConfig, seed: int, chance: float = 0.0, looks: int = 1 << 30
+    ) -> None:
         super().__init__(config)
-        self.random, self.chance, self.looks = np.random.default_rng(seed), chance, looks
+        self.random = np.random.default_rng(seed)
+        self.chance = chance
+        self.looks = looks
         self.version = self.made = 0
         self.held: list[dict[int, tuple[list[int], int, list[int], list[str]]]] = [{}, {}]
         self.lost: set[int] = set()
 
     def _serving(self) -> Sequence[int]:
-        self.lost = set() if len(self.lost) == 2 else self.lost  # they start again and take the weights
+        # they start again and take the weights
+        self.lost = set() if len(self.lost) == 2 else self.lost
         return [number for number in (0, 1) if number not in self.lost]
 
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         for engine, part in parts.items():
-            rows = zip(part["ticket"].tolist(), part.jagged("prompt_ids"), part["max_new_tokens"], strict=True)
+            rows = zip(
+                part["ticket"].tolist(),
+                part.jagged("prompt_ids"),
+                part["max_new_tokens"],
+                strict=True,
+            )
             for ticket, prompt, most in rows:
                 self.held[engine][ticket] = (prompt.tolist(), int(most), [], [])
 
-    async def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+    async def _collect(
+        self, training: bool, engines: Sequence[int], wait_s: float
+    ) -> Sequence[DataProto]:
         self.looks -= 1
         if self.looks < 0:
             raise Killed
@@ -108,7 +131,13 @@ class Engines(Requests):
 
     async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
         return [
-            _batch({t: _answer(tokens, made, CUT_SHORT) for t, (_, _, tokens, made) in self.held[n].items() if tokens})
+            _batch(
+                {
+                    t: _answer(tokens, made, CUT_SHORT)
+                    for t, (_, _, tokens, made) in self.held[n].items()
+                    if tokens
+                }
+            )
             for n in engines
         ]
 
@@ -148,7 +177,10 @@ class Rows:
         return SIZE * STEPS
 
     def batch(self, rows: np.ndarray) -> DataProto:
-        objects = {name: np.array(["0"] * len(rows), dtype=object) for name in ("data_source", "ground_truth")}
+        objects = {
+            name: np.array(["0"] * len(rows), dtype=object)
+            for name in ("data_source", "ground_truth")
+        }
         ids = Jagged.from_rows([[3, 3 + int(row)] for row in rows], np.int64)
         return DataProto.from_columns({"prompt_ids": ids, **objects})
 
@@ -165,11 +197,15 @@ class Ranks:
         return True
 
 
-def config_of(staleness: int, loop: str = "single_turn", steps: int = STEPS, *, adapts: bool = False) -> RunConfig:
+def config_of(
+    staleness: int, loop: str = "single_turn", steps: int = STEPS, *, adapts: bool = False
+) -> RunConfig:
     ahead = None if adapts else staleness
     return RunConfig(
         data=DataConfig(train_batch_size=SIZE, max_response_length=MOST),
-        rollout=RolloutConfig(n=N, num_engines=2, max_running_requests=4, agent=AgentConfig(loop=loop)),
+        rollout=RolloutConfig(
+            n=N, num_engines=2, max_running_requests=4, agent=AgentConfig(loop=loop)
+        ),
         trainer=TrainerConfig(total_steps=steps, max_staleness=staleness, steps_ahead=ahead),
     )
 
@@ -182,9 +218,14 @@ def groups_of(config: RunConfig, service: Rollouts) -> Groups:
 def check(batch: DataProto, version: int, staleness: int) -> list[int]:
     """The prompts of a step, after checks of every group, token, log-prob and version."""
     prompts = [row.tolist() for row in batch.jagged("prompt_ids")]
-    assert prompts == [prompt for prompt in prompts[::N] for _ in range(N)] and len(prompts) == SIZE * N
+    assert (
+        prompts == [prompt for prompt in prompts[::N] for _ in range(N)]
+        and len(prompts) == SIZE * N
+    )
     names = ("response_ids", "response_mask", "rollout_log_probs", "response_versions")
-    for prompt, ids, mask, log_probs, versions in zip(prompts, *map(batch.jagged, names), strict=True):
+    for prompt, ids, mask, log_probs, versions in zip(
+        prompts, *map(batch.jagged, names), strict=True
+    ):
         tokens = ids.tolist()
         for place in np.flatnonzero(mask):
             assert tokens[place] == next_token([*prompt, *tokens[:place]])
@@ -196,10 +237,13 @@ def check(batch: DataProto, version: int, staleness: int) -> list[int]:
     return [prompt[1] - 3 for prompt in prompts[::N]]
 
 
-async def attempts(folder: Path, seed: int, loop: str, tokenizer: Tokenizer | None, chance: float) -> list[list[int]]:
+async def attempts(
+    folder: Path, seed: int, loop: str, tokenizer: Tokenizer | None, chance: float
+) -> list[list[int]]:
     """A run that is killed some times and resumed; the prompts of each step that counts."""
     random = np.random.default_rng(seed)
-    store, trained = CheckpointStore(folder, Retention()), list[list[int]]()
+    store = CheckpointStore(folder, Retention())
+    trained = list[list[int]]()
     deaths = 3
     while len(trained) < STEPS:
         config = config_of(int(random.integers(1, 4)), loop, adapts=random.random() < 0.5)
@@ -209,7 +253,9 @@ async def attempts(folder: Path, seed: int, loop: str, tokenizer: Tokenizer | No
         service = Conversations(engines, tokenizer, config) if tokenizer else engines
         groups = groups_of(config, service)
         latest = store.latest()
-        await groups.restore(*((latest.state, latest.rollouts(), latest.step) if latest else (None,)))
+        await groups.restore(
+            *((latest.state, latest.rollouts(), latest.step) if latest else (None,))
+        )
         del trained[latest.step if latest else 0 :]
         with suppress(Killed):
             while len(trained) < STEPS:
@@ -220,7 +266,9 @@ async def attempts(folder: Path, seed: int, loop: str, tokenizer: Tokenizer | No
                     continue
                 trained.append(check(batch, engines.version, config.trainer.max_staleness))
                 if random.random() < 0.7 or len(trained) == STEPS:
-                    await store.save("rl", len(trained), groups.state(), Ranks(), rollouts=await groups.begun())
+                    await store.save(
+                        "rl", len(trained), groups.state(), Ranks(), rollouts=await groups.begun()
+                    )
         is_over = await groups.begun() is None
         await service.forget()  # the tasks of a driver that was killed
     assert is_over and not groups.state()["handed_out"]
@@ -247,18 +295,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_conversations_killed_anywhere_go_on_as_long_as_they_are_shown_the_same(
     seed: int, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every other run has a tool that answers otherwise in each process: what was said after it is asked anew."""
+    """Every other run has a tool that answers otherwise in each process: what was said after it is
+    asked anew."""
     (tmp_path / "own.py").write_text(LOOP)
     monkeypatch.setenv("OBSERVED", "12")
     if seed % 2:
-        made, processes = Conversations.__init__, itertools.count(13)
+        made = Conversations.__init__
+        processes = itertools.count(13)
 
         def again(*args: Any) -> None:
             monkeypatch.setenv("OBSERVED", str(next(processes)))
             made(*args)
 
         monkeypatch.setattr(Conversations, "__init__", again)
-    trained = block_on(attempts(tmp_path / "saved", seed, f"{tmp_path / 'own.py'}:several", tokenizer, chance=0.03))
+    trained = block_on(
+        attempts(tmp_path / "saved", seed, f"{tmp_path / 'own.py'}:several", tokenizer, chance=0.03)
+    )
     assert Counter(itertools.chain.from_iterable(trained)) == Counter(range(SIZE * STEPS))
 
 
@@ -274,16 +326,20 @@ def test_no_token_of_a_checkpoint_is_made_again(
     async def run(killed: bool) -> tuple[int, list[int]]:
         state: Any = None
         begun: DataProto | None = None
-        made, trained = 0, list[int]()
+        made = 0
+        trained = list[int]()
         for version in range(STEPS):
             if killed or not version:
                 engines = Engines(config, version)
-                service = engines if kind == "single_turn" else Conversations(engines, tokenizer, config)
+                service = (
+                    engines if kind == "single_turn" else Conversations(engines, tokenizer, config)
+                )
                 groups = groups_of(config, service)
                 await groups.restore(state, begun, version)
             engines.version = version
             trained += check(await groups.next_batch(version), version, 2)
-            state, begun = json.loads(json.dumps(groups.state())), await groups.begun()
+            state = json.loads(json.dumps(groups.state()))
+            begun = await groups.begun()
             made += engines.made if killed or version == STEPS - 1 else 0
             if killed:
                 await service.forget()
@@ -297,7 +353,8 @@ def test_answers_that_another_run_could_not_use_are_asked_anew() -> None:
     engines = Engines(config_of(3), 0)
     groups = groups_of(config_of(3), engines)
     check(block_on(groups.next_batch(0)), 0, 3)
-    state, begun = groups.state(), block_on(groups.begun())
+    state = groups.state()
+    begun = block_on(groups.begun())
     assert begun is not None
     for config, kept in ((config_of(3), True), (config_of(1), False), (config_of(0), False)):
         engines = Engines(config, 1)

@@ -1,5 +1,5 @@
-"""What `SliceSync` decides: who takes part, what is tried again, who is left out. The two ends are stand-ins that
-follow a script."""
+"""What `SliceSync` decides: who takes part, what is tried again, who is left out. The two ends are
+stand-ins that follow a script."""
 
 from __future__ import annotations
 
@@ -31,17 +31,24 @@ class Answer:
 
 
 class Ends:
-    """The policy's group, the engines' group and `EngineGroup` in one. `statuses` has each attempt's status of
-    each engine."""
+    """The policy's group, the engines' group and `EngineGroup` in one. `statuses` has each
+    attempt's status of each engine."""
 
     def __init__(
-        self, statuses: Sequence[dict[int, str]], states: Sequence[str] = ("up", "up"), sender_dies: bool = False
+        self,
+        statuses: Sequence[dict[int, str]],
+        states: Sequence[str] = ("up", "up"),
+        sender_dies: bool = False,
     ) -> None:
         self.kind = "cpu"
-        self.statuses, self.state_names, self.sender_dies = list(statuses), list(states), sender_dies
+        self.statuses = list(statuses)
+        self.state_names = list(states)
+        self.sender_dies = sender_dies
         self.orders: list[list[Order]] = []
         self.stale: dict[int, str] = {}
-        self.waited, self.senders_fail, self.restarts = 0.0, False, [0, 0]
+        self.waited = 0.0
+        self.senders_fail = False
+        self.restarts = [0, 0]
 
     @property
     def group(self) -> Ends:
@@ -53,16 +60,23 @@ class Ends:
             self.state_names = ["up" if name == "starting" else name for name in self.state_names]
         named = enumerate(self.state_names)
         return [
-            EngineState(f"engine-{n}", name, self.restarts[n], "" if name == "up" else "it died") for n, name in named
+            EngineState(f"engine-{n}", name, self.restarts[n], "" if name == "up" else "it died")
+            for n, name in named
         ]
 
     def quarantine(self, stale: dict[int, str]) -> None:
         self.stale = dict(stale)
 
     def sender_says(self, status: str) -> tuple[str, str]:
-        return ("served", "") if status == "served" and not self.senders_fail else ("stale", "trainer rank 1: gone")
+        return (
+            ("served", "")
+            if status == "served" and not self.senders_fail
+            else ("stale", "trainer rank 1: gone")
+        )
 
-    def call(self, method: Any, *args: Any, timeout: float | None = None, only: Any = None) -> Awaitable[Any]:
+    def call(
+        self, method: Any, *args: Any, timeout: float | None = None, only: Any = None
+    ) -> Awaitable[Any]:
         if method.__name__ == "send_weights":
             return Answer(lambda: self.sent(args[0]))
         result = self.ran(method, *args, only=only)
@@ -72,7 +86,12 @@ class Ends:
         if self.sender_dies:
             raise WorkerError("the worker process died", role="actor", rank=1)
         statuses = self.statuses[len(self.orders) - 1]
-        return [[Outcome(o.engine, o.number, *self.sender_says(statuses[o.number]), rank=1) for o in orders]]
+        return [
+            [
+                Outcome(o.engine, o.number, *self.sender_says(statuses[o.number]), rank=1)
+                for o in orders
+            ]
+        ]
 
     def ran(self, method: Any, *args: Any, only: Any) -> Any:
         if method.__name__ == "device_kind":
@@ -97,7 +116,13 @@ class Ends:
             for n, status in statuses.items()
         }
         return [
-            Outcome(o.engine, o.number, statuses[o.number], reasons[o.number], 100 * (statuses[o.number] == "served"))
+            Outcome(
+                o.engine,
+                o.number,
+                statuses[o.number],
+                reasons[o.number],
+                100 * (statuses[o.number] == "served"),
+            )
             for o in orders
         ]
 
@@ -123,8 +148,15 @@ def test_all_well() -> None:
     assert [order.endpoint.message_bytes for order in first] == [50, 60]
     assert [order.endpoint.slots for order in first] == [8, 8]
     assert [order.endpoint.transport for order in first] == ["tcp"] * 2
-    assert [order.endpoint.session for order in first] == [order.endpoint.session for order in second]  # sessions last
-    assert first[0].attempt != second[0].attempt and second[0].version == 4 and first[0].plan == FACTS.digest
+    # sessions last
+    assert [order.endpoint.session for order in first] == [
+        order.endpoint.session for order in second
+    ]
+    assert (
+        first[0].attempt != second[0].attempt
+        and second[0].version == 4
+        and first[0].plan == FACTS.digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +168,9 @@ def test_all_well() -> None:
         ({"transport": "shared_memory"}, [3, 4]),  # everything is staged in what both sides see
     ],
 )
-def test_as_many_messages_are_under_way_as_the_memory_takes(settings: dict[str, Any], slots: list[int]) -> None:
+def test_as_many_messages_are_under_way_as_the_memory_takes(
+    settings: dict[str, Any], slots: list[int]
+) -> None:
     ends = Ends([{0: "served", 1: "served"}])
     block_on(sync_of(ends, **settings).sync(1))
     assert [order.endpoint.slots for order in ends.orders[0]] == slots
@@ -166,7 +200,10 @@ def test_a_failed_engine_is_left_out_and_asked_again_next_time() -> None:
     sync = sync_of(ends, max_retries=1)
     report = block_on(sync.sync(1))
     assert set(report.stale) == {"engine-1"} and set(ends.stale) == {1}
-    assert "bucket 3 is broken" in report.stale["engine-1"] and "trainer rank 1: gone" in report.stale["engine-1"]
+    assert (
+        "bucket 3 is broken" in report.stale["engine-1"]
+        and "trainer rank 1: gone" in report.stale["engine-1"]
+    )
     assert block_on(sync.sync(2)).stale == {} and ends.stale == {}
 
 
@@ -217,7 +254,8 @@ def test_a_sender_that_fails_after_its_last_message_costs_the_session_alone() ->
 def test_no_engine_at_all_names_every_reason() -> None:
     ends = Ends([{0: "refused", 1: "refused"}])
     with pytest.raises(
-        WeightSyncError, match=r"no engine could take it\n  - engine-0 rank 0: .*\n  - engine-1 rank 1: "
+        WeightSyncError,
+        match=r"no engine could take it\n  - engine-0 rank 0: .*\n  - engine-1 rank 1: ",
     ):
         block_on(sync_of(ends).sync(1))
     assert set(ends.stale) == {0, 1}
@@ -240,4 +278,6 @@ def test_what_carries_weights_and_where_they_wait_follows_from_the_ranks_devices
     ends = Ends([{0: "served", 1: "served"}])
     ends.kind = kind
     block_on(sync_of(ends, commit=commit).sync(1))
-    assert {(order.endpoint.transport, order.staged) for order in ends.orders[0]} == {(transport, staged)}
+    assert {(order.endpoint.transport, order.staged) for order in ends.orders[0]} == {
+        (transport, staged)
+    }

@@ -1,4 +1,5 @@
-"""Weights that training does not touch: every tensor of a published folder is in an export, or its absence is said."""
+"""Weights that training does not touch: every tensor of a published folder is in an export, or its
+absence is said."""
 
 from __future__ import annotations
 
@@ -39,8 +40,10 @@ def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
 def test_nothing_that_came_is_lost_in_silence(family: str, tmp_path: Path) -> None:
     folder = published_folder(family, tmp_path / "hf")
     done = import_(folder, tmp_path / "out", None, 200_000)
-    came, went = tensors_in(folder), tensors_in(tmp_path / "out")
-    config, before = config_of(tmp_path / "out"), config_of(folder)
+    came = tensors_in(folder)
+    went = tensors_in(tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    before = config_of(folder)
     mapped = family_of(before).tensors().keys()
     scales = {f"{name}_scale_inv" for name in mapped}
     said = " ".join(done.lines)
@@ -50,7 +53,9 @@ def test_nothing_that_came_is_lost_in_silence(family: str, tmp_path: Path) -> No
     layers = before.get("num_nextn_predict_layers", 0)
     assert config.get("num_nextn_predict_layers", 0) == layers
     assert (f"model.layers.2 ({len(untouched)})" in said) == bool(layers) == bool(untouched)
-    assert ("quantization_config" in config) == any(name.endswith("_scale_inv") for name in untouched)
+    assert ("quantization_config" in config) == any(
+        name.endswith("_scale_inv") for name in untouched
+    )
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == went.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in went.values())
@@ -73,8 +78,16 @@ def test_files_beside_the_weights_are_copied(family: str, tmp_path: Path) -> Non
     ):
         (folder / name).write_text(name)
     import_(folder, tmp_path / "out", None, 1 << 30)
-    left = {".gitattributes", "README.md", "config.json", "model.safetensors.index.json", "consolidated.00.pt"}
-    for file in (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"):
+    left = {
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "model.safetensors.index.json",
+        "consolidated.00.pt",
+    }
+    for file in (
+        path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"
+    ):
         copy = tmp_path / "out" / file.relative_to(folder)
         if file.name not in left and file.parent.name not in ("original", "inference"):
             assert copy.read_bytes() == file.read_bytes(), file.name
@@ -104,13 +117,18 @@ def test_a_config_announces_no_heads_that_are_absent(absent: str, tmp_path: Path
     folder = published_folder("glm-4.5", tmp_path / "hf", shards=1)
     kept = tensors_in(folder)
     for name in [
-        name for name in kept if name.startswith("model.layers.2.") and (absent == "all" or "eh_proj" in name)
+        name
+        for name in kept
+        if name.startswith("model.layers.2.") and (absent == "all" or "eh_proj" in name)
     ]:
         del kept[name]
     save_file(kept, folder / "model.safetensors")
     done = import_(folder, tmp_path / "out", None, 1 << 30)
     assert config_of(tmp_path / "out")["num_nextn_predict_layers"] == 0
-    assert "config.json of the export says num_nextn_predict_layers 0, not 1: their weights are not there" in done.lines
+    assert (
+        "config.json of the export says num_nextn_predict_layers 0, not 1: their weights are "
+        "not there"
+    ) in done.lines
 
 
 def test_heads_whose_embedding_is_the_models_are_whole(tmp_path: Path) -> None:
@@ -133,10 +151,15 @@ def test_without_the_published_folder_the_absence_is_said(tmp_path: Path) -> Non
     shutil.rmtree(folder)
     carried = carried_from(folder, family)
     [line] = carried.lines
-    assert carried.entries == () and "weights that training does not touch are not in the export" in line
+    assert (
+        carried.entries == ()
+        and "weights that training does not touch are not in the export" in line
+    )
     entries = [Entry(name, shape, torch.bfloat16) for name, shape in family.tensors().items()]
     written, [changed] = exported_config(config, torch.bfloat16, entries, tmp_path)
-    assert written["num_nextn_predict_layers"] == 0 and "num_nextn_predict_layers 0, not 1" in changed
+    assert (
+        written["num_nextn_predict_layers"] == 0 and "num_nextn_predict_layers 0, not 1" in changed
+    )
     assert "quantization_config" not in written and "auto_map" not in written
 
 
@@ -151,7 +174,11 @@ def test_a_shard_that_is_gone_is_said_and_does_not_end_an_export(tmp_path: Path)
 def test_a_model_with_a_scalar_head_or_of_no_folder_takes_nothing(tmp_path: Path) -> None:
     folder = published_folder("glm-4.5", tmp_path)
     family = family_of(config_of(folder))
-    assert carried_from(folder, ScalarHead(family, "ForTokenClassification")) == carried_from(None, family) == Carried()
+    assert (
+        carried_from(folder, ScalarHead(family, "ForTokenClassification"))
+        == carried_from(None, family)
+        == Carried()
+    )
 
 
 def test_code_is_announced_where_its_files_are(tmp_path: Path) -> None:
@@ -166,7 +193,9 @@ def test_code_is_announced_where_its_files_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 def test_an_export_states_one_precision_to_old_and_new_readers(name: str, tmp_path: Path) -> None:
-    written, lines = exported_config({"model_type": "qwen3", name: "float32"}, torch.bfloat16, [], tmp_path)
+    written, lines = exported_config(
+        {"model_type": "qwen3", name: "float32"}, torch.bfloat16, [], tmp_path
+    )
     assert written["dtype"] == written["torch_dtype"] == "bfloat16" and lines == []
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16

@@ -1,5 +1,5 @@
-"""The pure parts of checkpoints: rectangles of flat ranges, manifests, files of exports, and what the command line says
-of wrong paths."""
+"""The pure parts of checkpoints: rectangles of flat ranges, manifests, files of exports, and what
+the command line says of wrong paths."""
 
 from __future__ import annotations
 
@@ -40,33 +40,56 @@ MODEL = {"model_type": "qwen3", "hidden_size": 32, "architectures": ["A"], "torc
 
 
 @given(st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple), st.data())
-def test_rectangles_fill_exactly_the_flat_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_rectangles_fill_exactly_the_flat_range_in_order(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     total = prod(shape)
     low = data.draw(st.integers(0, total))
     high = data.draw(st.integers(low, total))
     flat = np.arange(total)
-    array, found = flat.reshape(shape), []
+    array = flat.reshape(shape)
+    found = []
     cuts = list(boxes(shape, low, high))
     for start, size in cuts:
-        found.append(array[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))].reshape(-1))
+        found.append(
+            array[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))].reshape(-1)
+        )
     assert np.array_equal(np.concatenate([np.zeros(0, int), *found]), flat[low:high])
     assert len(cuts) <= max(1, 2 * len(shape) - 1)
 
 
 def manifest_of(folder: Path) -> Manifest:
-    files = {path.name: digest_of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    files = {
+        path.name: digest_of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST
+    }
     layout = {"world": 1, "tensor": 1}
-    return Manifest("rl", 3, ("model",), layout, "float32", MODEL, {"torch": "x"}, "2026-01-01T00:00:00Z", files)
+    return Manifest(
+        "rl", 3, ("model",), layout, "float32", MODEL, {"torch": "x"}, "2026-01-01T00:00:00Z", files
+    )
 
 
 def test_each_lie_of_an_index_is_one_message(tmp_path: Path) -> None:
-    """What stands in a foreign checkpoint's index is replaced, value by value, by what does not belong there."""
+    """What stands in a foreign checkpoint's index is replaced, value by value, by what does not
+    belong there."""
     weights = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     halves = [Rectangle("w", weights[2 * half :][:2], (4, 6), (2 * half, 0)) for half in range(2)]
     chunks, _ = write_tensors(tmp_path, 0, halves)
     right = {"chunks": chunks, "hf": [["w", [0, 0], [4, 6], "w", [0, 0]]]}
     manifest_of(tmp_path).write(tmp_path)
-    lies: list[object] = [-1, 1 << 70, 3.5, None, "x", [], [0], [1, 2, 3], {}, True, [-1, 0], [1 << 60, 1 << 60]]
+    lies: list[object] = [
+        -1,
+        1 << 70,
+        3.5,
+        None,
+        "x",
+        [],
+        [0],
+        [1, 2, 3],
+        {},
+        True,
+        [-1, 0],
+        [1 << 60, 1 << 60],
+    ]
     told = 0
     for place in _places(right):
         for lie in lies:
@@ -85,16 +108,26 @@ def test_each_lie_of_an_index_is_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lies", [40, pytest.param(265, marks=pytest.mark.full)])
-def test_lies_of_an_index_in_combination_are_messages_or_the_right_weights(tmp_path: Path, lies: int) -> None:
-    """Values, rectangles and slices are exchanged, repeated, shifted and left out: never a traceback, and never weights
-    that were not saved."""
+def test_lies_of_an_index_in_combination_are_messages_or_the_right_weights(
+    tmp_path: Path, lies: int
+) -> None:
+    """Values, rectangles and slices are exchanged, repeated, shifted and left out: never a
+    traceback, and never weights that were not saved."""
     weights = torch.arange(96, dtype=torch.float32).reshape(8, 12)
     other = torch.arange(100, 148, dtype=torch.float32).reshape(4, 12)
-    quarters = [Rectangle("w", weights[2 * part :][:2], (8, 12), (2 * part, 0)) for part in range(4)]
+    quarters = [
+        Rectangle("w", weights[2 * part :][:2], (8, 12), (2 * part, 0)) for part in range(4)
+    ]
     chunks, _ = write_tensors(tmp_path, 0, [*quarters, Rectangle("v", other, (4, 12), (0, 0))])
-    hf = [["w", [0, 0], [4, 12], "w", [0, 0]], ["w", [4, 0], [4, 12], "w", [4, 0]], ["v", [0, 0], [4, 12], "v", [0, 0]]]
+    hf = [
+        ["w", [0, 0], [4, 12], "w", [0, 0]],
+        ["w", [4, 0], [4, 12], "w", [4, 0]],
+        ["v", [0, 0], [4, 12], "v", [0, 0]],
+    ]
     manifest_of(tmp_path).write(tmp_path)
-    drawn, told, kept = random.Random(265), 0, 0
+    drawn = random.Random(265)
+    told = 0
+    kept = 0
     for _ in range(lies):
         value = json.loads(json.dumps({"chunks": chunks, "hf": hf}))
         for _ in range(drawn.randint(1, 3)):
@@ -120,7 +153,8 @@ def _lie(value: Any, drawn: random.Random) -> None:
     if kind == "exchange":
         one, two = drawn.sample(_places(value), 2)
         if one != two[: len(one)] and two != one[: len(two)]:
-            first, second = _get(value, one), _get(value, two)
+            first = _get(value, one)
+            second = _get(value, two)
             _put(value, one, second)
             _put(value, two, first)
     elif kind == "repeat" and rows:
@@ -132,7 +166,20 @@ def _lie(value: Any, drawn: random.Random) -> None:
         if isinstance(chunk, dict) and isinstance(chunk.get("offset"), int):
             chunk["offset"] += drawn.choice([-96, -4, 4, 96])
     else:
-        lies: list[object] = [-1, 1 << 70, 1 << 61, float("nan"), 0.0, None, "", "\x1b[2J", [], [0, 0], {}, True]
+        lies: list[object] = [
+            -1,
+            1 << 70,
+            1 << 61,
+            float("nan"),
+            0.0,
+            None,
+            "",
+            "\x1b[2J",
+            [],
+            [0, 0],
+            {},
+            True,
+        ]
         _put(value, drawn.choice(_places(value)), drawn.choice(lies))
 
 
@@ -144,7 +191,13 @@ def _get(value: Any, place: tuple[Any, ...]) -> Any:
 
 def _places(value: object) -> list[tuple[object, ...]]:
     """The way to each value inside of the lists and objects."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [(name, *rest) for name, inner in items for rest in ((), *_places(inner))]
 
 
@@ -158,7 +211,11 @@ def test_a_checkpoint_without_the_drivers_part_is_not_well(tmp_path: Path) -> No
     policy = tmp_path / "global_step_3" / "policy"
     policy.mkdir(parents=True)
     manifest_of(policy).write(policy)
-    assert [problem for problem in verify(policy)[1] if "driver.json is missing: no run can resume" in problem]
+    assert [
+        problem
+        for problem in verify(policy)[1]
+        if "driver.json is missing: no run can resume" in problem
+    ]
     moved = policy.rename(tmp_path / "weights")  # a role's folder alone can be kept without
     assert verify(moved)[1] == []
 
@@ -190,7 +247,15 @@ def test_the_hash_is_the_one_that_xxhsum_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 1}', '{"format": 2, "files": {}}', '{"format": 1, "files": {"a": 3}}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 1}',
+        '{"format": 2, "files": {}}',
+        '{"format": 1, "files": {"a": 3}}',
+    ],
 )
 def test_a_manifest_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_text(text)
@@ -210,9 +275,15 @@ def test_configs_differ_in_what_matters_alone() -> None:
 
 
 def test_shards_hold_what_fits_and_are_read_back(tmp_path: Path) -> None:
-    entries = [Entry(f"t{i}", (rows, 3), torch.bfloat16) for i, rows in enumerate((10, 20, 500, 1, 0))]
+    entries = [
+        Entry(f"t{i}", (rows, 3), torch.bfloat16) for i, rows in enumerate((10, 20, 500, 1, 0))
+    ]
     files = shards_of(entries, 200)
-    assert [[entry.name for entry in own] for own in files.values()] == [["t0", "t1"], ["t2"], ["t3", "t4"]]
+    assert [[entry.name for entry in own] for own in files.values()] == [
+        ["t0", "t1"],
+        ["t2"],
+        ["t3", "t4"],
+    ]
     assert list(files) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     values = {entry.name: torch.randn(entry.shape) for entry in entries}
     for name, own in files.items():
@@ -234,8 +305,12 @@ def test_what_was_written_where_it_lies_can_be_offloaded_later(tmp_path: Path) -
     chunks, files = write_tensors(tmp_path, 0, rows)
     written = (tmp_path / "rank_0.bin").read_bytes()
     for chunk in chunks:
-        tensor, own = live[chunk["key"]], written[chunk["offset"] : chunk["offset"] + chunk["length"]]
-        assert own == tensor.clone().view(torch.uint8).numpy().tobytes() and tensor.untyped_storage().resizable()
+        tensor = live[chunk["key"]]
+        own = written[chunk["offset"] : chunk["offset"] + chunk["length"]]
+        assert (
+            own == tensor.clone().view(torch.uint8).numpy().tobytes()
+            and tensor.untyped_storage().resizable()
+        )
     assert files == {"rank_0.bin": digest_of(tmp_path / "rank_0.bin")}
     writer = ShardWriter(tmp_path / "model.safetensors", [Entry("a", (7, 3), torch.float32)])
     writer.add("a", live["a"])
@@ -256,9 +331,13 @@ def test_wrong_paths_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 2 and "nowhere: no such folder; give a run" in text
     code, text = said("verify", str(tmp_path / "empty"))
     assert code == 2 and "empty holds no checkpoint" in text
-    code, text = said("export", str(tmp_path / "run" / "checkpoints" / "global_step_1"), str(tmp_path / "out"))
+    code, text = said(
+        "export", str(tmp_path / "run" / "checkpoints" / "global_step_1"), str(tmp_path / "out")
+    )
     assert code == 1 and "is not a whole checkpoint: no manifest.json" in text
-    (tmp_path / "run" / "checkpoints" / "latest.json").write_text(json.dumps({"folder": "global_step_9"}))
+    (tmp_path / "run" / "checkpoints" / "latest.json").write_text(
+        json.dumps({"folder": "global_step_9"})
+    )
     code, text = said("inspect", str(tmp_path / "run"))
     assert code == 2 and "global_step_9: no such folder" in text
     code, text = said("import", str(tmp_path / "empty"), str(tmp_path / "out"))
@@ -274,7 +353,8 @@ def test_help_imports_nothing_that_takes_long_and_the_tools_no_torch() -> None:
         "SystemExit: pass\n"
         "found = {'numpy', 'pyarrow', 'xxhash', 'omegaconf', 'hydra', 'ray', 'transformers'} & set(sys.modules)\n"
         "assert not found, found\n"
-        "import hybridflow.saving.tools\nassert 'torch' not in sys.modules"  # nor do inspect and verify need it
+        # nor do inspect and verify need it
+        "import hybridflow.saving.tools\nassert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "--max-shard-size" in done.stdout, done.stderr

@@ -29,7 +29,9 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def fingerprint(config: RunConfig, **tokens: str) -> Fingerprint:
-    return Fingerprint.of(config, TOKENS | {name.replace("_", " "): value for name, value in tokens.items()}, PACKAGES)
+    return Fingerprint.of(
+        config, TOKENS | {name.replace("_", " "): value for name, value in tokens.items()}, PACKAGES
+    )
 
 
 def kept(found: Fingerprint) -> Fingerprint:
@@ -46,14 +48,20 @@ def test_nothing_is_said_where_nothing_changed(config: RunConfig, tmp_path: Path
         moved.append(str(tmp_path / f"moved-{Path(name).name}"))
         Path(moved[-1]).write_bytes(Path(name).read_bytes())
     other = replace(other, data=replace(other.data, train_files=tuple(moved)))
-    assert fingerprint(other).changes(before) == [] and not fingerprint(other).has_other_data(before, "rl")
+    assert fingerprint(other).changes(before) == [] and not fingerprint(other).has_other_data(
+        before, "rl"
+    )
     assert fingerprint(config).changes(Fingerprint.read({})) == []  # of a version that kept none
 
 
 CHANGES: dict[str, Callable[[RunConfig], RunConfig]] = {
-    "algorithm.adv_estimator was": lambda c: replace(c, algorithm=replace(c.algorithm, adv_estimator="rloo")),
+    "algorithm.adv_estimator was": lambda c: replace(
+        c, algorithm=replace(c.algorithm, adv_estimator="rloo")
+    ),
     "algorithm.kl_coef was": lambda c: replace(c, algorithm=replace(c.algorithm, kl_coef=0.2)),
-    "actor.optim.lr was": lambda c: replace(c, actor=replace(c.actor, optim=replace(c.actor.optim, lr=0.5))),
+    "actor.optim.lr was": lambda c: replace(
+        c, actor=replace(c.actor, optim=replace(c.actor.optim, lr=0.5))
+    ),
     "actor.kl_loss_coef was": lambda c: replace(c, actor=replace(c.actor, kl_loss_coef=0.25)),
     "rollout.sampling.temperature was": lambda c: replace(
         c, rollout=replace(c.rollout, sampling=replace(c.rollout.sampling, temperature=0.7))
@@ -88,7 +96,8 @@ def test_files_template_and_packages_are_lines(config: RunConfig, tmp_path: Path
 
 @pytest.mark.parametrize("change", ["content", "order", "fewer"])
 def test_other_rows_are_other_data(config: RunConfig, tmp_path: Path, change: str) -> None:
-    before, files = kept(fingerprint(config)), config.data.train_files
+    before = kept(fingerprint(config))
+    files = config.data.train_files
     if change == "content":
         (tmp_path / "more.parquet").write_bytes(b"other")
     files = files[::-1] if change == "order" else files[:1] if change == "fewer" else files

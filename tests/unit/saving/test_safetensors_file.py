@@ -15,10 +15,14 @@ def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to("/dev/full")
     with pytest.raises(OSError) as caught:
         write_surroundings(tmp_path, {}, {}, {"model_type": "qwen3"})
-    assert str(StorageError.of(caught.value)).startswith(f"{tmp_path / 'config.json'}: No space left on device; ")
+    assert str(StorageError.of(caught.value)).startswith(
+        f"{tmp_path / 'config.json'}: No space left on device; "
+    )
 
 
-def test_a_crash_between_two_exports_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_between_two_exports_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("export", "export.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "of").write_text(name)

@@ -1,4 +1,5 @@
-"""The driver's side of checkpoints: what counts, what is told to the training, and what is deleted when."""
+"""The driver's side of checkpoints: what counts, what is told to the training, and what is deleted
+when."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from hybridflow.single_controller import block_on
 
 
 class Ranks:
-    """The policy's ranks: a background save ends when `finish` is called, or fails with `failure`."""
+    """The policy's ranks: a background save ends when `finish` is called, or fails with
+    `failure`."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -53,7 +55,9 @@ class Ranks:
         return False
 
 
-def store_in(folder: Path, last: int = 0, every: int = 0, timeout_s: float = 120.0) -> CheckpointStore:
+def store_in(
+    folder: Path, last: int = 0, every: int = 0, timeout_s: float = 120.0
+) -> CheckpointStore:
     return CheckpointStore(folder, Retention(last, every), background=True, timeout_s=timeout_s)
 
 
@@ -62,7 +66,8 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_counts_only_when_its_manifest_is_there(tmp_path: Path) -> None:
-    store, ranks = store_in(tmp_path), Ranks()
+    store = store_in(tmp_path)
+    ranks = Ranks()
     block_on(store.save("rl", 1, {"sampler": 7}, ranks))
     block_on(store.check())
     time.sleep(0.2)
@@ -73,13 +78,20 @@ def test_a_checkpoint_counts_only_when_its_manifest_is_there(tmp_path: Path) -> 
         assert time.monotonic() < deadline
         time.sleep(0.01)
     latest = store.latest()
-    assert latest is not None and (latest.step, latest.phase, latest.state) == (1, "rl", {"sampler": 7})
+    assert latest is not None and (latest.step, latest.phase, latest.state) == (
+        1,
+        "rl",
+        {"sampler": 7},
+    )
     assert names(tmp_path) == ["global_step_1", "latest.json"]
 
 
-def test_a_save_whose_manifest_is_there_does_not_count_before_the_ranks_have_said_so(tmp_path: Path) -> None:
+def test_a_save_whose_manifest_is_there_does_not_count_before_the_ranks_have_said_so(
+    tmp_path: Path,
+) -> None:
     """Rank 0 syncs after the rename that shows its manifest, and may fail in that."""
-    store, ranks = store_in(tmp_path), Ranks()
+    store = store_in(tmp_path)
+    ranks = Ranks()
     block_on(store.save("rl", 1, {}, ranks))
     assert ranks.folder is not None
     write_sealed(ranks.folder / MANIFEST, {})
@@ -92,7 +104,8 @@ def test_a_save_whose_manifest_is_there_does_not_count_before_the_ranks_have_sai
 
 
 class SlowRanks:
-    """Ranks that write in a thread as the real ones do: files with a sync, the manifest, and last that all is there."""
+    """Ranks that write in a thread as the real ones do: files with a sync, the manifest, and last
+    that all is there."""
 
     def __init__(self) -> None:
         self.thread = threading.Thread()
@@ -118,19 +131,27 @@ class SlowRanks:
 
 @pytest.mark.parametrize(
     ("runs", "saves", "longest_s"),
-    [pytest.param(8, 3, 0.05, id="some"), pytest.param(64, 8, 2.0, id="whole", marks=pytest.mark.full)],
+    [
+        pytest.param(8, 3, 0.05, id="some"),
+        pytest.param(64, 8, 2.0, id="whole", marks=pytest.mark.full),
+    ],
 )
 def test_renames_syncs_and_listings_that_take_long_lose_no_save_and_end_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: int, saves: int, longest_s: float
 ) -> None:
-    """As on NFS and Lustre. Runs go on at the same time, each is stopped now and then in the middle of a save, and
-    goes on from what is in force: all of the last save that ended, or of a later one."""
+    """As on NFS and Lustre. Runs go on at the same time, each is stopped now and then in the middle
+    of a save, and goes on from what is in force: all of the last save that ended, or of a later
+    one."""
     for name in ("replace", "fsync", "scandir"):
         monkeypatch.setattr(os, name, _delayed(getattr(os, name), random.Random(name), longest_s))
 
     def run(number: int) -> int:
-        drawn, folder, ended, resumes = random.Random(number), tmp_path / str(number), 0, 0
-        store, ranks = store_in(folder, last=2), SlowRanks()
+        drawn = random.Random(number)
+        folder = tmp_path / str(number)
+        ended = 0
+        resumes = 0
+        store = store_in(folder, last=2)
+        ranks = SlowRanks()
         for step in range(1, saves + 1):
             block_on(store.save("rl", step, {}, ranks))
             if drawn.random() < 0.7:
@@ -140,7 +161,8 @@ def test_renames_syncs_and_listings_that_take_long_lose_no_save_and_end_none(
                 time.sleep(drawn.random() * longest_s * 3)
                 store.settle()
                 ranks.thread.join()
-                store, resumes = store_in(folder, last=2), resumes + 1
+                store = store_in(folder, last=2)
+                resumes = resumes + 1
             latest = store.latest()
             assert ended == 0 or latest is not None
             if latest is not None:
@@ -155,7 +177,9 @@ def test_renames_syncs_and_listings_that_take_long_lose_no_save_and_end_none(
         assert sum(pool.map(run, range(runs))) > runs // 2
 
 
-def _delayed(action: Callable[..., Any], drawn: random.Random, longest_s: float) -> Callable[..., Any]:
+def _delayed(
+    action: Callable[..., Any], drawn: random.Random, longest_s: float
+) -> Callable[..., Any]:
     """The action, with a delay before and after it."""
 
     def delayed(*given: Any) -> Any:
@@ -168,7 +192,8 @@ def _delayed(action: Callable[..., Any], drawn: random.Random, longest_s: float)
 
 
 def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
-    store, ranks = store_in(tmp_path), Ranks()
+    store = store_in(tmp_path)
+    ranks = Ranks()
     block_on(store.save("rl", 1, {}, ranks))
     finished: list[int] = []
 
@@ -185,17 +210,22 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
 
 
 def test_waiting_has_a_deadline(tmp_path: Path) -> None:
-    store, ranks = store_in(tmp_path, timeout_s=0.3), Ranks()
+    store = store_in(tmp_path, timeout_s=0.3)
+    ranks = Ranks()
     block_on(store.save("rl", 1, {}, ranks))
     with pytest.raises(
-        CheckpointError, match=r"global_step_1 was not written within 0 s \(trainer.checkpoint_timeout_s\)"
+        CheckpointError,
+        match=r"global_step_1 was not written within 0 s \(trainer.checkpoint_timeout_s\)",
     ):
         block_on(store.wait())
     store.settle()
 
 
-def test_a_failure_in_the_background_reaches_the_next_step_and_leaves_nothing(tmp_path: Path) -> None:
-    store, ranks = store_in(tmp_path), Ranks()
+def test_a_failure_in_the_background_reaches_the_next_step_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    store = store_in(tmp_path)
+    ranks = Ranks()
     block_on(store.save("rl", 1, {}, ranks))
     ranks.finish()
     block_on(store.wait())
@@ -208,7 +238,8 @@ def test_a_failure_in_the_background_reaches_the_next_step_and_leaves_nothing(tm
 
 
 def test_a_manifest_that_comes_after_the_end_does_not_count(tmp_path: Path) -> None:
-    store, ranks = store_in(tmp_path), Ranks()
+    store = store_in(tmp_path)
+    ranks = Ranks()
     block_on(store.save("rl", 1, {}, ranks))
     store.settle()
     ranks.finish()
@@ -223,7 +254,8 @@ def test_a_manifest_that_comes_after_the_end_does_not_count(tmp_path: Path) -> N
 
 
 def test_a_save_that_is_whole_when_the_ranks_go_counts(tmp_path: Path) -> None:
-    store, ranks = store_in(tmp_path), Ranks()
+    store = store_in(tmp_path)
+    ranks = Ranks()
     for step in (1, 2):
         block_on(store.save("rl", step, {}, ranks))
         if step == 1:
@@ -236,7 +268,9 @@ def test_a_save_that_is_whole_when_the_ranks_go_counts(tmp_path: Path) -> None:
 
 
 def test_both_roles_must_be_whole(tmp_path: Path) -> None:
-    store, policy, critic = store_in(tmp_path), Ranks(), Ranks()
+    store = store_in(tmp_path)
+    policy = Ranks()
+    critic = Ranks()
     block_on(store.save("rl", 1, {}, policy, critic=critic))
     policy.finish()
     time.sleep(0.2)
@@ -252,10 +286,19 @@ def test_both_roles_must_be_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("last", "every", "kept"),
-    [(0, 0, [1, 2, 3, 4, 5, 6, 7]), (1, 0, [7]), (2, 0, [6, 7]), (2, 3, [3, 6, 7]), (1, 2, [2, 4, 6, 7])],
+    [
+        (0, 0, [1, 2, 3, 4, 5, 6, 7]),
+        (1, 0, [7]),
+        (2, 0, [6, 7]),
+        (2, 3, [3, 6, 7]),
+        (1, 2, [2, 4, 6, 7]),
+    ],
 )
-def test_the_newest_and_every_so_manieth_stay(tmp_path: Path, last: int, every: int, kept: list[int]) -> None:
-    store, ranks = store_in(tmp_path, last, every), Ranks()
+def test_the_newest_and_every_so_manieth_stay(
+    tmp_path: Path, last: int, every: int, kept: list[int]
+) -> None:
+    store = store_in(tmp_path, last, every)
+    ranks = Ranks()
     for step in range(1, 8):
         block_on(store.save("rl", step, {}, ranks))
         ranks.finish()
@@ -266,13 +309,18 @@ def test_the_newest_and_every_so_manieth_stay(tmp_path: Path, last: int, every: 
 
 
 def test_saving_the_step_in_force_once_more_does_not_endanger_it(tmp_path: Path) -> None:
-    store, ranks = store_in(tmp_path, last=1), Ranks()
+    store = store_in(tmp_path, last=1)
+    ranks = Ranks()
     for state in ({"number": 1}, {"number": 2}):
         block_on(store.save("rl", 5, state, ranks))
         ranks.finish()
         block_on(store.wait())
     latest = store.latest()
-    assert latest is not None and latest.state == {"number": 2} and latest.folder.name != "global_step_5"
+    assert (
+        latest is not None
+        and latest.state == {"number": 2}
+        and latest.folder.name != "global_step_5"
+    )
     assert json.loads((tmp_path / "latest.json").read_text())["folder"] == latest.folder.name
     assert len(names(tmp_path)) == 2
 
@@ -280,8 +328,10 @@ def test_saving_the_step_in_force_once_more_does_not_endanger_it(tmp_path: Path)
 def test_who_asks_while_a_newer_one_replaces_the_last_is_told_of_the_newer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader has read latest.json; before it opens the folder, the run has saved again and dropped that folder."""
-    store, ranks = store_in(tmp_path, last=1), Ranks()
+    """A reader has read latest.json; before it opens the folder, the run has saved again and
+    dropped that folder."""
+    store = store_in(tmp_path, last=1)
+    ranks = Ranks()
 
     def save(step: int) -> None:
         block_on(store.save("rl", step, {}, ranks))
@@ -289,7 +339,8 @@ def test_who_asks_while_a_newer_one_replaces_the_last_is_told_of_the_newer(
         block_on(store.wait())
 
     save(1)
-    read, behind = checkpoints._read, [2, 3]
+    read = checkpoints._read
+    behind = [2, 3]
 
     def late(folder: Path) -> Checkpoint:
         if behind:
@@ -314,14 +365,20 @@ def test_a_pointer_leads_to_no_other_folder(tmp_path: Path) -> None:
     block_on(other.save("rl", 1, {}, ranks))
     ranks.finish()
     block_on(other.wait())
-    for name in ("../elsewhere/global_step_1", str(tmp_path / "elsewhere" / "global_step_1"), "..", ""):
+    for name in (
+        "../elsewhere/global_step_1",
+        str(tmp_path / "elsewhere" / "global_step_1"),
+        "..",
+        "",
+    ):
         (folder / "latest.json").write_text(json.dumps({"folder": name}))
         with pytest.raises(CheckpointError, match="is no name of a file inside the folder"):
             store_in(folder).latest()
 
 
 def test_without_a_pointer_the_newest_whole_checkpoint_is_in_force(tmp_path: Path) -> None:
-    store, ranks = store_in(tmp_path), Ranks()
+    store = store_in(tmp_path)
+    ranks = Ranks()
     for step in (1, 2):
         block_on(store.save("rl", step, {"number": step}, ranks))
         ranks.finish()
@@ -333,9 +390,14 @@ def test_without_a_pointer_the_newest_whole_checkpoint_is_in_force(tmp_path: Pat
     assert latest is not None and latest.step == 2 and latest.state == {"number": 2}
 
 
-@pytest.mark.parametrize("change", [lambda text: text.replace("7", "8"), lambda text: text[:-20], lambda text: "{}"])
-def test_the_drivers_part_of_a_checkpoint_is_checked(tmp_path: Path, change: Callable[[str], str]) -> None:
-    store, ranks = store_in(tmp_path), Ranks()
+@pytest.mark.parametrize(
+    "change", [lambda text: text.replace("7", "8"), lambda text: text[:-20], lambda text: "{}"]
+)
+def test_the_drivers_part_of_a_checkpoint_is_checked(
+    tmp_path: Path, change: Callable[[str], str]
+) -> None:
+    store = store_in(tmp_path)
+    ranks = Ranks()
     block_on(store.save("rl", 1, {"sampler": 7}, ranks))
     ranks.finish()
     block_on(store.wait())
@@ -353,8 +415,11 @@ def test_a_pointer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def policy_with_manifest(folder: Path, step: int) -> None:
     folder.mkdir(parents=True)
-    layout, model = {"world": 1}, {"model_type": "qwen3"}
-    Manifest("rl", step, ("model",), layout, "float32", model, {}, "2026-01-01T00:00:00Z").write(folder)
+    layout = {"world": 1}
+    model = {"model_type": "qwen3"}
+    Manifest("rl", step, ("model",), layout, "float32", model, {}, "2026-01-01T00:00:00Z").write(
+        folder
+    )
 
 
 class Whole(Ranks):
@@ -365,7 +430,9 @@ class Whole(Ranks):
 
 
 def whole_checkpoint(folder: Path, **others: Any) -> Path:
-    return block_on(CheckpointStore(folder, Retention()).save("rl", 3, {"totals": {}}, Whole(), **others))
+    return block_on(
+        CheckpointStore(folder, Retention()).save("rl", 3, {"totals": {}}, Whole(), **others)
+    )
 
 
 @pytest.mark.parametrize(
@@ -373,28 +440,46 @@ def whole_checkpoint(folder: Path, **others: Any) -> Path:
     [
         (lambda at: (at / "driver.json").unlink(), r"driver\.json is missing: no run can resume"),
         (lambda at: shutil.rmtree(at / "critic"), r"critic is not a whole checkpoint"),
-        (lambda at: (at / "rollouts.parquet").unlink(), r"rollouts\.parquet cannot be read: No such file"),
-        (lambda at: (at / "rollouts.parquet").write_bytes(b"PAR1"), r"rollouts\.parquet has 4 bytes"),
         (
-            lambda at: write_sealed(at / "driver.json", {**read_sealed(at / "driver.json"), "step": 4}),
+            lambda at: (at / "rollouts.parquet").unlink(),
+            r"rollouts\.parquet cannot be read: No such file",
+        ),
+        (
+            lambda at: (at / "rollouts.parquet").write_bytes(b"PAR1"),
+            r"rollouts\.parquet has 4 bytes",
+        ),
+        (
+            lambda at: write_sealed(
+                at / "driver.json", {**read_sealed(at / "driver.json"), "step": 4}
+            ),
             r"driver\.json is of step 4 \(rl\), and .*policy/manifest\.json of step 3 \(rl\)",
         ),
         (
-            lambda at: write_sealed(at / "driver.json", {**read_sealed(at / "driver.json"), "roles": ["../x"]}),
+            lambda at: write_sealed(
+                at / "driver.json", {**read_sealed(at / "driver.json"), "roles": ["../x"]}
+            ),
             r"driver\.json does not say which parts belong to it",
         ),
         (
-            lambda at: write_sealed(at / "driver.json", {**read_sealed(at / "driver.json"), "phase": "other"}),
+            lambda at: write_sealed(
+                at / "driver.json", {**read_sealed(at / "driver.json"), "phase": "other"}
+            ),
             r"driver\.json has its right hash and does not describe a checkpoint",
         ),
     ],
 )
 @pytest.mark.parametrize("name", ["global_step_3", "the one that I keep"])
 def test_each_part_of_a_checkpoint_that_is_missing_is_named_by_verify_and_before_a_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], said: str, name: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    said: str,
+    name: str,
 ) -> None:
     rollouts = DataProto.from_columns({"x": np.arange(3)})
-    at = whole_checkpoint(tmp_path / "checkpoints", critic=Whole(), rollouts=rollouts).rename(tmp_path / name)
+    at = whole_checkpoint(tmp_path / "checkpoints", critic=Whole(), rollouts=rollouts).rename(
+        tmp_path / name
+    )
     known = Checkpoint(at, "rl", 3, {})
     known.check_parts()
     assert main(["checkpoint", "verify", str(at)]) == 0
@@ -406,7 +491,9 @@ def test_each_part_of_a_checkpoint_that_is_missing_is_named_by_verify_and_before
     assert re.search(said, capsys.readouterr().err)
 
 
-def test_a_checkpoint_that_is_left_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_is_left_out_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without latest.json an older one is in force: silence would train its steps again."""
     folder = tmp_path / "checkpoints"
     for step in (1, 2, 3):
@@ -420,7 +507,9 @@ def test_a_checkpoint_that_is_left_out_is_named(tmp_path: Path, capsys: pytest.C
     latest = store.latest()
     assert latest is not None and latest.step == 1
     two, three = store.left_out()
-    assert "global_step_2 is left out, no run resumes from it: policy/manifest.json is missing" in two
+    assert (
+        "global_step_2 is left out, no run resumes from it: policy/manifest.json is missing" in two
+    )
     assert "global_step_3 is left out, no run resumes from it: driver.json is missing" in three
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("is left out") == 2

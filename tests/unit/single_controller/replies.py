@@ -19,6 +19,11 @@ class Reply(Promise[Any]):
 
 
 def call_of(replies: Mapping[int, Reply], pids: Sequence[int] | None = None, **more: Any) -> Future:
-    """A call on the ranks with these process ids (of this process, if there are none), whose value is a dictionary."""
-    ranks = [Rank(None, "here", Path("log"), None, pid) for pid in pids or [os.getpid()] * len(replies)]
-    return Future("actor", "work", ranks=ranks, refs=replies, **{"collect": dict, "timeout_s": 60.0, **more})
+    """A call on the ranks with these process ids (of this process, if there are none), whose value
+    is a dictionary."""
+    ranks = [
+        Rank(None, "here", Path("log"), None, pid) for pid in pids or [os.getpid()] * len(replies)
+    ]
+    return Future(
+        "actor", "work", ranks=ranks, refs=replies, **{"collect": dict, "timeout_s": 60.0, **more}
+    )

@@ -1,5 +1,5 @@
-"""Parts of the controller that need no Ray: calls on their way to a rank, headers, several roles in one process, the
-order of nodes."""
+"""Parts of the controller that need no Ray: calls on their way to a rank, headers, several roles in
+one process, the order of nodes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def host(worker: Any) -> Host:
 def request() -> tuple[Request, tuple[DataProto, ...]]:
     """A batch by place, another whose column comes from two stored parts, and a keyword."""
     parts = [
-        DataProto.from_columns({"held": Jagged.from_rows(rows, np.int64)}) for rows in ([[1], [2, 2]], [[3, 3, 3], []])
+        DataProto.from_columns({"held": Jagged.from_rows(rows, np.int64)})
+        for rows in ([[1], [2, 2]], [[3, 3, 3], []])
     ]
     rows = ColumnRecipe("rows", ((1, "held"), (2, "held")), np.array([2, 0, 1]))
     recipe = Recipe(DataProto.from_columns({"uid": np.arange(3)}), (rows,), ("uid", "rows"))
@@ -104,16 +105,22 @@ def test_a_stored_result_is_a_header_with_the_small_columns_and_an_object_for_ea
 
 
 def test_an_error_comes_back_as_a_value() -> None:
-    assert host(Actor(CONTEXT, 1)).call(Request("fail", (), ())) == Failure("ValueError", "no", None)
+    assert host(Actor(CONTEXT, 1)).call(Request("fail", (), ())) == Failure(
+        "ValueError", "no", None
+    )
 
 
 @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4), data=st.data())
 def test_rows_are_gathered_from_parts_in_any_order(sizes: list[int], data: st.DataObject) -> None:
     ends = np.cumsum(sizes)
     rows = int(ends[-1])
-    whole = DataProto.from_columns({"x": Jagged.from_rows([np.full(row % 3, row) for row in range(rows)], np.int64)})
+    whole = DataProto.from_columns(
+        {"x": Jagged.from_rows([np.full(row % 3, row) for row in range(rows)], np.int64)}
+    )
     parts = [whole.rows(slice(end - n, end)) for n, end in zip(sizes, ends.tolist(), strict=True)]
-    index = np.asarray(data.draw(st.lists(st.integers(0, rows - 1), max_size=12)) if rows else [], dtype=np.int64)
+    index = np.asarray(
+        data.draw(st.lists(st.integers(0, rows - 1), max_size=12)) if rows else [], dtype=np.int64
+    )
     found = gather(parts, index).jagged("x")
     assert [row.tolist() for row in found] == [[row] * (row % 3) for row in index.tolist()]
     with pytest.raises(IndexError, match=f"of parts of {rows} rows"):
@@ -121,7 +128,10 @@ def test_rows_are_gathered_from_parts_in_any_order(sizes: list[int], data: st.Da
 
 
 def test_consecutive_rows_of_one_part_are_views() -> None:
-    parts = [DataProto.from_columns({"x": np.arange(4)}), DataProto.from_columns({"x": np.arange(4, 9)})]
+    parts = [
+        DataProto.from_columns({"x": np.arange(4)}),
+        DataProto.from_columns({"x": np.arange(4, 9)}),
+    ]
     assert np.shares_memory(gather(parts, np.arange(5, 8))["x"], parts[1]["x"])
 
 
@@ -152,12 +162,18 @@ def test_roles_of_one_process_are_called_through_their_own_classes() -> None:
     assert address_of(both, Reference.log_probs, None) == "reference.log_probs"
     assert worker.call(Request("reference.log_probs", (), ())) == "reference 0"
     assert worker._worker.mesh_position() == MeshPosition(0, 1, True)
-    assert address_of(Actor, Actor.scaled, None) == address_of(Actor, Actor.scaled, "actor") == "scaled"
+    assert (
+        address_of(Actor, Actor.scaled, None)
+        == address_of(Actor, Actor.scaled, "actor")
+        == "scaled"
+    )
     with pytest.raises(TypeError, match="log_probs is not a method of Actor"):
         address_of(Actor, Reference.log_probs, None)
     assert both.__name__ == "ActorAndReference" and hasattr(both, "mesh_position")
     assert not hasattr(colocated(reference=Reference), "mesh_position")
-    with pytest.raises(AttributeError, match=r"'critic\.save' names none of the roles actor, reference"):
+    with pytest.raises(
+        AttributeError, match=r"'critic\.save' names none of the roles actor, reference"
+    ):
         getattr(worker._worker, "critic.save")
 
 
@@ -173,19 +189,25 @@ def test_one_class_may_serve_several_roles_and_the_call_says_which() -> None:
 
 
 def test_nodes_are_ordered_by_address_as_numbers() -> None:
-    assert sorted(["10.0.0.10", "10.0.0.9", "9.0.0.1"], key=_ip_key) == ["9.0.0.1", "10.0.0.9", "10.0.0.10"]
+    assert sorted(["10.0.0.10", "10.0.0.9", "9.0.0.1"], key=_ip_key) == [
+        "9.0.0.1",
+        "10.0.0.9",
+        "10.0.0.10",
+    ]
 
 
 @pytest.fixture
 def one_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], future.Future]:
-    """A call on two ranks, made with the process id of the second: the first answers that the connection is lost, the
-    second says nothing, and Ray tells of its death after a while when its process has ended."""
+    """A call on two ranks, made with the process id of the second: the first answers that the
+    connection is lost, the second says nothing, and Ray tells of its death after a while when its
+    process has ended."""
     import ray
 
     monkeypatch.setattr(future, "_GRACE_S", 0.0)
 
     def made(pid: int) -> future.Future:
-        living, silent = Reply(), Reply()
+        living = Reply()
+        silent = Reply()
         living.set_result(Failure("RuntimeError", "Connection closed by peer", None))
         if state_of(pid) == "":
             threading.Timer(0.3, silent.set_exception, [ray.exceptions.RayActorError()]).start()
@@ -219,7 +241,9 @@ def test_a_rank_that_was_stopped_is_the_cause_of_what_another_raises(
     assert caught.value.rank == 1
 
 
-def test_what_a_rank_raises_is_the_cause_while_the_others_work(one_answer: Callable[[int], future.Future]) -> None:
+def test_what_a_rank_raises_is_the_cause_while_the_others_work(
+    one_answer: Callable[[int], future.Future],
+) -> None:
     with pytest.raises(WorkerError, match="Connection closed by peer") as caught:
         one_answer(os.getpid()).result()
     assert caught.value.rank == 0
@@ -241,11 +265,17 @@ def test_a_call_ends_as_soon_as_no_answer_can_come() -> None:
         ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "{home}/.hybridflow-ray-token"}),
         ({"RAY_AUTH_TOKEN": "t"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t"}),
         ({"RAY_AUTH_TOKEN_PATH": "/t"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/t"}),
-        ({"RAY_AUTH_TOKEN": "t", "RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "t"}),
+        (
+            {"RAY_AUTH_TOKEN": "t", "RAY_AUTH_MODE": "disabled"},
+            {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "t"},
+        ),
     ],
 )
 def test_a_driver_that_joins_uses_the_token_that_ray_was_started_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: dict[str, str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    expected: dict[str, str],
 ) -> None:
     """As `launch/ray/cluster.sh` says: on the machine of the head the command needs no variable."""
     (tmp_path / ".hybridflow-ray-token").write_text("t")
@@ -261,7 +291,9 @@ def test_a_driver_that_joins_uses_the_token_that_ray_was_started_with(
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["refuses", "says nothing"])
-def test_a_dead_head_is_given_up_by_the_deadline(monkeypatch: pytest.MonkeyPatch, listens: bool) -> None:
+def test_a_dead_head_is_given_up_by_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
     """Ray's client tries for half a minute whatever its caller wants."""
     asked = threading.Event()
 
@@ -276,10 +308,16 @@ def test_a_dead_head_is_given_up_by_the_deadline(monkeypatch: pytest.MonkeyPatch
         if listens:
             head.listen()
         address = f"127.0.0.1:{head.getsockname()[1]}"
-        with pytest.raises(ResourceError, match=f"0 of 2 nodes have joined Ray at {address} .*it does not answer"):
+        with pytest.raises(
+            ResourceError, match=f"0 of 2 nodes have joined Ray at {address} .*it does not answer"
+        ):
             wait_for_nodes(address, 2, 0.2)
         assert asked.is_set()
-        with nullcontext() if listens else pytest.raises(ResourceError, match=f"{address}.*correct cluster.address"):
+        with (
+            nullcontext()
+            if listens
+            else pytest.raises(ResourceError, match=f"{address}.*correct cluster.address")
+        ):
             require_listener(address, 0.5)
 
 

@@ -28,7 +28,8 @@ async def test_who_stops_waiting_for_a_call_drops_the_result_alone() -> None:
     async def value() -> object:
         return await call
 
-    first, second = asyncio.ensure_future(value()), asyncio.ensure_future(value())
+    first = asyncio.ensure_future(value())
+    second = asyncio.ensure_future(value())
     await rounds()
     first.cancel()
     await rounds()
@@ -48,7 +49,9 @@ async def test_an_error_is_that_of_everybody_who_waits() -> None:
     await rounds()
     reply.set_result(Failure("ValueError", "no", None))
     found = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [type(one) for one in found] == [WorkerError] * 3 and {str(one) for one in found} == {str(found[0])}
+    assert [type(one) for one in found] == [WorkerError] * 3 and {str(one) for one in found} == {
+        str(found[0])
+    }
     with pytest.raises(WorkerError, match="ValueError: no"):
         await call
 
@@ -97,7 +100,11 @@ def test_each_thread_waits_in_a_loop_of_its_own() -> None:
         return asyncio.get_running_loop()
 
     with ThreadPoolExecutor(1) as pool:
-        loops = {id(block_on(loop())), id(block_on(loop())), id(pool.submit(lambda: block_on(loop())).result())}
+        loops = {
+            id(block_on(loop())),
+            id(block_on(loop())),
+            id(pool.submit(lambda: block_on(loop())).result()),
+        }
     assert len(loops) == 2
 
 
@@ -118,10 +125,13 @@ def test_an_interrupt_ends_the_wait_and_what_waits_with_it() -> None:
     assert block_on(asyncio.sleep(0, "the loop goes on")) == "the loop goes on"
 
 
-def test_a_task_that_ignores_its_cancellation_holds_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_ignores_its_cancellation_holds_nobody_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As an agent loop of a user's may, with `except:` in a loop."""
     monkeypatch.setattr(event_loop, "_CANCEL_S", 0.1)
-    cancelled, may_end = list[int](), asyncio.Event()
+    cancelled = list[int]()
+    may_end = asyncio.Event()
 
     async def stubborn() -> None:
         while not may_end.is_set():
@@ -143,14 +153,16 @@ def test_a_task_that_ignores_its_cancellation_holds_nobody_for_ever(monkeypatch:
 
 
 async def test_blocking_work_holds_neither_the_loop_nor_who_gave_it_up() -> None:
-    go_on, entered = threading.Event(), threading.Event()
+    go_on = threading.Event()
+    entered = threading.Event()
 
     def work() -> str:
         entered.set()
         assert go_on.wait(60)
         return "done"
 
-    kept, given_up = asyncio.ensure_future(in_thread(work)), asyncio.ensure_future(in_thread(work))
+    kept = asyncio.ensure_future(in_thread(work))
+    given_up = asyncio.ensure_future(in_thread(work))
     while not entered.is_set():
         await asyncio.sleep(0.001)
     given_up.cancel()

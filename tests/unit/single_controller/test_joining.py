@@ -14,8 +14,12 @@ import pytest
 from hybridflow.errors import ResourceError
 from hybridflow.single_controller.joining import find_address, require_listener
 
-pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can start processes of other users")
-ME, STRANGER = 61234, 61235  # nobody else of this machine: its own clusters do not count
+pytestmark = pytest.mark.skipif(
+    os.getuid() != 0, reason="only root can start processes of other users"
+)
+# nobody else of this machine: its own clusters do not count
+ME = 61234
+STRANGER = 61235
 
 Start = Callable[[int, str], object]
 
@@ -32,7 +36,12 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
             words = ["/ray/core/raylet", "-c", "echo; read line", f"--gcs-address={address}"]
             process = stack.enter_context(
                 subprocess.Popen(
-                    words, executable="/bin/sh", user=user, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/"
+                    words,
+                    executable="/bin/sh",
+                    user=user,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    cwd="/",
                 )
             )
             assert process.stdout is not None and process.stdout.readline()
@@ -52,7 +61,10 @@ def note(folder: Path, user: int, address: str) -> Path:
 
 def test_auto_is_the_ray_of_this_user_whatever_others_run(start: Start) -> None:
     start(STRANGER, "10.0.0.9:1")
-    with pytest.raises(ResourceError, match=r"no Ray of yours runs on this machine; start one .*cluster\.address=HOST"):
+    with pytest.raises(
+        ResourceError,
+        match=r"no Ray of yours runs on this machine; start one .*cluster\.address=HOST",
+    ):
         find_address("auto")
     start(ME, "10.0.0.1:20000")
     start(ME, "10.0.0.1:20000")  # another of its nodes
@@ -62,7 +74,9 @@ def test_auto_is_the_ray_of_this_user_whatever_others_run(start: Start) -> None:
 def test_several_are_told_apart_by_the_note_or_named(start: Start, tmp_path: Path) -> None:
     start(ME, "10.0.0.1:20000")
     start(ME, "10.0.0.2:20000")
-    with pytest.raises(ResourceError, match=r"several .*\(10\.0\.0\.1:20000, 10\.0\.0\.2:20000\); name one"):
+    with pytest.raises(
+        ResourceError, match=r"several .*\(10\.0\.0\.1:20000, 10\.0\.0\.2:20000\); name one"
+    ):
         find_address("auto")
     note(tmp_path, ME, "10.0.0.2:20000\n")
     assert find_address("auto") == "10.0.0.2:20000"
@@ -79,7 +93,9 @@ def test_a_note_of_somebody_else_is_refused(start: Start, tmp_path: Path, plante
     else:
         os.chown(file if planted == "note" else file.parent, STRANGER, STRANGER)
     who = "is a link" if planted == "link" else f"is of the user with the number {STRANGER}"
-    with pytest.raises(ResourceError, match=rf"{tmp_path}/ray.* {who}.*token.*cluster\.address=HOST:PORT"):
+    with pytest.raises(
+        ResourceError, match=rf"{tmp_path}/ray.* {who}.*token.*cluster\.address=HOST:PORT"
+    ):
         find_address("auto")
 
 
@@ -103,11 +119,15 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 @pytest.mark.parametrize("user", [0, STRANGER])
 def test_no_token_is_sent_to_another_user_who_listens_where_the_head_was(user: int) -> None:
     command = [sys.executable, "-c", LISTEN, str(user)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as listener:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as listener:
         assert listener.stdout is not None
         address = f"127.0.0.1:{int(listener.stdout.readline())}"
         if user:
-            with pytest.raises(ResourceError, match=rf"at {address} listens the user with the number {STRANGER}"):
+            with pytest.raises(
+                ResourceError, match=rf"at {address} listens the user with the number {STRANGER}"
+            ):
                 require_listener(address, 5.0)
         else:
             require_listener(address, 5.0)

@@ -18,12 +18,20 @@ HOST: Any = SimpleNamespace(interface="eth0")
     ("user", "expected"),
     [
         ({}, ROUNDING),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, f"expandable_segments:True,{ROUNDING}"),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            f"expandable_segments:True,{ROUNDING}",
+        ),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, f"max_split_size_mb:64,{ROUNDING}"),
-        ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}, "pinned_max_round_threshold_mb:1"),
+        (
+            {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"},
+            "pinned_max_round_threshold_mb:1",
+        ),
     ],
 )
-def test_pinned_blocks_are_not_rounded_up(monkeypatch: pytest.MonkeyPatch, user: dict[str, str], expected: str) -> None:
+def test_pinned_blocks_are_not_rounded_up(
+    monkeypatch: pytest.MonkeyPatch, user: dict[str, str], expected: str
+) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name, value in user.items():

@@ -1,4 +1,5 @@
-"""What the driver concludes from what another node says of its processes, with a stand-in for Ray's calls."""
+"""What the driver concludes from what another node says of its processes, with a stand-in for Ray's
+calls."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ class Node:
     """A node that answers when the test says so; the clock is the test's too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.asked = 0.0, list[list[int]]()
+        self.now = 0.0
+        self.asked = list[list[int]]()
         monkeypatch.setattr(remote_node, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([] if self.answer is None else refs, []))
+        monkeypatch.setattr(
+            ray, "wait", lambda refs, timeout: ([] if self.answer is None else refs, [])
+        )
         monkeypatch.setattr(ray, "get", self._get)
         self.answer: dict[int, str] | Exception | None = None
         self.seen = remote_node.RemoteNode("id")

@@ -42,7 +42,9 @@ def test_a_stopped_process_is_lost_after_some_looks_and_one_that_goes_on_is_not(
     watched = watch.Processes({"raylet": sleeper.pid})
     sleeper.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
-    assert [watched.silent() for _ in range(watch._STOPPED_LOOKS - 1)] == [""] * (watch._STOPPED_LOOKS - 1)
+    assert [watched.silent() for _ in range(watch._STOPPED_LOOKS - 1)] == [""] * (
+        watch._STOPPED_LOOKS - 1
+    )
     sleeper.send_signal(signal.SIGCONT)
     os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED | os.WNOWAIT)
     assert watched.silent() == "" and watched.ended() == ""
@@ -51,7 +53,9 @@ def test_a_stopped_process_is_lost_after_some_looks_and_one_that_goes_on_is_not(
     assert "stands still" in [watched.silent() for _ in range(watch._STOPPED_LOOKS)][-1]
 
 
-def test_a_process_that_ends_while_others_are_started_is_named(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_ends_while_others_are_started_is_named(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
     running = dict[str, int]()
     watched = watch.Starting(lambda: dict(running), 60.0)
     assert watched.ended() == watched.silent() == "" and not watched.pids()
@@ -63,7 +67,9 @@ def test_a_process_that_ends_while_others_are_started_is_named(sleeper: subproce
     assert watched.ended() == f"Ray's gcs_server (process {sleeper.pid}) has ended"
 
 
-def test_what_is_left_of_an_earlier_cluster_is_no_loss_of_one_that_starts(sleeper: subprocess.Popen[bytes]) -> None:
+def test_what_is_left_of_an_earlier_cluster_is_no_loss_of_one_that_starts(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # a zombie, which is a child still
     watched = watch.Starting(lambda: {"gcs_server": sleeper.pid}, 60.0)
@@ -72,7 +78,10 @@ def test_what_is_left_of_an_earlier_cluster_is_no_loss_of_one_that_starts(sleepe
 
 def test_a_start_that_takes_too_long_is_over() -> None:
     assert watch.Starting(dict, 60.0).silent() == ""
-    assert watch.Starting(dict, 0.0).silent() == "Ray has not answered within cluster.start_timeout_s=0"
+    assert (
+        watch.Starting(dict, 0.0).silent()
+        == "Ray has not answered within cluster.start_timeout_s=0"
+    )
 
 
 def test_an_address_is_lost_after_some_refusals() -> None:
@@ -153,16 +162,23 @@ def test_a_driver_inside_of_a_call_that_hears_no_signal_is_ended_with_a_message(
             ctypes.CDLL(None).pthread_mutex_lock(mutex)  # for ever, as a call of Ray's whose gcs was stopped
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert re.fullmatch(
-        r"hybridflow: Ray's gcs_server \(process \d+\) has ended; .* was ended; the same command resumes .*\n",
+        r"hybridflow: Ray's gcs_server \(process \d+\) has ended; .* was ended; the same command "
+        r"resumes .*\n",
         done.stderr,
     )
 
 
-def test_a_rank_that_owes_an_answer_and_is_stopped_is_found(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_rank_that_owes_an_answer_and_is_stopped_is_found(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
     waiting = call_of({0: Reply(), 1: Reply()}, [os.getpid(), sleeper.pid])
     looks: dict[int, int] = {}
     assert [waiting._stopped(looks) for _ in range(20)] == [None] * 20  # busy, but not stopped

@@ -1,4 +1,5 @@
-"""Checksums tell a changed, moved or exchanged message from the right one, on either kind of device."""
+"""Checksums tell a changed, moved or exchanged message from the right one, on either kind of
+device."""
 
 from __future__ import annotations
 
@@ -39,8 +40,11 @@ DIGESTS = pytest.mark.parametrize("digest", [digest_of_host, digest_of_device])
 def test_one_changed_byte_changes_the_checksum(
     digest: Callable[[torch.Tensor, int], int], size: int, data: st.DataObject
 ) -> None:
-    body = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
-    place, change = data.draw(st.integers(0, size - 1)), data.draw(st.integers(1, 255))
+    body = torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)
+    )
+    place = data.draw(st.integers(0, size - 1))
+    change = data.draw(st.integers(1, 255))
     before = digest(body, 5)
     assert digest(body.clone(), 5) == before
     body[place] ^= change
@@ -48,7 +52,9 @@ def test_one_changed_byte_changes_the_checksum(
 
 
 @DIGESTS
-def test_exchanged_words_and_zeros_at_the_end_are_seen(digest: Callable[[torch.Tensor, int], int]) -> None:
+def test_exchanged_words_and_zeros_at_the_end_are_seen(
+    digest: Callable[[torch.Tensor, int], int],
+) -> None:
     words = torch.arange(64, dtype=torch.int64)
     exchanged = words.clone()
     exchanged[[3, 60]] = exchanged[[60, 3]]
@@ -59,7 +65,10 @@ def test_exchanged_words_and_zeros_at_the_end_are_seen(digest: Callable[[torch.T
 
 def test_every_message_of_a_session_has_a_seed_of_its_own() -> None:
     keys = [
-        message_key(sender, receiver, bucket) for sender in range(4) for receiver in range(4) for bucket in range(9)
+        message_key(sender, receiver, bucket)
+        for sender in range(4)
+        for receiver in range(4)
+        for bucket in range(9)
     ]
     seeds = {seed for sync in range(3) for seed in seeds_of(keys, sync)}
     assert len(seeds) == 3 * 4 * 4 * 9
@@ -83,8 +92,12 @@ def test_the_first_message_that_is_another_is_named() -> None:
     assert first_difference(taken(2, (0, 1, 2, 3)), sent) == 0, "messages of the sync before"
 
 
-def test_the_device_digest_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = torch.randint(0, 256, (8 * 1000 + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+def test_the_device_digest_does_not_depend_on_how_it_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = torch.randint(
+        0, 256, (8 * 1000 + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     whole = digest_of_device(body, 9)
     monkeypatch.setattr("hybridflow_kernels.digest._CHUNK", 7)
     assert digest_of_device(body, 9) == whole

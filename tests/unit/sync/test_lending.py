@@ -1,5 +1,6 @@
-"""Lent memory whose writers and readers are devices: what one side has started on a slot is done before the other side
-sees it, and a device or process that never gets there is an error at the deadline."""
+"""Lent memory whose writers and readers are devices: what one side has started on a slot is done
+before the other side sees it, and a device or process that never gets there is an error at the
+deadline."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class _Events:
     numbers = iter(range(1000))
 
     def __init__(self, device: Device, count: int) -> None:
-        self.device, first = device, next(self.numbers)
+        self.device = device
+        first = next(self.numbers)
         self.handles = [f"event-{first}-{number}" for number in range(count)]
 
     def record(self, number: int) -> None:
@@ -73,7 +75,8 @@ class _Events:
 
 class _PeerEvents:
     def __init__(self, device: Device, handles: Sequence[str]) -> None:
-        self.device, self.handles = device, handles
+        self.device = device
+        self.handles = handles
 
     def is_done(self, number: int) -> bool:
         self.device.asked.set()
@@ -98,7 +101,9 @@ def pair(store: int, device: Device, name: str) -> tuple[Sender, Receiver]:
     endpoint = Endpoint("cuda_ipc", name, "127.0.0.1", store, (0,), (0,), 1 << 20, 60.0)
     opened: list[Sender] = []
     thread = threading.Thread(
-        target=lambda: opened.append(Sender(Member(endpoint, "trainer", 0), DeviceMemory(CPU, device)))
+        target=lambda: opened.append(
+            Sender(Member(endpoint, "trainer", 0), DeviceMemory(CPU, device))
+        )
     )
     thread.start()
     receiver = Receiver(Member(endpoint, "engine", 0), DeviceMemory(CPU, device))
@@ -113,7 +118,9 @@ def send(sender: Sender, tag: int, value: int, nbytes: int = 100) -> Payload:
     return payload
 
 
-def test_messages_of_growing_size_come_in_order_through_few_slots(store: int, device: Device) -> None:
+def test_messages_of_growing_size_come_in_order_through_few_slots(
+    store: int, device: Device
+) -> None:
     sender, receiver = pair(store, device, "order")
     sizes = [10, 1 << 16, 1 << 17, 100, 1 << 20, 1 << 20]
     for _ in range(3):
@@ -129,13 +136,16 @@ def test_messages_of_growing_size_come_in_order_through_few_slots(store: int, de
             )
             loan.release()
         made = len(device.memory)
-    assert made == len(device.memory) <= 2 * 5  # a slot grows by doubling, and not again in later syncs
+    # a slot grows by doubling, and not again in later syncs
+    assert made == len(device.memory) <= 2 * 5
     sender.close()
     receiver.close()
     assert device.released == 2
 
 
-def test_a_message_is_seen_when_the_senders_device_has_written_it(store: int, device: Device) -> None:
+def test_a_message_is_seen_when_the_senders_device_has_written_it(
+    store: int, device: Device
+) -> None:
     sender, receiver = pair(store, device, "written")
     device.is_fast = False
     send(sender, 7, 1)
@@ -151,7 +161,9 @@ def test_a_message_is_seen_when_the_senders_device_has_written_it(store: int, de
     receiver.close()
 
 
-def test_a_slot_is_lent_again_when_the_receivers_device_has_read_it(store: int, device: Device) -> None:
+def test_a_slot_is_lent_again_when_the_receivers_device_has_read_it(
+    store: int, device: Device
+) -> None:
     sender, receiver = pair(store, device, "read")
     for tag in (0, 1):
         send(sender, tag, tag)
@@ -169,12 +181,17 @@ def test_a_slot_is_lent_again_when_the_receivers_device_has_read_it(store: int, 
     receiver.close()
 
 
-def test_a_device_that_never_gets_there_is_an_error_at_the_deadline(store: int, device: Device) -> None:
+def test_a_device_that_never_gets_there_is_an_error_at_the_deadline(
+    store: int, device: Device
+) -> None:
     sender, receiver = pair(store, device, "late")
     receiver.member.endpoint.__dict__["timeout_s"] = 0.3
     device.is_fast = False
     send(sender, 7, 1)
-    with pytest.raises(WeightSyncError, match=r"message 7 with trainer rank 0 over cuda_ipc: the peer did nothing for"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"message 7 with trainer rank 0 over cuda_ipc: the peer did nothing for",
+    ):
         receiver.borrow(0, 7, 100)
     sender.close()
     receiver.close()
@@ -219,5 +236,7 @@ def test_a_peer_that_died_before_its_device_got_there_is_named(
 def test_buffers_of_a_cpu_are_refused() -> None:
     endpoint = Endpoint("cuda_ipc", "s", "127.0.0.1", 1, (0,), (0,), 8, 1.0)
     for opened in (cuda_ipc.open_sender, cuda_ipc.open_receiver):
-        with pytest.raises(WeightSyncError, match=r"carries buffers of GPUs, .* rank 0 has them on cpu"):
+        with pytest.raises(
+            WeightSyncError, match=r"carries buffers of GPUs, .* rank 0 has them on cpu"
+        ):
             opened(endpoint, 0, CPU)

@@ -1,4 +1,5 @@
-"""Point-to-point over NCCL without GPUs: a stand-in for torch's group with what its documentation says of it."""
+"""Point-to-point over NCCL without GPUs: a stand-in for torch's group with what its documentation
+says of it."""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports import p2p
 from hybridflow.sync.transports.base import Endpoint
 
-ENDPOINT = Endpoint("p2p", "s", "127.0.0.1", 5, senders=(0,), receivers=(0,), message_bytes=8, timeout_s=60.0)
+ENDPOINT = Endpoint(
+    "p2p", "s", "127.0.0.1", 5, senders=(0,), receivers=(0,), message_bytes=8, timeout_s=60.0
+)
 CPU = torch.device("cpu")
 
 
 class World:
-    """Devices that run their kernels one after another; a kernel ends when each of its messages has met the other
-    side's, in a kernel that runs at the same time. `num_senders`: ranks below it are the same devices in all
-    sessions."""
+    """Devices that run their kernels one after another; a kernel ends when each of its messages has
+    met the other side's, in a kernel that runs at the same time. `num_senders`: ranks below it are
+    the same devices in all sessions."""
 
     def __init__(self, num_senders: int) -> None:
         self.num_senders = num_senders
@@ -55,7 +58,9 @@ class World:
                 self.calls.add((group.session, *op.pair, op.method))
                 self.changed.notify_all()
                 other = "recv" if op.method == "send" else "send"
-                assert self.changed.wait_for(lambda pair=op.pair, o=other: (group.session, *pair, o) in self.calls, 60)
+                assert self.changed.wait_for(
+                    lambda pair=op.pair, o=other: (group.session, *pair, o) in self.calls, 60
+                )
             device = group.rank if group.rank < self.num_senders else (group.session, group.rank)
             self.queues.setdefault(device, deque()).append(kernel)
             self._run()
@@ -65,7 +70,12 @@ class World:
         moved = True
         while moved:
             running = [queue[0] for queue in self.queues.values() if queue]
-            sends = {(k.group.session, *op.pair): (k, op) for k in running for op in k.left if op.method == "send"}
+            sends = {
+                (k.group.session, *op.pair): (k, op)
+                for k in running
+                for op in k.left
+                if op.method == "send"
+            }
             moved = False
             for kernel in running:
                 for op in [op for op in kernel.left if op.method == "recv"]:
@@ -82,14 +92,18 @@ class World:
 
 class Op:
     def __init__(self, method: str, tensor: torch.Tensor, pair: tuple[int, int]) -> None:
-        self.method, self.tensor, self.pair = method, tensor, pair
+        self.method = method
+        self.tensor = tensor
+        self.pair = pair
 
 
 class Kernel:
-    """The work of a group's messages. It counts as completed, without an error, when its group was aborted."""
+    """The work of a group's messages. It counts as completed, without an error, when its group was
+    aborted."""
 
     def __init__(self, group: Group, messages: list[Op]) -> None:
-        self.group, self.left = group, list(messages)
+        self.group = group
+        self.left = list(messages)
 
     def is_completed(self) -> bool:
         return not self.left or self.group.is_aborted
@@ -99,9 +113,10 @@ class Kernel:
 
 
 class Group:
-    """ProcessGroupNCCL: its watchdog ends the process when a transfer outlives the group's timeout, or on an error
-    unless TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 as the group is made. Until it is connected for a device, and outside of
-    a coalesced call, each message makes a communicator of its pair."""
+    """ProcessGroupNCCL: its watchdog ends the process when a transfer outlives the group's timeout,
+    or on an error unless TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 as the group is made. Until it is
+    connected for a device, and outside of a coalesced call, each message makes a communicator of
+    its pair."""
 
     world: World
     made: list[Group]
@@ -112,10 +127,14 @@ class Group:
             self.config = SimpleNamespace(max_ctas=32)
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
-        self.rank, self.size, self.options = rank, size, options
+        self.rank = rank
+        self.size = size
+        self.options = options
         self.session = store._prefix if store is not None else ""
         self.errors_end_process = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
-        self.is_connected, self.is_aborted, self.together = False, False, list[Op]()
+        self.is_connected = False
+        self.is_aborted = False
+        self.together = list[Op]()
         self.is_coalescing = False
         Group.made.append(self)
 
@@ -137,7 +156,9 @@ class Group:
         self.together.append(Op(method, tensor, pair))
 
     def _end_coalescing(self) -> Kernel:
-        messages, self.together, self.is_coalescing = self.together, [], False
+        messages = self.together
+        self.together = []
+        self.is_coalescing = False
         return self.world.start(self, messages)
 
     def abort(self) -> None:
@@ -205,7 +226,10 @@ def test_sessions_that_open_at_the_same_time_both_report_errors_alone(
     monkeypatch: pytest.MonkeyPatch, said: None
 ) -> None:
     """A trainer rank opens its session with each engine in a thread."""
-    inside, both_inside, one_is_made, seen = threading.Event(), threading.Event(), threading.Event(), []
+    inside = threading.Event()
+    both_inside = threading.Event()
+    one_is_made = threading.Event()
+    seen = []
 
     class Slow:
         """The first constructor lets a second begin, which would end after it."""
@@ -234,7 +258,9 @@ def test_sessions_that_open_at_the_same_time_both_report_errors_alone(
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
-def test_a_transfer_that_has_ended_is_done_and_a_late_one_fails_at_our_deadline(channel: Any) -> None:
+def test_a_transfer_that_has_ended_is_done_and_a_late_one_fails_at_our_deadline(
+    channel: Any,
+) -> None:
     work = started(channel)
     channel.member.endpoint.__dict__["timeout_s"] = 0.5
     with pytest.raises(WeightSyncError, match=r"did nothing for 0\.5 s"):
@@ -257,31 +283,42 @@ def test_an_abort_by_another_thread_is_no_success(channel: Any) -> None:
         work.wait()
 
 
-def test_a_peer_that_dies_while_nccl_connects_is_an_error(peer: subprocess.Popen[bytes], said: None) -> None:
+def test_a_peer_that_dies_while_nccl_connects_is_an_error(
+    peer: subprocess.Popen[bytes], said: None
+) -> None:
     """NCCL itself would wait for it without a deadline."""
     threading.Timer(0.1, peer.kill).start()
-    with pytest.raises(WeightSyncError, match=r"could not be opened, because that rank.s process has ended"):
+    with pytest.raises(
+        WeightSyncError, match=r"could not be opened, because that rank.s process has ended"
+    ):
         p2p.open_sender(ENDPOINT, 0, CPU)
 
 
 def test_a_peer_that_never_connects_is_an_error_at_the_deadline(said: None) -> None:
-    with pytest.raises(WeightSyncError, match=r"no process group with engine ranks \[0\] within 0\.3 s"):
+    with pytest.raises(
+        WeightSyncError, match=r"no process group with engine ranks \[0\] within 0\.3 s"
+    ):
         p2p.open_sender(replace(ENDPOINT, timeout_s=0.3), 0, CPU)
 
 
 class Sessions:
-    """Two trainer ranks with two engines of two ranks: a session an engine, each end a thread that opens its channel,
-    says so and goes on when it may."""
+    """Two trainer ranks with two engines of two ranks: a session an engine, each end a thread that
+    opens its channel, says so and goes on when it may."""
 
     def __init__(self, slots: int) -> None:
         self._store = master_store("127.0.0.1", 0, 60)
-        self._endpoint = replace(ENDPOINT, port=self._store.port, senders=(0, 1), receivers=(0, 1), slots=slots)
+        self._endpoint = replace(
+            ENDPOINT, port=self._store.port, senders=(0, 1), receivers=(0, 1), slots=slots
+        )
         self._failed: list[BaseException] = []
         self._threads: list[threading.Thread] = []
         self.received: dict[tuple[int, int], list[int]] = {}
 
-    def send(self, engine: int, rank: int, messages: list[tuple[int, int]], *opened: Any) -> threading.Thread:
-        """Send the messages, (receiver, value), in order, as soon as all `opened` are set; sets the first itself."""
+    def send(
+        self, engine: int, rank: int, messages: list[tuple[int, int]], *opened: Any
+    ) -> threading.Thread:
+        """Send the messages, (receiver, value), in order, as soon as all `opened` are set; sets the
+        first itself."""
         return self._run(self._send, engine, rank, messages, opened)
 
     def receive(self, engine: int, rank: int, senders: list[int], *opened: Any) -> threading.Thread:
@@ -305,10 +342,15 @@ class Sessions:
         self._threads.append(in_thread(guarded))
         return self._threads[-1]
 
-    def _send(self, engine: int, rank: int, messages: list[tuple[int, int]], opened: tuple[Any, ...]) -> None:
+    def _send(
+        self, engine: int, rank: int, messages: list[tuple[int, int]], opened: tuple[Any, ...]
+    ) -> None:
         channel = p2p.open_sender(replace(self._endpoint, session=f"e{engine}"), rank, CPU)
         _meet(opened)
-        works = [channel.send(to, 0, Payload(torch.tensor([value], dtype=torch.uint8))) for to, value in messages]
+        works = [
+            channel.send(to, 0, Payload(torch.tensor([value], dtype=torch.uint8)))
+            for to, value in messages
+        ]
         for work in works:
             work.wait()
 
@@ -316,7 +358,10 @@ class Sessions:
         channel = p2p.open_receiver(replace(self._endpoint, session=f"e{engine}"), rank, CPU)
         _meet(opened)
         into = [torch.zeros(1, dtype=torch.uint8) for _ in senders]
-        for work in [channel.receive(peer, 0, Payload(each)) for peer, each in zip(senders, into, strict=True)]:
+        for work in [
+            channel.receive(peer, 0, Payload(each))
+            for peer, each in zip(senders, into, strict=True)
+        ]:
             work.wait()
         self.received[engine, rank] = [int(each) for each in into]
 
@@ -328,8 +373,8 @@ def _meet(opened: tuple[Any, ...]) -> None:
 
 
 def test_ranks_that_open_their_sessions_in_different_orders_all_open() -> None:
-    """A communicator comes about when all ranks are there, so nothing may be held that another session needs: rank 0
-    opens engine 0's session first, rank 1 engine 1's."""
+    """A communicator comes about when all ranks are there, so nothing may be held that another
+    session needs: rank 0 opens engine 0's session first, rank 1 engine 1's."""
     sessions = Sessions(slots=2)
     sessions.send(0, 0, [])
     sessions.send(1, 1, [])
@@ -339,13 +384,17 @@ def test_ranks_that_open_their_sessions_in_different_orders_all_open() -> None:
     sessions.send(0, 1, [])
     sessions.send(1, 0, [])
     sessions.join()
-    assert {name: len(ranks) for name, ranks in Group.world.joined.items()} == {"group/e0/": 4, "group/e1/": 4}
+    assert {name: len(ranks) for name, ranks in Group.world.joined.items()} == {
+        "group/e0/": 4,
+        "group/e1/": 4,
+    }
 
 
 def test_no_order_in_which_engines_are_served_stops_them() -> None:
-    """Engine 0 takes rank 1's message before rank 0's, engine 1 the other way round. Rank 0 serves engine 0 first and
-    rank 1 engine 1; a device's kernels run one after another. Were a message started before its receiver waits for it,
-    each sender's first would stand before the one that the other's waits for."""
+    """Engine 0 takes rank 1's message before rank 0's, engine 1 the other way round. Rank 0 serves
+    engine 0 first and rank 1 engine 1; a device's kernels run one after another. Were a message
+    started before its receiver waits for it, each sender's first would stand before the one that
+    the other's waits for."""
     sessions = Sessions(slots=2)
     all_open = [threading.Event() for _ in range(8)]
     ends = [[event, *all_open] for event in all_open]
@@ -359,7 +408,12 @@ def test_no_order_in_which_engines_are_served_stops_them() -> None:
     sessions.send(0, 1, [(0, 12), (1, 13)], ends[6][0], *all_open, Ended(early))
     sessions.send(1, 0, [(0, 20), (1, 21)], ends[7][0], *all_open, Ended(early))
     sessions.join()
-    assert sessions.received == {(0, 0): [12, 10], (0, 1): [13, 11], (1, 0): [20, 22], (1, 1): [21, 23]}
+    assert sessions.received == {
+        (0, 0): [12, 10],
+        (0, 1): [13, 11],
+        (1, 0): [20, 22],
+        (1, 1): [21, 23],
+    }
 
 
 class Ended:
@@ -376,7 +430,8 @@ class Ended:
 
 def test_a_receiver_takes_messages_of_several_senders_by_one_kernel() -> None:
     """Half of what may be under way; the senders of the next are called when it has arrived."""
-    sessions, kernels = Sessions(slots=4), []
+    sessions = Sessions(slots=4)
+    kernels = []
     start = World.start
     world = Group.world
 
@@ -392,5 +447,6 @@ def test_a_receiver_takes_messages_of_several_senders_by_one_kernel() -> None:
     sessions.send(0, 1, [(0, 2), (0, 4)])
     sessions.join()
     assert sessions.received[0, 0] == [1, 2, 3, 4, 5]
-    connecting, messages = [1] * 4, [2, 2, 1]
+    connecting = [1] * 4
+    messages = [2, 2, 1]
     assert sorted(kernels) == sorted(connecting + messages)

@@ -1,5 +1,5 @@
-"""Waiting for shared memory to change: woken by the other side, by its death, by the deadline, and by nothing that was
-closed."""
+"""Waiting for shared memory to change: woken by the other side, by its death, by the deadline, and
+by nothing that was closed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from hybridflow.sync import lending
 from hybridflow.sync.lending import Notifier, make_pipes, open_pipes
 from hybridflow.sync.meeting import PeerWatch
 
-KERNEL = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+KERNEL = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+    "/proc/self/ns/pid"
+)
 LONG_S = 60.0
 
 
 def pair(process: int) -> tuple[Notifier, Notifier]:
-    """The sender's end, which watches `process`, and the receiver's, whose descriptors are opened as another process
-    would."""
+    """The sender's end, which watches `process`, and the receiver's, whose descriptors are opened
+    as another process would."""
     reads, writes, *theirs = make_pipes()
-    receiver = Notifier(*open_pipes(os.getpid(), theirs), PeerWatch({"kernel": KERNEL, "process": os.getpid()}))
+    receiver = Notifier(
+        *open_pipes(os.getpid(), theirs), PeerWatch({"kernel": KERNEL, "process": os.getpid()})
+    )
     for fd in theirs:
         os.close(fd)
     return Notifier(reads, writes, PeerWatch({"kernel": KERNEL, "process": process})), receiver
@@ -35,7 +39,8 @@ def test_each_side_wakes_the_other_and_a_notification_before_the_wait_is_not_los
 ) -> None:
     monkeypatch.setattr(lending, "_LOOK_S", LONG_S)  # after a lost ring nobody looks by himself
     sender, receiver = pair(os.getpid())
-    counts, rounds = {"sent": 0, "taken": 0}, 2000
+    counts = {"sent": 0, "taken": 0}
+    rounds = 2000
 
     def woken(side: Notifier, is_ready: Callable[[], bool]) -> bool:
         ends = time.monotonic() + LONG_S
@@ -44,7 +49,9 @@ def test_each_side_wakes_the_other_and_a_notification_before_the_wait_is_not_los
         return time.monotonic() < ends
 
     def take() -> None:
-        while counts["taken"] < rounds and woken(receiver, lambda: counts["sent"] > counts["taken"]):
+        while counts["taken"] < rounds and woken(
+            receiver, lambda: counts["sent"] > counts["taken"]
+        ):
             counts["taken"] += 1
             receiver.notify()
 

@@ -1,5 +1,5 @@
-"""Transports from a file outside of the package: found by name, opened, and under the same contract as the built-in
-ones."""
+"""Transports from a file outside of the package: found by name, opened, and under the same contract
+as the built-in ones."""
 
 from __future__ import annotations
 
@@ -97,17 +97,22 @@ def store() -> Any:
     return master_store(HOST, 0, 60)
 
 
-@pytest.mark.parametrize("name", ["mine", *(n for n in TRANSPORTS.names() if "cpu" in TRANSPORTS.get(n).devices)])
+@pytest.mark.parametrize(
+    "name", ["mine", *(n for n in TRANSPORTS.names() if "cpu" in TRANSPORTS.get(n).devices)]
+)
 def test_the_contract_within_one_process(name: str, mine: str, store: Any) -> None:
     """Order, exact bytes, a late peer within the deadline, and no use after an abort."""
     transport = mine if name == "mine" else name
     session = f"contract of {name}"
     endpoint = Endpoint(transport, session, HOST, store.port, (0,), (0,), 1 << 20, 60.0)
-    sent = [Payload(torch.arange(size, dtype=torch.int64).to(torch.uint8)) for size in (1, 70_000, 3)]
+    sent = [
+        Payload(torch.arange(size, dtype=torch.int64).to(torch.uint8)) for size in (1, 70_000, 3)
+    ]
     got = [Payload(torch.zeros(payload.nbytes, dtype=torch.uint8)) for payload in sent]
     with ThreadPoolExecutor(2) as pool:
         ends = pool.submit(open_sender, endpoint, 0), pool.submit(open_receiver, endpoint, 0)
-        sender, receiver = ends[0].result(120), ends[1].result(120)
+        sender = ends[0].result(120)
+        receiver = ends[1].result(120)
 
         def send() -> None:
             for tag, payload in enumerate(sent):
@@ -119,7 +124,8 @@ def test_the_contract_within_one_process(name: str, mine: str, store: Any) -> No
         sending.result(120)
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(sent, got, strict=True))
     vars(endpoint)["timeout_s"] = 0.5
-    for link in getattr(receiver, "_links", {}).values():  # of tcp, whose deadlines are the kernel's
+    # of tcp, whose deadlines are the kernel's
+    for link in getattr(receiver, "_links", {}).values():
         link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tcp._timeval(0.5))
     with pytest.raises(WeightSyncError, match=r"deadline 0\.5 s"):
         receiver.receive(0, 9, got[0]).wait()
@@ -134,7 +140,9 @@ def test_what_it_declares_is_what_checks_and_sizes_follow(mine: str) -> None:
     assert part_bytes(mine, Platform("cpu")) == 2 * Platform("cpu").cache_bytes
     words = [f"rollout.sync.transport={mine}"]
     check_devices(load_config("tiny-moe-grpo", words), "cpu")
-    with pytest.raises(ConfigError, match=r"keys needs trainer and engines on one machine, but cluster\.nodes=2"):
+    with pytest.raises(
+        ConfigError, match=r"keys needs trainer and engines on one machine, but cluster\.nodes=2"
+    ):
         check_devices(load_config("tiny-moe-grpo", [*words, "cluster.nodes=2"]), "cpu")
     with pytest.raises(ConfigError, match=r"keys carries CPU buffers"):
         check_devices(load_config("tiny-moe-grpo", words), "cuda")

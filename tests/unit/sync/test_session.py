@@ -69,7 +69,9 @@ def test_once_called_off_nobody_commits_and_senders_stop_waiting(store: Any) -> 
     worker, rank, sender = boards(store, 3)
     worker.call_off("the engine is gone")
     assert rank.decide(COMMIT) == ABORT
-    with pytest.raises(WeightSyncError, match=r"weight version 7 to engine-0.*called off: the engine is gone"):
+    with pytest.raises(
+        WeightSyncError, match=r"weight version 7 to engine-0.*called off: the engine is gone"
+    ):
         sender.wait_for_go(5.0)
 
 
@@ -102,12 +104,15 @@ def test_silent_ranks_are_named_with_the_deadline(store: Any) -> None:
 
 def test_a_missing_report_is_missing(store: Any) -> None:
     (board,) = boards(store, 1)
-    session.write_report(board.store, board.report_prefix, RankReport(5, "rank 5: no", 10, 0.5, "d", 1))
+    session.write_report(
+        board.store, board.report_prefix, RankReport(5, "rank 5: no", 10, 0.5, "d", 1)
+    )
     assert board.reports(0.2) == {5: RankReport(5, "rank 5: no", 10, 0.5, "d", 1)}
 
 
 def test_attempts_do_not_meet(store: Any) -> None:
-    (first,), (second,) = boards(store, 1, attempt=1), boards(store, 1, attempt=2)
+    (first,) = boards(store, 1, attempt=1)
+    (second,) = boards(store, 1, attempt=2)
     first.call_off("broken")
     second.go()
     second.wait_for_go(1.0)
@@ -123,39 +128,60 @@ def test_a_store_that_is_gone_is_our_error() -> None:
 
 # ---- schedules
 
-TRAINER, ENGINES = ParallelShape(4, tensor=2, pipeline=2, expert=2), (EngineShape(), EngineShape(tensor=2))
+TRAINER = ParallelShape(4, tensor=2, pipeline=2, expert=2)
+ENGINES = (EngineShape(), EngineShape(tensor=2))
 
 
 def posted(store: Any, target: Layout) -> list[EngineLayout]:
-    """As engines describe themselves: each rank posts its layout and the shapes of its parameters."""
+    """As engines describe themselves: each rank posts its layout and the shapes of its
+    parameters."""
     engines: list[list[str]] = [[], []]
     for rank, number in enumerate(target.rank_class.tolist()):
         layout = target.classes[number]
         parameters = dict(zip(layout.names, layout.shapes.tolist(), strict=True))
         engines[int(target.replica[rank])].append(post_layout(store, layout, parameters))
-    return [EngineLayout(f"engine-{number}", tuple(digests)) for number, digests in enumerate(engines)]
+    return [
+        EngineLayout(f"engine-{number}", tuple(digests)) for number, digests in enumerate(engines)
+    ]
 
 
 def test_every_rank_reads_exactly_its_own_messages(store: Any) -> None:
     decoder = decoder_of("qwen3_moe")
-    catalog, target = Catalog.of(decoder.tensors()), by_hand(decoder, ENGINES, "float32")
+    catalog = Catalog.of(decoder.tensors())
+    target = by_hand(decoder, ENGINES, "float32")
     facts = make_weight_plan(
-        store, decoder, megatron_layout(decoder, TRAINER.coordinates(), "float32"), posted(store, target), 1 << 20, 1.0
+        store,
+        decoder,
+        megatron_layout(decoder, TRAINER.coordinates(), "float32"),
+        posted(store, target),
+        1 << 20,
+        1.0,
     )
-    plan = make_plan(catalog, megatron_layout(decoder, TRAINER.coordinates(), "float32"), target, (1 << 20) // 2)
-    assert facts.digest == plan.digest() and facts.receivers == ((0,), (1, 2)) and facts.unused == ()
-    messages, sent = Messages(plan), [0, 0]
+    plan = make_plan(
+        catalog, megatron_layout(decoder, TRAINER.coordinates(), "float32"), target, (1 << 20) // 2
+    )
+    assert (
+        facts.digest == plan.digest() and facts.receivers == ((0,), (1, 2)) and facts.unused == ()
+    )
+    messages = Messages(plan)
+    sent = [0, 0]
     for rank in range(4):
-        read = Schedule.from_dict(session.read(store, schedule_key(facts.digest, SENDER, rank), 1.0))
+        read = Schedule.from_dict(
+            session.read(store, schedule_key(facts.digest, SENDER, rank), 1.0)
+        )
         assert list(read.messages) == messages.outgoing(rank) and read.plan == facts.digest
         for message in read.messages:
             sent[message.peer > 0] += message.nbytes
             assert rank in facts.senders[message.peer > 0]
     assert tuple(sent) == facts.nbytes
     for rank in range(3):
-        read = Schedule.from_dict(session.read(store, schedule_key(facts.digest, RECEIVER, rank), 1.0))
+        read = Schedule.from_dict(
+            session.read(store, schedule_key(facts.digest, RECEIVER, rank), 1.0)
+        )
         assert list(read.messages) == messages.incoming(rank)
-        assert layout_digest(read.layout) == layout_digest(target.classes[int(target.rank_class[rank])])
+        assert layout_digest(read.layout) == layout_digest(
+            target.classes[int(target.rank_class[rank])]
+        )
     assert facts.digest[:12] in facts.describe() and "to 2 engines" in facts.describe()
 
 
@@ -163,11 +189,19 @@ def test_a_parameter_that_the_loader_does_not_fill_is_refused(store: Any) -> Non
     decoder = decoder_of("qwen3")
     target = by_hand(decoder, (EngineShape(),), "float32")
     layout = target.classes[0]
-    parameters = {**dict(zip(layout.names, layout.shapes.tolist(), strict=True)), "model.extra.weight": [4]}
+    parameters = {
+        **dict(zip(layout.names, layout.shapes.tolist(), strict=True)),
+        "model.extra.weight": [4],
+    }
     engines = [EngineLayout("engine-0", (post_layout(store, layout, parameters),))]
     with pytest.raises(WeightSyncError, match=r"engine-0 rank 0: .*extra \['model.extra.weight'\]"):
         make_weight_plan(
-            store, decoder, megatron_layout(decoder, ParallelShape(1).coordinates(), "float32"), engines, 1 << 20, 1.0
+            store,
+            decoder,
+            megatron_layout(decoder, ParallelShape(1).coordinates(), "float32"),
+            engines,
+            1 << 20,
+            1.0,
         )
 
 
@@ -175,4 +209,11 @@ def test_too_little_staging_names_the_key(store: Any) -> None:
     decoder = decoder_of("qwen3_moe")
     engines = posted(store, by_hand(decoder, ENGINES, "float32"))
     with pytest.raises(WeightSyncError, match=r"rollout.sync.staging_bytes=4096 / 2 engines"):
-        make_weight_plan(store, decoder, megatron_layout(decoder, TRAINER.coordinates(), "float32"), engines, 4096, 1.0)
+        make_weight_plan(
+            store,
+            decoder,
+            megatron_layout(decoder, TRAINER.coordinates(), "float32"),
+            engines,
+            4096,
+            1.0,
+        )

@@ -1,5 +1,5 @@
-"""The tcp transport within one process: order, strangers, wrong plans, an end in the middle. The contract is in
-tests/dist."""
+"""The tcp transport within one process: order, strangers, wrong plans, an end in the middle. The
+contract is in tests/dist."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def pair(store: Any, request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]
 def payloads(*sizes: int) -> list[Payload]:
     made = [torch.Generator().manual_seed(size) for size in sizes]
     return [
-        Payload(torch.randint(0, 256, (n,), dtype=torch.uint8, generator=g)) for n, g in zip(sizes, made, strict=True)
+        Payload(torch.randint(0, 256, (n,), dtype=torch.uint8, generator=g))
+        for n, g in zip(sizes, made, strict=True)
     ]
 
 
@@ -84,7 +85,10 @@ def test_another_message_than_the_plan_says_is_an_error(pair: tuple[Any, Any]) -
     sender.send(0, 5, payloads(10)[0])
     with pytest.raises(
         WeightSyncError,
-        match=r"message and bytes \[4, 10\] were expected, \[5, 10\] came; the two sides have different plans",
+        match=(
+            r"message and bytes \[4, 10\] were expected, \[5, 10\] came; the two sides have "
+            r"different plans"
+        ),
     ):
         receiver.receive(0, 4, zeros(10)).wait()
 
@@ -108,7 +112,8 @@ def test_giving_up_wakes_another_thread_that_waits(
     pair: tuple[Connections, Connections], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, receiver = pair
-    read, begun = receiver.read, threading.Event()
+    read = receiver.read
+    begun = threading.Event()
     monkeypatch.setattr(receiver, "read", lambda *words: (begun.set(), read(*words)))
 
     def give_up() -> None:
@@ -124,25 +129,31 @@ def test_giving_up_wakes_another_thread_that_waits(
 
 
 def test_strangers_are_shown_the_door(store: Any) -> None:
-    """Connections that say nothing, too little, or do not know the job's secret do not keep the sender out."""
+    """Connections that say nothing, too little, or do not know the job's secret do not keep the
+    sender out."""
     endpoint = Endpoint("tcp", "strangers", HOST, store.port, (0,), (0,), 64, 60.0)
     with ThreadPoolExecutor(2) as pool:
         receiver = pool.submit(open_receiver, endpoint, 0)
         client = client_store(HOST, store.port, 60)
         client.wait(["transport/strangers/engine/0"])
         said = json.loads(client.get("transport/strangers/engine/0"))
-        strangers = [socket.create_connection((said["host"], said["port"]), timeout=60) for _ in range(2)]
+        strangers = [
+            socket.create_connection((said["host"], said["port"]), timeout=60) for _ in range(2)
+        ]
         strangers[0].sendall(b"hello")
         strangers[0].close()
-        strangers[1].sendall(bytes(8 + CHALLENGE_BYTES + PROOF_BYTES))  # rank 0, a challenge, a guess
+        # rank 0, a challenge, a guess
+        strangers[1].sendall(bytes(8 + CHALLENGE_BYTES + PROOF_BYTES))
         sender = pool.submit(open_sender, endpoint, 0)
         ends = sender.result(120), receiver.result(120)
-    payload, into = payloads(50)[0], zeros(50)
+    payload = payloads(50)[0]
+    into = zeros(50)
     ends[0].send(0, 1, payload)
     ends[1].receive(0, 1, into).wait()
     assert torch.equal(payload.tensor, into.tensor)
     with strangers[1].makefile("rb") as said_to_stranger:
-        assert len(said_to_stranger.read()) <= CHALLENGE_BYTES + PROOF_BYTES  # and its connection was closed
+        # and its connection was closed
+        assert len(said_to_stranger.read()) <= CHALLENGE_BYTES + PROOF_BYTES
     for end in ends:
         end.close()
     strangers[1].close()
@@ -163,8 +174,11 @@ def _comes(where: tuple[str, int], member: Member) -> None:
     tcp._connected(where, 0, tcp._purpose(member, 0, 0), time.monotonic() + 60.0).close()
 
 
-def test_nobody_waits_for_strangers_that_are_silent(accepting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are greeted at the same time, and beyond some number the oldest goes: their deadline plays no part."""
+def test_nobody_waits_for_strangers_that_are_silent(
+    accepting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are greeted at the same time, and beyond some number the oldest goes: their deadline
+    plays no part."""
     monkeypatch.setattr(tcp, "_HELLO_S", 600.0)
     where, accepted, member = accepting
     with ExitStack() as open_:
@@ -175,7 +189,9 @@ def test_nobody_waits_for_strangers_that_are_silent(accepting: Any, monkeypatch:
         assert set(accepted.result(120)) == {0}
 
 
-def test_a_greeting_that_drips_has_one_deadline(accepting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greeting_that_drips_has_one_deadline(
+    accepting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp, "_HELLO_S", 0.5)
     where, _, member = accepting
     sent = 0

@@ -1,5 +1,5 @@
-"""A process whose calls fail together, are dropped, or are interrupted (SIGINT) in the middle of a step; its standard
-error is looked at.
+"""A process whose calls fail together, are dropped, or are interrupted (SIGINT) in the middle of a
+step; its standard error is looked at.
 
 `python -m tests.unit.trainer.abandoned_calls failures|interrupts FOLDER`
 """
@@ -28,8 +28,8 @@ from tests.unit.trainer.worlds import Immediate, World, config_of, trainer_of
 
 
 def failures(folder: Path) -> None:
-    """Calls that fail at once, one that waits for another that fails, calls that are dropped before they begin, and a
-    reply that comes when the loop is closed."""
+    """Calls that fail at once, one that waits for another that fails, calls that are dropped before
+    they begin, and a reply that comes when the loop is closed."""
     devices = Devices(lambda role: role, Timeline(folder / "timeline.jsonl"))
 
     async def fails(text: str) -> None:
@@ -41,7 +41,11 @@ def failures(folder: Path) -> None:
 
     async def all_at_once() -> None:
         first = devices.call("a", "a", 1, fails("first"))
-        calls = [first, devices.call("b", "b", 1, reads(first)), devices.call("c", "c", 1, fails("third"))]
+        calls = [
+            first,
+            devices.call("b", "b", 1, reads(first)),
+            devices.call("c", "c", 1, fails("third")),
+        ]
         await devices.finish(*calls)
 
     async def dropped() -> None:
@@ -72,7 +76,8 @@ async def _left_alone(devices: Devices, role: str, fails: Callable[[str], Any]) 
 
 
 class Interrupted(World):
-    """A policy whose call is interrupted: while the driver waits for it, or while it computes at one of four places."""
+    """A policy whose call is interrupted: while the driver waits for it, or while it computes at
+    one of four places."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -104,7 +109,9 @@ class Waiting(Immediate):
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         responses = batch.jagged("response_ids")
-        return DataProto.from_columns({"values": Jagged(responses.values.astype(np.float32) / 10, responses.offsets)})
+        return DataProto.from_columns(
+            {"values": Jagged(responses.values.astype(np.float32) / 10, responses.offsets)}
+        )
 
 
 def interrupts(folder: Path) -> None:

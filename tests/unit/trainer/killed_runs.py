@@ -1,10 +1,11 @@
-"""Runs of the real loop that kill themselves (SIGKILL) at a given moment of a given step, and are resumed;
-every attempt is a process.
+"""Runs of the real loop that kill themselves (SIGKILL) at a given moment of a given step, and are
+resumed; every attempt is a process.
 
-`python -m tests.unit.trainer.killed_runs FOLDER SCENARIOS.json`: imports once and forks a process for each attempt. The
-session, the checkpoint store, the dataset, the sampler and the loop are the real ones, on the real disk; policy,
-engines and weight sync are `World`. Every attempt notes in `ledger.jsonl` which prompts it was about to answer in which
-step. The moments around a checkpoint are the renames that make it one, seen by an audit hook before they happen.
+`python -m tests.unit.trainer.killed_runs FOLDER SCENARIOS.json`: imports once and forks a process
+for each attempt. The session, the checkpoint store, the dataset, the sampler and the loop are the
+real ones, on the real disk; policy, engines and weight sync are `World`. Every attempt notes in
+`ledger.jsonl` which prompts it was about to answer in which step. The moments around a checkpoint
+are the renames that make it one, seen by an audit hook before they happen.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import DataProto
-from hybridflow.config.schema import DataConfig, OptimConfig, RolloutConfig, RunConfig, TrainerConfig
+from hybridflow.config.schema import (
+    DataConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from hybridflow.data.custom import open_prompts
 from hybridflow.data.prepare.tasks.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
@@ -33,9 +40,18 @@ from hybridflow.trainer.samples import Sampled
 from hybridflow.trainer.session import Session
 from tests.unit.trainer.worlds import Scores, World
 
-ROWS, PROMPTS, STEPS = 10, 4, 5  # two epochs, and a batch that lies across them
+# two epochs, and a batch that lies across them
+ROWS = 10
+PROMPTS = 4
+STEPS = 5
 IN_A_STEP = ("handed out", "trained")
-IN_A_SAVE = ("driver state torn", "policy begun", "policy written", "not named yet", "not pointed to yet")
+IN_A_SAVE = (
+    "driver state torn",
+    "policy begun",
+    "policy written",
+    "not named yet",
+    "not pointed to yet",
+)
 Kill = tuple[int, str]  # step, moment
 
 
@@ -52,13 +68,15 @@ class Mortal(World):
 
     def __init__(self, ledger: Path, attempt: int, kill: Kill | None) -> None:
         super().__init__()
-        self.ledger, self.attempt, self.kill = ledger, attempt, kill
+        self.ledger = ledger
+        self.attempt = attempt
+        self.kill = kill
         sys.addaudithook(self._before_a_rename)
 
     @property
     def step(self) -> int:
-        """The step that runs: engines answer with the weights of the one before. A save comes after the sync, so it is
-        one behind."""
+        """The step that runs: engines answer with the weights of the one before. A save comes after
+        the sync, so it is one behind."""
         return self.engine_version + 1
 
     def moment(self, step: int, name: str) -> None:
@@ -78,7 +96,9 @@ class Mortal(World):
             self.moment(self.step, "handed out")
         return super().generate(prompts, training=training)
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> Sequence[Update]:
         done = await super().update(method, batch, seed)
         self.moment(self.step, "trained")
         return done
@@ -100,19 +120,28 @@ class Mortal(World):
             return
         target = Path(os.fsdecode(args[1])).name
         named = f"global_step_{self.engine_version}"
-        names = {"driver.json": "driver state torn", named: "not named yet", "latest.json": "not pointed to yet"}
+        names = {
+            "driver.json": "driver state torn",
+            named: "not named yet",
+            "latest.json": "not pointed to yet",
+        }
         if target in names:
             self.moment(self.engine_version, names[target])
 
 
-def live(folder: Path, files: Files, every: int, background: bool, attempt: int, kill: Kill | None) -> None:
+def live(
+    folder: Path, files: Files, every: int, background: bool, attempt: int, kill: Kill | None
+) -> None:
     """One attempt: start or resume as `trainer.app` does, and run until killed or done."""
     config = RunConfig(
         output_dir=str(folder),
         data=DataConfig(train_files=(str(files.rows),), train_batch_size=PROMPTS),
         rollout=RolloutConfig(n=2),
         trainer=TrainerConfig(
-            total_steps=STEPS, save_every_steps=every, async_checkpoints=background, loggers=("jsonl",)
+            total_steps=STEPS,
+            save_every_steps=every,
+            async_checkpoints=background,
+            loggers=("jsonl",),
         ),
     )
     dataset = open_prompts(config.data.train_files, files.tokenizer, config.data)
@@ -136,7 +165,9 @@ def live(folder: Path, files: Files, every: int, background: bool, attempt: int,
     session.close()
 
 
-def run_attempts(folder: Path, files: Files, every: int, background: bool, kills: Sequence[Kill]) -> None:
+def run_attempts(
+    folder: Path, files: Files, every: int, background: bool, kills: Sequence[Kill]
+) -> None:
     """An attempt for each kill and one to the end; how each ended goes to `attempts.json`."""
     folder.mkdir(parents=True)
     ends = []
@@ -155,7 +186,8 @@ def run_attempts(folder: Path, files: Files, every: int, background: bool, kills
 
 
 def write_data(folder: Path) -> Files:
-    """Ten prompts and a tokenizer, which is opened here: its import takes seconds, a attempt a fraction of one."""
+    """Ten prompts and a tokenizer, which is opened here: its import takes seconds, a attempt a
+    fraction of one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

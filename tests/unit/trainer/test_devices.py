@@ -1,4 +1,5 @@
-"""Calls of roles on pools of devices: order, one failure, cancelled waits, calls that are dropped."""
+"""Calls of roles on pools of devices: order, one failure, cancelled waits, calls that are
+dropped."""
 
 from __future__ import annotations
 
@@ -47,9 +48,13 @@ def lost(role: str) -> WorkerError:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_calls_of_a_pool_run_one_at_a_time_in_the_order_of_calling(devices: Devices, seed: int) -> None:
+async def test_calls_of_a_pool_run_one_at_a_time_in_the_order_of_calling(
+    devices: Devices, seed: int
+) -> None:
     """Whichever task wakes first, and however long each takes; other pools work meanwhile."""
-    drawn, called, events = random.Random(seed), list[int](), list[tuple[str, int]]()
+    drawn = random.Random(seed)
+    called = list[int]()
+    events = list[tuple[str, int]]()
     roles = dict[int, str]()
 
     async def work(number: int, count: int) -> int:
@@ -77,32 +82,42 @@ async def test_calls_of_a_pool_run_one_at_a_time_in_the_order_of_calling(devices
         assert not devices.is_busy(role)
     pools = [POOLS[roles[number]] for event, number in events if event == "begin"]
     ends = [POOLS[roles[number]] for event, number in events if event == "end"]
-    assert pools != ends  # a pass began in one pool before one that began earlier in the other ended
+    # a pass began in one pool before one that began earlier in the other ended
+    assert pools != ends
 
 
 async def test_pools_work_at_the_same_time(devices: Devices) -> None:
-    here, there = asyncio.Event(), asyncio.Event()
+    here = asyncio.Event()
+    there = asyncio.Event()
 
     async def meet(own: asyncio.Event, other: asyncio.Event) -> str:
         own.set()
         await other.wait()
         return "met"
 
-    calls = devices.call("actor", "a", 1, meet(here, there)), devices.call("critic", "b", 1, meet(there, here))
+    calls = (
+        devices.call("actor", "a", 1, meet(here, there)),
+        devices.call("critic", "b", 1, meet(there, here)),
+    )
     await devices.finish(*calls)
     assert [call.result() for call in calls] == ["met", "met"]
 
 
 async def test_who_stops_waiting_drops_the_result_alone(devices: Devices) -> None:
-    """The pool stays taken until the ranks have answered, and only then the next call of it begins."""
-    reply, begun = Reply(), list[str]()
+    """The pool stays taken until the ranks have answered, and only then the next call of it
+    begins."""
+    reply = Reply()
+    begun = list[str]()
 
     async def next_one() -> str:
         begun.append("next")
         return "later"
 
-    call, later = devices.call("actor", "a", 1, answer_of(reply)), devices.call("reference", "b", 1, next_one())
-    waiting = [asyncio.ensure_future(wait) for wait in (devices.result(call), devices.finish_pool("actor"))]
+    call = devices.call("actor", "a", 1, answer_of(reply))
+    later = devices.call("reference", "b", 1, next_one())
+    waiting = [
+        asyncio.ensure_future(wait) for wait in (devices.result(call), devices.finish_pool("actor"))
+    ]
     await rounds()
     for one in waiting:
         one.cancel()
@@ -118,7 +133,10 @@ async def test_of_several_calls_that_fail_the_first_cause_is_raised_and_once(
     devices: Devices, slow: str, fast: str
 ) -> None:
     """Both have failed before the waiter goes on."""
-    calls = {role: devices.call(role, role, 1, failing(3 if role == slow else 2, lost(role))) for role in (slow, fast)}
+    calls = {
+        role: devices.call(role, role, 1, failing(3 if role == slow else 2, lost(role)))
+        for role in (slow, fast)
+    }
     calls |= {"waits": devices.call(fast, "later", 1, answer_of(Reply()))}
     asyncio.get_running_loop().call_soon(lambda: None)
     await rounds()
@@ -131,10 +149,8 @@ async def test_of_several_calls_that_fail_the_first_cause_is_raised_and_once(
 
 
 async def test_a_call_that_fails_ends_the_wait_for_another_pool(devices: Devices) -> None:
-    slow, dying = (
-        devices.call("actor", "a", 1, answer_of(Reply())),
-        devices.call("critic", "b", 1, failing(3, lost("x"))),
-    )
+    slow = devices.call("actor", "a", 1, answer_of(Reply()))
+    dying = devices.call("critic", "b", 1, failing(3, lost("x")))
     with pytest.raises(HybridFlowError, match="died"):
         await devices.finish(slow)
     assert dying.done() and devices.is_busy("actor") and not devices.is_busy("critic")
@@ -142,7 +158,8 @@ async def test_a_call_that_fails_ends_the_wait_for_another_pool(devices: Devices
 
 
 async def test_what_was_dropped_never_runs_later(devices: Devices, tmp_path: Path) -> None:
-    """No call that waited begins, none that ran goes on or is recorded later, and no call after it waits for them."""
+    """No call that waited begins, none that ran goes on or is recorded later, and no call after it
+    waits for them."""
     begun = list[str]()
 
     async def work(name: str, reply: Reply) -> Any:
@@ -152,14 +169,20 @@ async def test_what_was_dropped_never_runs_later(devices: Devices, tmp_path: Pat
         return found
 
     replies = [Reply() for _ in range(3)]
-    dropped = [devices.call("actor", f"pass{n}", 7, work(f"pass{n}", reply)) for n, reply in enumerate(replies)]
+    dropped = [
+        devices.call("actor", f"pass{n}", 7, work(f"pass{n}", reply))
+        for n, reply in enumerate(replies)
+    ]
     await rounds()
-    dropped.append(devices.call("critic", "unbegun", 7, work("unbegun", Reply())))  # no round has passed since
+    # no round has passed since
+    dropped.append(devices.call("critic", "unbegun", 7, work("unbegun", Reply())))
     await devices.forget()
     assert all(call.cancelled() for call in dropped) and begun == ["pass0"]
     assert not devices.is_busy("actor") and not devices.is_busy("critic")
     recorded = (tmp_path / "timeline.jsonl").read_text()
-    assert await devices.result(devices.call("reference", "again", 1, work("again", _answered()))) == {0: None}
+    assert await devices.result(
+        devices.call("reference", "again", 1, work("again", _answered()))
+    ) == {0: None}
     for reply in replies:
         reply.set_result("late")
     await rounds()
@@ -194,7 +217,10 @@ async def test_phases_of_tasks_nest_by_task(tmp_path: Path) -> None:
 
     await asyncio.gather(side("actor", 1, 5), side("critic", 2, 3))
     timeline.close()
-    found = sorted((one["step"], one["name"], one["depth"]) for one in read_timeline(tmp_path / "timeline.jsonl"))
+    found = sorted(
+        (one["step"], one["name"], one["depth"])
+        for one in read_timeline(tmp_path / "timeline.jsonl")
+    )
     assert found == sorted(
         (step, name, depth)
         for step, role in ((1, "actor"), (2, "critic"))
@@ -213,10 +239,14 @@ Script = Coroutine[Any, Any, None]
 
 
 @pytest.mark.parametrize("name", ["failures", "interrupts"])
-def test_nothing_is_reported_by_python_of_calls_that_fail_or_are_interrupted(name: str, tmp_path: Path) -> None:
+def test_nothing_is_reported_by_python_of_calls_that_fail_or_are_interrupted(
+    name: str, tmp_path: Path
+) -> None:
     """Neither exceptions that nobody retrieved, nor coroutines or tasks that were left."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m"]
     command += ["tests.unit.trainer.abandoned_calls", name, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "all is over"

@@ -1,5 +1,5 @@
-"""An estimator and a policy loss in a file outside of the package run through checks, dataflow, advantages and the
-worker's loss, with nothing else changed."""
+"""An estimator and a policy loss in a file outside of the package run through checks, dataflow,
+advantages and the worker's loss, with nothing else changed."""
 
 from __future__ import annotations
 
@@ -73,15 +73,22 @@ class Micro:
 
     def __init__(self) -> None:
         self.lengths = torch.tensor([2, 1])
-        advantages, rollout = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([0.0, -1.0, -5.0])
+        advantages = torch.tensor([1.0, -1.0, 2.0])
+        rollout = torch.tensor([0.0, -1.0, -5.0])
         self.columns = {"advantages": advantages, "rollout_log_probs": rollout}
 
 
-def test_an_estimator_of_a_file_gives_the_advantages_of_a_run(tmp_path: Path, entries: Path) -> None:
+def test_an_estimator_of_a_file_gives_the_advantages_of_a_run(
+    tmp_path: Path, entries: Path
+) -> None:
     config = config_of(tmp_path, total_steps=1)
-    name, options = f"{entries}:scaled", {"by": 3.0}
-    algorithm = replace(config.algorithm, adv_estimator=name, adv_estimator_options=options, gamma=0.25)
-    config, seen = replace(config, algorithm=algorithm), []
+    name = f"{entries}:scaled"
+    options = {"by": 3.0}
+    algorithm = replace(
+        config.algorithm, adv_estimator=name, adv_estimator_options=options, gamma=0.25
+    )
+    config = replace(config, algorithm=algorithm)
+    seen = []
 
     class Noting(World):
         async def update(self, method, batch, seed=None):  # type: ignore[no-untyped-def]
@@ -99,10 +106,14 @@ def test_what_an_estimator_needs_follows_from_its_declaration(entries: Path) -> 
     config = load_config("e2e", [f"algorithm.adv_estimator={entries}:with_critic"])
     check(config)
     check_steps(config)
-    assert derived.has_critic(config) and "Critic: in the actor's processes" in explain(config, _NOWHERE)
+    assert derived.has_critic(config) and "Critic: in the actor's processes" in explain(
+        config, _NOWHERE
+    )
     without = load_config("e2e", [f"algorithm.adv_estimator={entries}:foresight"])
     assert not derived.has_critic(without)
-    with pytest.raises(SchemaError, match=r"advantages reads column 'future_scores', .* no step writes it"):
+    with pytest.raises(
+        SchemaError, match=r"advantages reads column 'future_scores', .* no step writes it"
+    ):
         check_steps(without)
 
 
@@ -117,25 +128,39 @@ def test_a_policy_loss_of_a_file_trains_and_its_columns_reach_it(entries: Path) 
     check(config)
     check_steps(config)
     loss = PolicyLoss(config.actor)
-    assert {"advantages", "rollout_log_probs"} <= set(loss.columns) <= set(update_step(config).reads)
+    assert (
+        {"advantages", "rollout_log_probs"} <= set(loss.columns) <= set(update_step(config).reads)
+    )
     assert "old_log_probs" not in loss.columns
-    assert f"{entries}:plain of advantages, rollout_log_probs; clip_ratio_low=0.25, bound=1.5" in explain(
-        config, _NOWHERE
+    assert (
+        f"{entries}:plain of advantages, rollout_log_probs; clip_ratio_low=0.25, bound=1.5"
+        in explain(config, _NOWHERE)
     )
     log_probs = torch.tensor([0.0, -1.0, -1.0], requires_grad=True)
     total, count, metrics = loss(log_probs, None, Micro())  # type: ignore[arg-type]
     total.backward()
-    assert log_probs.grad is not None and log_probs.grad.tolist() == [-1.0, 1.0, -3.0] and count == 3
+    assert (
+        log_probs.grad is not None and log_probs.grad.tolist() == [-1.0, 1.0, -3.0] and count == 3
+    )
     assert [float(part) for part in metrics["actor/weight"]] == [3.5, 3.0]
 
 
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("algorithm.adv_estimator_options={lamb: 1}", "unknown key algorithm.adv_estimator_options.lamb"),
-        ("algorithm.adv_estimator_options={norm_adv_by_std: 1}", "this option is the key algorithm.norm_adv_by_std"),
+        (
+            "algorithm.adv_estimator_options={lamb: 1}",
+            "unknown key algorithm.adv_estimator_options.lamb",
+        ),
+        (
+            "algorithm.adv_estimator_options={norm_adv_by_std: 1}",
+            "this option is the key algorithm.norm_adv_by_std",
+        ),
         ("algorithm.adv_estimator=missing.py:mine", "'missing.py' is no file"),
-        ("rollout.n=1", "rollout.n=1 with algorithm.adv_estimator=grpo, which compares the samples of a prompt"),
+        (
+            "rollout.n=1",
+            "rollout.n=1 with algorithm.adv_estimator=grpo, which compares the samples of a prompt",
+        ),
     ],
 )
 def test_a_wrong_name_or_option_is_said_before_anything_starts(word: str, said: str) -> None:
@@ -143,23 +168,30 @@ def test_a_wrong_name_or_option_is_said_before_anything_starts(word: str, said: 
     assert said in line
 
 
-@pytest.mark.parametrize(("word", "near"), [("algorithm.adv_estimator=grop", "grpo"), ("actor.policy_loss=pop", "ppo")])
+@pytest.mark.parametrize(
+    ("word", "near"), [("algorithm.adv_estimator=grop", "grpo"), ("actor.policy_loss=pop", "ppo")]
+)
 def test_a_wrong_name_is_refused_as_the_configuration_is_read(word: str, near: str) -> None:
-    with pytest.raises(ConfigError, match=rf"choose one of: .*, or path/to/file\.py:name; did you mean {near}\?"):
+    with pytest.raises(
+        ConfigError, match=rf"choose one of: .*, or path/to/file\.py:name; did you mean {near}\?"
+    ):
         load_config("e2e", [word])
 
 
 def test_an_option_of_a_file_is_checked(entries: Path) -> None:
     words = [f"actor.policy_loss={entries}:plain", "actor.policy_loss_options={bound: wide}"]
-    with pytest.raises(ConfigError, match=r"actor\.policy_loss_options\.bound: got 'wide', expected number"):
+    with pytest.raises(
+        ConfigError, match=r"actor\.policy_loss_options\.bound: got 'wide', expected number"
+    ):
         check(load_config("e2e", words))
 
 
 def test_declarations_of_the_package_need_no_torch() -> None:
     code = (
-        "import sys; from hybridflow.config.check import check; from hybridflow.config.load import load_config; from "
-        "hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES; check(load_config('e2e', [])); [r.get(n) for r in "
-        "(ESTIMATORS, POLICY_LOSSES) for n in r.names()]; print('torch' in sys.modules)"
+        "import sys; from hybridflow.config.check import check; from hybridflow.config.load import "
+        "load_config; from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES; "
+        "check(load_config('e2e', [])); [r.get(n) for r in (ESTIMATORS, POLICY_LOSSES) for n in "
+        "r.names()]; print('torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
@@ -180,5 +212,7 @@ def test_a_file_that_imports_a_built_in_entry_leaves_it_where_it_is(tmp_path: Pa
         f"own = found.get({str(tmp_path / 'mine.py')!r} + ':ppo')\n"
         "print(own is not found.get('ppo'), found.get('ppo').options.__name__)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.stdout == "True PpoOptions\n", done.stderr

@@ -37,28 +37,38 @@ def _hold(folder: Path, has: Event, go: Event) -> None:
 
 def test_the_second_process_is_told_who_has_it_and_gets_it_afterwards(folder: Path) -> None:
     context = multiprocessing.get_context("fork")
-    has, go = context.Event(), context.Event()
+    has = context.Event()
+    go = context.Event()
     first = context.Process(target=_hold, args=(folder, has, go))
     first.start()
     assert has.wait(60) and first.pid
     with (
-        pytest.raises(ConfigError, match=rf"process {first.pid} on {platform.node()} since 2\d\d\d-"),
+        pytest.raises(
+            ConfigError, match=rf"process {first.pid} on {platform.node()} since 2\d\d\d-"
+        ),
         exclusive(folder),
     ):
         raise AssertionError("two have it")
     first.kill()
     first.join()
     with exclusive(folder):
-        assert str(os.getpid()) in lock_of(folder).read_text() and str(first.pid) not in lock_of(folder).read_text()
+        assert (
+            str(os.getpid()) in lock_of(folder).read_text()
+            and str(first.pid) not in lock_of(folder).read_text()
+        )
     with exclusive(folder):  # an end in order leaves it free
         assert lock_of(folder).stat().st_size == 256
 
 
-def test_the_next_process_waits_for_one_that_ends_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a job that is submitted right after `scancel`: the first is writing its checkpoint, then ends."""
+def test_the_next_process_waits_for_one_that_ends_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a job that is submitted right after `scancel`: the first is writing its checkpoint, then
+    ends."""
     monkeypatch.setattr(folders, "_PATIENCE_S", 60.0)
     context = multiprocessing.get_context("fork")
-    has, go = context.Event(), context.Event()
+    has = context.Event()
+    go = context.Event()
     first = context.Process(target=_hold, args=(folder, has, go))
     first.start()
     assert has.wait(60)
@@ -87,7 +97,9 @@ def test_a_stranger_that_holds_an_old_lock_is_said_with_the_file_to_remove(folde
     with lock_of(folder).open() as stranger:
         fcntl.flock(stranger, fcntl.LOCK_EX)
         with (
-            pytest.raises(ConfigError, match=rf"something else keeps the lock: remove {lock_of(folder)}"),
+            pytest.raises(
+                ConfigError, match=rf"something else keeps the lock: remove {lock_of(folder)}"
+            ),
             exclusive(folder),
         ):
             raise AssertionError("two have it")
@@ -96,7 +108,9 @@ def test_a_stranger_that_holds_an_old_lock_is_said_with_the_file_to_remove(folde
             pass
 
 
-@pytest.mark.parametrize("plant", ["link", "hard link", "file of another content", "pipe", "folder", "hanging link"])
+@pytest.mark.parametrize(
+    "plant", ["link", "hard link", "file of another content", "pipe", "folder", "hanging link"]
+)
 def test_nothing_planted_in_its_place_is_written(folder: Path, plant: str) -> None:
     mine = folder.parent / "thesis.tex"
     mine.write_text("two years of work")
@@ -112,7 +126,10 @@ def test_nothing_planted_in_its_place_is_written(folder: Path, plant: str) -> No
         lock_of(folder).mkdir()
     else:
         lock_of(folder).symlink_to(folder.parent / "new")
-    with pytest.raises(ConfigError, match=rf"the lock {lock_of(folder)} .*Remove it"), exclusive(folder):
+    with (
+        pytest.raises(ConfigError, match=rf"the lock {lock_of(folder)} .*Remove it"),
+        exclusive(folder),
+    ):
         raise AssertionError("it was taken")
     assert mine.read_text() == "two years of work"
     assert not (folder.parent / "new").exists()
@@ -123,7 +140,10 @@ def test_nothing_planted_in_its_place_is_written(folder: Path, plant: str) -> No
 def test_the_file_of_another_user_is_refused_by_number(folder: Path) -> None:
     lock_of(folder).touch(0o666)
     os.chown(lock_of(folder), 65534, 65534)
-    with pytest.raises(ConfigError, match="belongs to the user with the number 65534"), exclusive(folder):
+    with (
+        pytest.raises(ConfigError, match="belongs to the user with the number 65534"),
+        exclusive(folder),
+    ):
         raise AssertionError("it was taken")
 
 
@@ -135,5 +155,10 @@ def test_a_finished_run_of_fewer_epochs_goes_on(
     monkeypatch.setattr(CheckpointStore, "latest", lambda _: Checkpoint(folder, "rl", 5, {}))
     (folder / "summary.json").write_text("{}")
     (folder / "config.yaml").write_text("trainer: {total_epochs: 2, total_steps: null}\n")
-    make_room(RunConfig(trainer=TrainerConfig(total_epochs=now)), folder, None, Progress(0, "", enabled=False))
+    make_room(
+        RunConfig(trainer=TrainerConfig(total_epochs=now)),
+        folder,
+        None,
+        Progress(0, "", enabled=False),
+    )
     assert folder.exists() == goes_on and folder.with_name("run.1").exists() != goes_on

@@ -1,5 +1,5 @@
-"""Killed at every batch boundary of two epochs, and at every moment around a checkpoint: the prompts are those of the
-uninterrupted run."""
+"""Killed at every batch boundary of two epochs, and at every moment around a checkpoint: the
+prompts are those of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,22 @@ def is_saved(step: int, every: int) -> bool:
 
 def moments(every: int) -> list[Kill]:
     """Every moment at which a run can be killed, in order."""
-    return [(step, name) for step in ALL_STEPS for name in (*IN_A_STEP, *(IN_A_SAVE if is_saved(step, every) else ()))]
+    return [
+        (step, name)
+        for step in ALL_STEPS
+        for name in (*IN_A_STEP, *(IN_A_SAVE if is_saved(step, every) else ()))
+    ]
 
 
 def scenarios() -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = {"uninterrupted": scenario(1, [])}
     for every in (1, 2):
-        made |= {f"{every} {step} {name}": scenario(every, [(step, name)]) for step, name in moments(every)}
-    for step, name in moments(0):  # a save in the background may or may not be done when the process is killed
+        made |= {
+            f"{every} {step} {name}": scenario(every, [(step, name)])
+            for step, name in moments(every)
+        }
+    # a save in the background may or may not be done when the process is killed
+    for step, name in moments(0):
         made[f"background {step} {name}"] = scenario(1, [(step, name)], background=True)
     return made | {"killed at every moment in turn": scenario(1, moments(1))}
 
@@ -47,8 +55,16 @@ def scenario(every: int, kills: list[Kill], background: bool = False) -> dict[st
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     (folder / "scenarios.json").write_text(json.dumps(scenarios()))
-    command = [sys.executable, "-m", "tests.unit.trainer.killed_runs", str(folder), str(folder / "scenarios.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.trainer.killed_runs",
+        str(folder),
+        str(folder / "scenarios.json"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -58,12 +74,14 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
 
 
 def checkpoint_after(kills: list[Kill], every: int) -> int:
-    """The step whose checkpoint is in force after these kills: a save counts once latest.json points to it; before any
-    has come so far, as soon as it has its name."""
+    """The step whose checkpoint is in force after these kills: a save counts once latest.json
+    points to it; before any has come so far, as soon as it has its name."""
     pointed_to = named = 0
     for step, name in kills:
         first = (pointed_to or named) + 1
-        pointed_to = max((saved for saved in range(first, step) if is_saved(saved, every)), default=pointed_to)
+        pointed_to = max(
+            (saved for saved in range(first, step) if is_saved(saved, every)), default=pointed_to
+        )
         if name == "not pointed to yet":
             named = step
     return pointed_to or named
@@ -76,10 +94,15 @@ def test_the_uninterrupted_run_takes_every_row_once_an_epoch(runs: Path) -> None
 
 @pytest.mark.parametrize("name", [name for name in scenarios() if name != "uninterrupted"])
 def test_killed_runs_take_the_prompts_of_the_uninterrupted_one(runs: Path, name: str) -> None:
-    folder, planned = runs / name, scenarios()[name]
-    kills, every = planned["kills"], planned["every"]
+    folder = runs / name
+    planned = scenarios()[name]
+    kills = planned["kills"]
+    every = planned["every"]
     wanted = {entry["step"]: entry["prompts"] for entry in ledger(runs / "uninterrupted")}
-    assert json.loads((folder / "attempts.json").read_text()) == [*[-signal.SIGKILL] * len(kills), 0]
+    assert json.loads((folder / "attempts.json").read_text()) == [
+        *[-signal.SIGKILL] * len(kills),
+        0,
+    ]
     for attempt in range(len(kills) + 1):
         entries = [entry for entry in ledger(folder) if entry["attempt"] == attempt]
         steps = [entry["step"] for entry in entries]

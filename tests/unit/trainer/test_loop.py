@@ -1,5 +1,5 @@
-"""The loop's logic with small stand-ins for the policy, the engines and the weight sync: no Ray, no Megatron, no
-SGLang."""
+"""The loop's logic with small stand-ins for the policy, the engines and the weight sync: no Ray, no
+Megatron, no SGLang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,17 @@ from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.samples import Dumped, Sampled
-from tests.unit.trainer.worlds import PROMPTS, ROWS, N, Rows, Scores, World, config_of, records, trainer_of
+from tests.unit.trainer.worlds import (
+    PROMPTS,
+    ROWS,
+    N,
+    Rows,
+    Scores,
+    World,
+    config_of,
+    records,
+    trainer_of,
+)
 
 
 def test_a_step_does_things_in_order_and_syncs_before_it_generates(tmp_path: Path) -> None:
@@ -34,14 +44,21 @@ def test_a_step_does_things_in_order_and_syncs_before_it_generates(tmp_path: Pat
     assert len(set(world.seeds)) == 2  # mini-batches are drawn differently every step
 
 
-def test_rollouts_alone_train_and_save_nothing_and_a_run_trains_on_their_dumps(tmp_path: Path) -> None:
-    world, made_with = World(), {"tokenizer": "letters"}
+def test_rollouts_alone_train_and_save_nothing_and_a_run_trains_on_their_dumps(
+    tmp_path: Path,
+) -> None:
+    world = World()
+    made_with = {"tokenizer": "letters"}
     alone = trainer_of(config_of(tmp_path / "alone", total_steps=2, rollout_only=True), world)
     cast(Sampled, alone.samples).made_with = made_with
     block_on(alone.fit())
     assert world.calls == ["sync 0", "answer", "generate", "generate"]
     for record in records(alone, "train"):
-        assert record["critic/score/mean"] == 0.5 and "actor/loss" not in record and "critic/rewards/mean" not in record
+        assert (
+            record["critic/score/mean"] == 0.5
+            and "actor/loss" not in record
+            and "critic/rewards/mean" not in record
+        )
     folder = alone.session.folder / "rollouts"
     assert {row["weight_version"] for row in read_rollouts(folder / "step_000002.parquet")} == {"0"}
     world = World()
@@ -50,26 +67,45 @@ def test_rollouts_alone_train_and_save_nothing_and_a_run_trains_on_their_dumps(t
     given: tuple[Any, ...] = (config, world, Rows(), Scores(), trainer.session.timeline)
     trainer.samples = Dumped(Dumps(folder, made_with, PROMPTS * N), *given)
     block_on(trainer.fit())
-    assert world.calls == ["sync 0", "log_probs", "update", "sync 1", "log_probs", "update", "sync 2", "save"]
+    assert world.calls == [
+        "sync 0",
+        "log_probs",
+        "update",
+        "sync 1",
+        "log_probs",
+        "update",
+        "sync 2",
+        "save",
+    ]
     assert len(records(trainer, "train")) == 2  # of 3: there are no more dumps
 
 
-@pytest.mark.parametrize(("old", "mini_batch", "rows"), [("trainer", PROMPTS, PROMPTS * N), ("engine", 1, N)])
+@pytest.mark.parametrize(
+    ("old", "mini_batch", "rows"), [("trainer", PROMPTS, PROMPTS * N), ("engine", 1, N)]
+)
 def test_where_no_pass_comes_first_the_update_reports_the_log_probs(
     tmp_path: Path, old: Literal["trainer", "engine"], mini_batch: int, rows: int
 ) -> None:
-    """One update a step, or the engine's log-probs: the difference is that of the rows of the first mini-batch."""
+    """One update a step, or the engine's log-probs: the difference is that of the rows of the first
+    mini-batch."""
     config = config_of(tmp_path, total_steps=1)
-    config = replace(config, actor=replace(config.actor, ppo_mini_batch_size=mini_batch, old_log_probs=old))
+    config = replace(
+        config, actor=replace(config.actor, ppo_mini_batch_size=mini_batch, old_log_probs=old)
+    )
     world = World(difference=0.005)
     world.first_rows = rows
     trainer = trainer_of(config, world)
     block_on(trainer.fit())
     assert world.calls == ["sync 0", "answer", "generate", "update", "sync 1", "answer", "save"]
     [record] = records(trainer, "train")
-    assert record["rollout/logprob_diff/mean"] == pytest.approx(0.005) and record["actor/entropy"] == -1.0
+    assert (
+        record["rollout/logprob_diff/mean"] == pytest.approx(0.005)
+        and record["actor/entropy"] == -1.0
+    )
     dumped = read_rollouts(trainer.session.folder / "rollouts" / "step_000001.parquet")
-    assert len(dumped) == PROMPTS * N and ("logprob_diff_mean" in dumped[0]) == (rows == PROMPTS * N)
+    assert len(dumped) == PROMPTS * N and ("logprob_diff_mean" in dumped[0]) == (
+        rows == PROMPTS * N
+    )
 
 
 class Counting(World):
@@ -84,7 +120,9 @@ class Counting(World):
         return await super().log_probs(batch)
 
 
-def test_with_several_updates_a_pass_scores_the_rows_of_the_later_ones_alone(tmp_path: Path) -> None:
+def test_with_several_updates_a_pass_scores_the_rows_of_the_later_ones_alone(
+    tmp_path: Path,
+) -> None:
     """What is recorded is still of all rows: the first update reports its own."""
     config = config_of(tmp_path, total_steps=1)
     config = replace(config, actor=replace(config.actor, ppo_mini_batch_size=1))
@@ -94,14 +132,18 @@ def test_with_several_updates_a_pass_scores_the_rows_of_the_later_ones_alone(tmp
     block_on(trainer.fit())
     assert world.scored == [(PROMPTS - 1) * N]
     [record] = records(trainer, "train")
-    assert record["rollout/logprob_diff/mean"] == pytest.approx(0.005) and record["actor/entropy"] == -1.0
+    assert (
+        record["rollout/logprob_diff/mean"] == pytest.approx(0.005)
+        and record["actor/entropy"] == -1.0
+    )
     dumped = read_rollouts(trainer.session.folder / "rollouts" / "step_000001.parquet")
     assert len(dumped) == PROMPTS * N and all("logprob_diff_mean" in row for row in dumped)
 
 
 def test_a_pass_scores_all_rows_where_the_reward_reads_them(tmp_path: Path) -> None:
     config = config_of(tmp_path, kl=0.1, total_steps=1)
-    actor, algorithm = replace(config.actor, ppo_mini_batch_size=1), replace(config.algorithm, kl_coef=0.1)
+    actor = replace(config.actor, ppo_mini_batch_size=1)
+    algorithm = replace(config.algorithm, kl_coef=0.1)
     world = Counting()
     block_on(trainer_of(replace(config, actor=actor, algorithm=algorithm), world).fit())
     assert world.scored[0] == PROMPTS * N
@@ -114,8 +156,14 @@ def test_engines_that_disagree_stop_a_run_whose_update_reports_it_before_anybody
     config = config_of(tmp_path, save_every_steps=1)
     world = World(difference=0.02)
     world.first_rows = mini_batch * N
-    with pytest.raises(LogprobMismatchError, match=r"step 1: .*bound 1\.00e-02.*logprob_diff_bound"):
-        block_on(trainer_of(replace(config, actor=replace(config.actor, ppo_mini_batch_size=mini_batch)), world).fit())
+    with pytest.raises(
+        LogprobMismatchError, match=r"step 1: .*bound 1\.00e-02.*logprob_diff_bound"
+    ):
+        block_on(
+            trainer_of(
+                replace(config, actor=replace(config.actor, ppo_mini_batch_size=mini_batch)), world
+            ).fit()
+        )
     scored = [] if mini_batch == PROMPTS else ["log_probs"]
     assert world.calls == ["sync 0", "answer", "generate", *scored, "update"]
 
@@ -135,7 +183,10 @@ def test_the_bound_on_the_difference_follows_the_dtype(
 ) -> None:
     config = config_of(tmp_path, total_steps=1)
     rollout = replace(config.rollout, logprob_diff_bound=bound)
-    trainer = trainer_of(replace(config, rollout=rollout, model=replace(config.model, dtype=dtype)), World(difference))
+    trainer = trainer_of(
+        replace(config, rollout=rollout, model=replace(config.model, dtype=dtype)),
+        World(difference),
+    )
     with pytest.raises(LogprobMismatchError) if stops else nullcontext():
         block_on(trainer.fit())
 
@@ -165,8 +216,12 @@ def test_a_reference_is_asked_only_where_a_kl_term_needs_it(tmp_path: Path) -> N
     [(0, [0, 5], True), (2, [0, 2, 4, 5], True), (5, [5], False)],
     ids=["ends", "during", "not-before"],
 )
-def test_validation_before_during_and_after(tmp_path: Path, every: int, validated: list[int], before: bool) -> None:
-    trainer = trainer_of(config_of(tmp_path, total_steps=5, test_every_steps=every, val_before_train=before), World())
+def test_validation_before_during_and_after(
+    tmp_path: Path, every: int, validated: list[int], before: bool
+) -> None:
+    trainer = trainer_of(
+        config_of(tmp_path, total_steps=5, test_every_steps=every, val_before_train=before), World()
+    )
     block_on(trainer.fit())
     assert [record["step"] for record in records(trainer, "val")] == validated
     for step in validated:
@@ -176,21 +231,29 @@ def test_validation_before_during_and_after(tmp_path: Path, every: int, validate
 
 
 @pytest.mark.parametrize(("every", "saved"), [(0, [5]), (2, [2, 4, 5]), (1, [1, 2, 3, 4, 5])])
-def test_checkpoints_come_when_due_and_at_the_end(tmp_path: Path, every: int, saved: list[int]) -> None:
+def test_checkpoints_come_when_due_and_at_the_end(
+    tmp_path: Path, every: int, saved: list[int]
+) -> None:
     config = config_of(tmp_path, total_steps=5, save_every_steps=every, max_checkpoints_to_keep=9)
     trainer = trainer_of(config, World())
     block_on(trainer.fit())
     block_on(trainer.session.store.wait())
     folder = trainer.session.folder / "checkpoints"
-    assert sorted(path.name for path in folder.glob("global_step_*")) == [f"global_step_{step}" for step in saved]
+    assert sorted(path.name for path in folder.glob("global_step_*")) == [
+        f"global_step_{step}" for step in saved
+    ]
     assert json.loads((folder / "latest.json").read_text()) == {"folder": "global_step_5"}
 
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:
-    trainer = trainer_of(config_of(tmp_path, total_steps=5, save_every_steps=1, max_checkpoints_to_keep=2), World())
+    trainer = trainer_of(
+        config_of(tmp_path, total_steps=5, save_every_steps=1, max_checkpoints_to_keep=2), World()
+    )
     block_on(trainer.fit())
     block_on(trainer.session.store.wait())
-    names = sorted(path.name for path in (trainer.session.folder / "checkpoints").glob("global_step_*"))
+    names = sorted(
+        path.name for path in (trainer.session.folder / "checkpoints").glob("global_step_*")
+    )
     assert names == ["global_step_4", "global_step_5"]
 
 
@@ -202,7 +265,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     first = trainer_of(config, World())
     block_on(first.fit())
     block_on(first.session.store.wait())
-    first.session.tracker.log(4, {"x": 1.0})  # as if a fourth step had begun when the run was killed
+    # as if a fourth step had begun when the run was killed
+    first.session.tracker.log(4, {"x": 1.0})
     first.session.close()
     world = World()
     second = trainer_of(replace(config, trainer=replace(config.trainer, total_steps=6)), world)
@@ -219,7 +283,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert [record["step"] for record in records(second, "train")] == [1, 2, 3, 4, 5, 6]
     for step in range(1, 7):
         prompts = [
-            [row["prompt_text"] for row in read_rollouts(run.session.folder / "rollouts" / f"step_{step:06d}.parquet")]
+            [
+                row["prompt_text"]
+                for row in read_rollouts(
+                    run.session.folder / "rollouts" / f"step_{step:06d}.parquet"
+                )
+            ]
             for run in (whole, second)
         ]
         assert prompts[0] == prompts[1], f"step {step} saw other prompts"
@@ -232,13 +301,19 @@ class Breaking(World):
 
     def __init__(self, breaks_at: Sequence[int]) -> None:
         super().__init__()
-        self.breaks_at, self.updates, self.alive = list(breaks_at), 0, True
+        self.breaks_at = list(breaks_at)
+        self.updates = 0
+        self.alive = True
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> Sequence[Update]:
         self.updates += 1
         if self.updates in self.breaks_at:
             self.alive = False
-            raise WorkerError("the worker process died", role="actor", rank=1, node="here", method="update_policy")
+            raise WorkerError(
+                "the worker process died", role="actor", rank=1, node="here", method="update_policy"
+            )
         return await super().update(method, batch, seed)
 
     def is_alive(self) -> bool:
@@ -254,11 +329,14 @@ def test_the_console_says_from_which_policy_a_divergence_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kl: float
 ) -> None:
     lines: list[Mapping[str, float]] = []
-    monkeypatch.setattr(Progress, "update", lambda self, step, shown, seconds: lines.append(dict(shown)))
+    monkeypatch.setattr(
+        Progress, "update", lambda self, step, shown, seconds: lines.append(dict(shown))
+    )
     trainer = trainer_of(config_of(tmp_path, kl=kl, total_steps=1), World())
     block_on(trainer.start_from_present_weights())
     block_on(trainer.fit())
-    [shown], [record] = lines, records(trainer, "train")
+    [shown] = lines
+    [record] = records(trainer, "train")
     found = {name: value for name, value in shown.items() if "kl" in name}
     assert found == {name: record[f"actor/{name}"] for name in ("ppo_kl", *["ref_kl"] * bool(kl))}
 
@@ -266,18 +344,24 @@ def test_the_console_says_from_which_policy_a_divergence_is(
 def broken_run(folder: Path, world: Breaking, max_restarts: int, **settings: Any) -> RLTrainer:
     trainer = trainer_of(config_of(folder, kl=0.1, **settings), world)
     block_on(trainer.start_from_present_weights())
-    block_on(fit_with_restarts(trainer, {"actor": world}, max_restarts, Progress(0, "", enabled=False)))
+    block_on(
+        fit_with_restarts(trainer, {"actor": world}, max_restarts, Progress(0, "", enabled=False))
+    )
     return trainer
 
 
-@pytest.mark.parametrize(("every", "breaks_at"), [(1, [3]), (2, [4]), (2, [4, 6]), (0, [2]), (0, [1, 4])])
+@pytest.mark.parametrize(
+    ("every", "breaks_at"), [(1, [3]), (2, [4]), (2, [4, 6]), (0, [2]), (0, [1, 4])]
+)
 def test_a_run_whose_policy_breaks_goes_on_from_its_last_checkpoint(
     tmp_path: Path, every: int, breaks_at: list[int]
 ) -> None:
     whole = trainer_of(config_of(tmp_path / "whole", total_steps=5), World())
     block_on(whole.fit())
     world = Breaking(breaks_at)
-    trainer = broken_run(tmp_path / "broken", world, len(breaks_at), total_steps=5, save_every_steps=every)
+    trainer = broken_run(
+        tmp_path / "broken", world, len(breaks_at), total_steps=5, save_every_steps=every
+    )
     after = world.calls[world.calls.index("restart") + 1]
     assert after == ("freeze_reference" if every == 0 else "load reference=True")
     assert trainer.session.totals["restarts"] == len(breaks_at)
@@ -286,13 +370,20 @@ def test_a_run_whose_policy_breaks_goes_on_from_its_last_checkpoint(
     assert [record["step"] for record in records(trainer, "val")] == [0, 5]
     for step in range(1, 6):
         prompts = [
-            [row["prompt_text"] for row in read_rollouts(run.session.folder / "rollouts" / f"step_{step:06d}.parquet")]
+            [
+                row["prompt_text"]
+                for row in read_rollouts(
+                    run.session.folder / "rollouts" / f"step_{step:06d}.parquet"
+                )
+            ]
             for run in (whole, trainer)
         ]
         assert prompts[0] == prompts[1], f"step {step} saw other prompts"
 
 
-def test_restarts_are_counted_and_an_error_of_a_whole_group_is_none_of_their_business(tmp_path: Path) -> None:
+def test_restarts_are_counted_and_an_error_of_a_whole_group_is_none_of_their_business(
+    tmp_path: Path,
+) -> None:
     for allowed, breaks_at in ((0, [2]), (1, [2, 4])):
         world = Breaking(breaks_at)
         with pytest.raises(WorkerError, match="died"):
@@ -306,10 +397,16 @@ def test_restarts_are_counted_and_an_error_of_a_whole_group_is_none_of_their_bus
 
 
 @pytest.mark.parametrize("difference", [0.02, float("nan")])
-def test_engines_that_disagree_stop_the_run_before_it_trains(tmp_path: Path, difference: float) -> None:
-    config, world = config_of(tmp_path), World(difference=difference)
-    config = replace(config, algorithm=replace(config.algorithm, kl_coef=0.1))  # the reward reads log-probs of all rows
-    with pytest.raises(LogprobMismatchError, match=r"step 1: .*bound 1\.00e-02.*logprob_diff_bound"):
+def test_engines_that_disagree_stop_the_run_before_it_trains(
+    tmp_path: Path, difference: float
+) -> None:
+    config = config_of(tmp_path)
+    world = World(difference=difference)
+    # the reward reads log-probs of all rows
+    config = replace(config, algorithm=replace(config.algorithm, kl_coef=0.1))
+    with pytest.raises(
+        LogprobMismatchError, match=r"step 1: .*bound 1\.00e-02.*logprob_diff_bound"
+    ):
         block_on(trainer_of(config, world).fit())
     assert "update" not in world.calls and "save" not in world.calls
 
@@ -317,11 +414,15 @@ def test_engines_that_disagree_stop_the_run_before_it_trains(tmp_path: Path, dif
 def test_without_a_bound_the_difference_is_only_recorded(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path, bound=None), World(difference=0.5))
     block_on(trainer.fit())
-    assert [record["rollout/logprob_diff/mean"] for record in records(trainer, "train")] == [0.5] * 3
+    assert [record["rollout/logprob_diff/mean"] for record in records(trainer, "train")] == [
+        0.5
+    ] * 3
     assert trainer.session.totals["logprob_diff_max"] == 0.5
 
 
-def test_a_total_that_is_no_number_has_a_form_in_the_checkpoint_and_comes_back(tmp_path: Path) -> None:
+def test_a_total_that_is_no_number_has_a_form_in_the_checkpoint_and_comes_back(
+    tmp_path: Path,
+) -> None:
     config = config_of(tmp_path, bound=None)
     first = trainer_of(config, World(difference=math.nan))
     block_on(first.fit())
@@ -358,9 +459,13 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_force(tmp_path: Path) -> 
     trainer = trainer_of(config_of(tmp_path, total_steps=1), world)
     block_on(trainer.fit())
     block_on(trainer.session.store.wait())
-    trainer.step, world.fail_save = 2, True
+    trainer.step = 2
+    world.fail_save = True
     with pytest.raises(
-        CheckpointError, match=r"global_step_2 could not be written: .*No space left.*previous checkpoint is untouched"
+        CheckpointError,
+        match=(
+            r"global_step_2 could not be written: .*No space left.*previous checkpoint is untouched"
+        ),
     ):
         block_on(trainer.save())
     folder = trainer.session.folder / "checkpoints"
@@ -372,8 +477,11 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_force(tmp_path: Path) -> 
         trainer.session.store.latest()
 
 
-def test_a_step_off_the_policy_trains_what_older_weights_made_and_bounds_the_newest_alone(tmp_path: Path) -> None:
-    """The engines' log-probs of older weights differ by design; those of the present ones are still compared."""
+def test_a_step_off_the_policy_trains_what_older_weights_made_and_bounds_the_newest_alone(
+    tmp_path: Path,
+) -> None:
+    """The engines' log-probs of older weights differ by design; those of the present ones are still
+    compared."""
 
     class Aging(World):
         def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
@@ -383,21 +491,28 @@ def test_a_step_off_the_policy_trains_what_older_weights_made_and_bounds_the_new
         right = -1
 
     world = Aging()
-    world.right = 0  # step 1 trains what these made; what version 1 made is trained a version later, in step 3
-    trainer = trainer_of(config_of(tmp_path, max_staleness=1, total_steps=3, val_before_train=False), world)
+    # step 1 trains what these made; what version 1 made is trained a version later, in step 3
+    world.right = 0
+    trainer = trainer_of(
+        config_of(tmp_path, max_staleness=1, total_steps=3, val_before_train=False), world
+    )
     block_on(trainer.fit())
     found = records(trainer, "train")
     assert [record["rollout/staleness/max"] for record in found] == [0, 1, 1]
     assert [record["rollout/groups_left"] for record in found] == [PROMPTS, PROMPTS, 0]
     assert world.calls.count("generate") == 2  # two steps' prompts together, then one step's
     world = Aging()
-    trainer = trainer_of(config_of(tmp_path / "off", max_staleness=1, total_steps=3, val_before_train=False), world)
+    trainer = trainer_of(
+        config_of(tmp_path / "off", max_staleness=1, total_steps=3, val_before_train=False), world
+    )
     with pytest.raises(LogprobMismatchError, match="step 1"):
         block_on(trainer.fit())
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 2), (2, 5), (3, 7)])
-def test_a_run_of_epochs_ends_after_their_last_whole_batch(tmp_path: Path, epochs: int, steps: int) -> None:
+def test_a_run_of_epochs_ends_after_their_last_whole_batch(
+    tmp_path: Path, epochs: int, steps: int
+) -> None:
     config = config_of(tmp_path, total_steps=None, total_epochs=epochs, test_every_steps=0)
     assert config.data.train_batch_size == 4 and ROWS == 10
     trainer = trainer_of(config, World())

@@ -1,5 +1,5 @@
-"""What a run folder loses between two starts, or while a run goes on, is named; a start that is refused changes
-nothing."""
+"""What a run folder loses between two starts, or while a run goes on, is named; a start that is
+refused changes nothing."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_steps_before_the_checkpoint_that_have_no_record_are_named_at_the_next_s
     file = made.session.folder / name
     file.write_text("".join(damage(file.read_text().splitlines(keepends=True))))
     [line] = session.lost_records(latest)
-    assert line.startswith(f"{file} has no record of train step {lost.split('|', maxsplit=1)[0]}") or line.startswith(
-        f"{file} has no record of train step {lost.rsplit('|', maxsplit=1)[-1]}"
-    )
+    assert line.startswith(
+        f"{file} has no record of train step {lost.split('|', maxsplit=1)[0]}"
+    ) or line.startswith(f"{file} has no record of train step {lost.rsplit('|', maxsplit=1)[-1]}")
     file.unlink()
     assert "step 1-3, which global_step_3 comes after" in session.lost_records(latest)[0]
 
@@ -92,16 +92,23 @@ def test_a_run_that_goes_on_from_another_ones_checkpoint_lacks_nothing(tmp_path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
-    """Environment, configuration, summary and records are still those of the run that wrote them."""
+    """Environment, configuration, summary and records are still those of the run that wrote
+    them."""
     made = ended(tmp_path)
-    folder, told = made.session.folder, Messages()
+    folder = made.session.folder
+    told = Messages()
     (folder / "summary.json").write_text("{}")
     (folder / "environment.json").write_text('{"python": "of then"}')
-    model, created = {"model_type": "qwen3"}, "2026-01-01T00:00:00Z"
+    model = {"model_type": "qwen3"}
+    created = "2026-01-01T00:00:00Z"
     manifest = Manifest("rl", 3, ("model",), {"world": 1}, "float32", model, {}, created)
     manifest.write(folder / "checkpoints" / "global_step_3" / "policy")
     before = contents(folder)
@@ -114,11 +121,16 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) ->
     session.close()
     assert contents(folder) == before and told.lines == []
     session.know(DATA, latest)
-    assert not (folder / "summary.json").exists() and "of then" not in (folder / "environment.json").read_text()
+    assert (
+        not (folder / "summary.json").exists()
+        and "of then" not in (folder / "environment.json").read_text()
+    )
 
 
 @pytest.mark.parametrize("how", ["renamed", "removed"])
-def test_a_run_whose_folder_goes_away_stops_and_does_not_make_it_again(tmp_path: Path, how: str) -> None:
+def test_a_run_whose_folder_goes_away_stops_and_does_not_make_it_again(
+    tmp_path: Path, how: str
+) -> None:
     class Elsewhere(World):
         async def update(self, *given: Any, **named: Any) -> Any:
             if self.engine_version == 1:
@@ -128,7 +140,9 @@ def test_a_run_whose_folder_goes_away_stops_and_does_not_make_it_again(tmp_path:
     made = trainer_of(config_of(tmp_path / "out"), Elsewhere())
     folder = made.session.folder
     made.session.know(DATA, None)
-    with pytest.raises(HybridFlowError, match=rf"{folder} is not there any more: it was renamed, moved or emptied"):
+    with pytest.raises(
+        HybridFlowError, match=rf"{folder} is not there any more: it was renamed, moved or emptied"
+    ):
         block_on(made.fit())
     with pytest.raises(CheckpointError):
         block_on(made.save())

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from hybridflow.config.schema import ActorConfig, CriticConfig, OffloadConfig, RolloutConfig, RunConfig
+from hybridflow.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    OffloadConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from hybridflow.observe.progress import Progress
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.generation import EngineProcesses
@@ -22,7 +28,8 @@ class Noted:
     """Notes who sleeps and wakes."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self.calls = name, calls
+        self.name = name
+        self.calls = calls
 
     async def call(self, method: Callable[..., Any], parts: tuple[str, ...]) -> None:
         await getattr(self, method.__name__)(parts)
@@ -60,9 +67,17 @@ def test_without_offload_nobody_is_asked() -> None:
 def test_policy_and_engines_take_turns() -> None:
     rest = "policy sleep gradients optimizer reference"
     assert run(OffloadConfig(weights=True, gradients=True, optimizer=True), True) == [
-        *(rest, "SYNC", "policy sleep weights", "GENERATE"),  # the engines have been awake from the start
+        # the engines have been awake from the start
+        *(rest, "SYNC", "policy sleep weights", "GENERATE"),
         *("engines sleep", "policy wake weights", "TRAIN", rest),
-        *(rest, "engines wake weights", "SYNC", "policy sleep weights", "engines wake kv_cache", "GENERATE"),
+        *(
+            rest,
+            "engines wake weights",
+            "SYNC",
+            "policy sleep weights",
+            "engines wake kv_cache",
+            "GENERATE",
+        ),
         *("engines sleep", "policy wake weights", "TRAIN", rest),
     ]
 
@@ -72,7 +87,12 @@ def test_engines_on_the_trainers_devices_have_released_them_before_the_first_syn
     assert (
         calls
         == [
-            *("policy sleep gradients optimizer reference", "engines wake weights", "SYNC", "policy sleep weights"),
+            *(
+                "policy sleep gradients optimizer reference",
+                "engines wake weights",
+                "SYNC",
+                "policy sleep weights",
+            ),
             *("engines wake kv_cache", "GENERATE", "engines sleep", "policy wake weights", "TRAIN"),
             "policy sleep gradients optimizer reference",
         ]
@@ -92,17 +112,25 @@ class NotedEngines(Noted):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_engines_are_released_before_the_ranks_start_and_take_their_weights_to_be_described(shared: bool) -> None:
-    config = replace(RunConfig(), rollout=RolloutConfig(sleep_while_training=True, pool="actor" if shared else None))
+def test_engines_are_released_before_the_ranks_start_and_take_their_weights_to_be_described(
+    shared: bool,
+) -> None:
+    config = replace(
+        RunConfig(),
+        rollout=RolloutConfig(sleep_while_training=True, pool="actor" if shared else None),
+    )
     calls: list[str] = []
     told: Any = Progress(0, "", enabled=False)
     engines: Any = object.__new__(EngineProcesses)
-    engines.config, engines.engines = config, NotedEngines("engines", calls)
+    engines.engines = NotedEngines("engines", calls)
+    engines.config = config
     engines._weights = engines.engines
     assert engines.give_way(told) is engines
     calls.append("RANKS START")
     block_on(engines.wait_ready(told))
-    before, after = (["engines ready", "engines sleep"], ["engines wake weights"]) if shared else ([], [])
+    before, after = (
+        (["engines ready", "engines sleep"], ["engines wake weights"]) if shared else ([], [])
+    )
     assert calls == [*before, "RANKS START", "engines ready", *after, "engines describe"]
 
 
@@ -115,10 +143,14 @@ def test_each_side_alone(offload: OffloadConfig, sleeps: bool, asked: str) -> No
     assert calls and all(call.startswith(asked) for call in calls)
 
 
-def test_other_roles_are_off_the_device_before_weights_travel_and_bring_in_what_they_need_themselves() -> None:
+def test_other_roles_are_off_the_device_before_weights_travel_and_bring_in_what_they_need_themselves() -> (
+    None
+):
     calls: list[str] = []
     config = replace(RunConfig(), critic=CriticConfig(offload=OffloadConfig(optimizer=True)))
-    policy, engines, critic, model = (Noted(name, calls) for name in ("policy", "engines", "critic", "model"))
+    policy, engines, critic, model = (
+        Noted(name, calls) for name in ("policy", "engines", "critic", "model")
+    )
     phases = Phases(config, policy, engines, {"critic": critic, "reward_model": model})  # type: ignore[arg-type, dict-item]
 
     async def step() -> None:
@@ -147,7 +179,8 @@ class Describing:
 
 
 @pytest.mark.parametrize(
-    ("backend", "warns"), [("torch (cpu)", False), ("torch (cuda)", True), ("transformer-engine", False)]
+    ("backend", "warns"),
+    [("torch (cpu)", False), ("torch (cuda)", True), ("transformer-engine", False)],
 )
 def test_what_computes_is_said_once_and_recorded(backend: str, warns: bool, tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text('{"cores": 2}')

@@ -1,5 +1,5 @@
-"""The loop with a critic and a reward model, with small stand-ins: order of calls, what each is given, what a
-checkpoint keeps."""
+"""The loop with a critic and a reward model, with small stand-ins: order of calls, what each is
+given, what a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -57,14 +57,19 @@ class FakeRole(Immediate):
     """No offload is configured, so that `sleep` is none."""
 
     async def memory(self) -> dict[str, float]:
-        return {"perf/max_memory_allocated_gb": 3.0, f"perf/offloaded_gb/{type(self).__name__}": 0.5}
+        return {
+            "perf/max_memory_allocated_gb": 3.0,
+            f"perf/offloaded_gb/{type(self).__name__}": 0.5,
+        }
 
 
 class Critic(FakeRole):
-    """Notes its calls in the world's list; its value of a token is the token's number in the row."""
+    """Notes its calls in the world's list; its value of a token is the token's number in the
+    row."""
 
     def __init__(self, world: World, applied: bool = True) -> None:
-        self.world, self.applied = world, applied
+        self.world = world
+        self.applied = applied
         self.seen: list[DataProto] = []
         self.writes = True
 
@@ -77,13 +82,24 @@ class Critic(FakeRole):
     def compute_values(self, batch: DataProto) -> DataProto:
         self.world.calls.append("values")
         responses = batch.jagged("response_ids")
-        return DataProto.from_columns({"values": Jagged(responses.values.astype(np.float32) / 10, responses.offsets)})
+        return DataProto.from_columns(
+            {"values": Jagged(responses.values.astype(np.float32) / 10, responses.offsets)}
+        )
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> Sequence[Update]:
         assert method is ModelWorker.update_critic and seed is not None
         self.world.calls.append("update_critic")
         self.seen.append(batch)
-        return [Update({"loss": 0.25, "critic/vf_clipfrac": 0.0, "critic/vpred_mean": 0.1}, 2.0, 1e-4, self.applied)]
+        return [
+            Update(
+                {"loss": 0.25, "critic/vf_clipfrac": 0.0, "critic/vpred_mean": 0.1},
+                2.0,
+                1e-4,
+                self.applied,
+            )
+        ]
 
     async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.world.calls.append("save critic")
@@ -164,7 +180,8 @@ def test_the_critic_values_before_advantages_and_learns_before_the_policy(tmp_pa
     [record, _] = records(trainer, "train")
     assert {f"critic/{name}" for name in NAMES} <= record.keys()
     assert (
-        record["critic/vf_loss"] == 0.25 and record["reward_model/score/max"] == record["reward_model/counted/max"] == 7
+        record["critic/vf_loss"] == 0.25
+        and record["reward_model/score/max"] == record["reward_model/counted/max"] == 7
     )
     assert (
         record["perf/offloaded_gb/Critic"] == record["perf/offloaded_gb/Model"] == 0.5
@@ -175,7 +192,9 @@ def test_the_critic_values_before_advantages_and_learns_before_the_policy(tmp_pa
 class SlowCritic(Critic):
     """A critic whose update ends when the loop has come to a place where it waits for it."""
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> Sequence[Update]:
         updates = await super().update(method, batch, seed)
         for _ in range(1000):  # far more rounds of the event loop than a step over stand-ins takes
             await asyncio.sleep(0)
@@ -193,12 +212,14 @@ def with_critic_at(trainer: RLTrainer, placement: Any, pool: str | None = None) 
     return RLTrainer(replace(trainer.config, critic=critic), trainer.session, roles, *parts)
 
 
-@pytest.mark.parametrize(("placement", "pool"), [("own", None), ("own", "rollout"), ("colocated", None)])
+@pytest.mark.parametrize(
+    ("placement", "pool"), [("own", None), ("own", "rollout"), ("colocated", None)]
+)
 def test_the_update_of_a_critic_with_devices_of_its_own_lasts_into_the_next_generation(
     tmp_path: Path, placement: Any, pool: str | None
 ) -> None:
-    """The update ends before the critic computes again, and before a checkpoint. Where the critic shares devices with
-    policy or engines, it ends before these go on."""
+    """The update ends before the critic computes again, and before a checkpoint. Where the critic
+    shares devices with policy or engines, it ends before these go on."""
     world = PpoWorld()
     critic = SlowCritic(world)
     trainer = ppo_of(tmp_path, world, critic, total_steps=4, save_every_steps=3)
@@ -211,7 +232,18 @@ def test_the_update_of_a_critic_with_devices_of_its_own_lasts_into_the_next_gene
     begun = ["generate", *passes, "update_critic"]
     if placement == "own" and pool is None:
         ahead = ["generate", "log_probs", "critic ends", "values", "update_critic", "update"]
-        steps = [*begun, "update", "sync 1", *ahead, "sync 2", *ahead, "sync 3", "critic ends", "save", "save critic"]
+        steps = [
+            *begun,
+            "update",
+            "sync 1",
+            *ahead,
+            "sync 2",
+            *ahead,
+            "sync 3",
+            "critic ends",
+            "save",
+            "save critic",
+        ]
         steps += [*begun, "update", "sync 4", "answer", "critic ends", "save", "save critic"]
     else:
         one = [*begun, *(("update", "critic ends") if pool else ("critic ends", "update"))]
@@ -220,19 +252,25 @@ def test_the_update_of_a_critic_with_devices_of_its_own_lasts_into_the_next_gene
     assert calls == ["sync 0", "answer", *steps]
     found = records(trainer, "train")
     assert [record["step"] for record in found] == [1, 2, 3, 4]
-    assert all(record["critic/vf_loss"] == 0.25 and record["timing_s/update_critic"] >= 0 for record in found)
+    assert all(
+        record["critic/vf_loss"] == 0.25 and record["timing_s/update_critic"] >= 0
+        for record in found
+    )
     timeline = read_timeline(trainer.session.folder / "timeline.jsonl")
     assert [one["step"] for one in timeline if one["name"] == "update_critic"] == [1, 2, 3, 4]
 
 
 def test_a_critic_lost_beside_a_generation_takes_its_own_step_back(tmp_path: Path) -> None:
-    world, alive = PpoWorld(), [True]
+    world = PpoWorld()
+    alive = [True]
 
     class Lost(SlowCritic):
         def end(self) -> None:
             if self.world.calls.count("update_critic") == 2:
                 alive[0] = False
-                raise WorkerError("the worker process died", role="critic", rank=0, node="here", method="update")
+                raise WorkerError(
+                    "the worker process died", role="critic", rank=0, node="here", method="update"
+                )
 
         def is_alive(self) -> bool:
             return alive[0]
@@ -263,10 +301,16 @@ def test_what_the_critic_learns_from_is_gae_of_score_and_model_score(tmp_path: P
     token = torch.zeros(int(lengths.sum()))
     token[lengths.cumsum(0) - 1] = torch.tensor(rewards, dtype=torch.float32)
     advantages, returns = gae(
-        token, torch.from_numpy(np.array(batch.jagged("values").values)), lengths, gamma=0.9, lam=0.8
+        token,
+        torch.from_numpy(np.array(batch.jagged("values").values)),
+        lengths,
+        gamma=0.9,
+        lam=0.8,
     )
     np.testing.assert_allclose(batch.jagged("returns").values, returns.numpy(), rtol=1e-6)
-    np.testing.assert_allclose(batch.jagged("advantages").values, whiten(advantages).numpy(), rtol=1e-6)
+    np.testing.assert_allclose(
+        batch.jagged("advantages").values, whiten(advantages).numpy(), rtol=1e-6
+    )
 
 
 def test_rollouts_alone_are_scored_by_the_reward_model(tmp_path: Path) -> None:
@@ -288,17 +332,30 @@ def test_a_teacher_adds_its_columns_before_updates(tmp_path: Path) -> None:
     parts = (trainer.engines, trainer.samples, trainer.validator)
     block_on(RLTrainer(trainer.config, trainer.session, roles, *parts).fit())
     [batch] = critic.seen
-    assert batch.jagged("teacher_top_log_probs").values.shape == (batch.lengths("response_ids").sum(), 2)
+    assert batch.jagged("teacher_top_log_probs").values.shape == (
+        batch.lengths("response_ids").sum(),
+        2,
+    )
     [record] = records(trainer, "train")
-    assert record["teacher/top_mass"] == pytest.approx(0.5) and record["perf/offloaded_gb/Teacher"] == 0.5
+    assert (
+        record["teacher/top_mass"] == pytest.approx(0.5)
+        and record["perf/offloaded_gb/Teacher"] == 0.5
+    )
 
 
 def test_the_critic_warms_up_alone(tmp_path: Path) -> None:
     world = PpoWorld()
     trainer = ppo_of(tmp_path, world, Critic(world), total_steps=3, critic_warmup=2)
     block_on(trainer.fit())
-    assert [call for call in world.calls if call.startswith("update")] == ["update_critic"] * 3 + ["update"]
-    assert [call for call in world.calls if call.startswith("sync")] == ["sync 0", "sync 1", "sync 2", "sync 3"]
+    assert [call for call in world.calls if call.startswith("update")] == ["update_critic"] * 3 + [
+        "update"
+    ]
+    assert [call for call in world.calls if call.startswith("sync")] == [
+        "sync 0",
+        "sync 1",
+        "sync 2",
+        "sync 3",
+    ]
     warm_up, _, last = records(trainer, "train")
     assert "actor/loss" not in warm_up and "critic/vf_loss" in warm_up and "actor/loss" in last
 
@@ -337,10 +394,14 @@ def test_a_reference_of_its_own_takes_the_policy_as_it_begins_or_stays_a_teacher
     tmp_path: Path, path: str | None
 ) -> None:
     world = PpoWorld()
-    config = replace(config_of(tmp_path, kl=0.1, total_steps=1), reference=ReferenceConfig(placement="own", path=path))
+    config = replace(
+        config_of(tmp_path, kl=0.1, total_steps=1),
+        reference=ReferenceConfig(placement="own", path=path),
+    )
     trainer = trainer_of(config, world, reference=Frozen(world))
     block_on(trainer.start_from_present_weights())
-    filled = ["export", "start reference from start"] if path is None else []  # a teacher has its weights already
+    # a teacher has its weights already
+    filled = ["export", "start reference from start"] if path is None else []
     assert world.calls == ["set_optimizer", *filled]  # no weights are swapped, none are kept twice
     block_on(trainer.fit())
     block_on(trainer.session.store.wait())
@@ -371,14 +432,15 @@ def test_a_checkpoint_counts_when_the_critic_too_is_on_the_disk(tmp_path: Path) 
 def test_a_critic_gradient_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     world = PpoWorld()
     with pytest.raises(
-        HybridFlowError, match=r"step 1: a gradient of the critic is not finite .*Lower critic\.optim\.lr"
+        HybridFlowError,
+        match=r"step 1: a gradient of the critic is not finite .*Lower critic\.optim\.lr",
     ):
         block_on(ppo_of(tmp_path, world, Critic(world, applied=False)).fit())
     assert "save" not in world.calls
 
 
 # ---- advantages without a loop
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def batch_of(**columns: object) -> DataProto:
@@ -387,8 +449,14 @@ def batch_of(**columns: object) -> DataProto:
     old = Jagged(np.linspace(-1, 0, 6, dtype=np.float32), responses.offsets)
     reference = Jagged(np.linspace(-2, 0, 6, dtype=np.float32), responses.offsets)
     mask = Jagged(np.ones(6, np.bool_), responses.offsets)
-    given = {"response_ids": responses, "response_mask": mask, "old_log_probs": old, "ref_log_probs": reference,
-             "uid": np.array([0, 0, 1, 1]), "scores": np.array([1, 0, 1, 0], np.float32)}  # fmt: skip
+    given = {
+        "response_ids": responses,
+        "response_mask": mask,
+        "old_log_probs": old,
+        "ref_log_probs": reference,
+        "uid": np.array([0, 0, 1, 1]),
+        "scores": np.array([1, 0, 1, 0], np.float32),
+    }
     return DataProto.from_columns({**given, **columns})
 
 
@@ -398,37 +466,54 @@ def test_the_kl_penalty_follows_the_divergence_and_lowers_rewards() -> None:
     batch = batch_of()
     rewards = advantages.add(batch)["rewards"]
     difference = batch.jagged("old_log_probs").values - batch.jagged("ref_log_probs").values
-    expected = [1 - 0.5 * difference[:3].sum(), -0.5 * difference[3], 1.0, -0.5 * difference[4:].sum()]
+    expected = [
+        1 - 0.5 * difference[:3].sum(),
+        -0.5 * difference[3],
+        1.0,
+        -0.5 * difference[4:].sum(),
+    ]
     np.testing.assert_allclose(rewards, expected, rtol=1e-6)
     kl = (difference[:3].mean() + difference[3] + 0 + difference[4:].mean()) / 4
     assert advantages.metrics == pytest.approx(
         {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": 0.5}, rel=1e-6
     )
-    assert advantages.control.value == pytest.approx(0.5 * (1 + 0.2 * 4 / 8))  # far above the target: the largest step
+    # far above the target: the largest step
+    assert advantages.control.value == pytest.approx(0.5 * (1 + 0.2 * 4 / 8))
 
 
 def test_scores_are_weighted_and_squashed() -> None:
     batch = batch_of(rm_scores=np.array([0.0, 100.0, -100.0, 2.0], np.float32))
-    config = RunConfig(reward=RewardConfig(weight=2.0), reward_model=RewardModelConfig(weight=0.5, squash="sigmoid"))
+    config = RunConfig(
+        reward=RewardConfig(weight=2.0),
+        reward_model=RewardModelConfig(weight=0.5, squash="sigmoid"),
+    )
     np.testing.assert_allclose(
-        Advantages(config).add(batch)["rewards"], [2.25, 0.5, 2.0, 0.5 / (1 + np.exp(-2.0))], rtol=1e-5
+        Advantages(config).add(batch)["rewards"],
+        [2.25, 0.5, 2.0, 0.5 / (1 + np.exp(-2.0))],
+        rtol=1e-5,
     )
     plain = Advantages(replace(config, reward_model=RewardModelConfig(weight=0.5)))
     np.testing.assert_allclose(plain.add(batch)["rewards"], [2.0, 50.0, -48.0, 1.0], rtol=1e-6)
-    assert plain.metrics["reward_model/counted/max"] == 100 and plain.metrics["reward_model/share"] > 0.99
+    assert (
+        plain.metrics["reward_model/counted/max"] == 100
+        and plain.metrics["reward_model/share"] > 0.99
+    )
 
 
 def test_standard_scores_are_over_the_spread_of_the_whole_run_and_survive_a_resume() -> None:
     rng = np.random.default_rng(0)
     seen = [rng.normal(7, 3, 4).astype(np.float32) for _ in range(5)]
     config = RunConfig(
-        reward=RewardConfig(weight=0.0), reward_model=RewardModelConfig(weight=2.0, squash="standard", clip=1.0)
+        reward=RewardConfig(weight=0.0),
+        reward_model=RewardModelConfig(weight=2.0, squash="standard", clip=1.0),
     )
     advantages = Advantages(config)
     for number, scores in enumerate(seen):
         found = advantages.add(batch_of(rm_scores=scores))["rewards"] / 2.0
         so_far = np.concatenate(seen[: number + 1]).astype(np.float64)
-        np.testing.assert_allclose(found, np.clip((scores - so_far.mean()) / so_far.std(), -1, 1), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            found, np.clip((scores - so_far.mean()) / so_far.std(), -1, 1), rtol=1e-5, atol=1e-6
+        )
         resumed = Advantages(config)
         resumed.restore(advantages.state())
         advantages = resumed
@@ -440,10 +525,12 @@ def test_standard_scores_are_over_the_spread_of_the_whole_run_and_survive_a_resu
 def test_agreement_counts_pairs_of_one_prompt_that_the_verifier_tells_apart() -> None:
     prompt = np.array([0, 0, 0, 1, 1, 2, 2])
     verifier = np.array([1, 0, 0, 1, 1, 0, 1], np.float32)
-    # of the first prompt one pair in order and one not, of the last a tie; the second has no pair, and nothing crosses
-    # prompts
+    # of the first prompt one pair in order and one not, of the last a tie; the second has no pair,
+    # and nothing crosses prompts
     assert agreement(np.array([2.0, 1, 3, 0, 9, 5, 5]), verifier, prompt) == pytest.approx(1.5 / 3)
-    assert agreement(verifier, verifier, prompt) == 1 and agreement(-verifier, verifier, prompt) == 0
+    assert (
+        agreement(verifier, verifier, prompt) == 1 and agreement(-verifier, verifier, prompt) == 0
+    )
     assert agreement(verifier, np.ones(7), prompt) is None
 
 

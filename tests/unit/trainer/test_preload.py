@@ -15,7 +15,8 @@ def test_each_server_is_for_what_the_job_starts() -> None:
     assert list(modules_of(config, with_engines=True)) == ["torch", "ranks", "engines"]
     assert list(modules_of(config, with_engines=False)) == ["torch", "ranks"]
     own = load_config("tiny-moe-grpo", ["rollout.engine=engines/mine.py:engine"])
-    assert list(modules_of(own, with_engines=True)) == ["torch", "ranks"]  # nobody knows what it would need
+    # nobody knows what it would need
+    assert list(modules_of(own, with_engines=True)) == ["torch", "ranks"]
     fsdp = load_config("tiny-dense-grpo-fsdp")
     assert not any("mcore" in name for name in modules_of(fsdp, with_engines=True)["ranks"])
 

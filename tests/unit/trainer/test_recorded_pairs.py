@@ -1,4 +1,5 @@
-"""Training on recorded pairs: from a parquet file to the gradient of the published loss, without a generation."""
+"""Training on recorded pairs: from a parquet file to the gradient of the published loss, without a
+generation."""
 
 from __future__ import annotations
 
@@ -48,20 +49,26 @@ def preferring(config: RunConfig, name: str = "dpo") -> RunConfig:
     return replace(config, algorithm=algorithm, data=replace(config.data, answers="pairs"))
 
 
-def test_a_batch_has_both_answers_of_each_pair_and_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
+def test_a_batch_has_both_answers_of_each_pair_and_goes_on_where_it_was(
+    folder: Path, tmp_path: Path
+) -> None:
     config = config_of(tmp_path)
     dataset = pairs_of(folder, config)
     source = RecordedPairs(config, dataset, lambda batch: batch)
     batch = block_on(source.take(1))
     assert set(READING.writes) <= set(batch.columns) and len(batch) == 2 * PROMPTS
-    assert batch["uid"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and batch["scores"].tolist() == [1, 0] * PROMPTS
+    assert (
+        batch["uid"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        and batch["scores"].tolist() == [1, 0] * PROMPTS
+    )
     assert batch.jagged("response_mask").values.all()
     rows = dataset.batch(np.asarray(batch["index"])[::2])
     for pair in range(PROMPTS):
         for row, name in ((2 * pair, "chosen_ids"), (2 * pair + 1, "rejected_ids")):
             assert batch["response_ids"].row(row).tolist() == rows[name].row(pair).tolist()
             assert batch["prompt_ids"].row(row).tolist() == rows["prompt_ids"].row(pair).tolist()
-    state, later = source.state(), block_on(source.take(2))["index"].tolist()
+    state = source.state()
+    later = block_on(source.take(2))["index"].tolist()
     again = RecordedPairs(config, dataset, lambda batch: batch)
     block_on(again.restore(state))
     assert block_on(again.take(2))["index"].tolist() == later != batch["index"].tolist()
@@ -90,33 +97,44 @@ def kto(ratios: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 def test_an_update_is_a_step_of_the_published_loss(
     folder: Path, tmp_path: Path, published: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    """From the file to the loss of the policy's worker, by autograd in float64; the log-probs are those of columns."""
+    """From the file to the loss of the policy's worker, by autograd in float64; the log-probs are
+    those of columns."""
     config = preferring(config_of(tmp_path), published.__name__)
     batch = block_on(RecordedPairs(config, pairs_of(folder, config), lambda batch: batch).take(1))
-    responses, rng = batch.jagged("response_ids"), np.random.default_rng(0)
+    responses = batch.jagged("response_ids")
+    rng = np.random.default_rng(0)
     old, reference = (rng.normal(-2, 1, len(responses.values)).astype(np.float32) for _ in range(2))
     batch = batch.with_columns(
-        old_log_probs=Jagged(old, responses.offsets), ref_log_probs=Jagged(reference, responses.offsets)
+        old_log_probs=Jagged(old, responses.offsets),
+        ref_log_probs=Jagged(reference, responses.offsets),
     )
     batch = Advantages(config).add(batch)
     policy = torch.tensor(old, dtype=torch.float64, requires_grad=True)
     lengths = torch.tensor(responses.lengths)
-    ratios = torch.stack([row.sum() for row in (policy - torch.tensor(reference)).split(lengths.tolist())])
+    ratios = torch.stack(
+        [row.sum() for row in (policy - torch.tensor(reference)).split(lengths.tolist())]
+    )
     (wanted,) = torch.autograd.grad(published(ratios, lengths), policy)
 
     loss = PolicyLoss(ActorConfig(policy_loss="reinforce", loss_agg_mode="seq-mean-token-sum"))
     [micro] = build_micro_batches(batch, [np.arange(len(batch))], loss.columns, torch.device("cpu"))
     total, count, _ = loss(policy, None, micro)
     (found,) = torch.autograd.grad(total / count, policy)
-    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=1e-8)  # advantages are a float32 column
+    # advantages are a float32 column
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=1e-8)
     margins = (ratios[0::2] - ratios[1::2]).detach()
     assert preference_metrics(batch) == pytest.approx(
-        {"preference/accuracy": float((margins > 0).double().mean()), "preference/margin": float(margins.mean())}
+        {
+            "preference/accuracy": float((margins > 0).double().mean()),
+            "preference/margin": float(margins.mean()),
+        }
     )
 
 
 def test_preferences_are_counted_by_prompt_and_ties_half() -> None:
-    sums, scores, uid = [3.0, 1.0, 2.0, 5.0, 5.0, 9.0, 4.0], [1, 0, 0.5, 0, 1, 1, 1], [0, 0, 0, 4, 4, 7, 7]
+    sums = [3.0, 1.0, 2.0, 5.0, 5.0, 9.0, 4.0]
+    scores = [1, 0, 0.5, 0, 1, 1, 1]
+    uid = [0, 0, 0, 4, 4, 7, 7]
     one = Jagged(np.array(sums, np.float32), np.arange(8))
     batch = DataProto.from_columns(
         {
@@ -134,21 +152,31 @@ def test_preferences_are_counted_by_prompt_and_ties_half() -> None:
     assert preference_metrics(batch.rows([5, 6])) == {}
 
 
-def test_the_loop_reads_pairs_and_asks_the_engines_for_validation_alone(folder: Path, tmp_path: Path) -> None:
+def test_the_loop_reads_pairs_and_asks_the_engines_for_validation_alone(
+    folder: Path, tmp_path: Path
+) -> None:
     config = preferring(config_of(tmp_path, total_steps=3, test_every_steps=2))
     world = World()
-    trainer = trainer_of(config, world, RecordedPairs(config, pairs_of(folder, config), lambda batch: batch))
+    trainer = trainer_of(
+        config, world, RecordedPairs(config, pairs_of(folder, config), lambda batch: batch)
+    )
     block_on(trainer.start_from_present_weights())
     block_on(trainer.fit())
-    step = ["log_probs", "ref_log_probs", "log_probs", "update"]  # the stand-in's reference asks its log_probs
+    # the stand-in's reference asks its log_probs
+    step = ["log_probs", "ref_log_probs", "log_probs", "update"]
     assert world.calls == [
         *("freeze_reference", "set_optimizer", "sync 0", "answer", *step),
         *(*step, "sync 2", "answer", *step, "sync 3", "answer", "save"),
     ]
     found = records(trainer, "train")
-    assert [record["preference/accuracy"] for record in found] == [0.5] * 3  # policy and reference are the same here
+    # policy and reference are the same here
+    assert [record["preference/accuracy"] for record in found] == [0.5] * 3
     assert not any(name.startswith("rollout/logprob_diff") for record in found for name in record)
-    assert [any(name.startswith("sync/") for name in record) for record in found] == [False, True, True]
+    assert [any(name.startswith("sync/") for name in record) for record in found] == [
+        False,
+        True,
+        True,
+    ]
     assert not (trainer.session.folder / "rollouts").exists()
 
 

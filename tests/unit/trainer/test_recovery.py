@@ -1,4 +1,5 @@
-"""Ranks that are lost: those that train take the loop back to a checkpoint, the others start again within the step."""
+"""Ranks that are lost: those that train take the loop back to a checkpoint, the others start again
+within the step."""
 
 from __future__ import annotations
 
@@ -38,26 +39,32 @@ class Ranks:
     """A group of ranks that is alive or not."""
 
     def __init__(self) -> None:
-        self.alive, self.restarts = True, 0
+        self.alive = True
+        self.restarts = 0
         self.hooks: list[Callable[[], Any]] = []
 
     def is_alive(self) -> bool:
         return self.alive
 
     async def restart(self) -> None:
-        self.alive, self.restarts = True, self.restarts + 1
+        self.restarts = self.restarts + 1
+        self.alive = True
         for hook in self.hooks:
             hook()
 
 
 class Fragile(World):
-    """A world whose policy is lost in its first update, and whose checkpoints take a while to be whole."""
+    """A world whose policy is lost in its first update, and whose checkpoints take a while to be
+    whole."""
 
     def __init__(self, writes: bool = True) -> None:
         super().__init__()
-        self.ranks, self.writes = Ranks(), writes
+        self.ranks = Ranks()
+        self.writes = writes
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> Sequence[Update]:
         if self.calls.count("update") == 0 and not self.ranks.restarts:
             self.ranks.alive = False
             raise lost("actor")
@@ -78,7 +85,9 @@ class Fragile(World):
 
 
 def after_a_warm_start(folder: Path, world: Fragile) -> RLTrainer:
-    trainer = trainer_of(replace(config_of(folder, kl=0.1, total_steps=2), sft=SftConfig(steps=1)), world)
+    trainer = trainer_of(
+        replace(config_of(folder, kl=0.1, total_steps=2), sft=SftConfig(steps=1)), world
+    )
     block_on(trainer.start_from_present_weights())
     block_on(trainer.save())
     world.calls.clear()
@@ -90,7 +99,8 @@ def test_a_policy_lost_in_the_first_step_comes_back_with_the_warm_start(tmp_path
     trainer = after_a_warm_start(tmp_path, world)
     block_on(fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False)))
     assert world.ranks.restarts == 1
-    # the weights that restarted ranks begin with are those before the warm start: they must never count
+    # the weights that restarted ranks begin with are those before the warm start: they must never
+    # count
     assert "load reference=True" in world.calls and "freeze_reference" not in world.calls
     assert [record["step"] for record in records(trainer, "train")] == [1, 2]
 
@@ -101,7 +111,9 @@ def test_without_a_checkpoint_of_the_warm_start_a_loss_ends_the_run(tmp_path: Pa
     block_on(trainer.session.store.wait())
     shutil.rmtree(trainer.session.folder / "checkpoints")
     with pytest.raises(CheckpointError, match="no checkpoint holds the weights of the warm start"):
-        block_on(fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False)))
+        block_on(
+            fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False))
+        )
     assert "freeze_reference" not in world.calls
 
 
@@ -109,7 +121,9 @@ class OwnCritic(Immediate):
     """A critic in processes of its own, lost in the second step's update."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.ranks, self.updates = world, Ranks(), 0
+        self.world = world
+        self.ranks = Ranks()
+        self.updates = 0
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         self.world.calls.append(f"critic {method.__name__}")
@@ -119,7 +133,9 @@ class OwnCritic(Immediate):
         values = Jagged(np.zeros(len(response.values), np.float32), response.offsets)
         return DataProto.from_columns({"values": values})
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> Sequence[Update]:
         self.updates += 1
         if self.updates == 2:
             self.ranks.alive = False
@@ -143,16 +159,26 @@ def with_critic(config: RunConfig, world: World, critic: OwnCritic) -> RLTrainer
     return trainer
 
 
-@pytest.mark.parametrize(("every", "back"), [(1, ["load reference=False", "critic load"]), (0, ["set_optimizer"])])
-def test_a_lost_critic_takes_the_policy_back_with_it(tmp_path: Path, every: int, back: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("every", "back"), [(1, ["load reference=False", "critic load"]), (0, ["set_optimizer"])]
+)
+def test_a_lost_critic_takes_the_policy_back_with_it(
+    tmp_path: Path, every: int, back: list[str]
+) -> None:
     config = config_of(tmp_path, total_steps=3, save_every_steps=every)
-    world, policy = World(), Ranks()
+    world = World()
+    policy = Ranks()
     critic = OwnCritic(world)
     trainer = with_critic(config, world, critic)
     policy.hooks.append(lambda: world.calls.append("policy restarted"))
     critic.ranks.hooks.append(lambda: world.calls.append("critic restarted"))
-    block_on(fit_with_restarts(trainer, {"actor": policy, "critic": critic.ranks}, 1, Progress(0, "", enabled=False)))
-    # both begin anew: neither the one's weights nor the other's are those of the checkpoint, or of the beginning
+    block_on(
+        fit_with_restarts(
+            trainer, {"actor": policy, "critic": critic.ranks}, 1, Progress(0, "", enabled=False)
+        )
+    )
+    # both begin anew: neither the one's weights nor the other's are those of the checkpoint, or of
+    # the beginning
     at = world.calls.index("policy restarted")
     assert world.calls[at : at + 2 + len(back)] == ["policy restarted", "critic restarted", *back]
     assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3]
@@ -160,9 +186,12 @@ def test_a_lost_critic_takes_the_policy_back_with_it(tmp_path: Path, every: int,
 
 
 class Slow(OwnCritic):
-    """A critic whose first update is under way when the policy is lost, and ends when its ranks are killed."""
+    """A critic whose first update is under way when the policy is lost, and ends when its ranks are
+    killed."""
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> Sequence[Update]:
         self.world.calls.append("critic update")
         if not self.ranks.restarts:
             killed = Reply()
@@ -172,11 +201,15 @@ class Slow(OwnCritic):
         return [Update({"loss": 0.1}, 1.0, 1e-3, True)]
 
 
-def test_what_was_under_way_when_ranks_were_lost_goes_no_further_and_is_not_recorded(tmp_path: Path) -> None:
+def test_what_was_under_way_when_ranks_were_lost_goes_no_further_and_is_not_recorded(
+    tmp_path: Path,
+) -> None:
     world = Fragile()
     config = config_of(tmp_path, total_steps=2)
     critic = Slow(world)
-    trainer = with_critic(replace(config, critic=replace(config.critic, placement="own")), world, critic)
+    trainer = with_critic(
+        replace(config, critic=replace(config.critic, placement="own")), world, critic
+    )
     groups: Any = {"actor": world.ranks, "critic": critic.ranks}
     block_on(fit_with_restarts(trainer, groups, 1, Progress(0, "", enabled=False)))
     assert "critic goes on" not in world.calls and world.calls.count("critic update") == 3
@@ -191,7 +224,8 @@ class Workers(Ranks):
 
     def __init__(self, lost_in: Sequence[int]) -> None:
         super().__init__()
-        self.lost_in, self.num_calls = list(lost_in), 0
+        self.lost_in = list(lost_in)
+        self.num_calls = 0
 
     def call(self, method: Callable[..., Any], *args: Any, role: str) -> Ended:
         self.num_calls += 1
@@ -219,7 +253,9 @@ def rows() -> DataProto:
 
 
 def test_a_role_that_only_computes_starts_again_within_the_step() -> None:
-    workers, told, filled = Workers([1]), list[str](), list[int]()
+    workers = Workers([1])
+    told = list[str]()
+    filled = list[int]()
     workers.hooks.append(lambda: filled.append(workers.num_calls))
     found = block_on(frozen(workers, told).compute(ModelWorker.compute_ref_log_probs, rows()))
     assert found.jagged("prompt_ids").lengths.tolist() == [1, 2, 3, 1, 2, 3]
@@ -231,7 +267,9 @@ def test_its_restarts_are_limited_and_an_error_of_living_ranks_is_none() -> None
     for allowed in (0, 2):
         workers = Workers([1, 2, 3])
         with pytest.raises(WorkerError, match="died"):
-            block_on(frozen(workers, [], allowed).compute(ModelWorker.compute_ref_log_probs, rows()))
+            block_on(
+                frozen(workers, [], allowed).compute(ModelWorker.compute_ref_log_probs, rows())
+            )
         assert workers.restarts == allowed
     workers = Workers([])
     with pytest.raises(HybridFlowError, match="ranks that live"):

@@ -1,4 +1,5 @@
-"""The loop over preference pairs with a small stand-in for the model: order, resume, records, held-out accuracy."""
+"""The loop over preference pairs with a small stand-in for the model: order, resume, records,
+held-out accuracy."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import numpy as np
 import pytest
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.config.schema import ActorConfig, OptimConfig, RewardTrainingConfig, RunConfig, TrainerConfig
+from hybridflow.config.schema import (
+    ActorConfig,
+    OptimConfig,
+    RewardTrainingConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.saving.manifest import say_saved
@@ -36,7 +43,9 @@ class Pairs:
             "chosen_ids": [[i, i] for i in indices],
             "rejected_ids": [[i] for i in indices],
         }
-        return DataProto.from_columns({name: Jagged.from_rows(rows, np.int64) for name, rows in columns.items()})
+        return DataProto.from_columns(
+            {name: Jagged.from_rows(rows, np.int64) for name, rows in columns.items()}
+        )
 
 
 class Model(Immediate):
@@ -46,10 +55,19 @@ class Model(Immediate):
         self.applied = applied
         self.seen: list[list[int]] = []
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> list[Update]:
         assert method is ModelWorker.pair_step
         self.seen.append(batch.jagged("prompt_ids").values.tolist())
-        return [Update({"loss": 0.5, "reward/accuracy": 0.75, "reward/margin": 1.0}, 1.5, 1e-3, self.applied)]
+        return [
+            Update(
+                {"loss": 0.5, "reward/accuracy": 0.75, "reward/margin": 1.0},
+                1.5,
+                1e-3,
+                self.applied,
+            )
+        ]
 
     def compute_scores(self, batch: DataProto) -> DataProto:
         prompts = np.array([batch["prompt_ids"].row(i)[0] for i in range(len(batch))])
@@ -86,7 +104,8 @@ def trainer_of(folder: Path, model: Any, steps: int, **actor: Any) -> RewardTrai
 def test_a_resumed_training_sees_the_pairs_of_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = Model()
     block_on(trainer_of(tmp_path / "whole", whole, 6).fit())
-    first, second = Model(), Model()
+    first = Model()
+    second = Model()
     begun = trainer_of(tmp_path / "cut", first, 3)
     block_on(begun.fit())
     block_on(begun.session.store.wait())
@@ -102,14 +121,20 @@ def test_a_resumed_training_sees_the_pairs_of_an_uninterrupted_one(tmp_path: Pat
     assert first.seen + second.seen == whole.seen
     resumed.session.close()
     records = list(read_jsonl(resumed.session.folder / "metrics.jsonl"))
-    assert [(record["step"], record["reward/loss"]) for record in records] == [(step, 0.5) for step in range(1, 7)]
+    assert [(record["step"], record["reward/loss"]) for record in records] == [
+        (step, 0.5) for step in range(1, 7)
+    ]
     assert records[0]["reward/accuracy"] == 0.75 and records[0]["reward/grad_norm"] == 1.5
 
 
 def test_a_gradient_that_is_not_finite_stops_it(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Model(applied=False), 3)
     with pytest.raises(
-        HybridFlowError, match=r"reward step 1: the gradient is not finite \(loss 0.5\); lower reward_training.optim.lr"
+        HybridFlowError,
+        match=(
+            r"reward step 1: the gradient is not finite \(loss 0.5\); lower "
+            r"reward_training.optim.lr"
+        ),
     ):
         block_on(trainer.fit())
     assert trainer.session.store.latest() is None
@@ -124,7 +149,9 @@ def test_it_is_skipped_where_the_actor_skips_it(tmp_path: Path) -> None:
 def test_accuracy_counts_pairs_whose_chosen_answer_scores_higher() -> None:
     model: Any = Model()
     pairs: Any = Pairs()
-    assert block_on(pair_accuracy(model, pairs)) == pytest.approx({"accuracy": 0.9, "margin": (9 * 1.0 - 1.0) / 10})
+    assert block_on(pair_accuracy(model, pairs)) == pytest.approx(
+        {"accuracy": 0.9, "margin": (9 * 1.0 - 1.0) / 10}
+    )
 
 
 def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:

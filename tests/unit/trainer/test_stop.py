@@ -1,4 +1,5 @@
-"""A run that is asked to stop ends after the present step and a checkpoint, and a second run does the rest."""
+"""A run that is asked to stop ends after the present step and a checkpoint, and a second run does
+the rest."""
 
 from __future__ import annotations
 
@@ -17,11 +18,17 @@ from hybridflow.trainer.app import _stop_when_asked, _with_clusters
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
 
-def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_the_next_run_goes_on(
+    tmp_path: Path,
+) -> None:
     trainer = trainer_of(config_of(tmp_path), World())
-    before, add = signal.getsignal(signal.SIGUSR1), trainer.advantages.add
+    before = signal.getsignal(signal.SIGUSR1)
+    add = trainer.advantages.add
     trainer.advantages.add = lambda batch: (os.kill(os.getpid(), signal.SIGUSR1), add(batch))[1]  # type: ignore[method-assign]
-    with pytest.raises(RunStopped, match=r"resumes from .*global_step_1") as stopped, _stop_when_asked(trainer.session):
+    with (
+        pytest.raises(RunStopped, match=r"resumes from .*global_step_1") as stopped,
+        _stop_when_asked(trainer.session),
+    ):
         block_on(trainer.fit())
     assert stopped.value.exit_code == 75 and signal.getsignal(signal.SIGUSR1) == before
     assert [record["step"] for record in records(trainer, "train")] == [1]
@@ -61,7 +68,9 @@ def test_a_signal_to_all_processes_stops_the_run_though_ray_is_lost_with_it(
             raise KeyboardInterrupt
         return {}
 
-    def parts(config: Any, preload: Any, session: Any, stack: Any, progress: Any, goes_on: bool) -> Any:
+    def parts(
+        config: Any, preload: Any, session: Any, stack: Any, progress: Any, goes_on: bool
+    ) -> Any:
         return SimpleNamespace(stack=stack, goes_on=goes_on)
 
     monkeypatch.setattr("hybridflow.trainer.app.Job", parts)

@@ -1,4 +1,5 @@
-"""Small stand-ins for what the loop talks to (policy, engines, weight sync, data, scores), and a loop over them."""
+"""Small stand-ins for what the loop talks to (policy, engines, weight sync, data, scores), and a
+loop over them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from hybridflow.trainer.samples import Sampled, Samples
 from hybridflow.trainer.session import Session
 from hybridflow.workers.policy import PolicyWorker
 
-ROWS, PROMPTS, N = 10, 4, 2
+ROWS = 10
+PROMPTS = 4
+N = 2
 
 
 class Ended:
@@ -54,7 +57,9 @@ class Immediate:
         found: DataProto = await self.call(method, batch)
         return found
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> Sequence[Update]:
         raise AssertionError("it is not trained")
 
     async def memory(self) -> Mapping[str, float]:
@@ -73,12 +78,13 @@ class Answer:
 
 
 class World(Immediate):
-    """Policy, engines and sync in one: notes every call, and checks that engines answer with the weights they were
-    given."""
+    """Policy, engines and sync in one: notes every call, and checks that engines answer with the
+    weights they were given."""
 
     def __init__(self, difference: float = 0.0, applied: Sequence[bool] = (True, True)) -> None:
         self.calls: list[str] = []
-        self.difference, self.applied = difference, list(applied)
+        self.difference = difference
+        self.applied = list(applied)
         self.trained = self.engine_version = self.policy_version = -1
         self.seeds: list[int] = []
         self.fail_save = False
@@ -103,13 +109,16 @@ class World(Immediate):
         found = await self.log_probs(batch)
         return found.rename({"old_log_probs": "ref_log_probs"}).select(["ref_log_probs"])
 
-    async def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> Sequence[Update]:
         assert method is PolicyWorker.update_policy and seed is not None
         self.calls.append("update")
         self.seeds.append(seed)
         assert {"advantages", "response_ids"} <= set(batch.columns)
         return [
-            Update({"loss": 0.5, "actor/ppo_kl": i * 0.1}, 1.0, 1e-3, applied) for i, applied in enumerate(self.applied)
+            Update({"loss": 0.5, "actor/ppo_kl": i * 0.1}, 1.0, 1e-3, applied)
+            for i, applied in enumerate(self.applied)
         ]
 
     async def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
@@ -146,7 +155,9 @@ class World(Immediate):
         self.calls.append(f"load reference={with_reference}")
 
     # the engines, which answer at once
-    def begin(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[Answer]:
+    def begin(
+        self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
+    ) -> list[Answer]:
         found = self.generate(prompts, training=training)
         return [Answer(found, row) for row in range(len(found))]
 
@@ -183,11 +194,15 @@ class World(Immediate):
         self.calls.append("generate" if training else "answer")
         rows = [np.arange(2 + i % 3) for i in range(len(prompts))]
         responses = Jagged.from_rows(rows, np.int64)
-        log_probs = Jagged(np.full(len(responses.values), -1.0 + self.difference, np.float32), responses.offsets)
+        log_probs = Jagged(
+            np.full(len(responses.values), -1.0 + self.difference, np.float32), responses.offsets
+        )
         return DataProto.from_columns(
             {
                 "response_ids": responses,
-                "response_mask": Jagged(np.ones(len(responses.values), np.bool_), responses.offsets),
+                "response_mask": Jagged(
+                    np.ones(len(responses.values), np.bool_), responses.offsets
+                ),
                 "rollout_log_probs": log_probs,
                 "response_versions": Jagged(
                     np.full(len(responses.values), self.engine_version, np.int64), responses.offsets
@@ -249,7 +264,9 @@ class Scores:
         )
 
 
-def config_of(folder: Path, kl: float = 0.0, bound: float | None = 0.01, **trainer: Any) -> RunConfig:
+def config_of(
+    folder: Path, kl: float = 0.0, bound: float | None = 0.01, **trainer: Any
+) -> RunConfig:
     return RunConfig(
         output_dir=str(folder),
         data=DataConfig(train_batch_size=PROMPTS),
@@ -259,7 +276,9 @@ def config_of(folder: Path, kl: float = 0.0, bound: float | None = 0.01, **train
     )
 
 
-def trainer_of(config: RunConfig, world: World, samples: Samples | None = None, **others: Any) -> RLTrainer:
+def trainer_of(
+    config: RunConfig, world: World, samples: Samples | None = None, **others: Any
+) -> RLTrainer:
     """`others`: the roles besides the policy."""
     session = Session(config)
     session.folder.mkdir(parents=True, exist_ok=True)
@@ -273,4 +292,8 @@ def trainer_of(config: RunConfig, world: World, samples: Samples | None = None, 
 
 def records(trainer: RLTrainer, phase: str) -> list[Mapping[str, Any]]:
     trainer.session.close()
-    return [record for record in read_jsonl(trainer.session.folder / "metrics.jsonl") if record["phase"] == phase]
+    return [
+        record
+        for record in read_jsonl(trainer.session.folder / "metrics.jsonl")
+        if record["phase"] == phase
+    ]

@@ -8,4 +8,7 @@ from hybridflow.data.prepare.published import BOXED, Published, problem_with_ans
 
 convert = partial(problem_with_answer, "aime24")
 OPTIONAL = ("answer", "solution")
-register("aime24", Published("math-ai/aime24", ("problem",), convert, BOXED, splits=("test",), optional=OPTIONAL))
+register(
+    "aime24",
+    Published("math-ai/aime24", ("problem",), convert, BOXED, splits=("test",), optional=OPTIONAL),
+)

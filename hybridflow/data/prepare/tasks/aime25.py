@@ -8,4 +8,7 @@ from hybridflow.data.prepare.published import BOXED, Published, problem_with_ans
 
 convert = partial(problem_with_answer, "aime25")
 OPTIONAL = ("answer", "solution")
-register("aime25", Published("math-ai/aime25", ("problem",), convert, BOXED, splits=("test",), optional=OPTIONAL))
+register(
+    "aime25",
+    Published("math-ai/aime25", ("problem",), convert, BOXED, splits=("test",), optional=OPTIONAL),
+)

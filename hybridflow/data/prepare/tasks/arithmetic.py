@@ -1,8 +1,9 @@
-"""Integer arithmetic written as characters: the prompt is "12+34", the answer "46" (or "64" least significant digit
-first).
+"""Integer arithmetic written as characters: the prompt is "12+34", the answer "46" (or "64" least
+significant digit first).
 
-Every pair of operands is one problem. The held-out problems depend on the operands' range alone (`holdout_seed`), not
-on `seed`: runs with different seeds are validated on the same problems and never train on them.
+Every pair of operands is one problem. The held-out problems depend on the operands' range alone
+(`holdout_seed`), not on `seed`: runs with different seeds are validated on the same problems and
+never train on them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ import pyarrow as pa
 
 from hybridflow.config.keys import AtLeast, Below, NonNegativeInt, PositiveInt
 from hybridflow.data.prepare.options import KEY, check_ranges, require
-from hybridflow.data.prepare.rows import prompt_row, write_demonstrations, write_pairs, write_prompts
+from hybridflow.data.prepare.rows import (
+    prompt_row,
+    write_demonstrations,
+    write_pairs,
+    write_prompts,
+)
 from hybridflow.data.prepare.tasks import TASKS, Task
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.errors import ConfigError
@@ -28,7 +34,13 @@ CHARACTERS = "0123456789+-*="
 CALCULATOR = "calculator"  # the tool that demonstrations call, in plain tags
 _TAG_CHARACTERS = "".join(sorted({*CALCULATOR, *"</>"}))
 _MAX_ROWS = 5_000_000  # more rows than this belong in a generator, not in one parquet file
-_EXTRA_INFO = {"split": pa.string(), "index": pa.int64(), "operation": pa.string(), "a": pa.int64(), "b": pa.int64()}
+_EXTRA_INFO = {
+    "split": pa.string(),
+    "index": pa.int64(),
+    "operation": pa.string(),
+    "a": pa.int64(),
+    "b": pa.int64(),
+}
 
 
 @dataclass(frozen=True)
@@ -54,20 +66,22 @@ class ArithmeticOptions:
     Attributes:
         operation: add | sub | mul.
         min_operand, max_operand: both operands are drawn from this inclusive range; not negative.
-        reverse_answer: write the answer's digits least significant first (a minus sign stays in front).
+        reverse_answer: write the answer's digits least significant first (a minus sign stays in
+            front).
         zero_pad: write operands and answers with a fixed number of digits.
-        num_train: prompts for reinforcement learning, drawn from all pairs that are not held out; -1 takes all of them.
+        num_train: prompts for reinforcement learning, drawn from all pairs that are not held out;
+            -1 takes all of them.
         num_test: held-out pairs, never in train.parquet or sft.parquet.
-        num_sft: demonstrations, drawn from all pairs that are not held out (they may also be RL prompts); 0 writes no
-            sft.parquet.
-        num_calls: so many of the demonstrations, each in two rows, call the tool calculator in plain tags and copy what
-            it returns; the tokenizer then has the characters of the tags.
-        num_pairs: preference pairs (right answer, wrong answer), for a reward model: pairs.parquet on prompts that are
-            not held out, several for a prompt where there are more pairs than prompts; pairs_test.parquet on the
-            held-out ones. 0 writes neither.
-        pair_errors: what is wrong with the wrong answers. "any": one to all digits are drawn anew; "near": they are
-            moved by one or two, as those of a model that has half learnt to add. Only the latter teach a reward model
-            to tell such a model's answers apart.
+        num_sft: demonstrations, drawn from all pairs that are not held out (they may also be RL
+            prompts); 0 writes no sft.parquet.
+        num_calls: so many of the demonstrations, each in two rows, call the tool calculator in
+            plain tags and copy what it returns; the tokenizer then has the characters of the tags.
+        num_pairs: preference pairs (right answer, wrong answer), for a reward model: pairs.parquet
+            on prompts that are not held out, several for a prompt where there are more pairs than
+            prompts; pairs_test.parquet on the held-out ones. 0 writes neither.
+        pair_errors: what is wrong with the wrong answers. "any": one to all digits are drawn anew;
+            "near": they are moved by one or two, as those of a model that has half learnt to add.
+            Only the latter teach a reward model to tell such a model's answers apart.
         hold_out_swapped: with a pair (a, b) held out, keep (b, a) out of training too.
         seed: draws the training prompts and demonstrations.
         holdout_seed: draws the held-out pairs.
@@ -97,26 +111,45 @@ class ArithmeticOptions:
             self.max_operand,
             f"at least min_operand ({self.min_operand})",
         )
-        require(self.num_train >= -1 and self.num_train != 0, "num_train", self.num_train, "positive, or -1 for all")
-        require(self.num_calls <= self.num_sft, "num_calls", self.num_calls, f"0 to num_sft ({self.num_sft})")
+        require(
+            self.num_train >= -1 and self.num_train != 0,
+            "num_train",
+            self.num_train,
+            "positive, or -1 for all",
+        )
+        require(
+            self.num_calls <= self.num_sft,
+            "num_calls",
+            self.num_calls,
+            f"0 to num_sft ({self.num_sft})",
+        )
         require(
             not self.num_calls or not (self.reverse_answer or self.zero_pad),
             "num_calls",
             self.num_calls,
-            "0 with reverse_answer or zero_pad: the calculator writes numbers as they are usually written",
+            "0 with reverse_answer or zero_pad: the calculator writes numbers as they are usually "
+            "written",
         )
 
 
 def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[str, int]:
-    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, demonstrations and pairs; returns rows per
-    parquet file."""
+    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, demonstrations and pairs;
+    returns rows per parquet file."""
     del source  # made from nothing
     held_out = _held_out(options)
-    forbidden = np.union1d(held_out, _swapped(held_out, options)) if options.hold_out_swapped else np.sort(held_out)
+    forbidden = (
+        np.union1d(held_out, _swapped(held_out, options))
+        if options.hold_out_swapped
+        else np.sort(held_out)
+    )
     train = _draw(options, forbidden, options.num_train, stream=0, option="num_train")
     rows = {
-        "train.parquet": write_prompts(out / "train.parquet", _prompts(train, "train", options), _EXTRA_INFO),
-        "test.parquet": write_prompts(out / "test.parquet", _prompts(held_out, "test", options), _EXTRA_INFO),
+        "train.parquet": write_prompts(
+            out / "train.parquet", _prompts(train, "train", options), _EXTRA_INFO
+        ),
+        "test.parquet": write_prompts(
+            out / "test.parquet", _prompts(held_out, "test", options), _EXTRA_INFO
+        ),
     }
     if options.num_sft:
         sft = _draw(options, forbidden, options.num_sft, stream=1, option="num_sft")
@@ -134,13 +167,17 @@ def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[st
         )
         for name, numbers in (("pairs.parquet", drawn), ("pairs_test.parquet", held_out)):
             rows[name] = write_pairs(out / name, _preferences(numbers, name, options))
-    write_character_tokenizer(out / "tokenizer", CHARACTERS + (_TAG_CHARACTERS if options.num_calls else ""))
+    write_character_tokenizer(
+        out / "tokenizer", CHARACTERS + (_TAG_CHARACTERS if options.num_calls else "")
+    )
     return rows
 
 
 def _call_demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The two answers of a conversation that asks the calculator: the call, and after its result the answer."""
-    question, answer = row["prompt"][0], str(row["reward_model"]["ground_truth"])
+    """The two answers of a conversation that asks the calculator: the call, and after its result
+    the answer."""
+    question = row["prompt"][0]
+    answer = str(row["reward_model"]["ground_truth"])
     call = f"<{CALCULATOR}>{question['content']}</{CALCULATOR}>"
     shown = [question, {"role": "assistant", "content": call}, {"role": "tool", "content": answer}]
     return [{"prompt": [question], "response": call}, {"prompt": shown, "response": answer}]
@@ -166,15 +203,18 @@ def _span(options: ArithmeticOptions) -> int:
 
 
 def _held_out(options: ArithmeticOptions) -> np.ndarray:
-    """Pair numbers [num_test] int64 that never enter training; pair number = (a - min) * span + (b - min)."""
+    """Pair numbers [num_test] int64 that never enter training; pair number = (a - min) * span + (b
+    - min)."""
     total = _span(options) ** 2
     if options.num_test >= total:
         raise ConfigError(
             f"{KEY}.num_test is {options.num_test}, but operands "
-            f"{options.min_operand}..{options.max_operand} make only {total} pairs and some must remain for training: "
-            "lower num_test or raise max_operand"
+            f"{options.min_operand}..{options.max_operand} make only {total} pairs and some must "
+            "remain for training: lower num_test or raise max_operand"
         )
-    return np.random.default_rng(options.holdout_seed).choice(total, options.num_test, replace=False)
+    return np.random.default_rng(options.holdout_seed).choice(
+        total, options.num_test, replace=False
+    )
 
 
 def _swapped(pairs: np.ndarray, options: ArithmeticOptions) -> np.ndarray:
@@ -182,21 +222,25 @@ def _swapped(pairs: np.ndarray, options: ArithmeticOptions) -> np.ndarray:
     return b * _span(options) + a
 
 
-def _draw(options: ArithmeticOptions, forbidden: np.ndarray, count: int, *, stream: int, option: str) -> np.ndarray:
-    """Distinct pair numbers [count] int64 in random order, none of them in the sorted `forbidden`; count -1 means
-    all."""
+def _draw(
+    options: ArithmeticOptions, forbidden: np.ndarray, count: int, *, stream: int, option: str
+) -> np.ndarray:
+    """Distinct pair numbers [count] int64 in random order, none of them in the sorted `forbidden`;
+    count -1 means all."""
     total = _span(options) ** 2
     free = total - len(forbidden)
     wanted = free if count == -1 else count
     if not 0 < wanted <= free:
         raise ConfigError(
-            f"{KEY}.{option} is {count}, but only {free} pairs remain of {total} after the held-out "
-            f"ones: lower {option} or num_test, or raise max_operand"
+            f"{KEY}.{option} is {count}, but only {free} pairs remain of {total} after the "
+            f"held-out ones: lower {option} or num_test, or raise max_operand"
         )
     if wanted > _MAX_ROWS:
-        raise ConfigError(f"{KEY}.{option} asks for {wanted} rows, more than {_MAX_ROWS}: give a smaller number")
-    # Drawing `len(forbidden)` too many leaves enough after the held-out ones are taken away, and keeps the draw
-    # uniform.
+        raise ConfigError(
+            f"{KEY}.{option} asks for {wanted} rows, more than {_MAX_ROWS}: give a smaller number"
+        )
+    # Drawing `len(forbidden)` too many leaves enough after the held-out ones are taken away, and
+    # keeps the draw uniform.
     candidates = np.random.default_rng([options.seed, stream]).choice(
         total, min(total, wanted + len(forbidden)), replace=False
     )
@@ -207,7 +251,11 @@ def _prompts(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[
     first, second = np.divmod(pairs, _span(options))
     rows = []
     for index, (a, b) in enumerate(
-        zip((first + options.min_operand).tolist(), (second + options.min_operand).tolist(), strict=True)
+        zip(
+            (first + options.min_operand).tolist(),
+            (second + options.min_operand).tolist(),
+            strict=True,
+        )
     ):
         question, answer = problem(a, b, options)
         extra = {"split": split, "index": index, "operation": options.operation, "a": a, "b": b}
@@ -216,11 +264,19 @@ def _prompts(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[
 
 
 def _preferences(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[dict[str, Any]]:
-    """The right answer is chosen; one to all digits of the rejected one are wrong by `pair_errors`."""
-    rng, rows = np.random.default_rng([options.seed, 3]), []
+    """The right answer is chosen; one to all digits of the rejected one are wrong by
+    `pair_errors`."""
+    rng = np.random.default_rng([options.seed, 3])
+    rows = []
     for row in _prompts(pairs, split, options):
         answer = str(row["reward_model"]["ground_truth"])
-        rows.append({"prompt": row["prompt"], "chosen": answer, "rejected": _spoiled(answer, options.pair_errors, rng)})
+        rows.append(
+            {
+                "prompt": row["prompt"],
+                "chosen": answer,
+                "rejected": _spoiled(answer, options.pair_errors, rng),
+            }
+        )
     return rows
 
 

@@ -1,4 +1,5 @@
-"""The code rows of Eurus-2-RL-Data (PRIME-RL): programming problems with tests, judged in the sandbox."""
+"""The code rows of Eurus-2-RL-Data (PRIME-RL): programming problems with tests, judged in the
+sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GSM8K (openai/gsm8k): grade-school word problems, with a byte-level tokenizer for models of random weights."""
+"""GSM8K (openai/gsm8k): grade-school word problems, with a byte-level tokenizer for models of
+random weights."""
 
 from __future__ import annotations
 
@@ -18,4 +19,8 @@ def convert(row: Row) -> Prompt:
     return Prompt(SOURCE, row.text("question"), final.strip().replace(",", ""))
 
 
-register("gsm8k", Published(SOURCE, ("question", "answer"), convert, INSTRUCTION, subset="main"), tokenizer=True)
+register(
+    "gsm8k",
+    Published(SOURCE, ("question", "answer"), convert, INSTRUCTION, subset="main"),
+    tokenizer=True,
+)

@@ -1,7 +1,8 @@
-"""Numbers to be guessed in the environment `guess`: the prompt is "0-9", the ground truth one of these numbers.
+"""Numbers to be guessed in the environment `guess`: the prompt is "0-9", the ground truth one of
+these numbers.
 
-Every number occurs in both sets. What is held out is nothing but the draws: the environment's answers are what a policy
-has to use.
+Every number occurs in both sets. What is held out is nothing but the draws: the environment's
+answers are what a policy has to use.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class GuessOptions:
     Attributes:
         largest: the numbers are 0 to this one.
         num_train, num_test: prompts.
-        num_sft: games of a player who guesses at random, cut after a random guess, for a warm start; 0 writes none.
+        num_sft: games of a player who guesses at random, cut after a random guess, for a warm
+            start; 0 writes none.
         max_guesses: of these games.
         seed: draws everything.
     """
@@ -49,7 +51,8 @@ class GuessOptions:
 
 
 def write(options: GuessOptions, out: Path, source: Path | None) -> dict[str, int]:
-    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, sft.parquet; returns rows per file."""
+    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, sft.parquet; returns rows
+    per file."""
     del source  # made from nothing
     rng = np.random.default_rng(options.seed)
     rows = {}
@@ -57,7 +60,11 @@ def write(options: GuessOptions, out: Path, source: Path | None) -> dict[str, in
         numbers = rng.integers(options.largest + 1, size=count).tolist()
         prompts = []
         for index, number in enumerate(numbers):
-            prompts.append(prompt_row(DATA_SOURCE, _question(options), str(number), {"split": split, "index": index}))
+            prompts.append(
+                prompt_row(
+                    DATA_SOURCE, _question(options), str(number), {"split": split, "index": index}
+                )
+            )
         rows[f"{split}.parquet"] = write_prompts(out / f"{split}.parquet", prompts, _EXTRA_INFO)
     if options.num_sft:
         games = [_game(options, rng) for _ in range(options.num_sft)]

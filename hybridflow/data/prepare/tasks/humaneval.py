@@ -1,5 +1,5 @@
-"""HumanEval (openai/openai_humaneval): Python functions to be completed, judged by the calls that their tests
-assert."""
+"""HumanEval (openai/openai_humaneval): Python functions to be completed, judged by the calls that
+their tests assert."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ import json
 from hybridflow.data.files import Row
 from hybridflow.data.prepare.published import Prompt, Published, calls_of, register
 
-_ASK = "Complete this Python function. Give the whole function, with its imports, in one fenced block.\n```python\n"
+_ASK = (
+    "Complete this Python function. Give the whole function, with its imports, in one fenced "
+    "block.\n```python\n"
+)
 
 
 def convert(row: Row) -> Prompt | None:
-    """A row {prompt, test, entry_point}; None where a test is no comparison of a call with a plain value."""
+    """A row {prompt, test, entry_point}; None where a test is no comparison of a call with a plain
+    value."""
     found = calls_of(row.text("test"), ("candidate",))
     if found is None:
         return None
-    truth = json.dumps({"fn_name": row.text("entry_point"), "inputs": found[1], "outputs": found[2]})
+    truth = json.dumps(
+        {"fn_name": row.text("entry_point"), "inputs": found[1], "outputs": found[2]}
+    )
     return Prompt("humaneval", f"{_ASK}{row.text('prompt').strip()}\n```", truth, "code")
 
 

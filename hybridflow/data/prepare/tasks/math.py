@@ -1,4 +1,5 @@
-r"""MATH (DigitalLearningGmbH/MATH-lighteval): competition problems, the answer in the last \boxed{} of a solution."""
+r"""MATH (DigitalLearningGmbH/MATH-lighteval): competition problems, the answer in the last \boxed{}
+of a solution."""
 
 from __future__ import annotations
 

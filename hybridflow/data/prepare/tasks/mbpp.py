@@ -1,4 +1,5 @@
-"""MBPP (google-research-datasets/mbpp): short Python functions, judged by the calls that their tests assert."""
+"""MBPP (google-research-datasets/mbpp): short Python functions, judged by the calls that their
+tests assert."""
 
 from __future__ import annotations
 
@@ -23,4 +24,7 @@ def convert(row: Row) -> Prompt | None:
     return Prompt("mbpp", f"{row.text('text')} {_ASK}\n{tests[0]}", truth, "code")
 
 
-register("mbpp", Published("google-research-datasets/mbpp", ("text", "test_list"), convert, subset="full"))
+register(
+    "mbpp",
+    Published("google-research-datasets/mbpp", ("text", "test_list"), convert, subset="full"),
+)

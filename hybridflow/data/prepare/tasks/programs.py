@@ -1,9 +1,10 @@
-"""Small programs to be written in Python: the prompt is "plus 3 times 2", the answer a program that reads a number and
-prints what the steps make of it.
+"""Small programs to be written in Python: the prompt is "plus 3 times 2", the answer a program that
+reads a number and prints what the steps make of it.
 
-An answer is judged by running it, so that every program that does what the prompt says is right. The held-out problems
-depend on the number of steps alone (`holdout_seed`), not on `seed`. Demonstrations show what programs look like, not
-what the words mean: their operations are drawn at random.
+An answer is judged by running it, so that every program that does what the prompt says is right.
+The held-out problems depend on the number of steps alone (`holdout_seed`), not on `seed`.
+Demonstrations show what programs look like, not what the words mean: their operations are drawn at
+random.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class ProgramsOptions:
     Attributes:
         num_steps: of each problem.
         num_train, num_test: prompts, no problem twice.
-        num_sft: demonstrations on problems of train.parquet, with operations drawn at random; 0 writes no sft.parquet.
+        num_sft: demonstrations on problems of train.parquet, with operations drawn at random; 0
+            writes no sft.parquet.
         num_cases: inputs on which an answer is run.
         seed: draws the training prompts and demonstrations.
         holdout_seed: draws the held-out problems.
@@ -68,15 +70,19 @@ class ProgramsOptions:
             1 <= self.num_train <= problems - self.num_test,
             "num_train",
             self.num_train,
-            f"1 to {problems - self.num_test}: of {problems} problems num_test={self.num_test} are held out",
+            f"1 to {problems - self.num_test}: of {problems} problems num_test={self.num_test} are "
+            "held out",
         )
 
 
 def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str, int]:
-    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, sft.parquet; returns rows per file."""
+    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, sft.parquet; returns rows
+    per file."""
     del source  # made from nothing
     total = (len(_OPERATIONS) * _LARGEST) ** options.num_steps
-    held_out = np.random.default_rng(options.holdout_seed).choice(total, options.num_test, replace=False)
+    held_out = np.random.default_rng(options.holdout_seed).choice(
+        total, options.num_test, replace=False
+    )
     rng = np.random.default_rng(options.seed)
     drawn = rng.choice(np.setdiff1d(np.arange(total), held_out), options.num_train, replace=False)
     rows = {}
@@ -85,7 +91,10 @@ def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str,
         for index, steps in enumerate(_steps(int(number), options.num_steps) for number in numbers):
             prompts.append(
                 prompt_row(
-                    DATA_SOURCE, question(steps), _cases(steps, options.num_cases), {"split": split, "index": index}
+                    DATA_SOURCE,
+                    question(steps),
+                    _cases(steps, options.num_cases),
+                    {"split": split, "index": index},
                 )
             )
         rows[f"{split}.parquet"] = write_prompts(out / f"{split}.parquet", prompts, _EXTRA_INFO)
@@ -107,7 +116,9 @@ def answer(steps: Steps) -> str:
     """A program that solves it: "print((int(input())+3)*2)" in a fenced block."""
     expression = _READ
     for number, (name, operand) in enumerate(steps):
-        expression = f"{expression if number == 0 else f'({expression})'}{_OPERATIONS[name][0]}{operand}"
+        expression = (
+            f"{expression if number == 0 else f'({expression})'}{_OPERATIONS[name][0]}{operand}"
+        )
     return f"{_FENCE[0]}print({expression}){_FENCE[1]}"
 
 
@@ -129,7 +140,8 @@ def _steps(number: int, count: int) -> list[tuple[str, int]]:
 
 
 def _cases(steps: Steps, count: int) -> str:
-    """The tests of a problem as the verifier `code` reads them: inputs 2, 9, 16, ... and what is to be printed."""
+    """The tests of a problem as the verifier `code` reads them: inputs 2, 9, 16, ... and what is to
+    be printed."""
     inputs = [2 + 7 * number for number in range(count)]
     outputs = []
     for value in inputs:

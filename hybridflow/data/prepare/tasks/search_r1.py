@@ -1,4 +1,5 @@
-"""NQ and HotpotQA as Search-R1 has them (PeterJinGo/nq_hotpotqa_train): questions to be answered with a search tool."""
+"""NQ and HotpotQA as Search-R1 has them (PeterJinGo/nq_hotpotqa_train): questions to be answered
+with a search tool."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def convert(row: Row) -> Prompt:
     answers = [target] if isinstance(target, str) else list(map(str, target))
     source = prompt.data_source
     source = source if source.startswith(_PREFIX) else f"{_PREFIX}{source}"
-    return replace(prompt, data_source=source, ground_truth={"target": answers}, ability="fact-reasoning")
+    return replace(
+        prompt, data_source=source, ground_truth={"target": answers}, ability="fact-reasoning"
+    )
 
 
 register("search_r1", Published("PeterJinGo/nq_hotpotqa_train", COLUMNS, convert))

@@ -1,9 +1,11 @@
-"""SGLang platform plugin for machines without CUDA: SGLang's own torch-native code paths, no sgl_kernel.
+"""SGLang platform plugin for machines without CUDA: SGLang's own torch-native code paths, no
+sgl_kernel.
 
-SGLang finds `activate` through the entry point group `sglang.srt.platforms` (sglang/srt/platforms/__init__.py,
-`_resolve_platform`). Its in-tree CPU platform is switched on by SGLANG_USE_CPU_ENGINE=1, which imports compiled
-sgl_kernel operators that the package index does not offer for plain CPU machines; whoever sets that variable has them,
-and then this plugin stays out of the way.
+SGLang finds `activate` through the entry point group `sglang.srt.platforms`
+(sglang/srt/platforms/__init__.py, `_resolve_platform`). Its in-tree CPU platform is switched on by
+SGLANG_USE_CPU_ENGINE=1, which imports compiled sgl_kernel operators that the package index does not
+offer for plain CPU machines; whoever sets that variable has them, and then this plugin stays out of
+the way.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ PLATFORM_CLASS = "hybridflow.engines.sglang.cpu_plugin.platform.CpuNativePlatfor
 
 
 def wanted() -> bool:
-    """True when this process has no accelerator and the user did not ask for SGLang's own CPU engine."""
+    """True when this process has no accelerator and the user did not ask for SGLang's own CPU
+    engine."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return False
     return Platform.detect().kind == "cpu"

@@ -1,11 +1,12 @@
-"""SGLang's torch-native attention with a batch at a time instead of a sequence at a time. Imported only inside SGLang
-processes.
+"""SGLang's torch-native attention with a batch at a time instead of a sequence at a time. Imported
+only inside SGLang processes.
 
 Upstream loops over the sequences of a batch in Python, in every layer
-(sglang/srt/layers/attention/torch_native_backend.py, `_run_sdpa_forward_extend` and `_run_sdpa_forward_decode`): with a
-hundred short sequences that loop is most of an engine's time. Here sequences of similar length are padded to one block
-and go through one call. What the padded form does not cover (cross attention, a cache of its own for sliding windows,
-other cache dtypes, very long sequences) is left to upstream.
+(sglang/srt/layers/attention/torch_native_backend.py, `_run_sdpa_forward_extend` and
+`_run_sdpa_forward_decode`): with a hundred short sequences that loop is most of an engine's time.
+Here sequences of similar length are padded to one block and go through one call. What the padded
+form does not cover (cross attention, a cache of its own for sliding windows, other cache dtypes,
+very long sequences) is left to upstream.
 """
 
 from __future__ import annotations
@@ -21,28 +22,42 @@ from hybridflow.engines.sglang.cpu_plugin.padded import BLOCK_SCORES, Block, mak
 class BatchedAttention(TorchNativeAttnBackend):
     """Drop-in for "torch_native"."""
 
-    _blocks: dict[int | None, list[Block]] | None = None  # of this forward pass, for each sliding window
+    # of this forward pass, for each sliding window
+    _blocks: dict[int | None, list[Block]] | None = None
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """Length of the sequences that data-parallel attention pads a batch with, so that all ranks run the same
-        shape."""
+        """Length of the sequences that data-parallel attention pads a batch with, so that all ranks
+        run the same shape."""
         return 1
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Called once before each forward pass: the blocks of the last one are forgotten, its layers share the new
-        ones."""
+        """Called once before each forward pass: the blocks of the last one are forgotten, its
+        layers share the new ones."""
         super().init_forward_metadata(forward_batch)
         self._blocks = None
 
     # upstream gives tensors by position and options by name
 
     def _run_sdpa_forward_extend(
-        self, query: Any, output: Any, k_cache: Any, v_cache: Any, *batch: Any, causal: bool = False, **options: Any
+        self,
+        query: Any,
+        output: Any,
+        k_cache: Any,
+        v_cache: Any,
+        *batch: Any,
+        causal: bool = False,
+        **options: Any,
     ) -> torch.Tensor:
         table, requests, lengths, _, queries, encoder_lens = batch
-        if causal and self._covered(query, k_cache, v_cache, encoder_lens, longest=int(lengths.max()), **options):
-            return self._run_blocks(query, output, k_cache, v_cache, (table, requests, queries, lengths), **options)
-        return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *batch, causal=causal, **options)
+        if causal and self._covered(
+            query, k_cache, v_cache, encoder_lens, longest=int(lengths.max()), **options
+        ):
+            return self._run_blocks(
+                query, output, k_cache, v_cache, (table, requests, queries, lengths), **options
+            )
+        return super()._run_sdpa_forward_extend(
+            query, output, k_cache, v_cache, *batch, causal=causal, **options
+        )
 
     def _run_sdpa_forward_decode(
         self, query: Any, output: Any, k_cache: Any, v_cache: Any, *batch: Any, **options: Any
@@ -50,7 +65,9 @@ class BatchedAttention(TorchNativeAttnBackend):
         table, requests, lengths, encoder_lens = batch
         if self._covered(query, k_cache, v_cache, encoder_lens, longest=1, **options):
             ones = torch.ones_like(lengths)
-            return self._run_blocks(query, output, k_cache, v_cache, (table, requests, ones, lengths), **options)
+            return self._run_blocks(
+                query, output, k_cache, v_cache, (table, requests, ones, lengths), **options
+            )
         return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *batch, **options)
 
     def _run_blocks(
@@ -69,21 +86,37 @@ class BatchedAttention(TorchNativeAttnBackend):
             self._blocks = {}
         if sliding_window_size not in self._blocks:
             table, requests, queries, lengths = batch
-            made = make_blocks(table, requests, queries.tolist(), lengths.tolist(), sliding_window_size)
+            made = make_blocks(
+                table, requests, queries.tolist(), lengths.tolist(), sliding_window_size
+            )
             self._blocks[sliding_window_size] = made
         blocks = self._blocks[sliding_window_size]
         if query.shape[0] > (count := sum(block.queries for block in blocks)):
-            output[count:].zero_()  # rows that data-parallel attention pads a prompt with belong to no sequence
+            # rows that data-parallel attention pads a prompt with belong to no sequence
+            output[count:].zero_()
         for block in blocks:
             block.attend(query, output, k_cache, v_cache, scaling)
         return output
 
     def _covered(
-        self, query: Any, k_cache: Any, v_cache: Any, encoder_lens: Any, *, longest: int, **options: Any
+        self,
+        query: Any,
+        k_cache: Any,
+        v_cache: Any,
+        encoder_lens: Any,
+        *,
+        longest: int,
+        **options: Any,
     ) -> bool:
-        windowed = options.get("sliding_window_size") is not None and self.use_sliding_window_kv_pool
+        windowed = (
+            options.get("sliding_window_size") is not None and self.use_sliding_window_kv_pool
+        )
         plain = encoder_lens is None and not options.get("is_cross_attn") and not windowed
-        return plain and query.dtype == k_cache.dtype == v_cache.dtype and longest * longest <= BLOCK_SCORES
+        return (
+            plain
+            and query.dtype == k_cache.dtype == v_cache.dtype
+            and longest * longest <= BLOCK_SCORES
+        )
 
 
 def create_batched_attention(runner: Any) -> BatchedAttention:
@@ -95,11 +128,11 @@ def create_batched_attention(runner: Any) -> BatchedAttention:
 
 
 def use_host_copies() -> None:
-    """Data-parallel attention copies by a triton kernel and through pinned memory unless `is_cpu()`, which this
-    platform is not.
+    """Data-parallel attention copies by a triton kernel and through pinned memory unless
+    `is_cpu()`, which this platform is not.
 
-    sglang/srt/layers/dp_attention.py:644, sglang/srt/model_executor/forward_batch_info.py:1948 and 2015 (the only
-    readers of the flag).
+    sglang/srt/layers/dp_attention.py:644, sglang/srt/model_executor/forward_batch_info.py:1948 and
+    2015 (the only readers of the flag).
     """
     from sglang.srt.layers import dp_attention
     from sglang.srt.model_executor import forward_batch_info
@@ -109,14 +142,19 @@ def use_host_copies() -> None:
 
 
 def use_absorbed_latents() -> None:
-    """Let latent attention (DeepSeek) run absorbed, prompts too: one key head of latent + rotary width, values its
-    first columns.
+    """Let latent attention (DeepSeek) run absorbed, prompts too: one key head of latent + rotary
+    width, values its first columns.
 
     For a backend that it does not know SGLang takes the rule of "triton"
-    (deepseek_common/attention_backend_handler.py:56): a prompt without cached prefix goes to attention with keys and
-    values of all heads as arguments, which "torch_native" ignores, since it reads the cache, and the cache has latents.
+    (deepseek_common/attention_backend_handler.py:56): a prompt without cached prefix goes to
+    attention with keys and values of all heads as arguments, which "torch_native" ignores, since it
+    reads the cache, and the cache has latents.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
 
-    AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
+    AttentionBackendRegistry.register(
+        "torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA
+    )

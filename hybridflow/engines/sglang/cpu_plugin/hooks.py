@@ -1,5 +1,5 @@
-"""General SGLang plugin (entry point group `sglang.srt.plugins`): small repairs of paths that upstream only runs on
-accelerators."""
+"""General SGLang plugin (entry point group `sglang.srt.plugins`): small repairs of paths that
+upstream only runs on accelerators."""
 
 from __future__ import annotations
 
@@ -28,23 +28,31 @@ def register() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_host_buffer
     register_attention_backend("torch_native")(create_batched_attention)
     HookRegistry.register(
-        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native", skip_foreign_experts, HookType.AROUND
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+        skip_foreign_experts,
+        HookType.AROUND,
     )
-    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", plain_rotary, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", plain_rotary, HookType.AROUND
+    )
     group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
-    HookRegistry.register(f"{group}.all_gather_into_tensor", all_gather_into_tensor, HookType.REPLACE)
+    HookRegistry.register(
+        f"{group}.all_gather_into_tensor", all_gather_into_tensor, HookType.REPLACE
+    )
     HookRegistry.register(f"{group}.reduce_scatter_tensor", reduce_scatter_tensor, HookType.REPLACE)
     HookRegistry.register(f"{group}.reduce_scatterv", reduce_scatterv, HookType.REPLACE)
-    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER
+    )
 
 
 def fork_children(_: Any, server_args: Any) -> None:
     """Let the scheduler and the detokenizer start by fork.
 
-    sglang/srt/entrypoints/engine.py:1995 asks for spawn because CUDA does not survive a fork; each child then imports
-    SGLang anew (about 8 CPU seconds each). Without CUDA the imports are shared, which makes a start about twice as fast
-    and halves the memory. With several data-parallel ranks the children are started by a process that already runs
-    threads: that one keeps spawn.
+    sglang/srt/entrypoints/engine.py:1995 asks for spawn because CUDA does not survive a fork; each
+    child then imports SGLang anew (about 8 CPU seconds each). Without CUDA the imports are shared,
+    which makes a start about twice as fast and halves the memory. With several data-parallel ranks
+    the children are started by a process that already runs threads: that one keeps spawn.
     """
     import multiprocessing
 
@@ -59,37 +67,39 @@ def all_gather_into_tensor(group: Any, output: Any, input: Any) -> None:
 
 
 def reduce_scatter_tensor(group: Any, output: Any, input: Any) -> None:
-    """The reduce-scatter that SGLang asks of its groups on a CPU (distributed/parallel_state.py:1151)."""
+    """The reduce-scatter that SGLang asks of its groups on a CPU
+    (distributed/parallel_state.py:1151)."""
     group._reduce_scatter_tensor(output, input)
 
 
 def reduce_scatterv(group: Any, input_: Any, output: Any = None, sizes: Any = None) -> Any:
-    """With experts divided too: upstream asks NCCL (distributed/parallel_state.py:1265), its own other way is an
-    all-reduce and a cut."""
+    """With experts divided too: upstream asks NCCL (distributed/parallel_state.py:1265), its own
+    other way is an all-reduce and a cut."""
     return group._deterministic_reduce_scatterv(input_, output, sizes)
 
 
 def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Latent attention without scaled rotary embedding (Moonlight).
 
-    sglang/srt/layers/rotary_embedding/factory.py:478 knows only YaRN on CPU; the factory of the other devices has the
-    plain one.
-    Arguments: head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor,
-    device.
+    sglang/srt/layers/rotary_embedding/factory.py:478 knows only YaRN on CPU; the factory of the
+    other devices has the plain one. Arguments: head_size, rotary_dim, max_position, base,
+    is_neox_style, rope_scaling, dtype, partial_rotary_factor, device.
     """
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     scaling = args[5] if len(args) > 5 else kwargs.get("rope_scaling")
     if scaling is not None:
         return original(*args, **kwargs)
-    return get_rope(*args[:8], **{name: value for name, value in kwargs.items() if name != "device"})
+    return get_rope(
+        *args[:8], **{name: value for name, value in kwargs.items() if name != "device"}
+    )
 
 
 def allocate_host_buffer(dims: Any, dtype: Any, device: str, *_: Any, **__: Any) -> Any:
     """Host buffer for `--enable-return-routed-experts`.
 
-    Upstream registers the memory with the CUDA driver (sglang/srt/mem_cache/pool_host/common.py, ALLOC_MEMORY_FUNCS):
-    there is none here.
+    Upstream registers the memory with the CUDA driver (sglang/srt/mem_cache/pool_host/common.py,
+    ALLOC_MEMORY_FUNCS): there is none here.
     """
     import torch
 
@@ -101,17 +111,20 @@ def skip_foreign_experts(
 ) -> Any:
     """Expert parallelism (`--ep-size` > 1): experts held by other ranks arrive as id -1.
 
-    sglang/srt/layers/moe/fused_moe_native.py:77 scatters by expert id and fails on -1; here those (token, slot) pairs
-    add nothing, the sum over ranks happens afterwards as on an accelerator.
+    sglang/srt/layers/moe/fused_moe_native.py:77 scatters by expert id and fails on -1; here those
+    (token, slot) pairs add nothing, the sum over ranks happens afterwards as on an accelerator.
     """
     import torch
     from torch.nn import functional
 
-    expert_of, weight_of = topk_output.topk_ids, topk_output.topk_weights
+    expert_of = topk_output.topk_ids
+    weight_of = topk_output.topk_weights
     if not bool((expert_of < 0).any()):
         return original(layer, x, topk_output, moe_runner_config)
     if moe_runner_config.activation != "silu":
-        raise NotImplementedError(f"--ep-size > 1 on CPU with the activation {moe_runner_config.activation!r}")
+        raise NotImplementedError(
+            f"--ep-size > 1 on CPU with the activation {moe_runner_config.activation!r}"
+        )
     total = torch.zeros_like(x)
     for expert in range(layer.w13_weight.shape[0]):
         token, slot = (expert_of == expert).nonzero(as_tuple=True)

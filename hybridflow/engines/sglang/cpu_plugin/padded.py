@@ -1,4 +1,5 @@
-"""Attention of many sequences of unlike lengths in a few calls: similar ones are padded to one block. Torch only."""
+"""Attention of many sequences of unlike lengths in a few calls: similar ones are padded to one
+block. Torch only."""
 
 from __future__ import annotations
 
@@ -7,28 +8,34 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-BLOCK_SCORES = 1 << 20  # sequences x queries x keys of one padded block; bounds the mask and what padding wastes
+# sequences x queries x keys of one padded block; bounds the mask and what padding wastes
+BLOCK_SCORES = 1 << 20
 BLOCK_KEYS = 1 << 14  # sequences x keys; bounds the copy of the KV cache
 
 
 class Block:
     """Sequences computed together: where their queries are, where their keys are, who sees whom.
 
-    Everything that all layers of a forward pass share is prepared here once; a layer gathers its keys and values, makes
-    one call, and puts the rows back.
+    Everything that all layers of a forward pass share is prepared here once; a layer gathers its
+    keys and values, makes one call, and puts the rows back.
 
     Args:
-        rows: `[n, t]` index of each query in the flat batch; padding repeats the sequence's last query.
-        keys: `[n, l]` slot of each key in the KV cache; padding repeats the sequence's first key, so no foreign value
-            is ever read.
+        rows: `[n, t]` index of each query in the flat batch; padding repeats the sequence's last
+            query.
+        keys: `[n, l]` slot of each key in the KV cache; padding repeats the sequence's first key,
+            so no foreign value is ever read.
         visible: `[n, t, l]` True where a query sees a key.
         valid: `[n, t]` True where a query is not padding.
     """
 
-    def __init__(self, rows: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, valid: torch.Tensor) -> None:
+    def __init__(
+        self, rows: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, valid: torch.Tensor
+    ) -> None:
         self.shape, self.length = rows.shape, keys.shape[1]
-        self._rows, self._keys = rows.reshape(-1), keys.reshape(-1)
-        self._visible, self._masks = visible, dict[tuple[int, torch.dtype], torch.Tensor]()
+        self._rows = rows.reshape(-1)
+        self._keys = keys.reshape(-1)
+        self._visible = visible
+        self._masks = dict[tuple[int, torch.dtype], torch.Tensor]()
         self._valid = valid.reshape(-1).nonzero()[:, 0]
         self._targets = self._rows[self._valid]
         self.queries = len(self._targets)
@@ -43,44 +50,54 @@ class Block:
     ) -> None:
         """Write the attention of this block's queries to `output`.
 
-        The query heads that share a key head are laid out as further queries of it: nothing is repeated for
-        grouped-query attention.
+        The query heads that share a key head are laid out as further queries of it: nothing is
+        repeated for grouped-query attention.
 
         Args:
             query, output: `[tokens, heads, width]`.
-            k_cache, v_cache: `[slots, kv heads, width]`; the values' width may differ from the keys' (latent
-                attention).
+            k_cache, v_cache: `[slots, kv heads, width]`; the values' width may differ from the
+                keys' (latent attention).
             scaling: factor on the scores; None: 1 / sqrt(width).
         """
         n, t = self.shape
-        heads, kv_heads = query.shape[1], k_cache.shape[1]
+        heads = query.shape[1]
+        kv_heads = k_cache.shape[1]
         shared = heads // kv_heads
         q = query.index_select(0, self._rows).view(n, t, kv_heads, shared, -1)
         q = q.permute(0, 2, 3, 1, 4).reshape(n, kv_heads, shared * t, -1)
-        k, v = self._gathered(k_cache), self._gathered(v_cache)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=self._mask(shared, query.dtype), scale=scaling)
+        k = self._gathered(k_cache)
+        v = self._gathered(v_cache)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=self._mask(shared, query.dtype), scale=scaling
+        )
         out = out.view(n, kv_heads, shared, t, -1).permute(0, 3, 1, 2, 4).reshape(n * t, heads, -1)
         if len(out) > self.queries:
             out = out.index_select(0, self._valid)
         output.index_copy_(0, self._targets, out)
 
     def _gathered(self, cache: torch.Tensor) -> torch.Tensor:
-        """The block's keys or values, `[n, kv heads, l, width]`. Whole rows of the cache are copied: indexing by two
-        axes costs about three times as much."""
+        """The block's keys or values, `[n, kv heads, l, width]`. Whole rows of the cache are
+        copied: indexing by two axes costs about three times as much."""
         rows = cache.reshape(len(cache), -1).index_select(0, self._keys)
         return rows.view(self.shape[0], self.length, *cache.shape[1:]).transpose(1, 2)
 
     def _mask(self, shared: int, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to the scores, `[n, 1, shared * t, l]`: 0 where a query sees a key, else -inf."""
+        """What is added to the scores, `[n, 1, shared * t, l]`: 0 where a query sees a key, else
+        -inf."""
         if (shared, dtype) not in self._masks:
-            added = torch.zeros(self._visible.shape, dtype=dtype).masked_fill_(~self._visible, float("-inf"))
+            added = torch.zeros(self._visible.shape, dtype=dtype).masked_fill_(
+                ~self._visible, float("-inf")
+            )
             self._masks[shared, dtype] = added.repeat(1, shared, 1)[:, None]
         return self._masks[shared, dtype]
 
 
 def group_by_length(queries: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Indices of sequences, longest first, in groups of bounded padded size (one sequence always fits)."""
-    order = sorted((i for i in range(len(lengths)) if queries[i] > 0), key=lambda i: (-lengths[i], -queries[i]))
+    """Indices of sequences, longest first, in groups of bounded padded size (one sequence always
+    fits)."""
+    order = sorted(
+        (i for i in range(len(lengths)) if queries[i] > 0), key=lambda i: (-lengths[i], -queries[i])
+    )
     group: list[int] = []
     most_queries = 0
     for i in order:
@@ -88,7 +105,8 @@ def group_by_length(queries: list[int], lengths: list[int]) -> Iterator[list[int
         keys = (len(group) + 1) * lengths[group[0] if group else i]
         if group and (keys > BLOCK_KEYS or keys * widest > BLOCK_SCORES):
             yield group
-            group, widest = [], queries[i]
+            group = []
+            widest = queries[i]
         group.append(i)
         most_queries = widest
     if group:
@@ -102,7 +120,8 @@ def make_blocks(
     lengths: list[int],
     window: int | None = None,
 ) -> list[Block]:
-    """Blocks for a batch whose sequence i has `lengths[i]` keys, the last `queries[i]` of which are its queries.
+    """Blocks for a batch whose sequence i has `lengths[i]` keys, the last `queries[i]` of which are
+    its queries.
 
     A query sees its own key and those before it, with a window the `window` keys before it.
     """
@@ -112,7 +131,8 @@ def make_blocks(
         chosen = torch.tensor(group)
         count = torch.tensor([queries[i] for i in group])[:, None]
         length = torch.tensor([lengths[i] for i in group])[:, None]
-        step, key = torch.arange(int(count.max()))[None], torch.arange(int(length.max()))[None]
+        step = torch.arange(int(count.max()))[None]
+        key = torch.arange(int(length.max()))[None]
         slots = req_to_token[requests[chosen].long()][:, : key.shape[1]].long()
         last = (length - count + step.minimum(count - 1))[:, :, None]
         visible = key[:, None, :] <= last

@@ -1,4 +1,5 @@
-"""The platform object SGLang asks about devices, backends and capabilities. Imported only inside SGLang processes."""
+"""The platform object SGLang asks about devices, backends and capabilities. Imported only inside
+SGLang processes."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
 class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
-    """CPU as an out-of-tree device: with `is_cpu()` true SGLang would take its sgl_kernel paths, with OOT it takes the
-    native ones."""
+    """CPU as an out-of-tree device: with `is_cpu()` true SGLang would take its sgl_kernel paths,
+    with OOT it takes the native ones."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
-    capabilities = PlatformCapabilities()  # no triton, no graphs: every field at its conservative default
+    # no triton, no graphs: every field at its conservative default
+    capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
         """Attention written in plain torch operators."""

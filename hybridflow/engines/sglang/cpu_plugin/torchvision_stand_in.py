@@ -1,8 +1,9 @@
-"""Stand-in for the three torchvision modules that SGLang imports at module scope and never calls for a text model.
+"""Stand-in for the three torchvision modules that SGLang imports at module scope and never calls
+for a text model.
 
-Why: sglang/srt/configs/deepseek_ocr.py:7-8 imports `InterpolationMode` and `functional` unconditionally, and that file
-is part of SGLang's model-config registry. The torchvision of the package index is built for CUDA torch and fails to
-import beside CPU torch.
+Why: sglang/srt/configs/deepseek_ocr.py:7-8 imports `InterpolationMode` and `functional`
+unconditionally, and that file is part of SGLang's model-config registry. The torchvision of the
+package index is built for CUDA torch and fails to import beside CPU torch.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ def install() -> None:
     """Register the stand-in unless a real torchvision exists. Safe to call again."""
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         return
-    # transformers decides by find_spec and caches the answer (transformers/utils/import_utils.py:847-856). Asked after
-    # the stand-in is registered it would say "installed" and then fail on the parts that are missing; so let it look
-    # first.
+    # transformers decides by find_spec and caches the answer
+    # (transformers/utils/import_utils.py:847-856). Asked after the stand-in is registered it would
+    # say "installed" and then fail on the parts that are missing; so let it look first.
     from transformers.utils import is_torchvision_available, is_torchvision_v2_available
 
     is_torchvision_available()
     is_torchvision_v2_available()
-    InterpolationMode = enum.Enum("InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
+    InterpolationMode = enum.Enum(
+        "InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS"
+    )
     _add_module("torchvision")
     _add_module("torchvision.transforms", InterpolationMode=InterpolationMode)
     _add_module("torchvision.transforms.functional", InterpolationMode=InterpolationMode)
