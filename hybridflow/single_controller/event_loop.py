@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
 import selectors
 import threading
 import time
@@ -22,7 +23,10 @@ _log = logging.getLogger(__name__)
 class _Selector(selectors.DefaultSelector):
     """Measures the time in which the loop has nothing to do."""
 
-    idle_s = 0.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle_s = 0.0
+        self.pid = os.getpid()
 
     def select(self, timeout: float | None = None) -> Any:
         start = time.monotonic()
@@ -30,6 +34,10 @@ class _Selector(selectors.DefaultSelector):
             return super().select(timeout)
         finally:
             self.idle_s += time.monotonic() - start
+
+    def unregister(self, fileobj: Any) -> Any:
+        # a fork shares the kernel's list with its parent, whose loop would no longer be woken
+        return super().unregister(fileobj) if self.pid == os.getpid() else None
 
 
 def _log_what_nobody_saw(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -42,25 +50,38 @@ def _log_what_nobody_saw(_: asyncio.AbstractEventLoop, context: dict[str, Any]) 
         )
 
 
-class _Loop(threading.local):
+class _OfThread(threading.local):
     """The loop of this thread, which is kept between calls: tasks go on where they stood."""
 
-    def __init__(self) -> None:
-        self.selector = _Selector()
-        self.loop = asyncio.SelectorEventLoop(self.selector)
-        self.loop.set_exception_handler(_log_what_nobody_saw)
+    selector: _Selector | None = None
+    loop: asyncio.SelectorEventLoop | None = None
 
 
-_of_thread = _Loop()
+_of_thread = _OfThread()
+
+
+def _loop() -> asyncio.SelectorEventLoop:
+    """The loop of this thread, made when it is first needed, and anew in a fork."""
+    if (
+        _of_thread.loop is None
+        or _of_thread.selector is None
+        or _of_thread.selector.pid != os.getpid()
+    ):
+        _of_thread.selector = _Selector()
+        _of_thread.loop = asyncio.SelectorEventLoop(_of_thread.selector)
+        _of_thread.loop.set_exception_handler(_log_what_nobody_saw)
+    return _of_thread.loop
 
 
 @atexit.register
 def _close() -> None:
     """End the tasks that nobody waits for any longer: Python reports each that is left at the
     exit."""
-    with suppress(BaseException):
-        cancel_all(list(asyncio.all_tasks(_of_thread.loop)))
-    _of_thread.loop.close()
+    selector = _of_thread.selector
+    if selector is not None and selector.pid == os.getpid():
+        with suppress(BaseException):
+            cancel_all(list(asyncio.all_tasks(_loop())))
+        _loop().close()
 
 
 def block_on(awaitable: Awaitable[T]) -> T:
@@ -73,7 +94,7 @@ def block_on(awaitable: Awaitable[T]) -> T:
     Raises:
         RuntimeError: this thread's loop is running; there the call is awaited.
     """
-    loop = _of_thread.loop
+    loop = _loop()
     if loop.is_running():
         if asyncio.iscoroutine(awaitable):
             awaitable.close()
@@ -93,7 +114,7 @@ def block_on(awaitable: Awaitable[T]) -> T:
 def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
     """Cancel tasks of this thread's loop, from outside of it, and wait until they have ended, some
     seconds at most."""
-    loop = _of_thread.loop
+    loop = _loop()
     for task in tasks:
         task.cancel()
     # the loop raises an interrupt of one task again in each that waits for it; more of them come
@@ -120,7 +141,7 @@ def waited_seconds() -> float:
 
     This is the time in which workers and engines were working.
     """
-    return _of_thread.selector.idle_s + _computing_s
+    return _computing_s + (_of_thread.selector.idle_s if _of_thread.selector else 0.0)
 
 
 @contextmanager

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -187,3 +190,26 @@ def test_only_idle_time_counts_as_waited() -> None:
         return waited_seconds() - before
 
     assert block_on(busy()) == 0.0 and block_on(idle()) > 0.0
+
+
+def test_a_fork_has_a_loop_of_its_own_and_leaves_that_of_its_parent_alone() -> None:
+    """One fork after another waits for threads, as the parent does before and after."""
+    code = """
+        import os, sys, time
+        from hybridflow.single_controller import block_on, in_thread
+
+        def waits():
+            assert block_on(in_thread(lambda: time.sleep(0.2) or 3)) == 3
+
+        waits()
+        for _ in range(2):
+            child = os.fork()
+            if child == 0:
+                waits()
+                sys.exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            waits()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
