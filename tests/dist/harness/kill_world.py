@@ -29,10 +29,10 @@ class Ranks:
     def __init__(self, saver: Any) -> None:
         self.saver = saver
 
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+    async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.saver.start(folder, phase=phase, step=step)
 
-    def is_saved(self) -> bool:
+    async def is_saved(self) -> bool:
         return bool(self.saver.done())
 
 
@@ -53,6 +53,7 @@ def serve(folder: Path) -> None:
     from hybridflow.config.schema import OptimConfig
     from hybridflow.mcore import checkpoint
     from hybridflow.saving.store import CheckpointStore, Retention
+    from hybridflow.single_controller import block_on
 
     rank = int(os.environ["RANK"])
     policy = policy_of({"tensor": 2, "sequence": True}, WIDE)
@@ -77,13 +78,15 @@ def serve(folder: Path) -> None:
         for tensor in values(policy):
             tensor.fill_(step)
         if rank == 0:
-            store.save("rl", step, {"step": step}, Ranks(saver))
+            block_on(store.save("rl", step, {"step": step}, Ranks(saver)))
         else:
             saver.start(folder / f"global_step_{step}.partial" / "policy", phase="rl", step=step)
         for tensor in values(policy):
             tensor.fill_(-1)  # training goes on over the live memory
-        (store.wait if rank == 0 else lambda: saver.wait(20))()
-        if rank == 1:
+        if rank == 0:
+            block_on(store.wait())
+        else:
+            saver.wait(20)
             while (latest := store.latest()) is None or latest.step != step:
                 time.sleep(0.001)
 
