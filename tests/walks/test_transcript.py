@@ -50,4 +50,4 @@ def test_every_transcript_of_the_documents_is_walked() -> None:
     tests = "".join(
         path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py")
     )
-    assert shown == set(re.findall(r'walk\("([\w/]+\.md)"', tests))
+    assert shown == set(re.findall(r'walk\(\s*"([\w/]+\.md)"', tests))
