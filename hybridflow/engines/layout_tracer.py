@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.reshard.layout import DIMS, PADDING, Catalog, RankLayout, padded
+from hybridflow.reshard.layout import PADDING, Catalog, RankLayout, padded
 from hybridflow.reshard.regions import Box, subtract
 
 Shape = tuple[int, ...]
@@ -94,21 +93,10 @@ class TracedLayout:
                             *padded(start, 0),
                         )
                     )
-        table = np.array(rows, dtype=np.int64).reshape(-1, 2 + 3 * DIMS)
-        shapes = np.array(
-            [padded(self.buffers[name][0], 1) for name in names], dtype=np.int64
-        ).reshape(-1, DIMS)
-        dtypes = tuple(self.buffers[name][1] for name in names)
-        return RankLayout(
-            names,
-            dtypes,
-            shapes,
-            table[:, 0],
-            table[:, 1:4],
-            table[:, 4:7],
-            table[:, 7],
-            table[:, 8:11],
+        shapes, dtypes = (
+            zip(*(self.buffers[name] for name in names), strict=True) if names else ((), ())
         )
+        return RankLayout.of_rows(names, dtypes, shapes, rows)
 
 
 def trace_layout(

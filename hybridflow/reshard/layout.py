@@ -163,15 +163,28 @@ class RankLayout:
                 "a rank's layout names a buffer twice: "
                 f"{sorted({n for n in names if names.count(n) > 1})[:4]}"
             )
+        dtypes = [local.dtype or dtype for local in tensors]
+        return cls.of_rows(names, dtypes, [local.shape for local in tensors], rows)
+
+    @classmethod
+    def of_rows(
+        cls,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        rows: Sequence[tuple[int, ...]],
+    ) -> RankLayout:
+        """The layout of buffers with these names, dtypes and shapes.
+
+        Args:
+            rows: a piece each: its tensor's place in the catalog or PADDING, where the piece begins
+                there and its size, the buffer's place, and where it begins there.
+        """
         table = np.array(rows, dtype=np.int64).reshape(-1, 2 + 3 * DIMS)
-        shapes = np.array([padded(local.shape, 1) for local in tensors], dtype=np.int64).reshape(
-            -1, DIMS
-        )
-        dtypes = tuple(local.dtype or dtype for local in tensors)
         return cls(
-            names,
-            dtypes,
-            shapes,
+            tuple(names),
+            tuple(dtypes),
+            np.array([padded(shape, 1) for shape in shapes], dtype=np.int64).reshape(-1, DIMS),
             table[:, 0],
             table[:, 1:4],
             table[:, 4:7],
