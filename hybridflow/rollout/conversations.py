@@ -183,6 +183,8 @@ class Conversations:
                 endpoint=self._completions.endpoint,
             )
             one.task = asyncio.ensure_future(self._hold(one))
+            # not by the task itself: one that is cancelled before it begins runs nothing
+            one.task.add_done_callback(partial(self._note_end, one))
             self._going_on[one.number] = one
             samples.append(one)
         self._moved_at = time.monotonic()
@@ -320,9 +322,10 @@ class Conversations:
             )
         else:
             conversation.end = "the agent loop returned"
-        finally:
-            del self._going_on[one.number]
-            self.engines.asked.set()  # `_wait` looks again
+
+    def _note_end(self, one: _Sample, _: asyncio.Task[None]) -> None:
+        del self._going_on[one.number]
+        self.engines.asked.set()  # `_wait` looks again
 
     async def _sample(self, one: _Sample, tokens: Sequence[int], most: int) -> Sampled:
         """`conversation.Sample`: the next answer of this conversation."""

@@ -340,6 +340,17 @@ def test_a_conversation_is_aborted_with_what_it_asks_and_the_others_go_on(
     block_on(two_of_three())
 
 
+def test_conversations_that_are_given_up_before_they_begin_are_gone(tokenizer: Tokenizer) -> None:
+    service = Conversations(Engines(tokenizer, lambda _: "1"), tokenizer, config(loop="tools"))
+
+    async def at_once() -> None:
+        samples = service.begin(prompts(tokenizer, "2*3=", "4*5="), training=True)
+        await service.forget()
+        assert all(one.done() for one in samples) and not service._going_on
+
+    block_on(at_once())
+
+
 def test_supports_of_all_answers_are_kept_and_what_was_shown_has_none(tokenizer: Tokenizer) -> None:
     class Cutting(Engines):
         def columns(self, answers: Mapping[int, Completion]) -> DataProto:
