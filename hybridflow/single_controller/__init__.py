@@ -5,7 +5,6 @@ from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import colocated
 from hybridflow.single_controller.event_loop import (
     block_on,
-    cancel_all,
     computing,
     in_thread,
     waited_seconds,
@@ -23,7 +22,6 @@ __all__ = [
     "ResourcePool",
     "WorkerGroup",
     "block_on",
-    "cancel_all",
     "colocated",
     "computing",
     "in_thread",

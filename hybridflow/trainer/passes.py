@@ -4,7 +4,7 @@ roles."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
@@ -39,14 +39,9 @@ class Passes:
 
     async def with_model_scores(self, batch: DataProto, step: int) -> DataProto:
         """Adds rm_scores [B] where there is a reward model."""
-        if self.reward_model is None:
-            return batch
-        scores = self.reward_model.compute(ModelWorker.compute_scores, batch)
-        return batch.union(
-            await self.devices.result(
-                self.devices.call("reward_model", "reward_model", step, scores)
-            )
-        )
+        calls = self._model_scores(batch, step)
+        await self.devices.finish(*calls)
+        return _with_results(batch, calls)
 
     async def before_advantages(
         self, batch: DataProto, step: int, seed: int, scores_first: bool
@@ -63,11 +58,8 @@ class Passes:
         config = self.config
         policy = self.policy
         call = self.devices.call
-        calls: list[asyncio.Task[DataProto]] = []
+        calls = self._model_scores(batch, step)
         later: asyncio.Task[DataProto] | None = None
-        if self.reward_model:
-            scores = self.reward_model.compute(ModelWorker.compute_scores, batch)
-            calls.append(call("reward_model", "reward_model", step, scores))
         if scores_first:
             log_probs = call("actor", "old_log_prob", step, policy.log_probs(batch))
             calls.append(log_probs)
@@ -93,9 +85,13 @@ class Passes:
                 )
             )
         await self.devices.finish(*calls, *([later] if later else []))
-        for one in calls:
-            batch = batch.union(one.result())
-        return batch, later.result() if later else None
+        return _with_results(batch, calls), later.result() if later else None
+
+    def _model_scores(self, batch: DataProto, step: int) -> list[asyncio.Task[DataProto]]:
+        if self.reward_model is None:
+            return []
+        scores = self.reward_model.compute(ModelWorker.compute_scores, batch)
+        return [self.devices.call("reward_model", "reward_model", step, scores)]
 
     async def _sum_pi_squared(
         self, batch: DataProto, log_probs: asyncio.Task[DataProto]
@@ -103,3 +99,10 @@ class Passes:
         return await self.policy.compute(
             PolicyWorker.compute_sum_pi_squared, batch.union(await log_probs)
         )
+
+
+def _with_results(batch: DataProto, calls: Sequence[asyncio.Task[DataProto]]) -> DataProto:
+    """The batch with the columns of calls that have ended."""
+    for call in calls:
+        batch = batch.union(call.result())
+    return batch

@@ -18,7 +18,7 @@ from hybridflow.rollout.evaluation import Scorer, with_failures, without_failed
 from hybridflow.rollout.groups import Groups
 from hybridflow.rollout.protocols import Rollouts
 from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
-from hybridflow.trainer.advantages import Advantages, lost_parts
+from hybridflow.trainer.advantages import advantages_step, lost_parts
 
 
 class Samples(Protocol):
@@ -90,7 +90,7 @@ class Sampled:
         self.begun = self.groups.begun
         self.forget = self.groups.forget
         self.restore = self.groups.restore
-        self._compares_with_greedy = "greedy_scores" in Advantages(config).estimator.reads
+        self._compares_with_greedy = "greedy_scores" in advantages_step(config).reads
         self._dynamic: Mapping[str, float] = {}
 
     @property

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hybridflow.errors import WorkerError
-from hybridflow.single_controller import block_on, cancel_all, event_loop, in_thread, waited_seconds
+from hybridflow.single_controller import block_on, event_loop, in_thread, waited_seconds
+from hybridflow.single_controller.event_loop import cancel_all
 from hybridflow.single_controller.host import Failure
 from tests.unit.single_controller.replies import Reply, call_of
 
