@@ -171,7 +171,7 @@ class Session:
             found["why"] = (
                 f"not within {outside}" if status == 0 else f"{found['why']}: {text[-1500:]}"
             )
-        self._append(f"\n===== {check.name}\n{text}")
+        self._write("logs.txt", "a", f"\n===== {check.name}\n{text}")
         missed = {} if self.rehearse else _outside(figures, check.predicted, 0.2)
         return found | {
             "figures": figures,
@@ -203,18 +203,15 @@ class Session:
                 f"{why[-1][:120] if why else ''}",
                 flush=True,
             )
+        self._write(f"{self.name}.json", "w", json.dumps(self._record(), indent=1) + "\n")
+
+    def _write(self, name: str, mode: str, text: str) -> None:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / f"{self.name}.json").write_text(json.dumps(self._record(), indent=1) + "\n")
-        except OSError as error:
-            print(f"the results could not be written: {error}", flush=True)
-
-    def _append(self, text: str) -> None:
-        try:
-            with (self.out / "logs.txt").open("a") as file:
+            with (self.out / name).open(mode) as file:
                 file.write(text)
         except OSError as error:
-            print(f"the log could not be written: {error}", flush=True)
+            print(f"{name} could not be written: {error}", flush=True)
 
     def _record(self) -> dict[str, Any]:
         return {

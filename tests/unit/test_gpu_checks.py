@@ -98,25 +98,20 @@ def test_time_that_is_used_up_leaves_the_rest_out(tmp_path: Path) -> None:
     assert records["next"]["status"] == "failed" and records["next"]["seconds"] < 1
 
 
-def test_a_disk_that_is_full_costs_the_file_and_not_the_checks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_folder_that_cannot_be_written_costs_the_files_and_not_the_checks(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def full(self: Path, *_: Any, **__: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    assert (
-        gpu.main(
-            ["--rehearse", "--out", str(tmp_path)],
-            [check("works", "print('RESULT {\"figure\": 7}')")],
-        )
-        == 0
-    )
+    checks = [check("works", "print('RESULT {\"figure\": 7}')")]
+    assert gpu.main(["--rehearse", "--out", "/dev/full/out"], checks) == 0
     printed = capsys.readouterr().out
-    assert (
-        "could not be written: [Errno 28] No space left on device" in printed
-        and '"figure": 7' in printed
-    )
+    assert "part1.json could not be written: [Errno 20] Not a directory" in printed
+    assert "logs.txt could not be written" in printed and '"figure": 7' in printed
+
+
+def test_the_output_of_the_first_check_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "none/yet"
+    assert gpu.main(["--rehearse", "--out", str(out)], [check("works", "print('here')")]) == 0
+    assert (out / "logs.txt").read_text() == "\n===== works\nhere\n"
 
 
 def wheel(folder: Path, name: str, tag: str) -> Path:
