@@ -37,7 +37,9 @@ def block_scales(weights: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     rows, columns = block
     whole = pad(weights.float(), (0, -c % columns, 0, -r % rows))
     amax = whole.view(n, -(-r // rows), rows, -(-c // columns), columns).abs().amax(dim=(2, 4))
-    return torch.where(amax == 0, 1.0, (amax / FP8_MAX).clamp_min(_LEAST))
+    # a tensor, because torch on a GPU multiplies by a number's reciprocal, which rounds otherwise
+    scales = amax / torch.full_like(amax, FP8_MAX)
+    return torch.where(amax == 0, 1.0, scales.clamp_min(_LEAST))
 
 
 def write_scales(weights: torch.Tensor, block: tuple[int, int], out: torch.Tensor) -> None:

@@ -43,6 +43,7 @@ def export(nbytes: int, device: torch.device) -> tuple[torch.Tensor, str]:
 def import_memory(text: str, device: torch.device) -> torch.Tensor:
     """Open a buffer that another process allocated with `export`, mapped on this process's
     `device`."""
+    torch.cuda.init()  # torch opens the handle without it, and crashes
     handle, nbytes, offset, counter, counter_offset, event, must_wait = json.loads(text)
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index,

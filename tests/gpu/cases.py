@@ -98,18 +98,13 @@ def _update(policy: Any, seed: int) -> float:
     return float(info["grad_norm"])
 
 
-def has_transformer_engine() -> bool:
-    """Whether Megatron could import it."""
-    from hybridflow.mcore import bootstrap
-
-    return bootstrap.HAVE_TRANSFORMER_ENGINE
-
-
 def _policy(hf: str, dtype: str, torch_modules: bool) -> Any:
     from hybridflow.mcore import bootstrap
 
     Platform.detect().set_device(0)
-    bootstrap.HAVE_TRANSFORMER_ENGINE = bootstrap.HAVE_TRANSFORMER_ENGINE and not torch_modules
+    if torch_modules:
+        bootstrap.HAVE_TRANSFORMER_ENGINE = False
+    assert bootstrap.HAVE_TRANSFORMER_ENGINE is not torch_modules, "cannot be imported here"
     return policy_of({}, getattr(models, hf), dtype=dtype)
 
 

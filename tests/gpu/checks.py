@@ -23,6 +23,7 @@ IN_PROCESS = (
 SHAPE = (
     *(
         "model=qwen3-0.6b",
+        "model.path=null",
         "model.tokenizer=${data.prepare.out}/tokenizer",
         "sft.steps=0",
         "trainer.export=false",
@@ -35,15 +36,11 @@ SHAPE = (
     ),
     *("data.val_max_prompts=64", "actor.max_tokens_per_micro_batch=16384", "actor.recompute=full"),
 )
-# the same layers and sizes as a CPU has time for
+# of the same model what a CPU has time for
 SMALL_SHAPE = (
-    *(
-        "data.train_batch_size=2",
-        "actor.ppo_mini_batch_size=2",
-        "rollout.n=2",
-        "data.max_response_length=8",
-    ),
-    *("data.val_max_prompts=2", "actor.recompute=full", "sft.steps=0", "trainer.export=false"),
+    *SHAPE,
+    *("model.hf_config.num_hidden_layers=2", "data.max_response_length=8", "rollout.n=2"),
+    *("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "data.val_max_prompts=2"),
 )
 COLOCATED = (
     *(
@@ -139,7 +136,8 @@ CHECKS = (
         (
             *PYTEST,
             "-n",
-            "6",
+            "8",
+            "--durations=0",
             "tests/gpu/test_trainer.py",
             "tests/gpu/test_resume.py",
             "tests/gpu/test_sleep.py",
@@ -151,7 +149,7 @@ CHECKS = (
             "-k",
             "TINY or offloaded",
         ),
-        limit_s=100,
+        limit_s=200,
         predicted_s=70,
         needs=("torch", "megatron"),
     ),
@@ -160,7 +158,7 @@ CHECKS = (
         1,
         "weights between processes over memory of one GPU: exact bytes, kills, stalls, deadlines",
         (*PYTEST, "tests/gpu/test_cuda_ipc.py"),
-        limit_s=100,
+        limit_s=130,
         predicted_s=40,
         needs=("torch", "megatron"),
     ),
@@ -242,7 +240,7 @@ CHECKS = (
         "two steps of GRPO in one process at the shape of Qwen3 0.6B",
         (*TRAIN, *IN_PROCESS, *SHAPE, "name=gpu-0.6b", "trainer.total_steps=2"),
         rehearsal=(*TRAIN, *IN_PROCESS, *SMALL_SHAPE, "name=gpu-0.6b", "trainer.total_steps=1"),
-        limit_s=90,
+        limit_s=150,
         predicted_s=50,
         needs=("torch", "megatron", "hydra", "transformers"),
         run="gpu-0.6b",

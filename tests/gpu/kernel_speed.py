@@ -60,7 +60,7 @@ def _product_seconds(hidden: torch.Tensor, weight: torch.Tensor) -> float:
 def moves() -> dict[str, float]:
     """Shares of a copy's bandwidth: the checksum reads each byte once; a message is read and
     written once."""
-    nbytes, rows, columns = (1 << 12, 16, 64) if REHEARSAL else (1 << 30, 16384, 4096)
+    nbytes, rows, columns = (1 << 12, 16, 64) if REHEARSAL else (1 << 30, 65536, 4096)
     body = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=DEVICE)
     copy = torch.empty_like(body)
     a_byte = seconds(lambda: copy.copy_(body)) / (2 * nbytes)

@@ -3,6 +3,7 @@ the CPU."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
@@ -16,6 +17,9 @@ KIND: Kind = "cpu" if REHEARSAL else "cuda"
 # a process that has looked for CUDA devices cannot be forked
 LOADED = MEGATRON if REHEARSAL else NOTHING
 needs_gpu = pytest.mark.skipif(Platform.detect().kind != KIND, reason="needs a GPU")
+needs_transformer_engine = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+)
 
 
 def on(platform: Kind, function: str, **arguments: Any) -> Any:

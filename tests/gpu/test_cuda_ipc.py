@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ pytestmark = pytest.mark.skipif(Platform.detect().kind != "cuda", reason="needs 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("transports")
-    arguments = {"transports": ["cuda_ipc"], "folder": str(folder), "device": "cuda:0"}
+    folder = str(tmp_path_factory.mktemp("transports"))
+    arguments = {"transports": ["cuda_ipc"], "folder": folder, "device": "cuda:0"}
     found = run_ranks(
         7,
         "tests.dist.cases.transport:all_syncs",
@@ -26,7 +25,6 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         platform="cuda",
         **arguments,
     )
-    assert list(Path(folder, "cuda_ipc-bad").iterdir()) == []
     return [rank["cuda_ipc"] for rank in found]
 
 

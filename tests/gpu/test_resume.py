@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.lane import KIND, needs_gpu, on
+from tests.gpu.lane import KIND, needs_gpu, needs_transformer_engine, on
 
 pytestmark = needs_gpu
 
 
-@pytest.mark.parametrize("torch_modules", [True, False])
+@pytest.mark.parametrize(
+    "torch_modules", [True, pytest.param(False, marks=needs_transformer_engine)]
+)
 @pytest.mark.parametrize("hf", ["TINY", "DENSE"])
 def test_resuming_equals_going_on(hf: str, torch_modules: bool, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")

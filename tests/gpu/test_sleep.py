@@ -10,5 +10,5 @@ pytestmark = needs_gpu
 def test_twenty_times_lose_no_byte() -> None:
     found = on(KIND, "slept", hf="TINY", count=20)
     assert found["same"] == [True] * 20
-    # the first time allocates what is kept
-    assert max(found["away"][2:]) <= found["away"][1], found["away"]
+    # the first times allocate what is kept; a leak would go on
+    assert max(found["away"][10:]) <= found["away"][9], found["away"]

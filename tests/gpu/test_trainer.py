@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.gpu.lane import KIND, needs_gpu, on
+from tests.gpu.lane import KIND, needs_gpu, needs_transformer_engine, on
 
 pytestmark = needs_gpu
 MODELS = ("TINY", "DENSE", "LLAMA", "DEEPSEEK")
@@ -20,10 +20,9 @@ def test_torchs_layers_compute_what_a_cpu_computes(hf: str) -> None:
     )
 
 
+@needs_transformer_engine
 @pytest.mark.parametrize("hf", MODELS)
 def test_transformer_engines_layers_compute_what_torchs_do(hf: str) -> None:
-    if not on(KIND, "has_transformer_engine"):
-        pytest.skip("Transformer Engine is not installed")
     mine, theirs = (
         np.array(on(KIND, "scores", hf=hf, dtype="bfloat16", torch_modules=plain))
         for plain in (False, True)
