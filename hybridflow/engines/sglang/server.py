@@ -61,6 +61,9 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         arguments["sampling-mask-max-tokens"] = spec.max_support
     if spec.memory_saver and spec.device == "cuda":
         arguments["enable-memory-saver"] = True  # on CPU the server would die at its start
+        # those of the default backend cannot give their memory back, and the server dies at its
+        # start (sglang/srt/model_executor/runner_backend/breakable_cuda_graph_backend.py:92)
+        arguments["cuda-graph-backend-prefill"] = "disabled"
     if not has_weights(spec.model_path):
         arguments["load-format"] = "dummy"
     if spec.pipeline > 1:

@@ -4,10 +4,14 @@ engines'."""
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -382,7 +386,7 @@ BAD_ENGINE = 1
 
 def _bad_syncs(transport: str, rank: int, host: str, port: int) -> Any:
     """Each deed in a session of its own, then a good sync in another."""
-    case = Case([EngineShape(tensor=2)], staging=1 << 16)
+    case = _case_of_faults()
     facts = {}
     for deed, side in DEEDS:
         endpoint = Endpoint(
@@ -395,17 +399,11 @@ def _bad_syncs(transport: str, rank: int, host: str, port: int) -> Any:
             case.plan.bucket_bytes,
             DEADLINES[deed],
         )
-        line_up(endpoint.session, TRAINERS + 2)
         is_bad = rank == (BAD_TRAINER if side == "trainer" else TRAINERS + BAD_ENGINE)
         if is_bad and deed == "kill":
-            child = os.fork()
-            if child == 0:
-                _take_part(case, endpoint, rank, deed, is_bad)
-                os._exit(1)
-            facts[f"{deed} {side}"] = {
-                "ended_by": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            }
+            facts[f"{deed} {side}"] = {"ended_by": _end_of_killed(case, endpoint, rank)}
         else:
+            line_up(endpoint.session, TRAINERS + 2)
             facts[f"{deed} {side}"] = _take_part(case, endpoint, rank, deed, is_bad)
     line_up(f"{transport}, after", TRAINERS + 2)
     endpoint = Endpoint(
@@ -424,6 +422,37 @@ def _bad_syncs(transport: str, rank: int, host: str, port: int) -> Any:
     gc.collect()
     facts["left"] = _left_behind()
     return facts
+
+
+def _case_of_faults() -> Case:
+    return Case([EngineShape(tensor=2)], staging=1 << 16)
+
+
+def _end_of_killed(case: Case, endpoint: Endpoint, rank: int) -> int:
+    """How a process ended that stood for this rank until it killed itself."""
+    if _device.type == "cpu":
+        line_up(endpoint.session, TRAINERS + 2)
+        child = os.fork()
+        if child == 0:
+            _take_part(case, endpoint, rank, "kill", True)
+            os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    # a fork of a process that has used a GPU cannot use it
+    order = json.dumps([str(_device), rank, astuple(endpoint)])
+    code = f"import sys, {__name__} as cases; cases.be_killed(sys.argv[1])"
+    return subprocess.run([sys.executable, "-c", code, order], check=False).returncode
+
+
+def be_killed(order: str) -> None:
+    """Take part in a process of its own, once that is as ready as the others."""
+    global _device
+    device, rank, endpoint = json.loads(order)
+    _device = torch.device(device)
+    torch.zeros(1, device=_device)
+    asked = Endpoint(*(tuple(part) if isinstance(part, list) else part for part in endpoint))
+    case = _case_of_faults()
+    line_up(asked.session, TRAINERS + 2)
+    _take_part(case, asked, rank, "kill", True)
 
 
 def _take_part(case: Case, endpoint: Endpoint, rank: int, deed: str, is_bad: bool) -> Any:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,16 @@ def test_settings_that_an_engine_on_a_gpu_cannot_take_do_not_reach_it(
     assert env["CUDA_VISIBLE_DEVICES"] == "4,5"  # the worker's list is the engine's
     # kept when the engine's folder goes, and no name in /tmp: what is there is loaded as code
     assert env["TORCHINDUCTOR_CACHE_DIR"].startswith(str(Path.home()))
+
+
+def test_an_engine_that_gives_its_memory_back_has_no_graphs_that_would_keep_it() -> None:
+    """The default backend for prefills refuses such an engine at its start, on a GPU alone."""
+    spec = EngineSpec(name="e", model_path="none", device="cuda", memory_saver=True)
+    assert server_arguments(spec, 1)["cuda-graph-backend-prefill"] == "disabled"
+    own = replace(spec, extra_args={"cuda_graph_backend_prefill": "full"})
+    assert server_arguments(own, 1)["cuda-graph-backend-prefill"] == "full"
+    for other in (replace(spec, memory_saver=False), replace(spec, device="cpu")):
+        assert "cuda-graph-backend-prefill" not in server_arguments(other, 1)
 
 
 def test_an_engine_takes_a_port_of_its_own_range() -> None:
