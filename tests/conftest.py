@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,13 +28,13 @@ LOST: list[object] = []  # processes of pytest-xdist that ended by themselves
 
 class Scheduling(LoadFileScheduling):
     """A file's tests run in one process, which shares its fixtures. The files of tests/slurm share
-    one Slurm, those of tests/arch the syntax trees of the project; the recipes that learn share
-    nothing and take minutes each."""
+    one Slurm, those of tests/arch the syntax trees of the project; the recipes that learn and the
+    checks of a GPU share nothing."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         folder = file.rpartition("/")[0]
-        if file == "tests/e2e/test_recipes_learn.py":
+        if file == "tests/e2e/test_recipes_learn.py" or folder == "tests/gpu":
             return nodeid
         return folder if folder in ("tests/arch", "tests/slurm") else super()._split_scope(nodeid)
 
@@ -122,6 +123,15 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_task_outlives_its_file() -> Iterator[None]:
+    """A call that a test has left waiting would go on in the next test that waits. At its deadline
+    it asks its ranks for their stacks, by a signal that ends a process of tests."""
+    yield
+    if event_loop := sys.modules.get("hybridflow.single_controller.event_loop"):
+        event_loop.end_tasks()
 
 
 @pytest.fixture

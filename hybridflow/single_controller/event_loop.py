@@ -73,14 +73,21 @@ def _loop() -> asyncio.SelectorEventLoop:
     return _of_thread.loop
 
 
+def end_tasks() -> None:
+    """End the tasks of this thread's loop, from outside of it: what they wait for is no longer
+    wanted."""
+    selector = _of_thread.selector
+    if selector is not None and selector.pid == os.getpid():
+        cancel_all(list(asyncio.all_tasks(_loop())))
+
+
 @atexit.register
 def _close() -> None:
-    """End the tasks that nobody waits for any longer: Python reports each that is left at the
-    exit."""
+    """End the tasks that are left: Python reports each of them at the exit."""
     selector = _of_thread.selector
     if selector is not None and selector.pid == os.getpid():
         with suppress(BaseException):
-            cancel_all(list(asyncio.all_tasks(_loop())))
+            end_tasks()
         _loop().close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future as Promise
 from pathlib import Path
@@ -19,11 +18,9 @@ class Reply(Promise[Any]):
 
 
 def call_of(replies: Mapping[int, Reply], pids: Sequence[int] | None = None, **more: Any) -> Future:
-    """A call on the ranks with these process ids (of this process, if there are none), whose value
-    is a dictionary."""
-    ranks = [
-        Rank(None, "here", Path("log"), None, pid) for pid in pids or [os.getpid()] * len(replies)
-    ]
+    """A call on the ranks with these process ids (0, if there are none: no process), whose value is
+    a dictionary."""
+    ranks = [Rank(None, "here", Path("log"), None, pid) for pid in pids or [0] * len(replies)]
     return Future(
         "actor", "work", ranks=ranks, refs=replies, **{"collect": dict, "timeout_s": 60.0, **more}
     )

@@ -14,7 +14,7 @@ import pytest
 
 from hybridflow.errors import WorkerError
 from hybridflow.single_controller import block_on, event_loop, in_thread, waited_seconds
-from hybridflow.single_controller.event_loop import cancel_all
+from hybridflow.single_controller.event_loop import cancel_all, end_tasks
 from hybridflow.single_controller.host import Failure
 from tests.unit.single_controller.replies import Reply, call_of
 
@@ -154,6 +154,28 @@ def test_a_task_that_ignores_its_cancellation_holds_nobody_for_ever(
     assert cancelled == [1] and not task.done()
     may_end.set()
     block_on(task)
+
+
+def test_ended_tasks_do_not_go_on_with_the_next_wait() -> None:
+    ends = list[str]()
+
+    async def call() -> None:
+        try:
+            await call_of({0: Reply()}, timeout_s=0.1)
+        except BaseException as error:
+            ends.append(type(error).__name__)
+            raise
+
+    async def begin() -> asyncio.Task[None]:
+        task = asyncio.ensure_future(call())
+        await rounds()
+        return task
+
+    task = block_on(begin())
+    end_tasks()
+    assert task.cancelled() and ends == ["CancelledError"]
+    block_on(asyncio.sleep(0.3))
+    assert ends == ["CancelledError"]
 
 
 async def test_blocking_work_holds_neither_the_loop_nor_who_gave_it_up() -> None:
