@@ -169,6 +169,10 @@ class WeightSyncError(HybridFlowError):
     """Weights could not be sent to an engine, or what arrived is not what was sent."""
 
 
+class FlowError(HybridFlowError):
+    """A flow calls its run in a way that has no meaning, or its own code has failed."""
+
+
 class LogprobMismatchError(HybridFlowError):
     """Rollout and trainer disagree on the log-probabilities of the same tokens beyond the
     configured bound."""

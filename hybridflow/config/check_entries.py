@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from hybridflow.config import derived
 from hybridflow.config.entries import (
     ESTIMATORS,
+    FLOWS,
     POLICY_LOSSES,
     STATISTICS,
     TRACKERS,
@@ -25,6 +27,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     """Every problem of the names and options as one line. Imports what the configuration names."""
     builds: list[Callable[[], object]] = [
         lambda: estimator_options(config.algorithm),
+        lambda: FLOWS.get(config.algorithm.flow or "grpo"),
         lambda: policy_loss_options(config.actor),
         *(partial(TRACKERS.get, name) for name in config.trainer.loggers),
     ]
@@ -33,6 +36,30 @@ def problems(config: RunConfig) -> Iterator[str]:
             build()
         except ConfigError as error:
             yield str(error)
+
+
+def flow_problems(config: RunConfig) -> Iterator[str]:
+    """The flow against the roles that the other settings start, and against runs that do not
+    train."""
+    name = derived.flow_name(config)
+    given = f"algorithm.flow={name}"
+    roles = [role for role in derived.roles_in_use(config) if role != "actor"]
+    if derived.needs_reference(config) and "reference" not in roles:
+        roles.append("reference")
+    for role in roles:
+        if role not in FLOWS.get(name).roles:
+            yield (
+                f"{given} does not call run.{role}, and this run has a {role.replace('_', ' ')}: "
+                "what it computes would be missing. Call it in the flow and add it to its roles, "
+                "choose another flow (null chooses one), or leave the role out"
+            )
+    if config.trainer.rollout_only and name != "rollouts":
+        yield (
+            f"trainer.rollout_only=true with {given}, which trains; leave algorithm.flow out, or "
+            "set rollout_only=false"
+        )
+    if name == "rollouts" and not config.trainer.rollout_only:
+        yield f"{given} does not train; set trainer.rollout_only=true, or choose another flow"
 
 
 def loss_problems(config: RunConfig) -> Iterator[str]:

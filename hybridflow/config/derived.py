@@ -290,6 +290,23 @@ def has_critic(config: RunConfig) -> bool:
     return ESTIMATORS.get(config.algorithm.adv_estimator).needs_critic
 
 
+def flow_name(config: RunConfig) -> str:
+    """The flow of the run: `algorithm.flow`, else the one that the other settings ask for."""
+    if config.algorithm.flow is not None:
+        return config.algorithm.flow
+    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
+    if config.trainer.rollout_only:
+        return "rollouts"
+    if estimator.needs_critic:
+        return "ppo"
+    if "greedy_scores" in estimator.reads:
+        return "remax"
+    if has_teacher(config):
+        alone = not (config.actor.distillation.task_rewards or has_reward_model(config))
+        return "distill" if alone else "grpo"
+    return "dpo" if estimator.preferences else "grpo"
+
+
 def has_reward_model(config: RunConfig) -> bool:
     """Whether a trained model scores responses."""
     return config.reward_model.path is not None

@@ -9,13 +9,13 @@ Entries live in `hybridflow/algorithms`, `hybridflow/observe/trackers` and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from hybridflow.config.build import build_options
-from hybridflow.config.keys import ESTIMATOR, POLICY_LOSS, PREPARE_TASK, TRACKER
+from hybridflow.config.keys import ESTIMATOR, FLOW, POLICY_LOSS, PREPARE_TASK, TRACKER
 from hybridflow.config.registry import Registry
 from hybridflow.config.schema import ActorConfig, AlgorithmConfig
 from hybridflow.errors import ConfigError
@@ -62,6 +62,20 @@ class Estimator:
     aggregations: tuple[str, ...] = ()
     takes_parts: bool = False
     preferences: bool = False
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The algorithm of a run; `hybridflow.flows.base` says what it is given.
+
+    Attributes:
+        body: the async function over the run.
+        roles: the attributes of the run that it calls, for example "critic".
+    """
+
+    name: str
+    body: Callable[[Any], Coroutine[Any, Any, None]]
+    roles: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,7 @@ class PublishedSet(Protocol):
 ESTIMATORS: Registry[Estimator] = Registry(
     ESTIMATOR.kind, ESTIMATOR.package, "algorithm.adv_estimator"
 )
+FLOWS: Registry[Flow] = Registry(FLOW.kind, FLOW.package, "algorithm.flow")
 POLICY_LOSSES: Registry[TokenLoss] = Registry(
     POLICY_LOSS.kind, POLICY_LOSS.package, "actor.policy_loss"
 )

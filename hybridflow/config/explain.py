@@ -12,6 +12,7 @@ from hybridflow.config import derived
 from hybridflow.config.build import to_plain
 from hybridflow.config.entries import (
     ESTIMATORS,
+    FLOWS,
     POLICY_LOSSES,
     estimator_options,
     policy_loss_options,
@@ -170,6 +171,8 @@ def _algorithm(config: RunConfig) -> list[str]:
     loss = POLICY_LOSSES.get(config.actor.policy_loss)
     return [
         "Algorithm",
+        f"  flow        = {derived.flow_name(config)}, which calls "
+        f"{', '.join(FLOWS.get(derived.flow_name(config)).roles)}",
         (
             f"  advantages  = algorithm.adv_estimator {config.algorithm.adv_estimator} of "
             f"scores{''.join(f', {name}' for name in estimator.reads)}; "

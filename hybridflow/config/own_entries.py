@@ -23,7 +23,12 @@ from hybridflow.process.secret import without_credentials
 
 _IMPORT_S = 120.0  # for all files together; one that imports torch takes seconds
 # `check_entries` imports them
-_CHECKED_HERE = ("algorithm.adv_estimator", "actor.policy_loss", "trainer.loggers")
+_CHECKED_HERE = (
+    "algorithm.adv_estimator",
+    "algorithm.flow",
+    "actor.policy_loss",
+    "trainer.loggers",
+)
 # the argument of an engine's `generate` that asks for what tokens were sampled among
 _SUPPORT = "with_support"
 _MARK = "\nown entries: "  # before the answer: a user's file may print

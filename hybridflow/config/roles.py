@@ -23,6 +23,7 @@ def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
             *_distillation(config),
             *check_entries.sample_problems(config),
             *check_entries.loss_problems(config),
+            *check_entries.flow_problems(config),
             *check_entries.preference_problems(config),
             *check_entries.recorded_problems(config),
         ]

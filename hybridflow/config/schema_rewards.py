@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from hybridflow.config.keys import (
     ESTIMATOR,
+    FLOW,
     VERIFIER,
     Above,
     Aliases,
@@ -80,8 +81,11 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """How rewards become advantages."""
+    """The dataflow of a step, and how rewards become advantages."""
 
+    # the steps of the algorithm as a program (docs/flows.md), one of yours: path/to/file.py:name;
+    # null: ppo with a critic, else remax, dpo, distill or grpo as the estimator and the teacher ask
+    flow: Annotated[str | None, FLOW] = None
     # grpo: a sample is compared with the others of its prompt; gae: with the critic's values (PPO);
     # docs/algorithms.md has all
     adv_estimator: Annotated[str, ESTIMATOR, _VERL_ESTIMATORS] = "grpo"

@@ -15,6 +15,7 @@ from hybridflow.data.custom import open_sampler
 from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.dispatch import DataflowStep
+from hybridflow.errors import FlowError
 from hybridflow.workers.model_role import interleave_pairs
 
 READING = DataflowStep(
@@ -37,9 +38,11 @@ class RecordedPairs:
         self.metrics: Mapping[str, float] = {}
         self.num_rows = len(dataset)
 
-    async def take(self, step: int) -> DataProto:
+    async def take(self, step: int, greedy: bool = False) -> DataProto:
         """The two answers to each of `data.train_batch_size` prompts, chosen before rejected, with
         the scores 1 and 0, whatever a reward would say; `uid` tells the pairs apart."""
+        if greedy:
+            raise FlowError("samples(greedy=True): no engine answers, as the answers are recorded")
         pairs = self.dataset.batch(next(self.sampler))
         rows = interleave_pairs(pairs)
         count = len(pairs)

@@ -18,7 +18,7 @@ from hybridflow.rollout.evaluation import Scorer, with_failures, without_failed
 from hybridflow.rollout.groups import Groups
 from hybridflow.rollout.protocols import Rollouts
 from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
-from hybridflow.trainer.advantages import advantages_step, lost_parts
+from hybridflow.trainer.advantages import lost_parts
 
 
 class Samples(Protocol):
@@ -32,8 +32,8 @@ class Samples(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the samples that were taken last."""
 
-    async def take(self, step: int) -> DataProto:
-        """The samples of the step: prompts, responses and scores."""
+    async def take(self, step: int, greedy: bool = False) -> DataProto:
+        """The samples of the step: prompts, responses and scores; with `greedy` greedy_scores."""
 
     def last_after(self, step: int) -> int | None:
         """The last step that there are samples for; None where there is no end."""
@@ -90,7 +90,6 @@ class Sampled:
         self.begun = self.groups.begun
         self.forget = self.groups.forget
         self.restore = self.groups.restore
-        self._compares_with_greedy = "greedy_scores" in advantages_step(config).reads
         self._dynamic: Mapping[str, float] = {}
 
     @property
@@ -98,7 +97,7 @@ class Sampled:
         """Metrics of dynamic sampling and of the groups."""
         return {**self._dynamic, **self.groups.metrics}
 
-    async def take(self, step: int) -> DataProto:
+    async def take(self, step: int, greedy: bool = False) -> DataProto:
         """`Samples.take`."""
         collected = DynamicSampling(self.config)
         batch = None
@@ -109,7 +108,7 @@ class Sampled:
             with self.timeline.phase("reward"):
                 batch = collected.add(self._counted(answered.union(await self.groups.scores())))
         self._dynamic = collected.metrics
-        return await self._with_greedy_scores(batch) if self._compares_with_greedy else batch
+        return await self._with_greedy_scores(batch) if greedy else batch
 
     def last_after(self, step: int) -> int | None:
         """`Samples.last_after`."""
@@ -151,10 +150,10 @@ class Dumped(Sampled):
         super().__init__(*given)
         self.dumps = dumps
 
-    async def take(self, step: int) -> DataProto:
+    async def take(self, step: int, greedy: bool = False) -> DataProto:
         """`Samples.take`."""
         batch = self.keep(self.dumps.batch(step))
-        if self._compares_with_greedy and "greedy_scores" not in batch:
+        if greedy and "greedy_scores" not in batch:
             return await self._with_greedy_scores(batch)
         return batch
 

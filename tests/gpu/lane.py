@@ -3,8 +3,8 @@ the CPU."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
+from importlib.metadata import distributions
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ KIND: Kind = "cpu" if REHEARSAL else "cuda"
 LOADED = MEGATRON if REHEARSAL else NOTHING
 needs_gpu = pytest.mark.skipif(Platform.detect().kind != KIND, reason="needs a GPU")
 needs_transformer_engine = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+    not any(distributions(name="transformer-engine")), reason="needs Transformer Engine"
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import psutil
 import yaml
 
-from hybridflow.process.secret import VARIABLE
+from hybridflow.process.secret import VARIABLE, without_credentials
 from tests.security import leaks
 from tests.security.intruder import ATTEMPTS
 from tests.security.inventory import Inventory
@@ -26,7 +25,7 @@ def attempts_of_nobody(facts: Path) -> list[list[str]]:
     """What each attempt got."""
     command = [sys.executable, "-m", "tests.security.intruder", str(facts)]
     # torch's store says for each failure with a stack
-    env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env = {**without_credentials(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False
     )

@@ -20,6 +20,7 @@ from hybridflow.agents.completions import CompletionServer
 from hybridflow.agents.conversation import Conversation, Endpoint, Sampled
 from hybridflow.config.schema import AgentConfig
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.process.secret import without_credentials
 from tests.security.door import QUESTION
 from tests.unit.agents.talks import FAMILIES, byte_tokenizer
 
@@ -97,6 +98,7 @@ async def intruder(
         sys.executable,
         *words,
         cwd=ROOT,
+        env=without_credentials(),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -365,7 +365,7 @@ def scored_batch() -> DataProto:
 
 def test_a_run_without_held_out_prompts_writes_json_without_nan(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path, total_steps=1), World())
-    trainer.validator.datasets.clear()
+    trainer.records.validator.datasets.clear()
     block_on(trainer.fit())
     assert records(trainer, "val") == []
     assert not {"score_before", "score_after"} & set(trainer.session.totals)

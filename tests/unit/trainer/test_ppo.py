@@ -208,7 +208,7 @@ class SlowCritic(Critic):
 def with_critic_at(trainer: RLTrainer, placement: Any, pool: str | None = None) -> RLTrainer:
     critic = replace(trainer.config.critic, placement=placement, pool=pool)
     roles = {"actor": trainer.policy, **trainer.others}
-    parts = (trainer.engines, trainer.samples, trainer.validator)
+    parts = (trainer.engines, trainer.samples, trainer.records.validator)
     return RLTrainer(replace(trainer.config, critic=critic), trainer.session, roles, *parts)
 
 
@@ -329,7 +329,7 @@ def test_a_teacher_adds_its_columns_before_updates(tmp_path: Path) -> None:
     critic = Critic(world)
     trainer = ppo_of(tmp_path, world, critic, total_steps=1)
     roles = {"actor": trainer.policy, **trainer.others, "teacher": Teacher()}
-    parts = (trainer.engines, trainer.samples, trainer.validator)
+    parts = (trainer.engines, trainer.samples, trainer.records.validator)
     block_on(RLTrainer(trainer.config, trainer.session, roles, *parts).fit())
     [batch] = critic.seen
     assert batch.jagged("teacher_top_log_probs").values.shape == (

@@ -1,0 +1,21 @@
+"""Learning which of two answers is preferred (DPO, arXiv 2305.18290; IPO, KTO), of recorded pairs
+or of the policy's own answers."""
+
+from __future__ import annotations
+
+from hybridflow.flows.base import Run, flow
+
+
+@flow("dpo", roles=("policy", "reference", "reward_model"))
+async def dpo(run: Run) -> None:
+    """The better answer of a pair gains probability relative to the reference."""
+    async for _ in run.steps():
+        batch = await run.samples()
+        batch = await run.all(
+            run.reward_model.scores(batch),
+            run.policy.log_probs(batch),
+            run.reference.log_probs(batch),
+        )
+        batch = run.advantages(batch)
+        await run.policy.update(batch)
+        await run.sync()

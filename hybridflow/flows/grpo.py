@@ -1,0 +1,21 @@
+"""Group-relative policy optimisation (arXiv 2402.03300), and all estimators without a critic."""
+
+from __future__ import annotations
+
+from hybridflow.flows.base import Run, flow
+
+
+@flow("grpo", roles=("policy", "reference", "reward_model", "teacher"))
+async def grpo(run: Run) -> None:
+    """A sample is compared with the others of its prompt."""
+    async for _ in run.steps():
+        batch = await run.samples()
+        batch = await run.all(
+            run.reward_model.scores(batch),
+            run.policy.log_probs(batch),
+            run.reference.log_probs(batch),
+            run.teacher.log_probs(batch),
+        )
+        batch = run.advantages(batch)
+        await run.policy.update(batch)
+        await run.sync()

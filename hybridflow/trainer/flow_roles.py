@@ -1,0 +1,249 @@
+"""The roles as a flow calls them: each call is put into the queue of the role's devices when it is
+made, and awaited for its columns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from hybridflow.batch import DataProto
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import FlowError
+from hybridflow.trainer.devices import Devices
+from hybridflow.trainer.protocols import Policy, Role
+from hybridflow.trainer.records import Trained
+from hybridflow.workers.model_role import ModelWorker, teacher_method
+from hybridflow.workers.policy import PolicyWorker
+
+T = TypeVar("T")
+
+
+class OpenStep(Protocol):
+    """The run's present step, as its roles use it."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of the run."""
+
+    @property
+    def devices(self) -> Devices:
+        """The queues of calls."""
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the step's mini-batches."""
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether a pass of its own computes old log-probs of all rows of this step."""
+
+    def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run the work of a role, `actor` for the policy, when its devices are free."""
+
+    def note(self, call: Call | Updating) -> None:
+        """Keep a call until the end of its step, by when it is awaited."""
+
+    def training_on(self, batch: DataProto) -> Trained:
+        """The record of the step, whose updates learn from the batch."""
+
+    def check_log_probs(self, batch: DataProto) -> None:
+        """Record how far engines and trainer differ."""
+
+    async def all(self, *calls: Awaitable[DataProto]) -> DataProto:
+        """The batch of the calls with the columns of all of them."""
+
+
+class Call:
+    """A call over a batch. Awaited, it is the batch with the columns that the call writes.
+
+    Args:
+        tasks: write columns. others: are waited for as well.
+    """
+
+    def __init__(
+        self,
+        run: OpenStep,
+        name: str,
+        batch: DataProto,
+        tasks: Sequence[asyncio.Task[DataProto]],
+        others: Sequence[asyncio.Task[DataProto]] = (),
+    ) -> None:
+        self.run = run
+        self.name = name
+        self.batch = batch
+        self.tasks = tasks
+        self.others = others
+        self.is_awaited = False
+        run.note(self)
+
+    def __await__(self) -> Generator[Any, None, DataProto]:
+        return self.run.all(self).__await__()
+
+
+class Updating:
+    """The updates of a role in a step; awaited, they have ended."""
+
+    def __init__(self, run: OpenStep, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self.name = name
+        self.is_awaited = False
+        self._work = work
+        run.note(self)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        self.is_awaited = True
+        return self._work.__await__()
+
+    def leave(self) -> None:
+        """Nobody is going to await this."""
+        self.is_awaited = True
+        self._work.close()
+
+
+class _Role:
+    """A role of a run; one that the run does not have computes nothing."""
+
+    def __init__(self, run: OpenStep, name: str, role: Role | None) -> None:
+        self.run = run
+        self.name = name
+        self.role = role
+
+    def update(self, batch: DataProto) -> NoReturn:
+        """Refuse to train a role that only computes."""
+        what = "does not train" if self.role else "is not part of this run"
+        raise FlowError(f"{self.name}.update(batch): the {self.name.replace('_', ' ')} {what}")
+
+    def _compute(self, name: str, batch: DataProto, phase: str, method: Callable[..., Any]) -> Call:
+        tasks = []
+        if self.role is not None:
+            tasks.append(self.run.begin(self.name, phase, self.role.compute(method, batch)))
+        return Call(self.run, f"{self.name}.{name}", batch, tasks)
+
+
+class Reference(_Role):
+    """`flows.base.Reference`: the policy's own ranks hold it, or others."""
+
+    def log_probs(self, batch: DataProto) -> Call:
+        """Adds ref_log_probs."""
+        own = derived.has_own_reference(self.run.config)
+        method = (ModelWorker if own else PolicyWorker).compute_ref_log_probs
+        return self._compute("log_probs", batch, "ref", method)
+
+
+class Teacher(_Role):
+    """`flows.base.Teacher`."""
+
+    def log_probs(self, batch: DataProto) -> Call:
+        """Adds what the loss reads of the teacher."""
+        method = teacher_method(self.run.config.actor.distillation)
+        return self._compute("log_probs", batch, "teacher", method)
+
+
+class RewardModel(_Role):
+    """`flows.base.RewardModel`."""
+
+    def scores(self, batch: DataProto) -> Call:
+        """Adds rm_scores [B]."""
+        return self._compute("scores", batch, "reward_model", ModelWorker.compute_scores)
+
+
+class Critic(_Role):
+    """`flows.base.Critic`."""
+
+    def values(self, batch: DataProto) -> Call:
+        """Adds values."""
+        return self._compute("values", batch, "values", ModelWorker.compute_values)
+
+    def update(self, batch: DataProto) -> Updating:  # type: ignore[override]
+        """All updates of the step."""
+        if self.role is None:
+            super().update(batch)
+        run = self.run
+        learning = self.role.update(ModelWorker.update_critic, batch, run.seed)
+        trained = run.training_on(batch)
+        trained.critic = run.begin("critic", "update_critic", learning)
+
+        async def finish(update: asyncio.Task[Any] = trained.critic) -> None:
+            await run.devices.finish(update)
+
+        return Updating(run, "critic.update", finish())
+
+
+class TrainedPolicy:
+    """`flows.base.Policy`."""
+
+    def __init__(self, run: OpenStep, role: Policy) -> None:
+        self.run = run
+        self.role = role
+        # log-probs of the rows that the first update of the step does not report
+        self._later: asyncio.Task[DataProto] | None = None
+
+    def log_probs(self, batch: DataProto) -> Call:
+        """Adds old_log_probs and entropys, and sum_pi_squared where the estimator reads it.
+
+        Where the first update reports them of its rows, this computes those of the rows of later
+        updates and adds no column.
+        """
+        run = self.run
+        name = "policy.log_probs"
+        if run.scores_first:
+            scoring = run.begin("actor", "old_log_prob", self.role.log_probs(batch))
+            tasks = [scoring]
+            if derived.needs_sum_pi_squared(run.config):
+                squared = self._sum_pi_squared(batch, scoring)
+                tasks.append(run.begin("actor", "sum_pi_squared", squared))
+            return Call(run, name, batch, tasks)
+        if not derived.scores_later_rows(run.config):
+            return Call(run, name, batch, [])
+        later = self.role.later_log_probs(batch, run.seed)
+        self._later = run.begin("actor", "old_log_prob", later)
+        return Call(run, name, batch, [], [self._later])
+
+    def update(self, batch: DataProto) -> Updating:
+        """All updates of the step; none while the critic warms up."""
+        run = self.run
+        trained = run.training_on(batch)
+        later = self._later
+        self._later = None
+        is_scored = "old_log_probs" in batch if run.scores_first else later is not None
+        if not is_scored and (run.scores_first or derived.scores_later_rows(run.config)):
+            raise FlowError(
+                "policy.update(batch): no pass has computed the log-probs that the update compares "
+                "with; call `await run.policy.log_probs(batch)` before it"
+            )
+        if "advantages" not in batch:
+            raise FlowError(
+                "policy.update(batch): the batch has no advantages; call `run.advantages(batch)` "
+                "before it"
+            )
+        if run.step <= run.config.trainer.critic_warmup:
+            return Updating(run, "policy.update", asyncio.sleep(0))
+        if run.scores_first:
+            learning = self.role.update(PolicyWorker.update_policy, batch, run.seed)
+            update = run.begin("actor", "update_actor", learning)
+
+            async def finish() -> None:
+                trained.updates["actor"] = await run.devices.result(update)
+
+            return Updating(run, "policy.update", finish())
+        scoring = self.role.update_and_score(batch, run.seed, later.result() if later else None)
+        both = run.begin("actor", "update_actor", scoring)
+
+        async def finish_both() -> None:
+            trained.updates["actor"], trained.scored = await run.devices.result(both)
+            # an error here still comes before anybody gets the update
+            run.check_log_probs(trained.scored)
+
+        return Updating(run, "policy.update", finish_both())
+
+    async def _sum_pi_squared(
+        self, batch: DataProto, log_probs: asyncio.Task[DataProto]
+    ) -> DataProto:
+        return await self.role.compute(
+            PolicyWorker.compute_sum_pi_squared, batch.union(await log_probs)
+        )

@@ -1,0 +1,193 @@
+"""Records of the steps: metrics, rollout dumps, scores of held-out prompts, and how far engines and
+trainer differ."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hybridflow.batch import DataProto
+from hybridflow.config import derived
+from hybridflow.config.entries import ESTIMATORS
+from hybridflow.config.schema import RunConfig
+from hybridflow.config.val_sets import tag
+from hybridflow.errors import HybridFlowError, LogprobMismatchError
+from hybridflow.observe.progress import Progress
+from hybridflow.rollout.evaluation import Validator, extra_metrics, failures
+from hybridflow.rollout.protocols import Engines, SyncReport
+from hybridflow.trainer.metrics import (
+    answer_metrics,
+    batch_metrics,
+    critic_metrics,
+    log_prob_difference,
+    preference_metrics,
+    update_metrics,
+)
+from hybridflow.trainer.observations import over_roles
+from hybridflow.trainer.protocols import Role, Update
+from hybridflow.trainer.samples import Samples
+from hybridflow.trainer.session import Session
+
+
+@dataclass
+class Trained:
+    """A step whose policy or critic was updated, until it is recorded.
+
+    Attributes:
+        scored: the rows of `batch` with old_log_probs: all of them, or where no pass computed
+            these, those of the first mini-batch.
+        updates: of the roles whose update has ended. critic: the critic's, which may still run.
+        metrics: what the next step would overwrite.
+    """
+
+    step: int
+    batch: DataProto
+    scored: DataProto
+    updates: dict[str, Sequence[Update]]
+    critic: asyncio.Task[Sequence[Update]] | None = None
+    synced: SyncReport | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Records:
+    """Writes metrics, progress and dumps of the steps.
+
+    Args:
+        others: the roles besides the policy.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        session: Session,
+        others: Mapping[str, Role],
+        samples: Samples,
+        validator: Validator,
+    ) -> None:
+        self.config = config
+        self.session = session
+        self.others = others
+        self.samples = samples
+        self.validator = validator
+
+    def check_log_probs(self, batch: DataProto, step: int) -> None:
+        """Record how far engines and trainer differ, of answers that an engine has sampled.
+
+        Raises:
+            LogprobMismatchError: by more than the bound: the run would not train on what it
+                samples.
+        """
+        if "rollout_log_probs" not in batch:
+            return
+        # older weights differ by design
+        made_by = step - 1 if self.config.trainer.max_staleness else None
+        bound = derived.logprob_diff_bound(self.config)
+        mean, largest = log_prob_difference(batch, made_by)
+        self.session.totals["logprob_diff_sum"] = (
+            self.session.totals.get("logprob_diff_sum", 0.0) + mean
+        )
+        self.session.note_max("logprob_diff_max", largest)
+        # `not <=` rather than `>`: NaN is beyond the bound too
+        if bound is not None and not mean <= bound:
+            raise LogprobMismatchError(
+                f"step {step}: engines and trainer differ by {mean:.2e} in mean "
+                f"log-probability of the same tokens (bound {bound:.2e}, largest {largest:.2e}). "
+                "The weights in the engines are not those of the trainer, or the two compute "
+                "another model; compare dtype and temperature, or raise rollout.logprob_diff_bound "
+                "if the difference is expected."
+            )
+
+    async def validate(self, engines: Engines, step: int, progress: Progress) -> None:
+        """Scores answers to the held-out prompts; does nothing without any. The totals have the
+        score of the first set."""
+        with self.session.timed("seconds_validation"):
+            metrics = await self.validator.run(engines, step)
+        if not metrics:
+            return
+        self.session.log(step, metrics, phase="val")
+        scores = {name: metrics[f"val{tag(name)}/score"] for name in self.validator.datasets}
+        first = next(iter(scores.values()))
+        self.session.totals.setdefault("score_before", first)
+        self.session.totals["score_after"] = first
+        for name, score in scores.items():
+            what = "accuracy" if f"val{tag(name)}/accuracy" in metrics else "score"
+            whose = f" of {name}" if name else ""
+            progress.message(f"held-out {what}{whose} after step {step}: {score:.3f}")
+
+    async def trained(self, trained: Trained, progress: Progress) -> None:
+        """Write metrics, progress and rollout dump of a step whose updates have ended.
+
+        Raises:
+            HybridFlowError: a gradient was not finite, and the configuration stops the run on that.
+        """
+        updates = trained.updates
+        batch = trained.batch
+        scored = trained.scored
+        synced = trained.synced
+        seconds = self.session.timeline.metrics(trained.step)
+        metrics = (
+            batch_metrics(batch, scored)
+            | update_metrics(updates.get("actor", ()))
+            | critic_metrics(updates.get("critic", ()))
+        )
+        metrics = (
+            over_roles([metrics, *[await role.memory() for role in self.others.values()]])
+            | trained.metrics
+        )
+        if ESTIMATORS.get(self.config.algorithm.adv_estimator).preferences:
+            metrics |= preference_metrics(batch)
+        metrics |= (synced.metrics() if synced else {}) | extra_metrics(batch) | seconds
+        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(
+            seconds.get("timing_s/step", 0.0), 1e-9
+        )
+        metrics["controller/share"] = self.session.controller_share
+        metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
+        metrics["rollout/restarts"] = self.session.totals.get("engine_restarts", 0.0)
+        if "actor/first_ppo_kl" in metrics:
+            self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))
+            metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
+        self.session.log(trained.step, metrics)
+        shown = {"reward": metrics["critic/score/mean"]}
+        optional = {
+            "ppo_kl": "actor/ppo_kl",
+            "ref_kl": "actor/ref_kl",
+            "preferred": "preference/accuracy",
+        }
+        shown |= {name: metrics[key] for name, key in optional.items() if key in metrics}
+        shown["length"] = metrics["response_length/mean"]
+        if "score_after" in self.session.totals:
+            shown["held-out"] = self.session.totals["score_after"]
+        progress.update(trained.step, shown, seconds)
+        self._dump(trained.step, batch, scored if len(scored) == len(batch) else batch, progress)
+        if self.config.actor.on_nonfinite == "stop":
+            self._stop_if_skipped(trained.step, updates)
+
+    def rollouts(self, step: int, batch: DataProto, progress: Progress) -> None:
+        """Write metrics, progress and dump of a step without training."""
+        seconds = self.session.timeline.metrics(step)
+        metrics = (
+            answer_metrics(batch) | dict(self.samples.metrics) | extra_metrics(batch) | seconds
+        )
+        self.session.log(step, metrics)
+        shown = {"reward": metrics["critic/score/mean"], "length": metrics["response_length/mean"]}
+        progress.update(step, shown, seconds)
+        self._dump(step, batch, batch, progress)
+
+    def _dump(self, step: int, batch: DataProto, scored: DataProto, progress: Progress) -> None:
+        """Say which rows have no score, and write the dump where one is due."""
+        for line in failures(batch):
+            progress.message(f"step {step}: {line}")
+        dumped = self.session.is_due(self.config.trainer.dump_rollouts_every_steps, step)
+        if dumped:
+            self.samples.dump(self.session.folder / "rollouts", step, scored)
+
+    def _stop_if_skipped(self, step: int, updates: Mapping[str, Sequence[Update]]) -> None:
+        for role, done in updates.items():
+            if not all(update.applied for update in done):
+                raise HybridFlowError(
+                    f"step {step}: a gradient of the {role} is not finite (norms "
+                    f"{[update.grad_norm for update in done]}); that update was not applied. Lower "
+                    f"{role}.optim.lr and run the same command again to resume from the last "
+                    "checkpoint."
+                )

@@ -1,0 +1,206 @@
+"""Flows of a user's own: they are the loop, and what they do wrong is named with their line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.config.entries import FLOWS
+from hybridflow.config.schema import AlgorithmConfig, RunConfig
+from hybridflow.errors import ConfigError, FlowError, HybridFlowError
+from hybridflow.single_controller import block_on
+from hybridflow.trainer.loop import RLTrainer
+from tests.unit.trainer.worlds import World, config_of, records, trainer_of
+
+HEAD = """
+from hybridflow.flows.base import flow
+
+@flow("mine", roles={roles})
+async def mine(run):
+"""
+GRPO = """
+async for step in run.steps():
+    batch = await run.samples()
+    batch = await run.all(run.policy.log_probs(batch), run.reference.log_probs(batch))
+    batch = run.advantages(batch)
+    await run.policy.update(batch)
+    await run.sync()
+"""
+BEGIN = """
+async for step in run.steps():
+    batch = await run.samples()
+"""
+FIRST = 6  # line of a body's first line
+
+
+def own(folder: Path, body: str, roles: tuple[str, ...] = ("policy", "reference")) -> str:
+    """The name of a flow in a file of its own."""
+    file = folder / "own_flow.py"
+    file.write_text(HEAD.format(roles=roles) + textwrap.indent(body.strip(), "    ") + "\n")
+    return f"{file}:mine"
+
+
+def following(config: RunConfig, name: str | None) -> RunConfig:
+    return replace(config, algorithm=AlgorithmConfig(flow=name))
+
+
+def fitted(trainer: RLTrainer) -> RLTrainer:
+    block_on(trainer.start_from_present_weights())
+    block_on(trainer.fit())
+    return trainer
+
+
+def error_of(tmp_path: Path, body: str, roles: tuple[str, ...] = ("policy", "reference")) -> str:
+    config = following(config_of(tmp_path / "run"), own(tmp_path, body, roles))
+    with pytest.raises(HybridFlowError) as caught:
+        fitted(trainer_of(config, World()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_a_flow_in_a_file_makes_the_calls_of_the_built_in_one(tmp_path: Path, kl: float) -> None:
+    calls = []
+    metrics = []
+    for name in (None, own(tmp_path, GRPO)):
+        world = World()
+        config = following(config_of(tmp_path / str(len(calls)), kl, test_every_steps=2), name)
+        trainer = fitted(trainer_of(config, world))
+        calls.append(world.calls)
+        metrics.append(
+            [
+                {
+                    key: value
+                    for key, value in record.items()
+                    if not key.startswith(
+                        ("timing_s", "perf", "controller", "seconds", "wall_time", "sync/seconds")
+                    )
+                }
+                for record in records(trainer, "train")
+            ]
+        )
+    assert calls[0] == calls[1] and "update" in calls[0] and len(metrics[0]) == 3
+    assert metrics[0] == metrics[1]
+
+
+def test_a_flow_may_end_the_run_before_its_last_step(tmp_path: Path) -> None:
+    body = GRPO + "    if step == 2:\n        return\n"
+    config = following(config_of(tmp_path / "run", total_steps=9), own(tmp_path, body))
+    trainer = fitted(trainer_of(config, World()))
+    block_on(trainer.session.store.wait())
+    latest = trainer.session.store.latest()
+    assert trainer.step == 2 and latest is not None and latest.step == 2
+    assert [record["step"] for record in records(trainer, "train")] == [1, 2]
+
+
+def test_a_step_without_an_update_is_recorded_and_trains_nothing(tmp_path: Path) -> None:
+    body = GRPO.replace(
+        "    batch = await run.all",
+        "    if step == 2:\n        continue\n    batch = await run.all",
+    )
+    world = World()
+    config = following(config_of(tmp_path / "run"), own(tmp_path, body))
+    trainer = fitted(trainer_of(config, world))
+    assert world.calls.count("update") == 2 and trainer.step == 3
+    assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3]
+
+
+def test_a_resumed_flow_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
+    name = own(tmp_path, GRPO)
+    first = following(config_of(tmp_path / "run", total_steps=2), name)
+    fitted(trainer_of(first, World())).session.close()
+    world = World()
+    trainer = trainer_of(following(config_of(tmp_path / "run", total_steps=3), name), world)
+    checkpoint = trainer.session.store.latest()
+    assert checkpoint is not None
+
+    async def go_on() -> None:
+        await trainer.resume(checkpoint)
+        await trainer.fit()
+
+    block_on(go_on())
+    assert trainer.step == 3 and world.calls.count("update") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "line"),
+    [
+        (
+            GRPO.replace("    await run.sync()\n", ""),
+            "call `await run.sync()` after policy.update",
+            0,
+        ),
+        (
+            GRPO.replace("    await run.policy.update(batch)", "    run.policy.update(batch)"),
+            "step 1: policy.update is never awaited",
+            0,
+        ),
+        (BEGIN + "    run.reference.log_probs(batch)", "reference.log_probs is never awaited", 0),
+        (
+            BEGIN + "    await run.reference.update(batch)",
+            "the reference is not part of this run",
+            2,
+        ),
+        (
+            BEGIN + "    await run.critic.values(batch)",
+            "run.critic is called, and the flow declares",
+            2,
+        ),
+        (BEGIN + "    await run.samples()", "samples() is called twice in a step", 2),
+        (BEGIN + "    await run.sync()", "sync() comes after policy.update(batch)", 2),
+        (BEGIN + "    await run.all(batch)", "all(...) takes calls of roles", 2),
+        (BEGIN + "    await run.all()", "all(...) takes calls of roles", 2),
+        (
+            GRPO.replace("await run.policy.update(batch)", "run.later(run.policy.update(batch))"),
+            "later(...) takes an update of the critic",
+            4,
+        ),
+        (
+            BEGIN + "    await run.policy.update(batch)",
+            "call `await run.policy.log_probs(batch)`",
+            2,
+        ),
+        (
+            BEGIN + "    await run.policy.update(await run.policy.log_probs(batch))",
+            "the batch has no advantages; call `run.advantages(batch)`",
+            2,
+        ),
+        (BEGIN + "    raise ValueError('mine')", "ValueError: mine", 2),
+        (BEGIN + "    batch['nothing']", "nothing", 2),
+        ("await run.samples()", "samples() outside of a step", 0),
+        ("return None", "the flow has ended without a step", None),
+    ],
+)
+def test_what_a_flow_does_wrong_is_named_with_its_line(
+    tmp_path: Path, body: str, message: str, line: int | None
+) -> None:
+    text = error_of(tmp_path, body)
+    assert message in text and text.startswith("algorithm.flow="), text
+    if line is not None:
+        assert text.endswith(f"(line {FIRST + line})"), text
+
+
+def test_updates_of_a_frozen_reference_are_refused(tmp_path: Path) -> None:
+    name = own(tmp_path, BEGIN + "    await run.reference.update(batch)")
+    config = following(config_of(tmp_path / "run", kl=0.1), name)
+    with pytest.raises(FlowError, match=r"the reference does not train \(line 8\)"):
+        fitted(trainer_of(config, World()))
+
+
+def test_an_unknown_role_is_refused_where_the_flow_is_registered(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no role 'polisy'; did you mean 'policy'"):
+        FLOWS.get(own(tmp_path, GRPO, ("polisy",)))
+
+
+@pytest.mark.parametrize("name", list(FLOWS.names()))
+def test_a_built_in_flow_is_short_and_declares_what_it_calls(name: str) -> None:
+    entry: Any = FLOWS.get(name)
+    source = inspect.getsource(entry.body)
+    called = set(re.findall(r"run\.(policy|critic|reference|reward_model|teacher)\.", source))
+    assert called <= set(entry.roles) and len(source.splitlines()) <= 30
+    assert set(entry.roles) - called <= {"policy"}
