@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ os.environ.pop("HYBRIDFLOW_TRACEBACK", None)
 os.environ.setdefault("RAY_worker_niceness", "0")
 # the processes that a test starts are one job
 os.environ.setdefault("HYBRIDFLOW_JOB_SECRET", secrets.token_hex(32))
+
+# What a shell starts in the background ignores SIGINT, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LOST: list[object] = []  # processes of pytest-xdist that ended by themselves
 

@@ -15,7 +15,8 @@ devices at the same time. A role that the run does not have (no KL term, no rewa
 nothing, and adds no column.
 
 A flow is started again after ranks are lost and in a resumed run, and its steps go on after the
-last checkpoint: local variables are lost, and what is outside of the loop runs again.
+last checkpoint: local variables are lost, and what is outside of the loop runs again. What must
+survive is in `run.state`.
 """
 
 from __future__ import annotations
@@ -104,6 +105,10 @@ class Run(Protocol):
     @property
     def teacher(self) -> Teacher:
         """A model that the policy learns from."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """JSON-able values of the flow's own, which a checkpoint holds and a resumed run has."""
 
     def steps(self) -> AsyncIterator[int]:
         """The numbers of the steps that are left. Asking for the next one ends a step: it is

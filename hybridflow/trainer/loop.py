@@ -14,6 +14,7 @@ samples) and ends with new weights in every engine.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -70,6 +71,7 @@ class RLTrainer:
         self.records = Records(config, session, self.others, samples, validator)
         self.last = derived.total_steps(config, samples.num_rows) or 1
         self.step = 0
+        self.state: dict[str, Any] = {}  # the flow's own
         self.left_out: set[str] = set()  # engines
 
     async def fit(self) -> None:
@@ -114,12 +116,31 @@ class RLTrainer:
             **self.samples.state(),
             "totals": self.session.totals_now(),
             "advantages": self.advantages.state(),
+            "flow": self._flow_state(),
         }
         others = {"critic": self.critic} if self.critic else {}
         rollouts = await self.samples.begun()
         return await self.session.store.save(
             "rl", self.step, state, self.policy, rollouts=rollouts, **others
         )
+
+    def _flow_state(self) -> dict[str, Any]:
+        """The flow's state as a checkpoint holds it.
+
+        Raises:
+            FlowError: it would not come back as it is.
+        """
+        try:
+            kept: dict[str, Any] = json.loads(json.dumps(self.state))
+        except (TypeError, ValueError) as error:
+            raise FlowError(
+                f"run.state cannot be saved: {error}; keep JSON values in it"
+            ) from error
+        if kept != self.state:
+            raise FlowError(
+                "run.state cannot be saved: keep lists in place of tuples, and text as keys, in it"
+            )
+        return kept
 
     async def resume(self, checkpoint: Checkpoint) -> None:
         """Go on after a checkpoint of this phase.
@@ -141,6 +162,7 @@ class RLTrainer:
                 await self.samples.restore(checkpoint.state, checkpoint.rollouts(), checkpoint.step)
             if "advantages" in checkpoint.state:
                 self.advantages.restore(checkpoint.state["advantages"])
+            self.state = dict(checkpoint.state.get("flow", {}))
         self.step = checkpoint.step
 
     async def go_back(self) -> None:
@@ -166,6 +188,7 @@ class RLTrainer:
         await self.samples.restore(None)
         self.advantages = Advantages(self.config)
         self.step = 0
+        self.state = {}
         await self.start_from_present_weights()
 
     async def start_from_present_weights(self) -> None:

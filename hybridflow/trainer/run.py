@@ -54,6 +54,7 @@ class Trainer(Protocol):
     devices: Devices
     phases: Phases
     records: Records
+    state: dict[str, Any]
     step: int
     last: int
     left_out: set[str]
@@ -138,6 +139,11 @@ class FlowRun:
     def teacher(self) -> Teacher:
         """A model that the policy learns from."""
         return cast(Teacher, self._role("teacher"))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Values of the flow's own, which a checkpoint holds."""
+        return self.trainer.state
 
     def steps(self) -> AsyncIterator[int]:
         """The numbers of the steps that are left."""

@@ -127,6 +127,36 @@ def test_a_resumed_flow_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
     assert trainer.step == 3 and world.calls.count("update") == 1
 
 
+COUNTING = (
+    GRPO
+    + """    run.state["seen"] = [*run.state.get("seen", []), step]
+"""
+)
+
+
+def test_the_state_of_a_flow_comes_back_with_the_checkpoint(tmp_path: Path) -> None:
+    name = own(tmp_path, COUNTING)
+    first = following(config_of(tmp_path / "run", total_steps=2), name)
+    fitted(trainer_of(first, World())).session.close()
+    trainer = trainer_of(following(config_of(tmp_path / "run", total_steps=3), name), World())
+    checkpoint = trainer.session.store.latest()
+    assert checkpoint is not None
+
+    async def go_on() -> None:
+        await trainer.resume(checkpoint)
+        assert trainer.state == {"seen": [1, 2]}
+        await trainer.fit()
+
+    block_on(go_on())
+    assert trainer.state == {"seen": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("value", ["object()", "(1, 2)", "{1: 2}"])
+def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value: str) -> None:
+    text = error_of(tmp_path, GRPO + f"    run.state['x'] = {value}\n")
+    assert "run.state cannot be saved" in text, text
+
+
 @pytest.mark.parametrize(
     ("body", "message", "line"),
     [
