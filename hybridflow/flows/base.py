@@ -110,6 +110,10 @@ class Run(Protocol):
     def state(self) -> dict[str, Any]:
         """JSON-able values of the flow's own, which a checkpoint holds and a resumed run has."""
 
+    @property
+    def is_tracing(self) -> bool:
+        """Whether this is the check before the run, over invented rows and without roles."""
+
     def steps(self) -> AsyncIterator[int]:
         """The numbers of the steps that are left. Asking for the next one ends a step: it is
         validated, recorded and saved as the configuration says."""

@@ -10,9 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.custom import open_training
+from hybridflow.data.custom import Prompts, open_training
 from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.device.platform import Platform
 from hybridflow.errors import (
@@ -40,6 +41,7 @@ from hybridflow.rollout.evaluation import (
     open_val_sets,
     sources_to_score,
 )
+from hybridflow.rollout.protocols import Engines
 from hybridflow.rollout.recorded import RecordedPairs
 from hybridflow.saving.store import Checkpoint, CheckpointStore
 from hybridflow.single_controller import (
@@ -49,6 +51,7 @@ from hybridflow.single_controller import (
 )
 from hybridflow.trainer import planned
 from hybridflow.trainer.check_devices import check_devices
+from hybridflow.trainer.flow_check import check_flow
 from hybridflow.trainer.folder import exclusive, make_output_dir, make_room
 from hybridflow.trainer.generation import start_both
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
@@ -106,6 +109,7 @@ def _train(job: Job) -> dict[str, Any]:
     rewards.check_data_sources(sources_to_score(config, dataset, *held_out.values()))
     check_truths(rewards, config, dataset, *held_out.values())
     check_steps(config)
+    check_flow(config, job.progress.message)
     made_with = identity(job.hf_config, job.tokenizer)
     dumps = _open_dumps(job, made_with)
     cluster = job.start_cluster()
@@ -132,15 +136,7 @@ def _train(job: Job) -> dict[str, Any]:
         for role in roles[1:]
     }
     keep = keep_in_store if cluster is not None else lambda batch: batch
-    samples: Samples
-    if isinstance(dataset, PreferenceDataset):
-        samples = RecordedPairs(config, dataset, keep)
-    elif dumps is not None:
-        samples = Dumped(
-            dumps, config, answering, dataset, scorer, session.timeline, keep, made_with
-        )
-    else:
-        samples = Sampled(config, answering, dataset, scorer, session.timeline, keep, made_with)
+    samples = _samples(job, dataset, dumps, answering, scorer, keep, made_with)
     trainer = RLTrainer(config, session, {"actor": policy, **others}, answering, samples, validator)
     if "reference" in apart:
         apart["reference"].on_restart(trainer.fill_reference)
@@ -171,6 +167,23 @@ def _train(job: Job) -> dict[str, Any]:
         planned.compare(config, job.hf_config, session, {"actor": policy, **others})
     )
     return _summary(session, trainer.step) | {"exported_to": exported, "planned": compared}
+
+
+def _samples(
+    job: Job,
+    dataset: Prompts | PreferenceDataset,
+    dumps: Dumps | None,
+    engines: Engines,
+    scorer: Scorer,
+    keep: Callable[[DataProto], DataProto],
+    made_with: Mapping[str, Any],
+) -> Samples:
+    """What each step trains on: recorded pairs, the samples of dumps, or answers of the engines."""
+    config = job.config
+    if isinstance(dataset, PreferenceDataset):
+        return RecordedPairs(config, dataset, keep)
+    given = (config, engines, dataset, scorer, job.session.timeline, keep, made_with)
+    return Sampled(*given) if dumps is None else Dumped(dumps, *given)
 
 
 def _summary(session: Session, steps: int) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class OpenStep(Protocol):
     def note(self, call: Call | Updating) -> None:
         """Keep a call until the end of its step, by when it is awaited."""
 
-    def training_on(self, batch: DataProto) -> Trained:
-        """The record of the step, whose updates learn from the batch."""
+    def training_on(self, batch: DataProto, update: str) -> Trained:
+        """The record of the step, in which this update learns from the batch."""
 
     def check_log_probs(self, batch: DataProto) -> None:
         """Record how far engines and trainer differ."""
@@ -164,8 +164,8 @@ class Critic(_Role):
         if self.role is None:
             super().update(batch)
         run = self.run
+        trained = run.training_on(batch, "critic.update")
         learning = self.role.update(ModelWorker.update_critic, batch, run.seed)
-        trained = run.training_on(batch)
         trained.critic = run.begin("critic", "update_critic", learning)
 
         async def finish(update: asyncio.Task[Any] = trained.critic) -> None:
@@ -207,7 +207,7 @@ class TrainedPolicy:
     def update(self, batch: DataProto) -> Updating:
         """All updates of the step; none while the critic warms up."""
         run = self.run
-        trained = run.training_on(batch)
+        trained = run.training_on(batch, "policy.update")
         later = self._later
         self._later = None
         is_scored = "old_log_probs" in batch if run.scores_first else later is not None

@@ -77,9 +77,10 @@ class RLTrainer:
     async def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""
         trainer = self.config.trainer
-        with self.session.progress(
-            self.last, "PPO" if self.critic else "GRPO", self.step
-        ) as progress:
+        name = self.config.algorithm.flow or ""
+        built_in = "PPO" if self.critic else "GRPO"
+        title = name.rpartition(":")[2] if is_user_entry(name) else built_in
+        with self.session.progress(self.last, title, self.step) as progress:
             if self.step == 0 and self.config.sft.steps:
                 # ranks that are lost from here on come back with the warm start
                 await self.session.store.wait()

@@ -68,14 +68,18 @@ class FlowRun:
 
     Args:
         last: the step after which the run ends.
+        is_tracing: whether this is the check over invented rows (`trainer.flow_check`).
     """
 
-    def __init__(self, trainer: Trainer, progress: Progress, last: int) -> None:
+    def __init__(
+        self, trainer: Trainer, progress: Progress, last: int, is_tracing: bool = False
+    ) -> None:
         self.trainer = trainer
         self.config = trainer.config
         self.devices = trainer.devices
         self.progress = progress
         self.last = last
+        self.is_tracing = is_tracing
         self.flow = FLOWS.get(derived.flow_name(trainer.config))
         self._session = trainer.session
         self._spans = ExitStack()  # of the open step
@@ -235,9 +239,15 @@ class FlowRun:
         self._open_step(call.name)
         self._calls.append(call)
 
-    def training_on(self, batch: DataProto) -> Trained:
-        """The record of the open step, whose updates learn from the batch."""
-        step = self._open_step("update(batch)")
+    def training_on(self, batch: DataProto, update: str) -> Trained:
+        """The record of the open step, in which this update learns from the batch.
+
+        Raises:
+            FlowError: the step has had it.
+        """
+        step = self._open_step(f"{update}(batch)")
+        if any(call.name == update for call in self._calls):
+            raise FlowError(f"step {step}: {update}(batch) is called twice; it makes all updates")
         if self._trained is None:
             self._trained = Trained(step, batch, batch, {})
         return self._trained
@@ -280,6 +290,7 @@ class FlowRun:
             for call in self._calls:
                 if isinstance(call, Updating):
                     call.leave()  # Python reports a coroutine that never began
+            await self._memory.__aexit__(*sys.exc_info())
             self._spans.__exit__(*sys.exc_info())
             raise
         if not self._has_begun:

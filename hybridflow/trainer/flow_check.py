@@ -1,0 +1,236 @@
+"""The check of a user's flow before anything starts: two of its steps over invented rows, with
+roles that compute nothing and engines that answer nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config import derived
+from hybridflow.config.registry import describe_error, is_user_entry
+from hybridflow.config.schema import RunConfig
+from hybridflow.dispatch import method_spec
+from hybridflow.errors import ConfigError, FlowError, SchemaError
+from hybridflow.observe.progress import Progress
+from hybridflow.rollout.protocols import SyncReport
+from hybridflow.trainer.advantages import Advantages
+from hybridflow.trainer.devices import Devices
+from hybridflow.trainer.groups import log_prob_method, update_step
+from hybridflow.trainer.protocols import Update
+from hybridflow.trainer.run import FlowRun, Trainer
+
+STEPS = 2
+PROMPTS = 2
+_LIMIT_S = 10.0
+_MOST_CALLS = 1000
+_OF_SAMPLES = ("rm_scores", "greedy_scores")  # one value a sample; other columns have one a token
+
+
+def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Follow the flow for two steps where it is a user's.
+
+    Values are invented: code of the flow that fails on them, or takes too long, is said and is no
+    reason to refuse it.
+
+    Raises:
+        ConfigError: it breaks a rule of flows, or reads a column that nothing writes; names the
+            line.
+    """
+    name = derived.flow_name(config)
+    if not is_user_entry(name):
+        return
+    file = Path(name.rpartition(":")[0])
+    invented = _Invented(config)
+    with Progress(0, "", enabled=False) as progress:
+        run = FlowRun(cast(Trainer, invented.trainer()), progress, STEPS, is_tracing=True)
+        try:
+            asyncio.run(asyncio.wait_for(run.follow(), _LIMIT_S))
+        except (FlowError, SchemaError) as error:
+            said = describe_error(error, file).removeprefix(f"{type(error).__name__}: ")
+            raise ConfigError(f"algorithm.flow={name}: {said}") from error
+        except TimeoutError:
+            say(f"warning: algorithm.flow={name}: a step over invented rows takes over 10 s")
+        except Exception as error:
+            said = describe_error(error, file)
+            say(f"warning: algorithm.flow={name}: over invented rows: {said}")
+
+
+class _Invented:
+    """What a run is made of, over rows that are made up."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.calls = 0
+
+    def trainer(self) -> SimpleNamespace:
+        """What `FlowRun` asks of a trainer."""
+        config = self.config
+        roles = [name for name in derived.roles_in_use(config) if name != "actor"]
+        session = SimpleNamespace(
+            timeline=_Timeline(),
+            timed=_nothing,
+            controlled=_nothing,
+            is_due=lambda every, step: False,
+            stop_asked=False,
+            stop_if_asked=_later,
+            store=SimpleNamespace(check=_later),
+        )
+        return SimpleNamespace(
+            config=config,
+            session=session,
+            policy=_Role(self, "actor"),
+            others={name: _Role(self, name) for name in roles},
+            engines=SimpleNamespace(sync=self.sync),
+            samples=SimpleNamespace(take=self.samples, keep=lambda batch: batch, metrics={}),
+            advantages=Advantages(config),
+            devices=Devices(lambda role: "all", cast(Any, session.timeline)),
+            phases=SimpleNamespace(training=_memory, sync=_memory),
+            records=SimpleNamespace(
+                check_log_probs=lambda batch, step: None,
+                rollouts=lambda step, batch, progress: None,
+                trained=_later,
+                validate=_later,
+            ),
+            state={},
+            step=0,
+            last=STEPS,
+            left_out=set(),
+            save=_later,
+        )
+
+    def count(self) -> None:
+        """Count a call of a role."""
+        self.calls += 1
+        if self.calls > _MOST_CALLS:
+            raise FlowError(f"more than {_MOST_CALLS} calls of roles in {STEPS} steps")
+
+    async def samples(self, step: int, greedy: bool = False) -> DataProto:
+        """Answers of 1 and 3 tokens in turns, with scores 0 and 1."""
+        n = 2 if self.config.data.answers == "pairs" else max(self.config.rollout.n, 1)
+        rows = PROMPTS * n
+        ids = [np.arange(1 + 2 * (row % 2)) for row in range(rows)]
+
+        def objects(value: Any) -> np.ndarray:
+            return np.array([value] * rows, dtype=object)
+
+        batch = DataProto.from_columns(
+            {
+                "uid": np.repeat(np.arange(PROMPTS), n),
+                "index": np.repeat(np.arange(PROMPTS), n),
+                "prompt_ids": Jagged.from_rows([np.arange(2)] * rows, np.int64),
+                "response_ids": Jagged.from_rows(ids, np.int64),
+                "response_mask": Jagged.from_rows([np.ones(len(row)) for row in ids], np.bool_),
+                "response_versions": Jagged.from_rows([0 * row for row in ids], np.int64),
+                "rollout_log_probs": Jagged.from_rows([-1.0 - row for row in ids], np.float32),
+                "scores": (np.arange(rows) % 2).astype(np.float32),
+                "response_text": objects("text"),
+                "data_source": objects("invented"),
+                "ground_truth": objects("text"),
+                "extra_info": objects({}),
+                "finish_reason": objects("stop"),
+                "weight_version": objects("0"),
+            }
+        )
+        return batch.union(invented(batch, ["greedy_scores"])) if greedy else batch
+
+    async def sync(self, version: int) -> SyncReport:
+        """Nobody takes weights."""
+        return SyncReport(version, 0.0, 0, {})
+
+
+class _Role:
+    """Looks at what its calls read, and invents what they write."""
+
+    def __init__(self, world: _Invented, name: str) -> None:
+        self.world = world
+        self.name = name
+
+    async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
+        """`protocols.Role.compute`."""
+        self.world.count()
+        spec = method_spec(method)
+        _require(spec.name, spec.reads, batch)
+        return invented(batch, spec.writes)
+
+    async def log_probs(self, batch: DataProto) -> DataProto:
+        """`protocols.Policy.log_probs`."""
+        return await self.compute(log_prob_method(self.world.config), batch)
+
+    async def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
+        """`protocols.Policy.later_log_probs`."""
+        return await self.log_probs(batch)
+
+    async def update(
+        self, method: Callable[..., Any], batch: DataProto, seed: int | None = None
+    ) -> Sequence[Update]:
+        """`protocols.Role.update`."""
+        self.world.count()
+        is_policy = self.name == "actor"
+        reads = update_step(self.world.config).reads if is_policy else method_spec(method).reads
+        _require(f"the update of the {'policy' if is_policy else self.name}", reads, batch)
+        return []
+
+    async def update_and_score(
+        self, batch: DataProto, seed: int, later: DataProto | None = None
+    ) -> tuple[Sequence[Update], DataProto]:
+        """`protocols.Policy.update_and_score`."""
+        scored = batch.union(await self.log_probs(batch))
+        return await self.update(update_step, scored), scored
+
+    async def memory(self) -> Mapping[str, float]:
+        """No memory is taken."""
+        return {}
+
+
+def invented(batch: DataProto, names: Sequence[str]) -> DataProto:
+    """Columns of these names for the rows of the batch: f32 [B], or over response tokens."""
+    response = batch.jagged("response_ids")
+    made: dict[str, Any] = {}
+    for name in names:
+        if name in _OF_SAMPLES:
+            made[name] = np.linspace(0.0, 1.0, len(batch), dtype=np.float32)
+        else:
+            made[name] = Jagged(np.full(len(response.values), -1.0, np.float32), response.offsets)
+    return DataProto.from_columns(made)
+
+
+def _require(what: str, reads: Sequence[str], batch: DataProto) -> None:
+    missing = [name for name in reads if name not in batch]
+    if missing:
+        raise SchemaError(
+            f"{what} reads {', '.join(missing)}, which nothing has written to its batch"
+        )
+
+
+class _Timeline:
+    """Records nothing."""
+
+    def begin(self, name: str, step: int | None = None) -> SimpleNamespace:
+        """A span that records nothing."""
+        return SimpleNamespace(end=lambda error="": None)
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        """A phase that records nothing."""
+        yield
+
+
+@contextmanager
+def _nothing(*given: Any) -> Iterator[None]:
+    yield
+
+
+@asynccontextmanager
+async def _memory() -> AsyncIterator[None]:
+    yield
+
+
+async def _later(*given: Any) -> None:
+    """There is nothing to be done."""
