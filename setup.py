@@ -23,7 +23,7 @@ setup(
     ],
     package_dir={"hybridflow_kernels": "kernels", **SHIPPED},
     package_data={
-        "hybridflow": ["**/*.html", "**/*.j2", "**/*.schema.json", "py.typed"],
+        "hybridflow": ["**/*.html", "**/*.j2", "**/*.schema.json", "py.typed", "*.pyi"],
         **{package: ["*", "*/*"] for package in SHIPPED},
     },
     entry_points={

@@ -1,3 +1,38 @@
-"""HybridFlow: a Megatron-first trainer for reinforcement learning of large language models."""
+"""HybridFlow: a Megatron-first trainer for reinforcement learning of large language models.
+
+The names below are for files of a user's own: the decorators that register an algorithm, a reward
+or an agent, and the batch that these are given. Each is imported when it is asked for, so that
+`import hybridflow` loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "DataProto": "hybridflow.batch",
+    "HybridFlowError": "hybridflow.errors",
+    "Jagged": "hybridflow.batch",
+    "agent_loop": "hybridflow.agents.loops.base",
+    "environment": "hybridflow.agents.environments.base",
+    "estimator": "hybridflow.algorithms.estimators.base",
+    "flow": "hybridflow.flows.base",
+    "policy_loss": "hybridflow.algorithms.policy_losses.base",
+    "tool": "hybridflow.agents.tools.base",
+    "tracker": "hybridflow.observe.trackers.base",
+    "verifier": "hybridflow.rewards.verifiers.base",
+}
+__all__ = [*_MODULES, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hybridflow' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -1,7 +1,7 @@
 """When the phases of a step run: pools of devices work at the same time, the phases of a pool one
 after another.
 
-The trainer's loop does the same (`trainer.loop`, `trainer.calls`). Passes before advantages begin
+A run does the same (`trainer.run`, `trainer.devices`). Passes before advantages begin
 when all answers are there and end before any update. The next answers wait for the policy's update,
 and for everything on the policy's and the engines' devices; an update on other devices (the
 critic's) lasts into the next generation and ends before the next passes on these devices.

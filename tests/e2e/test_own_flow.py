@@ -14,7 +14,7 @@ from tests.e2e.runs import Run
 pytestmark = pytest.mark.slow
 STEPS = 5
 FLOW = """
-from hybridflow.flows.base import flow
+from hybridflow import flow
 
 
 @flow("constrained", roles=("policy", "reference"))
