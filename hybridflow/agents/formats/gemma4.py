@@ -10,36 +10,46 @@ from typing import Any
 from hybridflow.agents.formats.base import FORMATS, json_at
 from hybridflow.agents.json_calls import JsonCalls
 
-_MARK = re.compile(r'(?P<quote><\|"\|>)|<\|tool_call>|<tool_call\|>')
+_QUOTE = '<|"|>'
+_MARK = re.compile(r"<\|tool_call>|<tool_call\|>")
 _KEY = re.compile(r'([{,]\s*+)([^\s{}\[\],:"\\][^{}\[\],:"\\\x00-\x1f]*+):')
+_STRING = "\0"  # stands for a string; nowhere in JSON, and in no key
 
 
 def _object_at(text: str, place: int) -> tuple[Any, int]:
-    """The object from `place` to the next mark of a call, and where that begins. ValueError: there
-    is none.
-
-    It is written anew as JSON: keys and strings between quotation marks.
-    """
-    written = list[str]()
-    while (mark := _MARK.search(text, place)) and mark["quote"]:
-        closed = text.find(mark["quote"], mark.end())
+    """The object from `place` to the next mark of a call outside of its strings, and where that
+    mark begins. ValueError: there is none."""
+    looked = place
+    while True:
+        mark = _MARK.search(text, looked)
+        stop = mark.start() if mark else len(text)
+        if text.count(_QUOTE, looked, stop) % 2 == 0:
+            break
+        closed = text.find(_QUOTE, stop)
         if closed < 0:
             raise ValueError("a string is not closed")
-        written += [
-            _with_keys(text[place : mark.start()]),
-            encode_basestring_ascii(text[mark.end() : closed]),
-        ]
-        place = closed + len(mark["quote"])
-    stop = mark.start() if mark else len(text)
-    whole = "".join([*written, _with_keys(text[place:stop])])
+        looked = closed + len(_QUOTE)
+    whole = _as_json(text[place:stop])
     value, end = json_at(whole, 0)
     if whole[end:].strip():
         raise ValueError("text follows the value")
     return value, stop
 
 
-def _with_keys(plain: str) -> str:
-    return plain if ":" not in plain else _KEY.sub(r'\1"\2":', plain)
+def _as_json(text: str) -> str:
+    """The object with keys and strings between quotation marks. It is cut in a few passes, as there
+    may be thousands of strings."""
+    parts = text.split(_QUOTE)
+    outside = _STRING.join(parts[::2])
+    if outside.count(_STRING) > len(parts) // 2:
+        raise ValueError("a control character outside of a string")
+    pieces = _KEY.split(outside)
+    pieces[2::3] = [f'"{key}":' for key in pieces[2::3]]
+    plain = "".join(pieces).split(_STRING)
+    written = [""] * len(parts)
+    written[::2] = plain
+    written[1::2] = [encode_basestring_ascii(string) for string in parts[1::2]]
+    return "".join(written)
 
 
 FORMATS.register(
