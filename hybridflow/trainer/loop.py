@@ -104,7 +104,7 @@ class RLTrainer:
                 said = describe_error(error, own).removeprefix(f"{type(error).__name__}: ")
                 error.args = (f"algorithm.flow={name}: {said}",)
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if own is None:
                 raise
             raise FlowError(f"algorithm.flow={name}: {describe_error(error, own)}") from error

@@ -202,6 +202,7 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
             2,
         ),
         (BEGIN + "    raise ValueError('mine')", "ValueError: mine", 2),
+        (BEGIN + "    raise SystemExit(0)", "SystemExit: 0", 2),
         (BEGIN + "    batch['nothing']", "nothing", 2),
         ("await run.samples()", "samples() outside of a step", 0),
         ("return None", "the flow has ended without a step", None),
