@@ -132,7 +132,7 @@ class RLTrainer:
             FlowError: it would not come back as it is.
         """
         try:
-            kept: dict[str, Any] = json.loads(json.dumps(self.state))
+            kept: dict[str, Any] = json.loads(json.dumps(self.state, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise FlowError(
                 f"run.state cannot be saved: {error}; keep JSON values in it"

@@ -152,7 +152,7 @@ def test_the_state_of_a_flow_comes_back_with_the_checkpoint(tmp_path: Path) -> N
     assert trainer.state == {"seen": [1, 2, 3]}
 
 
-@pytest.mark.parametrize("value", ["object()", "(1, 2)", "{1: 2}"])
+@pytest.mark.parametrize("value", ["object()", "(1, 2)", "{1: 2}", "float('nan')"])
 def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value: str) -> None:
     text = error_of(tmp_path, GRPO + f"    run.state['x'] = {value}\n")
     assert "run.state cannot be saved" in text, text
