@@ -329,7 +329,12 @@ class FlowRun:
         if trained is None:
             if batch is not None:
                 self.trainer.records.rollouts(self.step, batch, self.progress)
-            await self._session.stop_if_asked()
+            if self.config.trainer.rollout_only:
+                await self._session.stop_if_asked()
+                return
+            # a flow that has left the update out: the run goes on behind this step all the same
+            await self._session.store.check()
+            await self._save_if_due()
             return
         await self.record()
         self._unrecorded = trained

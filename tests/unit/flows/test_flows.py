@@ -108,6 +108,29 @@ def test_a_step_without_an_update_is_recorded_and_trains_nothing(tmp_path: Path)
     config = following(config_of(tmp_path / "run"), own(tmp_path, body))
     trainer = fitted(trainer_of(config, world))
     assert world.calls.count("update") == 2 and trainer.step == 3
+    block_on(trainer.session.store.wait())
+    latest = trainer.session.store.latest()
+    assert latest is not None and latest.step == 3
+
+
+def test_a_last_step_without_an_update_is_saved(tmp_path: Path) -> None:
+    body = BEGIN + "    if step % 2 == 0:\n        continue\n" + GRPO.split("samples()\n", 1)[1]
+    config = config_of(tmp_path / "run", total_steps=4, save_every_steps=2)
+    trainer = fitted(trainer_of(following(config, own(tmp_path, body)), World()))
+    block_on(trainer.session.store.wait())
+    latest = trainer.session.store.latest()
+    assert latest is not None and latest.step == 4
+    trainer.session.close()
+
+
+def test_steps_without_an_update_have_records(tmp_path: Path) -> None:
+    body = GRPO.replace(
+        "    batch = await run.all",
+        "    if step == 2:\n        continue\n    batch = await run.all",
+    )
+    trainer = fitted(
+        trainer_of(following(config_of(tmp_path / "run"), own(tmp_path, body)), World())
+    )
     assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3]
 
 
