@@ -42,12 +42,13 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
     """The flow against the roles that the other settings start, and against runs that do not
     train."""
     name = derived.flow_name(config)
+    called = FLOWS.get(name).roles
     given = f"algorithm.flow={name}"
     roles = [role for role in derived.roles_in_use(config) if role != "actor"]
     if derived.needs_reference(config) and "reference" not in roles:
         roles.append("reference")
     for role in roles:
-        if role not in FLOWS.get(name).roles:
+        if role not in called:
             yield (
                 f"{given} does not call run.{role}, and this run has a {role.replace('_', ' ')}: "
                 "what it computes would be missing. Call it in the flow and add it to its roles, "

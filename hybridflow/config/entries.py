@@ -66,14 +66,13 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Flow:
-    """The algorithm of a run; `hybridflow.flows.base` says what it is given.
+    """The algorithm of a run; `hybridflow.flows.base` has its interface.
 
     Attributes:
         body: the async function over the run.
         roles: the attributes of the run that it calls, for example "critic".
     """
 
-    name: str
     body: Callable[[Any], Coroutine[Any, Any, None]]
     roles: tuple[str, ...]
 

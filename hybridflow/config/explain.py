@@ -169,10 +169,10 @@ def _engine_shape(config: RunConfig) -> str:
 def _algorithm(config: RunConfig) -> list[str]:
     estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
     loss = POLICY_LOSSES.get(config.actor.policy_loss)
+    flow = derived.flow_name(config)
     return [
         "Algorithm",
-        f"  flow        = {derived.flow_name(config)}, which calls "
-        f"{', '.join(FLOWS.get(derived.flow_name(config)).roles)}",
+        f"  flow        = {flow}, which calls {', '.join(FLOWS.get(flow).roles)}",
         (
             f"  advantages  = algorithm.adv_estimator {config.algorithm.adv_estimator} of "
             f"scores{''.join(f', {name}' for name in estimator.reads)}; "

@@ -1,4 +1,4 @@
-"""What a flow is given, and how one is registered.
+"""The interface of flows: the run, its roles, and the decorator that registers a flow.
 
     @flow("grpo", roles=("policy", "reference"))
     async def grpo(run):
@@ -15,8 +15,8 @@ devices at the same time. A role that the run does not have (no KL term, no rewa
 nothing, and adds no column.
 
 A flow is started again after ranks are lost and in a resumed run, and its steps go on after the
-last checkpoint: local variables are lost, and what is outside of the loop runs again. What must
-survive is in `run.state`.
+last checkpoint: local variables are lost, and what is outside of the loop runs again. Values that
+must survive belong in `run.state`.
 """
 
 from __future__ import annotations
@@ -153,4 +153,4 @@ def flow(name: str, *, roles: tuple[str, ...]) -> Callable[[Body], Body]:
         raise ConfigError(
             f"flow {name!r}: there is no role {unknown[0]!r}{hint} (there are {', '.join(ROLES)})"
         )
-    return FLOWS.entry(name, lambda body: Flow(name, body, roles))
+    return FLOWS.entry(name, lambda body: Flow(body, roles))

@@ -60,13 +60,14 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
+def _has_loop() -> bool:
+    """Whether this thread of this process has a loop; a fork has none yet."""
+    return _of_thread.selector is not None and _of_thread.selector.pid == os.getpid()
+
+
 def _loop() -> asyncio.SelectorEventLoop:
     """The loop of this thread, made when it is first needed, and anew in a fork."""
-    if (
-        _of_thread.loop is None
-        or _of_thread.selector is None
-        or _of_thread.selector.pid != os.getpid()
-    ):
+    if _of_thread.loop is None or not _has_loop():
         _of_thread.selector = _Selector()
         _of_thread.loop = asyncio.SelectorEventLoop(_of_thread.selector)
         _of_thread.loop.set_exception_handler(_log_what_nobody_saw)
@@ -74,18 +75,15 @@ def _loop() -> asyncio.SelectorEventLoop:
 
 
 def end_tasks() -> None:
-    """End the tasks of this thread's loop, from outside of it: what they wait for is no longer
-    wanted."""
-    selector = _of_thread.selector
-    if selector is not None and selector.pid == os.getpid():
+    """End the tasks of this thread's loop, from outside of it: nobody wants their results."""
+    if _has_loop():
         cancel_all(list(asyncio.all_tasks(_loop())))
 
 
 @atexit.register
 def _close() -> None:
     """End the tasks that are left: Python reports each of them at the exit."""
-    selector = _of_thread.selector
-    if selector is not None and selector.pid == os.getpid():
+    if _has_loop():
         with suppress(BaseException):
             end_tasks()
         _loop().close()

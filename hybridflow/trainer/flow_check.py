@@ -4,9 +4,8 @@ roles that compute nothing and engines that answer nothing."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config import derived
-from hybridflow.config.registry import describe_error, is_user_entry
+from hybridflow.config.registry import is_user_entry
 from hybridflow.config.schema import RunConfig
 from hybridflow.dispatch import method_spec
 from hybridflow.errors import ConfigError, FlowError, SchemaError
@@ -24,7 +23,7 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.groups import log_prob_method, update_step
 from hybridflow.trainer.protocols import Update
-from hybridflow.trainer.run import FlowRun, Trainer
+from hybridflow.trainer.run import FlowRun, Trainer, message_of
 
 STEPS = 2
 PROMPTS = 2
@@ -34,10 +33,9 @@ _OF_SAMPLES = ("rm_scores", "greedy_scores")  # one value a sample; other column
 
 
 def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
-    """Follow the flow for two steps where it is a user's.
+    """Follow a user's flow for two steps; built-in flows need no check.
 
-    Values are invented: code of the flow that fails on them, or takes too long, is said and is no
-    reason to refuse it.
+    Values are invented, so code of the flow that fails on them, or takes too long, is a warning.
 
     Raises:
         ConfigError: it breaks a rule of flows, or reads a column that nothing writes; names the
@@ -46,31 +44,29 @@ def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
     name = derived.flow_name(config)
     if not is_user_entry(name):
         return
-    file = Path(name.rpartition(":")[0])
     invented = _Invented(config)
     with Progress(0, "", enabled=False) as progress:
         run = FlowRun(cast(Trainer, invented.trainer()), progress, STEPS, is_tracing=True)
         try:
             asyncio.run(asyncio.wait_for(run.follow(), _LIMIT_S))
         except (FlowError, SchemaError) as error:
-            said = describe_error(error, file).removeprefix(f"{type(error).__name__}: ")
-            raise ConfigError(f"algorithm.flow={name}: {said}") from error
+            raise ConfigError(message_of(name, error)) from error
         except TimeoutError:
             say(f"warning: algorithm.flow={name}: a step over invented rows takes over 10 s")
         except Exception as error:
-            said = describe_error(error, file)
-            say(f"warning: algorithm.flow={name}: over invented rows: {said}")
+            said = message_of(name, error).replace(": ", ": over invented rows: ", 1)
+            say(f"warning: {said}")
 
 
 class _Invented:
-    """What a run is made of, over rows that are made up."""
+    """The parts of a run, over rows that are made up."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.calls = 0
 
     def trainer(self) -> SimpleNamespace:
-        """What `FlowRun` asks of a trainer."""
+        """The trainer, as far as `FlowRun` uses it."""
         config = self.config
         roles = [name for name in derived.roles_in_use(config) if name != "actor"]
         session = SimpleNamespace(
@@ -146,7 +142,7 @@ class _Invented:
 
 
 class _Role:
-    """Looks at what its calls read, and invents what they write."""
+    """Checks that the columns of its calls are there, and invents those that they write."""
 
     def __init__(self, world: _Invented, name: str) -> None:
         self.world = world
@@ -183,10 +179,6 @@ class _Role:
         """`protocols.Policy.update_and_score`."""
         scored = batch.union(await self.log_probs(batch))
         return await self.update(update_step, scored), scored
-
-    async def memory(self) -> Mapping[str, float]:
-        """No memory is taken."""
-        return {}
 
 
 def invented(batch: DataProto, names: Sequence[str]) -> DataProto:

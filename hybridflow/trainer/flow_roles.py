@@ -113,10 +113,9 @@ class _Role:
         self.name = name
         self.role = role
 
-    def update(self, batch: DataProto) -> NoReturn:
-        """Refuse to train a role that only computes."""
-        what = "does not train" if self.role else "is not part of this run"
-        raise FlowError(f"{self.name}.update(batch): the {self.name.replace('_', ' ')} {what}")
+    def _refuse_update(self) -> NoReturn:
+        why = "does not train" if self.role else "is not part of this run"
+        raise FlowError(f"{self.name}.update(batch): the {self.name.replace('_', ' ')} {why}")
 
     def _compute(self, name: str, batch: DataProto, phase: str, method: Callable[..., Any]) -> Call:
         tasks = []
@@ -125,7 +124,15 @@ class _Role:
         return Call(self.run, f"{self.name}.{name}", batch, tasks)
 
 
-class Reference(_Role):
+class _Frozen(_Role):
+    """A role that only computes."""
+
+    def update(self, batch: DataProto) -> NoReturn:
+        """Refuse to train it."""
+        self._refuse_update()
+
+
+class Reference(_Frozen):
     """`flows.base.Reference`: the policy's own ranks hold it, or others."""
 
     def log_probs(self, batch: DataProto) -> Call:
@@ -135,7 +142,7 @@ class Reference(_Role):
         return self._compute("log_probs", batch, "ref", method)
 
 
-class Teacher(_Role):
+class Teacher(_Frozen):
     """`flows.base.Teacher`."""
 
     def log_probs(self, batch: DataProto) -> Call:
@@ -144,7 +151,7 @@ class Teacher(_Role):
         return self._compute("log_probs", batch, "teacher", method)
 
 
-class RewardModel(_Role):
+class RewardModel(_Frozen):
     """`flows.base.RewardModel`."""
 
     def scores(self, batch: DataProto) -> Call:
@@ -159,19 +166,15 @@ class Critic(_Role):
         """Adds values."""
         return self._compute("values", batch, "values", ModelWorker.compute_values)
 
-    def update(self, batch: DataProto) -> Updating:  # type: ignore[override]
+    def update(self, batch: DataProto) -> Updating:
         """All updates of the step."""
         if self.role is None:
-            super().update(batch)
+            self._refuse_update()
         run = self.run
         trained = run.training_on(batch, "critic.update")
         learning = self.role.update(ModelWorker.update_critic, batch, run.seed)
         trained.critic = run.begin("critic", "update_critic", learning)
-
-        async def finish(update: asyncio.Task[Any] = trained.critic) -> None:
-            await run.devices.finish(update)
-
-        return Updating(run, "critic.update", finish())
+        return Updating(run, "critic.update", run.devices.finish(trained.critic))
 
 
 class TrainedPolicy:

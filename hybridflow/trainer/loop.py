@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hybridflow.config import derived
-from hybridflow.config.registry import describe_error, is_user_entry
+from hybridflow.config.registry import is_user_entry
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import CheckpointError, FlowError, HybridFlowError
 from hybridflow.rollout.evaluation import Validator
@@ -31,7 +31,7 @@ from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Records
-from hybridflow.trainer.run import FlowRun
+from hybridflow.trainer.run import FlowRun, message_of
 from hybridflow.trainer.samples import Samples
 from hybridflow.trainer.session import Session
 from hybridflow.workers.model_role import ModelWorker
@@ -96,18 +96,16 @@ class RLTrainer:
     async def _follow(self, run: FlowRun) -> None:
         """Run the flow, and say where in a user's file it failed."""
         name = derived.flow_name(self.config)
-        own = Path(name.rpartition(":")[0]) if is_user_entry(name) else None
         try:
             await run.follow()
         except HybridFlowError as error:
-            if own is not None:
-                said = describe_error(error, own).removeprefix(f"{type(error).__name__}: ")
-                error.args = (f"algorithm.flow={name}: {said}",)
+            if is_user_entry(name):
+                error.args = (message_of(name, error),)
             raise
         except (Exception, SystemExit) as error:
-            if own is None:
+            if not is_user_entry(name):
                 raise
-            raise FlowError(f"algorithm.flow={name}: {describe_error(error, own)}") from error
+            raise FlowError(message_of(name, error)) from error
 
     # ---- checkpoints
 

@@ -17,8 +17,9 @@ from typing import Any, Protocol, TypeVar, cast
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.entries import FLOWS
+from hybridflow.config.registry import describe_error
 from hybridflow.config.schema import RunConfig
-from hybridflow.errors import FlowError
+from hybridflow.errors import FlowError, HybridFlowError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.trainer.advantages import Advantages
@@ -41,8 +42,17 @@ from hybridflow.trainer.session import Session
 T = TypeVar("T")
 
 
+def message_of(name: str, error: BaseException) -> str:
+    """The message of an error in a user's flow, with the flow, the line, and the type of an error
+    that is not ours."""
+    said = describe_error(error, Path(name.rpartition(":")[0]))
+    if isinstance(error, HybridFlowError):
+        said = said.removeprefix(f"{type(error).__name__}: ")
+    return f"algorithm.flow={name}: {said}"
+
+
 class Trainer(Protocol):
-    """What a run is made of: `trainer.loop.RLTrainer`."""
+    """The parts of a run (`trainer.loop.RLTrainer`)."""
 
     config: RunConfig
     session: Session
@@ -318,28 +328,25 @@ class FlowRun:
         trained = self._trained
         batch = self._batch
         await self._end_training()
+        if not self.config.trainer.rollout_only:
+            await self._serve_engines()
         if trained is not None:
-            await self._check_engines(trained)
             trained.metrics = {**self.trainer.samples.metrics, **self.trainer.advantages.metrics}
         self._spans.close()
         self._is_open = False
         self._calls = []
         self._batch = None
         self._trained = None
-        if trained is None:
-            if batch is not None:
-                self.trainer.records.rollouts(self.step, batch, self.progress)
-            if self.config.trainer.rollout_only:
-                await self._session.stop_if_asked()
-                return
-            # a flow that has left the update out: the run goes on behind this step all the same
-            await self._session.store.check()
-            await self._save_if_due()
-            return
-        await self.record()
-        self._unrecorded = trained
-        if trained.critic is None or trained.critic.done():
+        if trained is not None:
             await self.record()
+            self._unrecorded = trained
+            if trained.critic is None or trained.critic.done():
+                await self.record()
+        elif batch is not None:
+            self.trainer.records.rollouts(self.step, batch, self.progress)
+        if self.config.trainer.rollout_only:
+            await self._session.stop_if_asked()
+            return
         await self._session.store.check()
         await self._save_if_due()
 
@@ -374,27 +381,31 @@ class FlowRun:
             await self.devices.finish_pool("rollout")
         await self._memory.aclose()
 
-    async def _check_engines(self, trained: Trained) -> None:
-        """Validate where that is due.
+    async def _serve_engines(self) -> None:
+        """Give the engines the weights of this step where somebody asks them after it, and validate
+        where that is due.
 
         Raises:
-            FlowError: the engines have not been given the weights that the next answers need.
+            FlowError: the policy was updated, and the flow has not brought its weights to them.
         """
         phase = self._session.timeline.phase
-        validates = self._validates(trained.step)
-        if trained.synced is None and self.config.data.answers == "sampled":
+        trained = self._trained
+        validates = self._validates(self.step)
+        samples = self.config.data.answers == "sampled"
+        synced = None if trained is None else trained.synced
+        if trained is not None and synced is None and samples:
             raise FlowError(
-                f"step {trained.step}: the policy was updated, and its weights were not brought to "
+                f"step {self.step}: the policy was updated, and its weights were not brought to "
                 "the engines; call `await run.sync()` after policy.update(batch)"
             )
-        if trained.synced is None and validates:
+        if synced is None and (samples or validates):
             with phase("update_weights"):
-                trained.synced = await self.bring_weights()
+                synced = await self.bring_weights()
+            if trained is not None:
+                trained.synced = synced
         if validates:
             with phase("testing"):
-                await self.trainer.records.validate(
-                    self.trainer.engines, trained.step, self.progress
-                )
+                await self.trainer.records.validate(self.trainer.engines, self.step, self.progress)
 
     async def _save_if_due(self) -> None:
         """Checkpoint where one is due, after the last step, and where the run was asked to stop,

@@ -105,12 +105,19 @@ def test_a_step_without_an_update_is_recorded_and_trains_nothing(tmp_path: Path)
         "    if step == 2:\n        continue\n    batch = await run.all",
     )
     world = World()
-    config = following(config_of(tmp_path / "run"), own(tmp_path, body))
+    config = following(config_of(tmp_path / "run", test_every_steps=2), own(tmp_path, body))
     trainer = fitted(trainer_of(config, world))
     assert world.calls.count("update") == 2 and trainer.step == 3
+    # engines that gave their memory back have it again, with the weights
+    assert [call for call in world.calls if call.startswith("sync")] == [
+        f"sync {step}" for step in range(4)
+    ]
     block_on(trainer.session.store.wait())
     latest = trainer.session.store.latest()
     assert latest is not None and latest.step == 3
+    validated = [record["step"] for record in records(trainer, "val")]
+    assert validated == [0, 2, 3]
+    assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3]
 
 
 def test_a_last_step_without_an_update_is_saved(tmp_path: Path) -> None:
@@ -123,19 +130,15 @@ def test_a_last_step_without_an_update_is_saved(tmp_path: Path) -> None:
     trainer.session.close()
 
 
-def test_steps_without_an_update_have_records(tmp_path: Path) -> None:
-    body = GRPO.replace(
-        "    batch = await run.all",
-        "    if step == 2:\n        continue\n    batch = await run.all",
-    )
-    trainer = fitted(
-        trainer_of(following(config_of(tmp_path / "run"), own(tmp_path, body)), World())
-    )
-    assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3]
+COUNTING = (
+    GRPO
+    + """    run.state["seen"] = [*run.state.get("seen", []), step]
+"""
+)
 
 
-def test_a_resumed_flow_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
-    name = own(tmp_path, GRPO)
+def test_a_resumed_flow_goes_on_after_the_checkpoint_with_its_state(tmp_path: Path) -> None:
+    name = own(tmp_path, COUNTING)
     first = following(config_of(tmp_path / "run", total_steps=2), name)
     fitted(trainer_of(first, World())).session.close()
     world = World()
@@ -145,33 +148,11 @@ def test_a_resumed_flow_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
 
     async def go_on() -> None:
         await trainer.resume(checkpoint)
-        await trainer.fit()
-
-    block_on(go_on())
-    assert trainer.step == 3 and world.calls.count("update") == 1
-
-
-COUNTING = (
-    GRPO
-    + """    run.state["seen"] = [*run.state.get("seen", []), step]
-"""
-)
-
-
-def test_the_state_of_a_flow_comes_back_with_the_checkpoint(tmp_path: Path) -> None:
-    name = own(tmp_path, COUNTING)
-    first = following(config_of(tmp_path / "run", total_steps=2), name)
-    fitted(trainer_of(first, World())).session.close()
-    trainer = trainer_of(following(config_of(tmp_path / "run", total_steps=3), name), World())
-    checkpoint = trainer.session.store.latest()
-    assert checkpoint is not None
-
-    async def go_on() -> None:
-        await trainer.resume(checkpoint)
         assert trainer.state == {"seen": [1, 2]}
         await trainer.fit()
 
     block_on(go_on())
+    assert trainer.step == 3 and world.calls.count("update") == 1
     assert trainer.state == {"seen": [1, 2, 3]}
 
 
