@@ -3,12 +3,13 @@ one: they stay in the object store."""
 
 from __future__ import annotations
 
-import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from hybridflow.batch import DataProto, Jagged
@@ -42,33 +43,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 class Peak:
-    """Largest growth of the memory that is this process's own (not the store's, which is mapped)
-    while inside."""
+    """The most that this process has allocated for itself while inside, as Python, numpy and Arrow
+    count it. Resident memory would also depend on the allocator and on the size of pages."""
 
     def __enter__(self) -> Peak:
-        self._start = self.highest = _own_memory()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
+        self._before = pa.default_memory_pool()
+        self._arrow = pa.proxy_memory_pool(self._before)
+        pa.set_memory_pool(self._arrow)
+        tracemalloc.start()
         return self
 
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.highest = max(self.highest, _own_memory())
-
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.growth = max(self.highest, _own_memory()) - self._start
-
-
-def _own_memory() -> int:
-    line = next(
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("RssAnon")
-    )
-    return int(line.split()[1]) << 10
+        traced = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        pa.set_memory_pool(self._before)
+        self.growth = traced + (self._arrow.max_memory() or 0)
 
 
 def objects(value: Any) -> np.ndarray:
