@@ -157,7 +157,7 @@ def _settings(job: Job, site: Site) -> list[str]:
         _assign("MAX_RESTARTS", str(job.max_restarts)),
         _assign("GRACE", str(max(1, job.grace_s * 2 // 3)))
         + "  # of the seconds before Slurm takes the nodes",
-        _assign("START_TIMEOUT", str(limits.start_timeout_s)),
+        _assign("START_TIMEOUT", str(limits.join_timeout_s(job.nodes))),
         _assign("PREFLIGHT_TIMEOUT", str(limits.preflight_timeout_s)),
         _assign("MAX_CLOCK_SKEW", f"{limits.max_clock_skew_s:g}"),
         _assign("ARCHIVE", site.environment.archive or ""),
@@ -207,7 +207,8 @@ def _preflight(job: Job, site: Site) -> list[str]:
 
 
 def _ray(job: Job, site: Site) -> list[str]:
-    options = [f"--gpus={job.gpus_per_node}", f"--start-timeout={site.limits.start_timeout_s}"]
+    timeout = site.limits.join_timeout_s(job.nodes)
+    options = [f"--gpus={job.gpus_per_node}", f"--start-timeout={timeout}"]
     return (
         [*options, f"--object-store-gib={site.object_store_gib:g}"]
         if site.object_store_gib

@@ -11,6 +11,8 @@ from hybridflow.config.build import build_options
 from hybridflow.errors import ConfigError
 
 VARIABLE = "HYBRIDFLOW_SITE"
+_JOIN_NODES = 8
+_JOIN_NODE_S = 2
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,13 @@ class Limits:
     min_open_files: int = 4096  # ulimit -n
     max_clock_skew_s: float = 2.0
     preflight_timeout_s: int = 120
-    start_timeout_s: int = 300  # until every node has joined Ray
+    # until every node of up to eight has joined Ray; each further one adds two seconds
+    start_timeout_s: int = 300
+
+    def join_timeout_s(self, nodes: int) -> int:
+        """Seconds until every node must have joined Ray: they read its libraries from a disk that
+        all of them share."""
+        return self.start_timeout_s + _JOIN_NODE_S * max(nodes - _JOIN_NODES, 0)
 
 
 @dataclass(frozen=True)
