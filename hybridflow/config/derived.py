@@ -10,6 +10,7 @@ from typing import Any
 from hybridflow.config import hub
 from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.outside_json import read_outside_json
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import (
     CriticConfig,
     ModelConfig,
@@ -243,9 +244,7 @@ def engine_margin(config: RunConfig) -> int:
 
 def needs_reference(config: RunConfig) -> bool:
     """Whether a KL term or the estimator asks for log-probabilities of the reference policy."""
-    if config.actor.kl_loss_coef != 0 or config.algorithm.kl_coef != 0:
-        return True
-    return "ref_log_probs" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
+    return ROLES["reference"].is_used(config)
 
 
 def needs_sum_pi_squared(config: RunConfig) -> bool:
@@ -287,7 +286,7 @@ def has_own_reference(config: RunConfig) -> bool:
 
 def has_critic(config: RunConfig) -> bool:
     """Whether advantages are measured against the values of a critic."""
-    return ESTIMATORS.get(config.algorithm.adv_estimator).needs_critic
+    return ROLES["critic"].is_used(config)
 
 
 def flow_name(config: RunConfig) -> str:
@@ -309,36 +308,35 @@ def flow_name(config: RunConfig) -> str:
 
 def has_reward_model(config: RunConfig) -> bool:
     """Whether a trained model scores responses."""
-    return config.reward_model.path is not None
+    return ROLES["reward_model"].is_used(config)
 
 
 def has_teacher(config: RunConfig) -> bool:
     """Whether a teacher's most likely tokens are asked for."""
-    return config.teacher.path is not None
+    return ROLES["teacher"].is_used(config)
 
 
 def is_colocated(config: RunConfig, role: str) -> bool:
-    """Whether `actor`, `critic`, `reference`, `reward_model` or `teacher` lives in the actor's
-    processes."""
+    """Whether a role (`role_table.ROLES`) lives in the actor's processes."""
     return role == "actor" or bool(getattr(config, role).placement == "colocated")
 
 
-def roles_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
-    """The models of `hybridflow train`, `sft` or `train-reward`, in the order in which they are
-    started."""
+def models_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
+    """The roles of `hybridflow train`, `sft` or `train-reward`, in the order in which they are
+    started; with a reference that the policy's ranks hold as a second set of weights."""
     if job == "train-reward":
         needs_policy = bool(config.sft.steps) or is_colocated(config, "reward_model")
         return ("actor", "reward_model") if needs_policy else ("reward_model",)
     if job == "sft":
         return ("actor",)
-    wanted = {
-        "actor": True,
-        "critic": has_critic(config),
-        "reward_model": has_reward_model(config),
-        "reference": has_own_reference(config),
-        "teacher": has_teacher(config),
-    }
-    return tuple(role for role, is_wanted in wanted.items() if is_wanted)
+    return tuple(name for name, role in ROLES.items() if role.is_used(config))
+
+
+def roles_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
+    """The roles that have workers: `models_in_use` without a reference that the policy's ranks
+    hold."""
+    swapped = "reference" if is_colocated(config, "reference") else None
+    return tuple(name for name in models_in_use(config, job) if name != swapped)
 
 
 def pool_of(config: RunConfig, section: str) -> str:
@@ -404,9 +402,10 @@ def role_samples_per_mini_batch(config: RunConfig, role: str) -> int:
     return prompts * config.rollout.n
 
 
-def critic_updates_per_step(config: RunConfig) -> int:
-    """Optimizer updates of the critic in one step."""
-    return config.data.train_batch_size // critic_mini_batch_size(config) * config.critic.ppo_epochs
+def role_updates_per_step(config: RunConfig, role: str) -> int:
+    """Optimizer updates of a role that trains in one step."""
+    mini_batch = role_samples_per_mini_batch(config, role) // config.rollout.n
+    return config.data.train_batch_size // mini_batch * int(getattr(config, role).ppo_epochs)
 
 
 def run_dir(config: RunConfig) -> Path:

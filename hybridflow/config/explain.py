@@ -354,6 +354,7 @@ def _critic(config: RunConfig) -> list[str]:
             model,
         ]
     mini = derived.critic_mini_batch_size(config)
+    updates = derived.role_updates_per_step(config, "critic")
     n = config.rollout.n
     dp = derived.role_data_parallel_size(config, "critic")
     return [
@@ -365,7 +366,7 @@ def _critic(config: RunConfig) -> list[str]:
         (
             "  updates            = data.train_batch_size / critic.ppo_mini_batch_size x "
             f"critic.ppo_epochs = {config.data.train_batch_size} / {mini} x "
-            f"{config.critic.ppo_epochs} = {derived.critic_updates_per_step(config)} a step; alone "
+            f"{config.critic.ppo_epochs} = {updates} a step; alone "
             f"for the first trainer.critic_warmup = {config.trainer.critic_warmup} steps"
         ),
         (

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 
 Kind = Literal["model", "dataset"]
@@ -21,7 +22,6 @@ DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _SPLITS = ("train", "test", "validation", "val")
-_MODELS = ("model", "critic", "reference", "teacher", "reward_model")
 
 
 def is_hub_id(text: str) -> bool:
@@ -68,7 +68,9 @@ def _has_weights(folder: Path) -> bool:
 def located(config: RunConfig) -> RunConfig:
     """The configuration with the folders and files of hub ids in place of the ids; an id that the
     cache lacks stays, and `config.check` says so."""
-    for section in _MODELS:
+    for section in ("model", *ROLES):
+        if section == "actor":
+            continue  # its model is `model`
         part = getattr(config, section)
         for key in ("path", "tokenizer"):
             name = getattr(part, key, None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import derived
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.family import family_of, use_family
@@ -37,7 +38,7 @@ def _folder_problems(config: RunConfig, job: str) -> Iterator[str]:
             continue
         try:
             # a scalar head may be newly initialised
-            has_head = role not in ("critic", "reward_model")
+            has_head = role == "model" or ROLES[role].head == "vocabulary"
             family = family_of({"vocab_size": 1, **derived.hf_config(model)}) if has_head else None
             check_weights(Path(model.path), family.tensors() if family else ())
         except ModelError as error:
@@ -50,7 +51,7 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
         parallel = config.actor.parallel if role == "actor" else derived.role_layout(config, role)
         try:
             check_cut(derived.hf_config(model), parallel)
-            if role in ("actor", "critic", "reward_model") and config.actor.backend == "megatron":
+            if (ROLES[role].trains or job == "train-reward") and config.actor.backend == "megatron":
                 family = family_of({"vocab_size": 1, **derived.hf_config(model)})
                 check_recompute(family, config.actor.recompute, config.actor.recompute_modules)
         except ModelError as error:
@@ -79,16 +80,9 @@ def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
 
 
 def _models(config: RunConfig, job: str) -> Iterator[tuple[str, ModelConfig]]:
-    wanted = {
-        "critic": job == "train" and derived.has_critic(config),
-        "reference": job == "train" and derived.needs_reference(config),
-        "reward_model": job == "train-reward"
-        or (job == "train" and derived.has_reward_model(config)),
-        "teacher": job == "train" and derived.has_teacher(config),
-    }
     if config.actor.backend == "megatron":
         yield "actor", config.model
-    for role, is_wanted in wanted.items():
-        if is_wanted:
+    for role in derived.models_in_use(config, job):
+        if role != "actor":
             path = None if job == "train-reward" else getattr(config, role).path
             yield role, config.model if path is None else ModelConfig(path=path)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 
 from hybridflow.config import derived
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
-
-_RANKS = ("actor", "critic", "reference", "reward_model", "teacher")
 
 
 def threads_by_role(config: RunConfig, cores: int, most: int | None = None) -> dict[str, int]:
@@ -24,7 +23,7 @@ def threads_by_role(config: RunConfig, cores: int, most: int | None = None) -> d
             thread each.
         most: maximum per process set by the user (`user_limit`); None: no limit.
     """
-    processes = {role: derived.role_world_size(config, role) for role in _RANKS}
+    processes = {role: derived.role_world_size(config, role) for role in ROLES}
     processes["rollout"] = config.rollout.num_engines * derived.engine_ranks(config)
     return {role: max(1, min(cores // count, most or cores)) for role, count in processes.items()}
 

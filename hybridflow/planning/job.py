@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.config import derived
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import OffloadConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError, ResourceError
 from hybridflow.placement import ClusterShape, place, pools_of
@@ -140,7 +141,7 @@ def job_of(
             "model.hf_config has no vocab_size (a run takes it from the tokenizer); give "
             "model.hf_config.vocab_size=N to plan this recipe"
         )
-    roles = [_role(config, machines, name, sizes) for name in _names(config)]
+    roles = [_role(config, machines, name, sizes) for name in derived.models_in_use(config)]
     rollout = config.rollout
     data = config.data
     engine = Engine(
@@ -193,27 +194,13 @@ def _placement_problem(config: RunConfig, machines: Machines) -> str | None:
     return None
 
 
-def _names(config: RunConfig) -> list[str]:
-    wanted = {
-        "critic": derived.has_critic(config),
-        "reference": derived.needs_reference(config),
-        "reward_model": derived.has_reward_model(config),
-        "teacher": derived.has_teacher(config),
-    }
-    return ["actor", *(name for name, is_wanted in wanted.items() if is_wanted)]
-
-
 def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RolePlan:
     section: Any = getattr(config, name)
     path = None if name == "actor" else section.path
     if path is not None:
         sizes = dict(derived.hf_config(type(config.model)(path=path)))
     is_guest = name != "actor" and derived.is_colocated(config, name)
-    trains = name in ("actor", "critic")
-    updates = {
-        "actor": derived.updates_per_step(config),
-        "critic": derived.critic_updates_per_step(config),
-    }
+    trains = ROLES[name].trains
     layout = derived.role_layout(config, name)
     cut = cut_of(layout, derived.role_world_size(config, name))
     precision = Precision.of(config.model.dtype, section.optim if trains else None)
@@ -234,10 +221,10 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
                 overlaps_weights=layout.overlap_param_gather,
                 logits_chunk=config.actor.logits_chunk_tokens,
             ),
-            scalar_head=name in ("critic", "reward_model"),
+            scalar_head=ROLES[name].head != "vocabulary",
         ),
         micro_tokens=section.max_tokens_per_micro_batch,
-        updates=updates.get(name, 0),
+        updates=derived.role_updates_per_step(config, name) if trains else 0,
         passes=section.ppo_epochs if trains else 0,
         # a colocated reference follows the actor
         offload=config.actor.offload if name == "reference" and is_guest else section.offload,

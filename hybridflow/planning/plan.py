@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from hybridflow.config.role_table import ROLES
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
 from hybridflow.planning.job import Job, RolePlan
 from hybridflow.planning.schedule import Seconds, Stage, Timed, begins, step_seconds
 
 PACKED = 0.95  # tokens of a micro-batch beside its bound
-# in this order the loop asks them for passes
-_ASKED = ("reward_model", "actor", "reference", "teacher", "critic")
 GENERATION = "generation"
 SYNC = "weight sync"
 SAVE = "checkpoint"
@@ -219,8 +218,7 @@ def _generation(job: Job) -> Phase:
 
 
 def _scoring(job: Job) -> Iterator[Phase]:
-    names = {"actor": "log-probs", "reference": "reference", "critic": "values"}
-    for role in sorted(job.roles, key=lambda role: _ASKED.index(role.name)):
+    for role in sorted(job.roles, key=lambda role: ROLES[role.name].turn):
         if not role.scored:
             continue
         if role.name == "reference" and role.is_guest:
@@ -233,7 +231,7 @@ def _scoring(job: Job) -> Iterator[Phase]:
         stage = _heaviest(role)
         held |= {f"{role.name} activations": training.forward_activations(stage, role.micro_tokens)}
         yield Phase(
-            names.get(role.name, role.name.replace("_", " ")),
+            ROLES[role.name].planned_as,
             training.pass_seconds(
                 role.micro_tokens,
                 _micro_batches(job, role) * role.scored,

@@ -12,6 +12,7 @@ from typing import Any
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts, open_training
 from hybridflow.data.dataset import PreferenceDataset
@@ -113,8 +114,8 @@ def _train(job: Job) -> dict[str, Any]:
     made_with = identity(job.hf_config, job.tokenizer)
     dumps = _open_dumps(job, made_with)
     cluster = job.start_cluster()
-    trained = ("actor", "critic")
     roles = derived.roles_in_use(config)
+    trained = [name for name in roles if ROLES[name].trains]
     engines, workers = start_both(
         lambda: job.start_engines(cluster),
         lambda: job.start_roles(cluster, roles, trained),
@@ -140,7 +141,7 @@ def _train(job: Job) -> dict[str, Any]:
     trainer = RLTrainer(config, session, {"actor": policy, **others}, answering, samples, validator)
     if "reference" in apart:
         apart["reference"].on_restart(trainer.fill_reference)
-    training = {role: apart[role] for role in roles if role in trained and role in apart}
+    training = {role: apart[role] for role in trained if role in apart}
     groups = {
         role: group
         for role, group in training.items()

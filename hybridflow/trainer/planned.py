@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.device.platform import Platform
 from hybridflow.errors import HybridFlowError
@@ -21,13 +22,8 @@ from hybridflow.workers.role import RoleWorker
 # the loop's names of phases, and the planner's
 PHASES = {
     "gen": "generation",
-    "old_log_prob": "log-probs",
-    "ref": "reference",
-    "reward_model": "reward model",
-    "teacher": "teacher",
-    "values": "values",
-    "update_critic": "update critic",
-    "update_actor": "update actor",
+    **{role.phase: role.planned_as for role in ROLES.values()},
+    **{f"update_{name}": f"update {name}" for name, role in ROLES.items() if role.trains},
     "update_weights": "weight sync",
     "step": "step",
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridflow.batch import SUPPORT, DataProto
 from hybridflow.config import derived
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import DistillationConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, WorkerContext, register
@@ -19,9 +20,8 @@ from hybridflow.workers.losses import PairLoss, ValueLoss
 from hybridflow.workers.memory import needs
 from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
-# roles with a scalar head, applied to each token or once per sequence; all other roles have a
-# language-model head
-HEADS = {"critic": TOKENS, "reward_model": SEQUENCE}
+# a scalar head is applied to each token, or once per sequence
+_SCALAR_HEADS = {"value": TOKENS, "score": SEQUENCE}
 
 
 class ModelWorker(RoleWorker):
@@ -40,7 +40,7 @@ class ModelWorker(RoleWorker):
             parallel.initialize(
                 layout, config.seed, platform.collective_backend, config.cluster.call_timeout_s
             )
-        head = HEADS.get(spec.role)
+        head = _SCALAR_HEADS.get(ROLES[spec.role].head)
         use_family(config.model.family)
         family = role_family(spec.hf_config, head)
         model = ValueModel if head else MegatronPolicy

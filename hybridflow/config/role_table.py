@@ -1,0 +1,74 @@
+"""The models that a run may have besides its engines, one line each: who has it, its head, whether
+it trains, and its pass in a step.
+
+Checks, placement, plans, workers and the loop read this table. A role also has a section in
+`config.schema`, its calls in `trainer.flow_roles`, and its interface in `flows.base`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridflow.config.entries import ESTIMATORS
+from hybridflow.config.schema import RunConfig
+
+Head = Literal["vocabulary", "value", "score"]
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """A model of `hybridflow train`.
+
+    Attributes:
+        is_used: whether a run with these settings has it.
+        turn: place of its pass among those of a step.
+        phase: its pass in timelines and metrics.
+        planned_as: its pass in a plan.
+        head: over the vocabulary, one value a token, or one score a sequence.
+        trains: whether its weights are updated.
+    """
+
+    is_used: Callable[[RunConfig], bool]
+    turn: int
+    phase: str
+    planned_as: str
+    head: Head = "vocabulary"
+    trains: bool = False
+
+
+def _needs_reference(config: RunConfig) -> bool:
+    if config.actor.kl_loss_coef != 0 or config.algorithm.kl_coef != 0:
+        return True
+    return "ref_log_probs" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
+
+
+# by their sections of the configuration, in the order in which they are started
+ROLES: dict[str, ModelRole] = {
+    "actor": ModelRole(
+        is_used=lambda _: True, turn=1, phase="old_log_prob", planned_as="log-probs", trains=True
+    ),
+    "critic": ModelRole(
+        is_used=lambda config: ESTIMATORS.get(config.algorithm.adv_estimator).needs_critic,
+        turn=4,
+        phase="values",
+        planned_as="values",
+        head="value",
+        trains=True,
+    ),
+    "reward_model": ModelRole(
+        is_used=lambda config: config.reward_model.path is not None,
+        turn=0,
+        phase="reward_model",
+        planned_as="reward model",
+        head="score",
+    ),
+    "reference": ModelRole(is_used=_needs_reference, turn=2, phase="ref", planned_as="reference"),
+    "teacher": ModelRole(
+        is_used=lambda config: config.teacher.path is not None,
+        turn=3,
+        phase="teacher",
+        planned_as="teacher",
+    ),
+}
