@@ -17,9 +17,9 @@ from benchmarks.support.published import sync_seconds
 
 from hybridflow.bench.measurements.base import Place, measurement
 from hybridflow.bench.result import Metric, single
+from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard import report
 from hybridflow.reshard.engine_layouts import EngineShape
-from hybridflow.reshard.layout import ParallelShape
 from hybridflow.reshard.simulate import Fabric
 
 STAGING = 1 << 30

@@ -21,8 +21,8 @@ from hybridflow.bench.measurements.base import Place, measurement
 from hybridflow.bench.result import Metric, Reference, single
 from hybridflow.bench.rounds import Call, Side, Timed, rotated
 from hybridflow.errors import ConfigError
+from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard.engine_layouts import EngineShape
-from hybridflow.reshard.layout import ParallelShape
 
 ROUNDS = 9
 MIB = 1 << 20

@@ -16,16 +16,11 @@ import torch.distributed as dist
 
 from hybridflow.device.platform import Platform
 from hybridflow.models import family_of
+from hybridflow.models.layout import ParallelShape
 from hybridflow.process.rendezvous import client_store, master_store
 from hybridflow.process.torch_store import TorchStore
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from hybridflow.reshard.layout import (
-    PADDING,
-    Catalog,
-    Layout,
-    ParallelShape,
-    megatron_layout,
-)
+from hybridflow.reshard.layout import PADDING, Catalog, Layout, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.sync.messages import Messages
 from hybridflow.sync.staging import ReceiveStaging, SendStaging, largest_message

@@ -220,10 +220,10 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
 
 def run_transfer(args: argparse.Namespace) -> int:
     """`hybridflow reshard plan`, and `hybridflow plan` with the same flags."""
+    from hybridflow.models.layout import ParallelShape
     from hybridflow.planning.transfer import dry_run
     from hybridflow.reshard import report
     from hybridflow.reshard.engine_layouts import EngineShape
-    from hybridflow.reshard.layout import ParallelShape
 
     trainer = report.build(ParallelShape, args.trainer)
     engines = [report.build(EngineShape, text) for text in args.engines]

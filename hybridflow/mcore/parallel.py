@@ -9,13 +9,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.device.platform import Platform
-from hybridflow.models.layout import Coordinates
+from hybridflow.models.layout import Coordinates, ParallelShape
 from hybridflow.process.rendezvous import join_world
 
-_layout = ParallelConfig()  # source of the layers per stage, which Megatron's groups do not have
+_shape = ParallelShape(1)  # of the world
 
 
 def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:
@@ -24,18 +23,18 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
 
     `timeout_s` bounds every collective: if a rank dies, the others fail instead of waiting forever.
     """
-    global _layout
-    _layout = config
+    global _shape
     join_world(backend, timeout_s, undo=parallel_state.destroy_model_parallel)
+    _shape = shape = ParallelShape.of(config, dist.get_world_size())
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor,
-        pipeline_model_parallel_size=config.pipeline,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_size(config)
-        if virtual_pipeline_size(config) > 1
+        tensor_model_parallel_size=shape.tensor,
+        pipeline_model_parallel_size=shape.pipeline,
+        virtual_pipeline_model_parallel_size=shape.virtual_pipeline
+        if shape.virtual_pipeline > 1
         else None,
-        context_parallel_size=config.context,
-        expert_model_parallel_size=config.expert,
-        expert_tensor_parallel_size=expert_tensor_size(config),
+        context_parallel_size=shape.context,
+        expert_model_parallel_size=shape.expert,
+        expert_tensor_parallel_size=shape.expert_tensor,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         create_gloo_process_groups=Platform.detect().kind == "cpu",  # unused with NCCL
     )
@@ -58,19 +57,11 @@ def coordinates() -> Coordinates:
     With virtual stages they are those of its first chunk (`Coordinates.virtual_stages` returns
     all).
     """
-    return Coordinates(
+    return _shape.place(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        ep_size=parallel_state.get_expert_model_parallel_world_size(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        vpp_size=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        first_stage_layers=_layout.first_stage_layers,
-        last_stage_layers=_layout.last_stage_layers,
-        layers_per_stage=_layout.layers_per_stage,
     )
 
 

@@ -12,7 +12,7 @@ from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.family import family_of, use_family
-from hybridflow.models.layout import Coordinates
+from hybridflow.models.layout import ParallelShape
 from hybridflow.models.model_folder import check_weights
 from hybridflow.models.recompute import check_recompute
 
@@ -65,18 +65,7 @@ def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
     The vocabulary is padded, so any size works.
     """
     family = family_of({"vocab_size": 1, **hf_config})
-    family.check(
-        Coordinates(
-            tp_size=parallel.tensor,
-            pp_size=parallel.pipeline,
-            ep_size=parallel.expert,
-            etp_size=derived.expert_tensor_size(parallel),
-            vpp_size=derived.virtual_pipeline_size(parallel),
-            first_stage_layers=parallel.first_stage_layers,
-            last_stage_layers=parallel.last_stage_layers,
-            layers_per_stage=parallel.layers_per_stage,
-        )
-    )
+    family.check(ParallelShape.of(parallel, derived.model_parallel_size(parallel)).place())
 
 
 def _models(config: RunConfig, job: str) -> Iterator[tuple[str, ModelConfig]]:

@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import Any
+from typing import Any, Self
+
+from hybridflow.config import derived
+from hybridflow.config.schema import ParallelConfig
+from hybridflow.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,90 @@ class Coordinates:
     def virtual_stages(self) -> list[Coordinates]:
         """Return the coordinates of each virtual stage (model chunk) of this rank."""
         return [replace(self, vpp_rank=chunk) for chunk in range(self.vpp_size)]
+
+
+@dataclass(frozen=True)
+class ParallelShape:
+    """Parallel sizes of a Megatron world of `ranks` processes, data-parallel replicas included.
+
+    Checks, ranks, weight transfers and plans all derive their coordinates from it. The layers of
+    stages are as in `Coordinates`.
+    """
+
+    ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    first_stage_layers: int = 0
+    last_stage_layers: int = 0
+    layers_per_stage: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, ranks: int, **extra: Any) -> Self:
+        """The sizes of a section of the configuration; `extra` are fields of a subclass."""
+        return cls(
+            ranks,
+            parallel.tensor,
+            parallel.pipeline,
+            derived.virtual_pipeline_size(parallel),
+            parallel.context,
+            parallel.expert,
+            derived.expert_tensor_size(parallel),
+            parallel.first_stage_layers,
+            parallel.last_stage_layers,
+            parallel.layers_per_stage,
+            **extra,
+        )
+
+    def place(
+        self, tp_rank: int = 0, pp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0
+    ) -> Coordinates:
+        """The coordinates of a rank with these positions; with virtual stages, of its first one."""
+        return Coordinates(
+            tp_rank=tp_rank,
+            tp_size=self.tensor,
+            pp_rank=pp_rank,
+            pp_size=self.pipeline,
+            ep_rank=ep_rank,
+            ep_size=self.expert,
+            etp_rank=etp_rank,
+            etp_size=self.expert_tensor,
+            vpp_size=self.virtual_pipeline,
+            first_stage_layers=self.first_stage_layers,
+            last_stage_layers=self.last_stage_layers,
+            layers_per_stage=self.layers_per_stage,
+        )
+
+    def coordinates(self) -> list[Coordinates]:
+        """Return the coordinates of every rank, in Megatron's default order.
+
+        The order is tensor, context, expert, data, pipeline; the last varies slowest.
+
+        Raises:
+            ModelError: the sizes do not multiply to a divisor of `ranks`.
+        """
+        for product in (
+            self.pipeline * self.tensor * self.context,
+            self.pipeline * self.expert * self.expert_tensor,
+        ):
+            if product < 1 or self.ranks % product:
+                raise ModelError(
+                    f"{self.ranks} ranks are no multiple of {product}, the product of the parallel "
+                    f"sizes {self}"
+                )
+        stage = self.ranks // self.pipeline
+        return [
+            self.place(
+                tp_rank=rank % self.tensor,
+                pp_rank=rank // stage,
+                ep_rank=rank % stage // self.expert_tensor % self.expert,
+                etp_rank=rank % stage % self.expert_tensor,
+            )
+            for rank in range(self.ranks)
+        ]
 
 
 def whole(name: str, source: str, shape: Sequence[int]) -> LocalTensor:

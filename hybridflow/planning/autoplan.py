@@ -220,7 +220,7 @@ def cuts(training: Training, size: int) -> Iterator[Cut]:
                     last_stage_layers=last,
                 )
                 try:
-                    training.decoder.check(cut.place(0))
+                    training.decoder.check(cut.place())
                 except HybridFlowError:
                     continue
                 yield cut

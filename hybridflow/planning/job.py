@@ -236,17 +236,9 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
 
 def cut_of(parallel: ParallelConfig, ranks: int) -> Cut:
     """The parallel sizes of a section over so many processes."""
-    return Cut(
-        ranks=ranks,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual=derived.virtual_pipeline_size(parallel),
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=derived.expert_tensor_size(parallel),
+    return Cut.of(
+        parallel,
+        ranks,
         sequence=parallel.sequence,
         distributed_optimizer=parallel.distributed_optimizer,
-        first_stage_layers=parallel.first_stage_layers,
-        last_stage_layers=parallel.last_stage_layers,
-        layers_per_stage=parallel.layers_per_stage,
     )

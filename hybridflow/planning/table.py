@@ -54,7 +54,7 @@ def _layouts(job: Job) -> list[str]:
     cut = job.actor.training.cut
     engine = job.engine.shape
     names = ("TP", "PP", "VPP", "CP", "EP", "DP")
-    sizes = (cut.tensor, cut.pipeline, cut.virtual, cut.context, cut.expert, cut.data)
+    sizes = (cut.tensor, cut.pipeline, cut.virtual_pipeline, cut.context, cut.expert, cut.data)
     larger = []
     for name, size in zip(names, sizes, strict=True):
         if size > 1:

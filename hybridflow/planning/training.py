@@ -14,7 +14,7 @@ from functools import cached_property
 
 from hybridflow.config.schema import OptimConfig
 from hybridflow.models.decoder import Decoder
-from hybridflow.models.layout import Coordinates
+from hybridflow.models.layout import ParallelShape
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
 from hybridflow.planning.sizes import (
@@ -56,22 +56,12 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Parallel sizes of a role over `ranks` processes."""
+class Cut(ParallelShape):
+    """Parallel sizes of a role, and how its ranks share optimizer state and activations."""
 
-    ranks: int
-    tensor: int = 1
-    pipeline: int = 1
-    virtual: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
     sequence: bool = False
     distributed_optimizer: bool = True
     fully_sharded: bool = False  # FSDP2: weights and gradients over all ranks as well
-    first_stage_layers: int = 0  # of the first and of the last pipeline stage; 0: an even share
-    last_stage_layers: int = 0
-    layers_per_stage: tuple[int, ...] = ()
 
     @property
     def data(self) -> int:
@@ -88,20 +78,6 @@ class Cut:
         """Ranks that share the optimizer state of an expert."""
         parts = self.expert * self.expert_tensor * self.pipeline
         return max(self.ranks // parts, 1) if self.distributed_optimizer else 1
-
-    def place(self, stage: int) -> Coordinates:
-        """The place of the first rank of a pipeline stage."""
-        return Coordinates(
-            tp_size=self.tensor,
-            pp_rank=stage,
-            pp_size=self.pipeline,
-            ep_size=self.expert,
-            etp_size=self.expert_tensor,
-            vpp_size=self.virtual,
-            first_stage_layers=self.first_stage_layers,
-            last_stage_layers=self.last_stage_layers,
-            layers_per_stage=self.layers_per_stage,
-        )
 
 
 @dataclass(frozen=True)
@@ -151,7 +127,9 @@ class Training:
         stages = range(self.cut.pipeline)
         found = []
         for stage in stages:
-            found.append(stage_numbers(self.decoder, self.cut.place(stage), self.scalar_head))
+            found.append(
+                stage_numbers(self.decoder, self.cut.place(pp_rank=stage), self.scalar_head)
+            )
         return tuple(found)
 
     @cached_property
@@ -160,7 +138,7 @@ class Training:
         many there are."""
         found = []
         for stage in range(self.cut.pipeline):
-            found.append(stage_layers(self.decoder, self.cut.place(stage)))
+            found.append(stage_layers(self.decoder, self.cut.place(pp_rank=stage)))
         return tuple(found)
 
     def weights(self, stage: int) -> float:
@@ -230,7 +208,7 @@ class Training:
         """Micro-batches whose activations a stage keeps, as a share of all its layers (1F1B, or
         interleaved)."""
         p = self.cut.pipeline
-        v = self.cut.virtual
+        v = self.cut.virtual_pipeline
         if v == 1:
             return min(micro_batches, p - stage)
         chunks = min(micro_batches * v, 2 * (p - stage - 1) + (v - 1) * p + 1)
@@ -443,7 +421,7 @@ class Training:
         """A forward (and backward) pass over so many micro-batches of each data-parallel rank, with
         the pipeline's bubble."""
         p = self.cut.pipeline
-        v = self.cut.virtual
+        v = self.cut.virtual_pipeline
         asked = range(p) if self.cut.layers_per_stage else {0, p // 2, p - 1}
         stages = [self.stage_seconds(stage, micro_tokens, length) for stage in asked]
         each = max(forward + (back if backward else 0.0) for forward, back in stages)

@@ -8,9 +8,9 @@ from typing import Any
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.models.fp8 import FP8
+from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard import report
 from hybridflow.reshard.engine_layouts import EngineShape
-from hybridflow.reshard.layout import ParallelShape
 from hybridflow.reshard.simulate import Fabric
 
 LINK_GBPS = 400.0  # of a rank, one direction
@@ -27,20 +27,8 @@ def transfer_of(
     Raises:
         ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit; says what does.
     """
-    parallel = config.actor.parallel
     rollout = config.rollout
-    trainer = ParallelShape(
-        derived.world_size(config),
-        parallel.tensor,
-        parallel.pipeline,
-        derived.virtual_pipeline_size(parallel),
-        parallel.context,
-        parallel.expert,
-        derived.expert_tensor_size(parallel),
-        parallel.first_stage_layers,
-        parallel.last_stage_layers,
-        parallel.layers_per_stage,
-    )
+    trainer = ParallelShape.of(config.actor.parallel, derived.world_size(config))
     engine = EngineShape(
         rollout.tensor,
         rollout.expert,

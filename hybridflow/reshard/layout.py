@@ -237,61 +237,6 @@ class Layout:
         }
 
 
-@dataclass(frozen=True)
-class ParallelShape:
-    """Parallel sizes of a Megatron world. `ranks` is the world size, including data-parallel
-    replicas."""
-
-    ranks: int
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    first_stage_layers: int = 0
-    last_stage_layers: int = 0
-    layers_per_stage: tuple[int, ...] = ()
-
-    def coordinates(self) -> list[Coordinates]:
-        """Return the coordinates of every rank, in Megatron's default order.
-
-        The order is tensor, context, expert, data, pipeline; the last varies slowest.
-
-        Raises:
-            WeightSyncError: the sizes do not multiply to a divisor of `ranks`.
-        """
-        stage = self.ranks // self.pipeline
-        for product in (
-            self.pipeline * self.tensor * self.context,
-            self.pipeline * self.expert * self.expert_tensor,
-        ):
-            if product < 1 or self.ranks % product:
-                raise WeightSyncError(
-                    f"{self.ranks} ranks are no multiple of {product}, the product of the parallel "
-                    f"sizes {self}"
-                )
-        at: list[Coordinates] = []
-        for rank in range(self.ranks):
-            at.append(
-                Coordinates(
-                    tp_rank=rank % self.tensor,
-                    tp_size=self.tensor,
-                    pp_rank=rank // stage,
-                    pp_size=self.pipeline,
-                    ep_rank=rank % stage // self.expert_tensor % self.expert,
-                    ep_size=self.expert,
-                    etp_rank=rank % stage % self.expert_tensor,
-                    etp_size=self.expert_tensor,
-                    vpp_size=self.virtual_pipeline,
-                    first_stage_layers=self.first_stage_layers,
-                    last_stage_layers=self.last_stage_layers,
-                    layers_per_stage=self.layers_per_stage,
-                )
-            )
-        return at
-
-
 def rank_tensors(family: Family, at: Coordinates) -> list[LocalTensor]:
     """Return all parameters of a rank.
 

@@ -17,9 +17,10 @@ from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models import family_of
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.fp8 import FP8, BlockQuantisation
+from hybridflow.models.layout import ParallelShape
 from hybridflow.models.published import published
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
+from hybridflow.reshard.layout import Catalog, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import Proof, prove
 from hybridflow.reshard.simulate import Fabric, Simulation, simulate

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from hybridflow.models import family_of
-from hybridflow.models.layout import LocalTensor
+from hybridflow.models.layout import LocalTensor, ParallelShape
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_tensors
-from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout, rank_tensors
+from hybridflow.reshard.layout import Catalog, Layout, megatron_layout, rank_tensors
 from hybridflow.sync.schedule import plan_and_prove
 from tests.dist.cases.backend import teacher_of
 from tests.dist.cases.gradient import with_mask

@@ -17,8 +17,9 @@ from hybridflow.engines.layout_tracer import TracedLayout, TracedPiece
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import family_of
 from hybridflow.models.fp8 import FP8, BlockQuantisation
+from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, RankLayout, megatron_layout
+from hybridflow.reshard.layout import Catalog, Layout, RankLayout, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import prove
 from tests.models import SYNCED

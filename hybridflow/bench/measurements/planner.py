@@ -13,9 +13,9 @@ from hybridflow.bench.rounds import Timed, loops
 def planner(place: Place) -> Iterator[Timed | Metric]:
     """a plan of Qwen3-30B-A3B from 16 ranks to 8: seconds to plan, prove and simulate, slices,
     evenness of links"""
+    from hybridflow.models.layout import ParallelShape
     from hybridflow.reshard import report
     from hybridflow.reshard.engine_layouts import EngineShape
-    from hybridflow.reshard.layout import ParallelShape
     from hybridflow.reshard.simulate import Fabric
 
     config = report.read_config("qwen3-30b-a3b")

@@ -263,7 +263,7 @@ def _check_coordinates(case: Case) -> None:
     from hybridflow.config.derived import expert_tensor_size
     from hybridflow.config.schema import ParallelConfig
     from hybridflow.mcore.parallel import all_coordinates
-    from hybridflow.reshard.layout import ParallelShape
+    from hybridflow.models.layout import ParallelShape
 
     config = ParallelConfig(**case.parallel)
     shape = ParallelShape(

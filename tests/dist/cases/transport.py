@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import family_of
+from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout
+from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slices import SlicePlan
 from hybridflow.sync.messages import Messages

@@ -21,9 +21,10 @@ import torch
 from hybridflow.config.schema import OptimConfig
 from hybridflow.device.platform import Platform
 from hybridflow.models import family_of
+from hybridflow.models.layout import ParallelShape
 from hybridflow.models.weights import RandomWeights
 from hybridflow.process.rendezvous import client_store
-from hybridflow.reshard.layout import ParallelShape, rank_tensors
+from hybridflow.reshard.layout import rank_tensors
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.sender import WeightSender
 from hybridflow.sync.session import Order

@@ -34,9 +34,9 @@ from hybridflow.engines.supervisor import EngineState
 from hybridflow.errors import WorkerError
 from hybridflow.models import family_of
 from hybridflow.models.fp8 import BlockQuantisation
-from hybridflow.models.layout import Coordinates
+from hybridflow.models.layout import Coordinates, ParallelShape
 from hybridflow.process.rendezvous import client_store, master_store
-from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
+from hybridflow.reshard.layout import Catalog, megatron_layout
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync

@@ -11,9 +11,10 @@ from torch import nn
 
 from hybridflow.engines.control import DESCRIBE, RECEIVE, Control
 from hybridflow.engines.sglang import weight_receiver
+from hybridflow.models.layout import ParallelShape
 from hybridflow.models.weights import RandomWeights
 from hybridflow.process.rendezvous import master_store
-from hybridflow.reshard.layout import ParallelShape, megatron_layout, rank_tensors
+from hybridflow.reshard.layout import megatron_layout, rank_tensors
 from hybridflow.sync import session
 from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.sync.sender import WeightSender

@@ -22,13 +22,12 @@ from hybridflow.errors import ModelError
 from hybridflow.models.check import check_cut, problems
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import family_of
-from hybridflow.models.layout import Coordinates
+from hybridflow.models.layout import Coordinates, ParallelShape
 from hybridflow.models.published import published
 from hybridflow.planning.devices import DEVICES
 from hybridflow.planning.job import cut_of
 from hybridflow.planning.sizes import decoder_of
 from hybridflow.planning.training import Training
-from hybridflow.reshard.layout import ParallelShape
 from tests.models import FAMILIES
 from tests.unit.random_sizes import PARTS, draw_sizes
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hybridflow.errors import ModelError
-from hybridflow.models.layout import Coordinates, stacked_rows
-from hybridflow.reshard.layout import ParallelShape, rank_tensors
+from hybridflow.models.layout import Coordinates, ParallelShape, stacked_rows
+from hybridflow.reshard.layout import rank_tensors
 from tests.unit.reshard import reshard_cases as cases
 
 

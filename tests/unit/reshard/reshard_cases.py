@@ -12,9 +12,9 @@ import torch
 
 from hybridflow.models import family_of
 from hybridflow.models.decoder import Decoder
-from hybridflow.models.layout import Coordinates
+from hybridflow.models.layout import Coordinates, ParallelShape
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout, rank_tensors
+from hybridflow.reshard.layout import Catalog, Layout, megatron_layout, rank_tensors
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slices import SlicePlan
 from hybridflow.sync.messages import Item, Messages

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hybridflow.cli.main import main
 from hybridflow.errors import ModelError, WeightSyncError
 from hybridflow.models.fp8 import FP8, BlockQuantisation
-from hybridflow.models.layout import LocalTensor, Piece
+from hybridflow.models.layout import LocalTensor, ParallelShape, Piece
 from hybridflow.models.published import published
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, RankLayout, megatron_layout
+from hybridflow.reshard.layout import Catalog, Layout, RankLayout, megatron_layout
 from hybridflow.reshard.links import link_loads, staging_peak
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import prove

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from hybridflow.models.fp8 import FP8
+from hybridflow.models.layout import ParallelShape
 from hybridflow.models.published import published
 from hybridflow.reshard import report
 from hybridflow.reshard.engine_layouts import EngineShape
-from hybridflow.reshard.layout import ParallelShape
 from hybridflow.reshard.simulate import Fabric
 
 pytestmark = pytest.mark.slow  # plans of the largest published models

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hybridflow.cli.main import main
+from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard.engine_layouts import EngineShape
-from hybridflow.reshard.layout import ParallelShape
 from hybridflow.reshard.links import link_loads
 from hybridflow.reshard.simulate import Fabric, simulate
 from tests.models import FAMILIES

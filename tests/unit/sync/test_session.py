@@ -12,10 +12,11 @@ import pytest
 
 from hybridflow.engines.control import RECEIVE, Control
 from hybridflow.errors import WeightSyncError
+from hybridflow.models.layout import ParallelShape
 from hybridflow.process.rendezvous import master_store
 from hybridflow.reshard.engine_layouts import EngineShape
 from hybridflow.reshard.engine_layouts import engine_layout as by_hand
-from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout
+from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.sync import session
 from hybridflow.sync.messages import Messages

@@ -12,8 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybridflow.device.platform import Platform
 from hybridflow.errors import WeightSyncError
+from hybridflow.models.layout import ParallelShape
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
+from hybridflow.reshard.layout import Catalog, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.sync.messages import Item, Message, Messages
 from hybridflow.sync.payload import Payload
