@@ -170,7 +170,15 @@ class WeightSyncError(HybridFlowError):
 
 
 class FlowError(HybridFlowError):
-    """A flow calls its run in a way that has no meaning, or its own code has failed."""
+    """A flow calls its run in a way that has no meaning, or its own code has failed.
+
+    Args:
+        line: of the flow's file, where it is not the one that was executed.
+    """
+
+    def __init__(self, message: str, *, line: int | None = None) -> None:
+        self.line = line
+        super().__init__(message)
 
 
 class LogprobMismatchError(HybridFlowError):

@@ -15,6 +15,7 @@ Every operation returns a new batch, which may share memory with its inputs. Arr
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -461,7 +462,9 @@ class DataProto:
 
     def _held(self, name: str) -> Held:
         if name not in self._columns:
-            raise SchemaError(f"no column {name!r}; there are {', '.join(self._columns) or 'none'}")
+            near = difflib.get_close_matches(str(name), self._columns, n=1)
+            hint = f"; did you mean {near[0]!r}? There" if near else "; there"
+            raise SchemaError(f"no column {name!r}{hint} are {', '.join(self._columns) or 'none'}")
         return self._columns[name]
 
 

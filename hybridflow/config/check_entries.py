@@ -16,6 +16,7 @@ from hybridflow.config.entries import (
     STATISTICS,
     TRACKERS,
     estimator_options,
+    flow_options,
     policy_loss_options,
 )
 from hybridflow.config.keys import differing
@@ -27,7 +28,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     """Every problem of the names and options as one line. Imports what the configuration names."""
     builds: list[Callable[[], object]] = [
         lambda: estimator_options(config.algorithm),
-        lambda: FLOWS.get(config.algorithm.flow or "grpo"),
+        lambda: flow_options(config.algorithm),
         lambda: policy_loss_options(config.actor),
         *(partial(TRACKERS.get, name) for name in config.trainer.loggers),
     ]

@@ -71,10 +71,15 @@ class Flow:
     Attributes:
         body: the async function over the run.
         roles: the attributes of the run that it calls, for example "critic".
+        options: a frozen dataclass; every field has a default.
+        name: the one that it is registered under. line: where, in its file.
     """
 
     body: Callable[[Any], Coroutine[Any, Any, None]]
     roles: tuple[str, ...]
+    options: type
+    name: str
+    line: int | None
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,19 @@ def estimator_options(algorithm: AlgorithmConfig) -> Any:
     return _options(
         wanted, algorithm, "algorithm", algorithm.adv_estimator_options, "adv_estimator_options"
     )
+
+
+def flow_options(algorithm: AlgorithmConfig) -> Any:
+    """The options of the run's flow. ConfigError: one of them is unknown or of the wrong type."""
+    name = algorithm.flow
+    wanted = NoOptions if name is None else FLOWS.get(name).options
+    given = algorithm.flow_options
+    if given and not dataclasses.fields(wanted):
+        raise ConfigError(
+            f"algorithm.flow_options={given}: algorithm.flow={name} has no options; a flow of "
+            "yours declares them with @flow(..., options=Options), a dataclass with defaults"
+        )
+    return build_options(wanted(), given, "algorithm.flow_options")
 
 
 def policy_loss_options(actor: ActorConfig) -> Any:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Generic, TypeVar
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, HybridFlowError
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -209,11 +209,19 @@ def attribute_of(
 
 
 def describe_error(error: BaseException, path: Path) -> str:
-    """Type and message of an error in user code, with the line of the user's file it came from."""
+    """Type and message of an error in user code, with the line of the user's file it came from; of
+    an error of ours the message alone."""
+    line = line_of(error, path)
+    said = str(error) if isinstance(error, HybridFlowError) else f"{type(error).__name__}: {error}"
+    return said + ("" if line is None else f" (line {line})")
+
+
+def line_of(error: BaseException, path: Path) -> int | None:
+    """The innermost line of the user's file that the error has passed; None without one."""
+    if isinstance(error, SyntaxError):
+        return error.lineno
     lines = []
     for frame in traceback.extract_tb(error.__traceback__):
         if Path(frame.filename).resolve() == path.resolve():
             lines.append(frame.lineno)
-    if isinstance(error, SyntaxError):
-        lines = [error.lineno]
-    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
+    return lines[-1] if lines else None

@@ -86,6 +86,8 @@ class AlgorithmConfig:
     # the steps of the algorithm as a program (docs/flows.md), one of yours: path/to/file.py:name;
     # null: ppo with a critic, else remax, dpo, distill or grpo as the estimator and the teacher ask
     flow: Annotated[str | None, FLOW] = None
+    # of the flow, which reads them as run.options
+    flow_options: dict[str, Any] = field(default_factory=dict)
     # grpo: a sample is compared with the others of its prompt; gae: with the critic's values (PPO);
     # docs/algorithms.md has all
     adv_estimator: Annotated[str, ESTIMATOR, _VERL_ESTIMATORS] = "grpo"

@@ -22,13 +22,16 @@ must survive belong in `run.state`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridflow.config.entries import FLOWS, Flow
+from hybridflow.config.entries import FLOWS, Flow, NoOptions
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from hybridflow.batch import DataProto
 
 ROLES = ("policy", "critic", "reference", "reward_model", "teacher")
@@ -111,6 +114,10 @@ class Run(Protocol):
         """JSON-able values of the flow's own, which a checkpoint holds and a resumed run has."""
 
     @property
+    def options(self) -> Any:
+        """The options of the flow: `algorithm.flow_options` as the dataclass that it declares."""
+
+    @property
     def is_tracing(self) -> bool:
         """Whether this is the check before the run, over invented rows and without roles."""
 
@@ -118,39 +125,105 @@ class Run(Protocol):
         """The numbers of the steps that are left. Asking for the next one ends a step: it is
         validated, recorded and saved as the configuration says."""
 
-    async def samples(self, *, greedy: bool = False) -> DataProto:
+    def samples(self, *, greedy: bool = False) -> Awaitable[DataProto]:
         """The samples of the step: prompts, answers and scores, of weights that are at most
         `trainer.max_staleness` steps old. With `greedy` also greedy_scores [B], the score of the
         most likely answer to each prompt."""
 
-    async def all(self, *calls: Awaitable[DataProto]) -> DataProto:
+    def all(self, *calls: Awaitable[DataProto]) -> Awaitable[DataProto]:
         """The batch of the calls with the columns of all of them, when all have ended."""
 
     def advantages(self, batch: DataProto) -> DataProto:
         """The batch with advantages, and returns where there is a critic
         (`algorithm.adv_estimator`)."""
 
+    def leave_out(self, batch: DataProto, rows: np.ndarray) -> DataProto:
+        """The batch in which these rows, [B] bool, enter no loss and no statistic. They keep their
+        place: every step has the same number of rows."""
+
     def later(self, update: Awaitable[None]) -> None:
         """Let an update of the critic last beyond this step where it has devices of its own; its
         metrics, its next call and a checkpoint wait for it."""
 
-    async def sync(self) -> None:
+    def sync(self) -> Awaitable[None]:
         """Bring the policy's weights to the engines."""
 
+    def record(self, **values: float) -> None:
+        """Record finite numbers with the metrics of this step, as flow/NAME; the last value of a
+        name counts."""
 
-def flow(name: str, *, roles: tuple[str, ...]) -> Callable[[Body], Body]:
+
+def flow(
+    name: str, *, roles: Iterable[str] | None = None, options: type = NoOptions
+) -> Callable[[Body], Body]:
     """Register a flow.
 
     Args:
         name: value of `algorithm.flow`; in a user's file, what follows `path/to/file.py:`.
         roles: the attributes of `Run` that it calls: policy, critic, reference, reward_model,
             teacher. A run whose settings start another role is refused.
+        options: a frozen dataclass whose fields are the keys of `algorithm.flow_options`, with
+            types and defaults. The flow reads them as `run.options`.
     """
-    unknown = [role for role in roles if role not in ROLES]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], ROLES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+    if not isinstance(name, str):
         raise ConfigError(
-            f"flow {name!r}: there is no role {unknown[0]!r}{hint} (there are {', '.join(ROLES)})"
+            f"@flow takes the name of the flow: write {_decorator(_name_of(name), name)}"
         )
-    return FLOWS.entry(name, lambda body: Flow(body, roles))
+
+    def registered(body: Body) -> Flow:
+        _check_body(name, body)
+        if roles is None:
+            raise ConfigError(f"flow {name!r} names no roles: write {_decorator(name, body)}")
+        return Flow(body, _checked_roles(name, roles), options, name, _line_of(body))
+
+    return FLOWS.entry(name, registered)
+
+
+def _checked_roles(name: str, roles: Iterable[str]) -> tuple[str, ...]:
+    given = (roles,) if isinstance(roles, str) else tuple(roles)
+    for role in given:
+        if role not in ROLES:
+            near = difflib.get_close_matches(str(role), ROLES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"flow {name!r}: there is no role {role!r}{hint} (there are {', '.join(ROLES)})"
+            )
+    if isinstance(roles, str):
+        raise ConfigError(f"flow {name!r}: roles are a tuple; write roles=({roles!r},)")
+    return tuple(dict.fromkeys(given))
+
+
+def _check_body(name: str, body: object) -> None:
+    """Refuse what is no async function of one argument."""
+    what = f"flow {name!r}"
+    if inspect.isasyncgenfunction(body) or inspect.isgeneratorfunction(body):
+        raise ConfigError(
+            f"{what} has a `yield`: a flow is no generator; use `await`, and `continue` to end a "
+            "step"
+        )
+    if not inspect.iscoroutinefunction(body):
+        raise ConfigError(f"{what} is no async function: write `async def {_name_of(body)}(run):`")
+    try:
+        inspect.signature(body).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} takes one argument, the run: write `async def {_name_of(body)}(run):`; "
+            "settings of its own are run.options"
+        ) from error
+
+
+def _decorator(name: str, body: object) -> str:
+    """The decorator with the roles that the body's code names."""
+    code = getattr(body, "__code__", None)
+    named = [role for role in ROLES if code is not None and role in code.co_names]
+    return f"@flow({name!r}, roles={tuple(named or ['policy'])})"
+
+
+def _name_of(body: object) -> str:
+    return str(getattr(body, "__name__", "mine"))
+
+
+def _line_of(body: Body) -> int | None:
+    """The line of the decorator."""
+    code = getattr(inspect.unwrap(body), "__code__", None)
+    return None if code is None else int(code.co_firstlineno)

@@ -4,8 +4,12 @@ roles that compute nothing and engines that answer nothing."""
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,25 +25,29 @@ from hybridflow.observe.progress import Progress
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
+from hybridflow.trainer.flow_errors import message_of, mistake
+from hybridflow.trainer.flow_state import kept_state
 from hybridflow.trainer.groups import log_prob_method, update_step
 from hybridflow.trainer.protocols import Update
-from hybridflow.trainer.run import FlowRun, Trainer, message_of
+from hybridflow.trainer.run import FlowRun, Trainer
 
 STEPS = 2
 PROMPTS = 2
-_LIMIT_S = 10.0
+_LIMIT_S = 30.0
+_GRACE_S = 2.0  # for the end of a flow that is cancelled
 _MOST_CALLS = 1000
 _OF_SAMPLES = ("rm_scores", "greedy_scores")  # one value a sample; other columns have one a token
+_NEVER_AWAITED = re.compile(r"coroutine '([\w.<>]+)' was never awaited")
 
 
 def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
     """Follow a user's flow for two steps; built-in flows need no check.
 
-    Values are invented, so code of the flow that fails on them, or takes too long, is a warning.
+    Values are invented, so code of the flow that fails on them is a warning.
 
     Raises:
-        ConfigError: it breaks a rule of flows, or reads a column that nothing writes; names the
-            line.
+        ConfigError: it breaks a rule of flows, reads a column that nothing writes, makes a mistake
+            of Python's that no value excuses, or does not end; names the line.
     """
     name = derived.flow_name(config)
     if not is_user_entry(name):
@@ -47,15 +55,99 @@ def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
     invented = _Invented(config)
     with Progress(0, "", enabled=False) as progress:
         run = FlowRun(cast(Trainer, invented.trainer()), progress, STEPS, is_tracing=True)
-        try:
-            asyncio.run(asyncio.wait_for(run.follow(), _LIMIT_S))
-        except (FlowError, SchemaError) as error:
-            raise ConfigError(message_of(name, error)) from error
-        except TimeoutError:
-            say(f"warning: algorithm.flow={name}: a step over invented rows takes over 10 s")
-        except Exception as error:
-            said = message_of(name, error).replace(": ", ": over invented rows: ", 1)
-            say(f"warning: {said}")
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", RuntimeWarning)
+            error = _error_of(run)
+    if error is None:
+        error = _forgotten(warned) or _not_called(run, config, Path(name.rpartition(":")[0]))
+    if error is not None and mistake(error) is not None:
+        raise ConfigError(message_of(name, error)) from error
+    for doubt in dict.fromkeys(run.doubts):
+        say(f"warning: algorithm.flow={name}: {doubt}")
+    if error is not None:
+        said = message_of(name, error).replace(": ", ": over invented rows: ", 1)
+        say(f"warning: {said}")
+
+
+def _error_of(run: FlowRun) -> BaseException | None:
+    """The error with which following the flow ends. It runs in a thread, whose end is not waited
+    for when the flow blocks it."""
+    ended: list[BaseException | None] = []
+
+    async def follow() -> None:
+        task = asyncio.ensure_future(_outcome(run))
+        await asyncio.wait([task], timeout=_LIMIT_S)
+        if not task.done():
+            ended.append(_endless(run))
+            task.cancel()
+            await asyncio.wait([task], timeout=_GRACE_S)
+        else:
+            ended.append(task.result())
+
+    thread = threading.Thread(target=lambda: asyncio.run(follow()), daemon=True)
+    thread.start()
+    thread.join(_LIMIT_S + 2 * _GRACE_S)
+    return ended[0] if ended else _endless(run)
+
+
+async def _outcome(run: FlowRun) -> BaseException | None:
+    try:
+        await run.follow()
+    except (Exception, SystemExit) as error:  # the event loop would raise the latter itself
+        return error
+    return None
+
+
+def _endless(run: FlowRun) -> FlowError:
+    return FlowError(
+        f"two steps over invented rows have not ended after {_LIMIT_S:.0f} s; leave out what "
+        "waits or computes for long with `if not run.is_tracing:`",
+        line=run.body_line(),
+    )
+
+
+def _forgotten(warned: Sequence[warnings.WarningMessage]) -> FlowError | None:
+    """The error of a coroutine of the user's own that was made and not awaited."""
+    for one in warned:
+        if found := _NEVER_AWAITED.search(str(one.message)):
+            return FlowError(
+                f"the coroutine {found[1]}(...) is never awaited; write `await` before its call",
+                line=one.lineno,
+            )
+    return None
+
+
+def _not_called(run: FlowRun, config: RunConfig, path: Path) -> FlowError | None:
+    """The error of a flow that leaves out what the run's settings ask for: updates, and calls of
+    the roles that they start. What the file names and two invented steps do not reach is a
+    doubt."""
+    text = path.read_text(encoding="utf-8")
+    for call, (pattern, why) in _wanted(config).items():
+        if any(name.startswith(call) for name in run.called):
+            continue
+        if not re.search(pattern, text):
+            return FlowError(f"the flow never calls run.{call}: {why}", line=run.flow.line)
+        run.doubts.append(f"run.{call} is called in none of the {STEPS} steps of the check")
+    return None
+
+
+def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """{call: (what a file that makes it matches, what to do)} of the calls that the run needs."""
+    if config.trainer.rollout_only:
+        return {}
+    none = "it would train nothing; for answers alone set trainer.rollout_only=true"
+    wanted = {"policy.update(batch)": (r"\.update\b", none)}
+    for role in derived.roles_in_use(config):
+        why = f"this run has a {role.replace('_', ' ')}; call it, or leave its settings out"
+        if role == "critic":
+            wanted["critic.values(batch)"] = (r"\.values\b", why)
+            wanted["critic.update(batch)"] = (
+                r"critic\.update\b",
+                f"it would learn nothing, and {why}",
+            )
+        elif role != "actor":
+            wanted[f"{role}."] = (rf"\.{role}\b", why)
+    return wanted
 
 
 class _Invented:
@@ -78,6 +170,11 @@ class _Invented:
             stop_if_asked=_later,
             store=SimpleNamespace(check=_later),
         )
+        state: dict[str, Any] = {}
+
+        async def save() -> None:
+            kept_state(state)
+
         return SimpleNamespace(
             config=config,
             session=session,
@@ -90,15 +187,15 @@ class _Invented:
             phases=SimpleNamespace(training=_memory, sync=_memory),
             records=SimpleNamespace(
                 check_log_probs=lambda batch, step: None,
-                rollouts=lambda step, batch, progress: None,
+                rollouts=_nothing,
                 trained=_later,
                 validate=_later,
             ),
-            state={},
+            state=state,
             step=0,
             last=STEPS,
             left_out=set(),
-            save=_later,
+            save=save,
         )
 
     def count(self) -> None:

@@ -4,7 +4,7 @@ made, and awaited for its columns."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from hybridflow.batch import DataProto
@@ -12,6 +12,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import FlowError
 from hybridflow.trainer.devices import Devices
+from hybridflow.trainer.flow_calls import Call, Noting, Updating, checked_batch
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Trained
 from hybridflow.workers.model_role import ModelWorker, teacher_method
@@ -20,7 +21,7 @@ from hybridflow.workers.policy import PolicyWorker
 T = TypeVar("T")
 
 
-class OpenStep(Protocol):
+class OpenStep(Noting, Protocol):
     """The run's present step, as its roles use it."""
 
     @property
@@ -46,63 +47,14 @@ class OpenStep(Protocol):
     def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run the work of a role, `actor` for the policy, when its devices are free."""
 
-    def note(self, call: Call | Updating) -> None:
-        """Keep a call until the end of its step, by when it is awaited."""
-
     def training_on(self, batch: DataProto, update: str) -> Trained:
         """The record of the step, in which this update learns from the batch."""
 
     def check_log_probs(self, batch: DataProto) -> None:
         """Record how far engines and trainer differ."""
 
-    async def all(self, *calls: Awaitable[DataProto]) -> DataProto:
-        """The batch of the calls with the columns of all of them."""
-
-
-class Call:
-    """A call over a batch. Awaited, it is the batch with the columns that the call writes.
-
-    Args:
-        tasks: write columns. others: are waited for as well.
-    """
-
-    def __init__(
-        self,
-        run: OpenStep,
-        name: str,
-        batch: DataProto,
-        tasks: Sequence[asyncio.Task[DataProto]],
-        others: Sequence[asyncio.Task[DataProto]] = (),
-    ) -> None:
-        self.run = run
-        self.name = name
-        self.batch = batch
-        self.tasks = tasks
-        self.others = others
-        self.is_awaited = False
-        run.note(self)
-
-    def __await__(self) -> Generator[Any, None, DataProto]:
-        return self.run.all(self).__await__()
-
-
-class Updating:
-    """The updates of a role in a step; awaited, they have ended."""
-
-    def __init__(self, run: OpenStep, name: str, work: Coroutine[Any, Any, None]) -> None:
-        self.name = name
-        self.is_awaited = False
-        self._work = work
-        run.note(self)
-
-    def __await__(self) -> Generator[Any, None, None]:
-        self.is_awaited = True
-        return self._work.__await__()
-
-    def leave(self) -> None:
-        """Nobody is going to await this."""
-        self.is_awaited = True
-        self._work.close()
+    def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
+        """The batch, whose columns of these names the flow may have made itself."""
 
 
 class _Role:
@@ -113,15 +65,13 @@ class _Role:
         self.name = name
         self.role = role
 
-    def _refuse_update(self) -> NoReturn:
-        why = "does not train" if self.role else "is not part of this run"
-        raise FlowError(f"{self.name}.update(batch): the {self.name.replace('_', ' ')} {why}")
-
     def _compute(self, name: str, batch: DataProto, phase: str, method: Callable[..., Any]) -> Call:
+        call = f"{self.name}.{name}"
+        checked_batch(batch, call)
         tasks = []
         if self.role is not None:
             tasks.append(self.run.begin(self.name, phase, self.role.compute(method, batch)))
-        return Call(self.run, f"{self.name}.{name}", batch, tasks)
+        return Call(self.run, f"{call}(batch)", batch, tasks)
 
 
 class _Frozen(_Role):
@@ -129,7 +79,10 @@ class _Frozen(_Role):
 
     def update(self, batch: DataProto) -> NoReturn:
         """Refuse to train it."""
-        self._refuse_update()
+        raise FlowError(
+            f"{self.name}.update(batch): the {self.name.replace('_', ' ')} does not train; "
+            "run.policy and run.critic have updates"
+        )
 
 
 class Reference(_Frozen):
@@ -169,12 +122,18 @@ class Critic(_Role):
     def update(self, batch: DataProto) -> Updating:
         """All updates of the step."""
         if self.role is None:
-            self._refuse_update()
+            raise FlowError(
+                "critic.update(batch): the critic is not part of this run; set "
+                "algorithm.adv_estimator=gae, which starts one"
+            )
         run = self.run
-        trained = run.training_on(batch, "critic.update")
+        name = "critic.update(batch)"
+        trained = run.training_on(checked_batch(batch, "critic.update"), name)
+        batch = run.with_own_columns(batch, ["returns"])
         learning = self.role.update(ModelWorker.update_critic, batch, run.seed)
         trained.critic = run.begin("critic", "update_critic", learning)
-        return Updating(run, "critic.update", run.devices.finish(trained.critic))
+        learned = trained.critic
+        return Updating(run, name, lambda: run.devices.finish(learned))
 
 
 class TrainedPolicy:
@@ -193,7 +152,8 @@ class TrainedPolicy:
         updates and adds no column.
         """
         run = self.run
-        name = "policy.log_probs"
+        name = "policy.log_probs(batch)"
+        checked_batch(batch, "policy.log_probs")
         if run.scores_first:
             scoring = run.begin("actor", "old_log_prob", self.role.log_probs(batch))
             tasks = [scoring]
@@ -210,7 +170,8 @@ class TrainedPolicy:
     def update(self, batch: DataProto) -> Updating:
         """All updates of the step; none while the critic warms up."""
         run = self.run
-        trained = run.training_on(batch, "policy.update")
+        name = "policy.update(batch)"
+        trained = run.training_on(checked_batch(batch, "policy.update"), name)
         later = self._later
         self._later = None
         is_scored = "old_log_probs" in batch if run.scores_first else later is not None
@@ -224,8 +185,9 @@ class TrainedPolicy:
                 "policy.update(batch): the batch has no advantages; call `run.advantages(batch)` "
                 "before it"
             )
+        batch = run.with_own_columns(batch, ["advantages"])
         if run.step <= run.config.trainer.critic_warmup:
-            return Updating(run, "policy.update", asyncio.sleep(0))
+            return Updating(run, name, lambda: asyncio.sleep(0))
         if run.scores_first:
             learning = self.role.update(PolicyWorker.update_policy, batch, run.seed)
             update = run.begin("actor", "update_actor", learning)
@@ -233,7 +195,7 @@ class TrainedPolicy:
             async def finish() -> None:
                 trained.updates["actor"] = await run.devices.result(update)
 
-            return Updating(run, "policy.update", finish())
+            return Updating(run, name, finish)
         scoring = self.role.update_and_score(batch, run.seed, later.result() if later else None)
         both = run.begin("actor", "update_actor", scoring)
 
@@ -242,7 +204,7 @@ class TrainedPolicy:
             # an error here still comes before anybody gets the update
             run.check_log_probs(trained.scored)
 
-        return Updating(run, "policy.update", finish_both())
+        return Updating(run, name, finish_both)
 
     async def _sum_pi_squared(
         self, batch: DataProto, log_probs: asyncio.Task[DataProto]

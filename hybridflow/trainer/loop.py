@@ -14,7 +14,6 @@ samples) and ends with new weights in every engine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -22,16 +21,24 @@ from typing import Any, cast
 from hybridflow.config import derived
 from hybridflow.config.registry import is_user_entry
 from hybridflow.config.schema import RunConfig
-from hybridflow.errors import CheckpointError, FlowError, HybridFlowError
+from hybridflow.errors import (
+    CheckpointError,
+    FlowError,
+    HybridFlowError,
+    ResourceError,
+    RunStopped,
+)
 from hybridflow.rollout.evaluation import Validator
 from hybridflow.rollout.protocols import Engines
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
+from hybridflow.trainer.flow_errors import message_of
+from hybridflow.trainer.flow_state import kept_state
 from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Records
-from hybridflow.trainer.run import FlowRun, message_of
+from hybridflow.trainer.run import FlowRun
 from hybridflow.trainer.samples import Samples
 from hybridflow.trainer.session import Session
 from hybridflow.workers.model_role import ModelWorker
@@ -98,14 +105,16 @@ class RLTrainer:
         name = derived.flow_name(self.config)
         try:
             await run.follow()
+        except (RunStopped, ResourceError):
+            raise  # whatever the flow was doing
         except HybridFlowError as error:
             if is_user_entry(name):
-                error.args = (message_of(name, error),)
+                error.args = (message_of(name, error, self.step),)
             raise
         except (Exception, SystemExit) as error:
             if not is_user_entry(name):
                 raise
-            raise FlowError(message_of(name, error)) from error
+            raise FlowError(message_of(name, error, self.step)) from error
 
     # ---- checkpoints
 
@@ -115,31 +124,13 @@ class RLTrainer:
             **self.samples.state(),
             "totals": self.session.totals_now(),
             "advantages": self.advantages.state(),
-            "flow": self._flow_state(),
+            "flow": kept_state(self.state),
         }
         others = {"critic": self.critic} if self.critic else {}
         rollouts = await self.samples.begun()
         return await self.session.store.save(
             "rl", self.step, state, self.policy, rollouts=rollouts, **others
         )
-
-    def _flow_state(self) -> dict[str, Any]:
-        """The flow's state as a checkpoint holds it.
-
-        Raises:
-            FlowError: it would not come back as it is.
-        """
-        try:
-            kept: dict[str, Any] = json.loads(json.dumps(self.state, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise FlowError(
-                f"run.state cannot be saved: {error}; keep JSON values in it"
-            ) from error
-        if kept != self.state:
-            raise FlowError(
-                "run.state cannot be saved: keep lists in place of tuples, and text as keys, in it"
-            )
-        return kept
 
     async def resume(self, checkpoint: Checkpoint) -> None:
         """Go on after a checkpoint of this phase.

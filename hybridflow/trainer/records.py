@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
@@ -29,6 +30,8 @@ from hybridflow.trainer.protocols import Role, Update
 from hybridflow.trainer.samples import Samples
 from hybridflow.trainer.session import Session
 
+_OWN_SHOWN = 4
+
 
 @dataclass
 class Trained:
@@ -39,6 +42,7 @@ class Trained:
             these, those of the first mini-batch.
         updates: of the roles whose update has ended. critic: the critic's, which may still run.
         metrics: what the next step would overwrite.
+        own: metrics of the flow's own, which are shown too.
     """
 
     step: int
@@ -48,6 +52,7 @@ class Trained:
     critic: asyncio.Task[Sequence[Update]] | None = None
     synced: SyncReport | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    own: dict[str, float] = field(default_factory=dict)
 
 
 class Records:
@@ -147,7 +152,7 @@ class Records:
         if "actor/first_ppo_kl" in metrics:
             self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))
             metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
-        self.session.log(trained.step, metrics)
+        self.session.log(trained.step, metrics | trained.own)
         shown = {"reward": metrics["critic/score/mean"]}
         optional = {
             "ppo_kl": "actor/ppo_kl",
@@ -156,6 +161,7 @@ class Records:
         }
         shown |= {name: metrics[key] for name, key in optional.items() if key in metrics}
         shown["length"] = metrics["response_length/mean"]
+        shown |= _shown(trained.own)
         if "score_after" in self.session.totals:
             shown["held-out"] = self.session.totals["score_after"]
         progress.update(trained.step, shown, seconds)
@@ -163,14 +169,18 @@ class Records:
         if self.config.actor.on_nonfinite == "stop":
             self._stop_if_skipped(trained.step, updates)
 
-    def rollouts(self, step: int, batch: DataProto, progress: Progress) -> None:
-        """Write metrics, progress and dump of a step without training."""
+    def rollouts(
+        self, step: int, batch: DataProto, progress: Progress, own: dict[str, float]
+    ) -> None:
+        """Write metrics, progress and dump of a step without training; `own` are metrics of the
+        flow's own."""
         seconds = self.session.timeline.metrics(step)
         metrics = (
             answer_metrics(batch) | dict(self.samples.metrics) | extra_metrics(batch) | seconds
         )
-        self.session.log(step, metrics)
+        self.session.log(step, metrics | own)
         shown = {"reward": metrics["critic/score/mean"], "length": metrics["response_length/mean"]}
+        shown |= _shown(own)
         progress.update(step, shown, seconds)
         self._dump(step, batch, batch, progress)
 
@@ -191,3 +201,11 @@ class Records:
                     f"{role}.optim.lr and run the same command again to resume from the last "
                     "checkpoint."
                 )
+
+
+def _shown(own: Mapping[str, float]) -> dict[str, float]:
+    """What the console shows of the metrics of a flow's own: the sampled score where the flow
+    has replaced it, and the first numbers that it has recorded."""
+    names = {"critic/sampled_score/mean": "sampled"}
+    short = {names.get(key, key.removeprefix("flow/")): value for key, value in own.items()}
+    return dict(islice(short.items(), _OWN_SHOWN))

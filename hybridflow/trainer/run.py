@@ -9,30 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
-from hybridflow.config.entries import FLOWS
-from hybridflow.config.registry import describe_error
+from hybridflow.config.entries import FLOWS, flow_options
+from hybridflow.config.registry import is_user_entry
 from hybridflow.config.schema import RunConfig
-from hybridflow.errors import FlowError, HybridFlowError
+from hybridflow.errors import FlowError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
-from hybridflow.trainer.flow_roles import (
-    Call,
-    Critic,
-    Reference,
-    RewardModel,
-    Teacher,
-    TrainedPolicy,
-    Updating,
-)
+from hybridflow.trainer.flow_api import FlowApi
+from hybridflow.trainer.flow_calls import Call, Pending, refuse_nonfinite
+from hybridflow.trainer.flow_roles import Critic, Reference, RewardModel, Teacher, TrainedPolicy
 from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Records, Trained
@@ -40,15 +37,6 @@ from hybridflow.trainer.samples import Samples
 from hybridflow.trainer.session import Session
 
 T = TypeVar("T")
-
-
-def message_of(name: str, error: BaseException) -> str:
-    """The message of an error in a user's flow, with the flow, the line, and the type of an error
-    that is not ours."""
-    said = describe_error(error, Path(name.rpartition(":")[0]))
-    if isinstance(error, HybridFlowError):
-        said = said.removeprefix(f"{type(error).__name__}: ")
-    return f"algorithm.flow={name}: {said}"
 
 
 class Trainer(Protocol):
@@ -74,7 +62,12 @@ class Trainer(Protocol):
 
 
 class FlowRun:
-    """`flows.base.Run`, from the trainer's present step on.
+    """Follows a flow, from the trainer's present step on.
+
+    Attributes:
+        metrics: of the open step, recorded by the flow.
+        called: the names of all calls that the flow has made.
+        doubts: what the check says and does not refuse.
 
     Args:
         last: the step after which the run ends.
@@ -84,22 +77,35 @@ class FlowRun:
     def __init__(
         self, trainer: Trainer, progress: Progress, last: int, is_tracing: bool = False
     ) -> None:
+        name = derived.flow_name(trainer.config)
         self.trainer = trainer
         self.config = trainer.config
         self.devices = trainer.devices
         self.progress = progress
         self.last = last
         self.is_tracing = is_tracing
-        self.flow = FLOWS.get(derived.flow_name(trainer.config))
+        self.flow = FLOWS.get(name)
+        self.options = flow_options(trainer.config.algorithm)
+        self.metrics: dict[str, float] = {}
+        self.called: set[str] = set()
+        self.doubts: list[str] = []
+        self._file = str(Path(name.rpartition(":")[0]).resolve()) if is_user_entry(name) else ""
+        self._body: Any = None  # the coroutine
         self._session = trainer.session
         self._spans = ExitStack()  # of the open step
-        self._calls: list[Call | Updating] = []  # of the open step
+        self._calls: list[Pending[Any]] = []  # of the open step
         self._batch: DataProto | None = None  # of the open step, as far as it is computed
+        self._scores: np.ndarray | None = None  # [B] of the open step, as they were sampled
+        self._added: dict[str, object] = {}  # columns that `add_advantages` has made last
         self._trained: Trained | None = None  # the open step, from its first update on
         self._unrecorded: Trained | None = None  # the step before, whose critic may still learn
         self._memory = AsyncExitStack()  # ends what `Phases.training` began
         self._is_open = False
-        self._has_begun = False
+        self._ends = False  # the flow has returned before its last step
+        self._steps: AsyncIterator[int] | None = None  # the loop of the flow
+        self._left: list[AsyncIterator[int]] = []  # loops before it
+        self._validated = 0  # the last step that was, in this session
+        self._saved = 0
         self._roles = self._all_roles()
 
     def _all_roles(self) -> dict[str, Any]:
@@ -120,104 +126,87 @@ class FlowRun:
             "teacher": Teacher(self, "teacher", others.get("teacher")),
         }
 
-    def _role(self, name: str) -> Any:
-        if name not in self.flow.roles:
+    # ---- what a flow calls (`flow_api`)
+
+    def role(self, name: str) -> Any:
+        """A role that the flow has declared.
+
+        Raises:
+            FlowError: it has not; says what to write.
+        """
+        flow = self.flow
+        if name not in flow.roles:
+            where = f" in line {flow.line}" if self._file else ""
             raise FlowError(
-                f"run.{name} is called, and the flow declares roles={self.flow.roles}; add it there"
+                f"run.{name} is called, and the flow declares roles={flow.roles}; write "
+                f"@flow({flow.name!r}, roles={(*flow.roles, name)}){where}"
             )
         return self._roles[name]
-
-    # ---- what a flow calls
-
-    @property
-    def policy(self) -> TrainedPolicy:
-        """The model that is trained."""
-        return cast(TrainedPolicy, self._role("policy"))
-
-    @property
-    def critic(self) -> Critic:
-        """The value model."""
-        return cast(Critic, self._role("critic"))
-
-    @property
-    def reference(self) -> Reference:
-        """The anchor of KL terms."""
-        return cast(Reference, self._role("reference"))
-
-    @property
-    def reward_model(self) -> RewardModel:
-        """A model that scores answers."""
-        return cast(RewardModel, self._role("reward_model"))
-
-    @property
-    def teacher(self) -> Teacher:
-        """A model that the policy learns from."""
-        return cast(Teacher, self._role("teacher"))
 
     @property
     def state(self) -> dict[str, Any]:
         """Values of the flow's own, which a checkpoint holds."""
         return self.trainer.state
 
-    def steps(self) -> AsyncIterator[int]:
-        """The numbers of the steps that are left."""
-        return _Steps(self)
-
-    async def samples(self, *, greedy: bool = False) -> DataProto:
+    async def take_samples(self, step: int, greedy: bool) -> DataProto:
         """The samples of the step. From here on the devices' memory is the policy's."""
-        step = self._open_step("samples()")
-        if self._batch is not None:
+        if self._scores is not None:
             raise FlowError("samples() is called twice in a step")
         self._batch = await self.trainer.samples.take(step, greedy=greedy)
+        self._scores = self._batch["scores"]
         if not self.config.trainer.rollout_only:
             await self._memory.enter_async_context(self.trainer.phases.training())
         return self._batch
 
-    async def all(self, *calls: Awaitable[DataProto]) -> DataProto:
+    async def merged(self, calls: Sequence[Call]) -> DataProto:
         """The batch of the calls with the columns of all of them."""
-        of_roles = [call for call in calls if isinstance(call, Call)]
-        if not calls or len(of_roles) < len(calls):
-            raise FlowError("all(...) takes calls of roles over a batch, at least one")
-        for call in of_roles:
-            call.is_awaited = True
-        await self.devices.finish(*[task for one in of_roles for task in (*one.tasks, *one.others)])
-        batch = of_roles[0].batch
-        for call in of_roles:
+        await self.devices.finish(*[task for one in calls for task in (*one.tasks, *one.others)])
+        batch = calls[0].batch
+        for call in calls:
             for task in call.tasks:
                 batch = batch.union(task.result())
         self._batch = batch
         await self.record()  # the critic has ended its update of the step before
         return batch
 
-    def advantages(self, batch: DataProto) -> DataProto:
+    def add_advantages(self, batch: DataProto) -> DataProto:
         """The batch with advantages.
 
         Raises:
             LogprobMismatchError: engines and trainer differ by more than the bound.
+            FlowError: the flow has given a row a score that is no finite number.
         """
+        refuse_nonfinite(batch, "scores", self.step)
         with self._session.timeline.phase("adv"):
             batch = self.trainer.samples.keep(self.trainer.advantages.add(batch))
         if self.scores_first:
             self.check_log_probs(batch)
+        self._added = dict(batch.items())
         self._batch = batch
         return batch
 
-    def later(self, update: Awaitable[None]) -> None:
-        """Let an update of the critic last beyond the step."""
-        if not isinstance(update, Updating) or update.name != "critic.update":
-            raise FlowError("later(...) takes an update of the critic: run.critic.update(batch)")
-        update.leave()
-
-    async def sync(self) -> None:
-        """Bring the policy's weights to the engines where somebody is going to ask these: answers
-        are sampled, or a validation follows."""
-        step = self._open_step("sync()")
+    async def bring_to_engines(self, step: int) -> None:
+        """Bring the policy's weights to the engines where these are going to be asked."""
         if self._trained is None:
             raise FlowError("sync() comes after policy.update(batch)")
         await self._end_training()
         if self.config.data.answers == "sampled" or self._validates(step):
             with self._session.timeline.phase("update_weights"):
                 self._trained.synced = await self.bring_weights()
+
+    def line(self) -> int | None:
+        """The line of the user's file that is being executed; None outside of it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == self._file:
+                return frame.f_lineno
+            frame = frame.f_back
+        return None
+
+    def body_line(self) -> int | None:
+        """The line of the flow's body that is being executed or waits."""
+        frame = None if self._body is None else self._body.cr_frame
+        return None if frame is None else frame.f_lineno
 
     # ---- what its roles ask
 
@@ -244,23 +233,58 @@ class FlowRun:
         """Run the work of a role, `actor` for the policy, when its devices are free."""
         return self.devices.call(role, phase, self.step, work)
 
-    def note(self, call: Call | Updating) -> None:
+    def note(self, call: Pending[Any]) -> None:
         """Keep a call until the end of its step, by when it is awaited."""
-        self._open_step(call.name)
+        self.open_step(call.name)
         self._calls.append(call)
+        self.called.add(call.name)
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
         """The record of the open step, in which this update learns from the batch.
 
         Raises:
-            FlowError: the step has had it.
+            FlowError: the step has had it, or the rows do not divide into mini-batches.
         """
-        step = self._open_step(f"{update}(batch)")
-        if any(call.name == update for call in self._calls):
-            raise FlowError(f"step {step}: {update}(batch) is called twice; it makes all updates")
+        step = self.open_step(update)
+        if self._was_called(update):
+            raise FlowError(f"step {step}: {update} is called twice; it makes all updates")
+        self._check_rows(batch, update)
         if self._trained is None:
             self._trained = Trained(step, batch, batch, {})
         return self._trained
+
+    def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
+        """The batch, after a check of those of these columns that the flow has made itself.
+
+        Raises:
+            FlowError: a column has another form, or a number that is not finite.
+        """
+        held = dict(batch.items())
+        own = [name for name in names if name in held and held[name] is not self._added.get(name)]
+        for name in own:
+            if batch.lengths(name).tolist() != batch.lengths("response_ids").tolist():
+                raise FlowError(
+                    f"the column {name} has other lengths than response_ids: it has one value for "
+                    f"each token of the answer; write Jagged(values, batch['response_ids'].offsets)"
+                )
+            refuse_nonfinite(batch, name, self.step)
+        return self.trainer.samples.keep(batch) if own else batch
+
+    def _check_rows(self, batch: DataProto, update: str) -> None:
+        """Rows of other number than the step's samples must divide into mini-batches."""
+        if self._scores is None or len(batch) == len(self._scores):
+            return
+        role = "actor" if update.startswith("policy") else "critic"
+        rows = derived.role_samples_per_mini_batch(self.config, role)
+        text = (
+            f"{update} is given {len(batch)} rows of {len(self._scores)}, and each of its updates "
+            f"takes {rows}: keep all rows, and leave some out of loss and statistics with "
+            "`batch = run.leave_out(batch, rows)`"
+        )
+        if self.is_tracing and rows < derived.samples_per_step(self.config):
+            self.doubts.append(text)
+        elif self.is_tracing or not len(batch) or len(batch) % rows:
+            raise FlowError(text)
 
     def check_log_probs(self, batch: DataProto) -> None:
         """Record how far engines and trainer differ.
@@ -290,29 +314,37 @@ class FlowRun:
     # ---- steps
 
     async def follow(self) -> None:
-        """Run the flow to the end of its last step."""
+        """Run the flow to the end of its last step, or to the one after which it returns."""
         try:
-            await self.flow.body(self)
-            if self._is_open:  # the flow ends the run before its last step
-                self.last = self.step
-                await self.end_step()
+            self._body = self.flow.body(FlowApi(self))
+            await self._body
+            await self._end_early()
         except BaseException:
-            for call in self._calls:
-                if isinstance(call, Updating):
-                    call.leave()  # Python reports a coroutine that never began
             await self._memory.__aexit__(*sys.exc_info())
             self._spans.__exit__(*sys.exc_info())
             raise
-        if not self._has_begun:
-            raise FlowError(
-                "the flow has ended without a step: it needs `async for _ in run.steps():`"
-            )
 
-    def begin_step(self) -> int:
-        """Begin the next step, and return its number."""
+    async def next_step(self, steps: AsyncIterator[int]) -> int:
+        """End the open step, begin the next one, and return its number.
+
+        Raises:
+            FlowError: another loop over steps has begun within this one.
+            StopAsyncIteration: there is no further step.
+        """
+        if self._steps is not steps and steps in self._left:
+            raise FlowError(
+                "a loop over run.steps() within another one takes its steps; a flow has one loop "
+                "at a time"
+            )
+        if self._steps is not None and self._steps is not steps:
+            self._left.append(self._steps)
+        self._steps = steps
+        await self.end_step()
+        if self.step >= self.last:
+            raise StopAsyncIteration
         self.trainer.step += 1
         self._is_open = True
-        self._has_begun = True
+        self.trainer.advantages.metrics = {}
         self._spans.enter_context(self._session.timed("seconds_grpo"))
         self._spans.enter_context(self._session.timeline.phase("step", self.step))
         self._spans.enter_context(self._session.controlled())
@@ -322,33 +354,87 @@ class FlowRun:
         """End the open step, if there is one: validate where that is due, record and save."""
         if not self._is_open:
             return
-        forgotten = [call.name for call in self._calls if not call.is_awaited]
+        forgotten = [call for call in self._calls if not call.is_awaited]
         if forgotten:
-            raise FlowError(f"step {self.step}: {', '.join(forgotten)} is never awaited")
+            name = forgotten[0].name
+            raise FlowError(
+                f"step {self.step}: run.{name} is never awaited; write `await run.{name}`",
+                line=forgotten[0].line,
+            )
         trained = self._trained
         batch = self._batch
         await self._end_training()
         if not self.config.trainer.rollout_only:
             await self._serve_engines()
+        own = self._own_metrics(batch if trained is None else trained.batch)
         if trained is not None:
+            trained.own = own
             trained.metrics = {**self.trainer.samples.metrics, **self.trainer.advantages.metrics}
-        self._spans.close()
-        self._is_open = False
-        self._calls = []
-        self._batch = None
-        self._trained = None
+        self._close_step()
         if trained is not None:
             await self.record()
             self._unrecorded = trained
             if trained.critic is None or trained.critic.done():
                 await self.record()
         elif batch is not None:
-            self.trainer.records.rollouts(self.step, batch, self.progress)
+            self.trainer.records.rollouts(self.step, batch, self.progress, own)
         if self.config.trainer.rollout_only:
             await self._session.stop_if_asked()
             return
         await self._session.store.check()
         await self._save_if_due()
+
+    def _close_step(self) -> None:
+        self._spans.close()
+        self._is_open = False
+        self._calls = []
+        self._batch = None
+        self._scores = None
+        self._added = {}
+        self._trained = None
+        self.metrics = {}
+
+    def _own_metrics(self, batch: DataProto | None) -> dict[str, float]:
+        """What the flow has recorded in the open step, and the mean of scores that it has replaced
+        by others."""
+        before = self._scores
+        if batch is None or before is None or np.array_equal(before, batch["scores"]):
+            return dict(self.metrics)
+        return {"critic/sampled_score/mean": float(np.mean(before)), **self.metrics}
+
+    async def _end_early(self) -> None:
+        """Where the flow has returned before the last step: validate and save after the one that it
+        has ended with. A step in which it has called nothing does not count.
+
+        Raises:
+            FlowError: there was no step.
+        """
+        is_begun = self._steps is not None
+        if self._is_open and not self._calls:
+            self._close_step()
+            self.trainer.step -= 1
+        if self.step == 0 and not self._is_open:
+            raise FlowError(
+                "the flow has ended without a step: it needs `async for _ in run.steps():`, and "
+                "there a call of the run",
+                line=self.flow.line,
+            )
+        if self.step >= self.last and not self._is_open:
+            return
+        left = self.last - self.step
+        self._ends = True
+        await self.end_step()
+        if is_begun and not self.config.trainer.rollout_only:
+            await self.record()
+            if self._validated != self.step:
+                await self.bring_weights()
+                await self._validate()
+            if self._saved != self.step:
+                await self._save()
+        if left:
+            self.progress.message(
+                f"the flow has ended the run after step {self.step} of {self.last}"
+            )
 
     async def record(self) -> None:
         """Record the step that was trained last, if it is not recorded yet; waits for its critic.
@@ -364,14 +450,25 @@ class FlowRun:
         self._unrecorded = None
         await self.trainer.records.trained(trained, self.progress)
 
-    def _open_step(self, what: str) -> int:
+    def open_step(self, what: str) -> int:
+        """The number of the open step, in which `what` is called.
+
+        Raises:
+            FlowError: there is none.
+        """
         if not self._is_open:
-            raise FlowError(f"{what} outside of a step; call it in `async for _ in run.steps():`")
+            why = "; another loop over run.steps() has taken all of them" if self._left else ""
+            raise FlowError(
+                f"{what} outside of a step{why}; call it in `async for _ in run.steps():`"
+            )
         return self.step
+
+    def _was_called(self, name: str) -> bool:
+        return any(call.name == name for call in self._calls)
 
     def _validates(self, step: int) -> bool:
         every = self.config.trainer.test_every_steps
-        return step == self.trainer.last or self._session.is_due(every, step)
+        return self._ends or step == self.trainer.last or self._session.is_due(every, step)
 
     async def _end_training(self) -> None:
         """Wait for the updates that the next answers need; the policy's memory is free then."""
@@ -388,46 +485,42 @@ class FlowRun:
         Raises:
             FlowError: the policy was updated, and the flow has not brought its weights to them.
         """
-        phase = self._session.timeline.phase
         trained = self._trained
         validates = self._validates(self.step)
         samples = self.config.data.answers == "sampled"
         synced = None if trained is None else trained.synced
-        if trained is not None and synced is None and samples:
+        updates = [call for call in self._calls if call.name == "policy.update(batch)"]
+        if updates and synced is None and samples:
             raise FlowError(
                 f"step {self.step}: the policy was updated, and its weights were not brought to "
-                "the engines; call `await run.sync()` after policy.update(batch)"
+                "the engines; call `await run.sync()` after policy.update(batch)",
+                line=updates[0].line,
             )
         if synced is None and (samples or validates):
-            with phase("update_weights"):
+            with self._session.timeline.phase("update_weights"):
                 synced = await self.bring_weights()
             if trained is not None:
                 trained.synced = synced
         if validates:
-            with phase("testing"):
-                await self.trainer.records.validate(self.trainer.engines, self.step, self.progress)
+            await self._validate()
+
+    async def _validate(self) -> None:
+        with self._session.timeline.phase("testing"):
+            await self.trainer.records.validate(self.trainer.engines, self.step, self.progress)
+        self._validated = self.step
 
     async def _save_if_due(self) -> None:
         """Checkpoint where one is due, after the last step, and where the run was asked to stop,
         which it then does."""
-        is_last = self.step == self.last
+        is_last = self._ends or self.step == self.last
         every = self.config.trainer.save_every_steps
         if self._session.is_due(every, self.step) or is_last or self._session.stop_asked:
-            await self.record()  # the critic's update ends first
-            with self._session.timeline.phase("save_checkpoint", self.step):
-                await self.trainer.save()
+            await self._save()
             if not is_last:
                 await self._session.stop_if_asked()
 
-
-class _Steps(AsyncIterator[int]):
-    """Not a generator, whose end would come when Python collects it."""
-
-    def __init__(self, run: FlowRun) -> None:
-        self.run = run
-
-    async def __anext__(self) -> int:
-        await self.run.end_step()
-        if self.run.step >= self.run.last:
-            raise StopAsyncIteration
-        return self.run.begin_step()
+    async def _save(self) -> None:
+        await self.record()  # the critic's update ends first
+        with self._session.timeline.phase("save_checkpoint", self.step):
+            await self.trainer.save()
+        self._saved = self.step

@@ -1,0 +1,147 @@
+"""Errors in the code of a user's flow: which of them are mistakes whatever the values are, and what
+is said about them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.batch import DataProto
+from hybridflow.config.registry import describe_error, line_of
+from hybridflow.errors import HybridFlowError, SchemaError
+from hybridflow.trainer.flow_api import FlowApi, Steps
+from hybridflow.trainer.flow_calls import Call, Pending, Updating
+from hybridflow.trainer.flow_roles import Critic, Reference, RewardModel, Teacher, TrainedPolicy
+
+_NAMES: Mapping[type, str] = {
+    FlowApi: "run",
+    Steps: "run.steps()",
+    TrainedPolicy: "run.policy",
+    Critic: "run.critic",
+    Reference: "run.reference",
+    RewardModel: "run.reward_model",
+    Teacher: "run.teacher",
+    Call: "a call that is not awaited",
+    Updating: "a call that is not awaited",
+    Pending: "a call that is not awaited",
+    DataProto: "a batch",
+    types.CoroutineType: "a coroutine that is not awaited",
+    types.MethodType: "a method that is not called",
+}
+_BY_TEXT = {
+    **{kind.__name__: name for kind, name in _NAMES.items()},
+    "coroutine": _NAMES[types.CoroutineType],
+    "method": _NAMES[types.MethodType],
+}
+_IMMUTABLE = "a batch is immutable; write batch = batch.with_columns(scores=...)"
+# columns that a flow reads too early, and what writes them
+_WRITERS = {
+    "old_log_probs": "run.policy.log_probs(batch), where nothing can wait for the first update",
+    "entropys": "run.policy.log_probs(batch), where nothing can wait for the first update",
+    "ref_log_probs": "run.reference.log_probs(batch), in a run with a KL term",
+    "rm_scores": "run.reward_model.scores(batch), in a run with reward_model.path",
+    "teacher_log_probs": "run.teacher.log_probs(batch), in a run with teacher.path",
+    "values": "run.critic.values(batch), in a run with algorithm.adv_estimator=gae",
+    "returns": "run.advantages(batch), in a run with algorithm.adv_estimator=gae",
+    "advantages": "run.advantages(batch)",
+    "rewards": "run.advantages(batch)",
+    "greedy_scores": "run.samples(greedy=True)",
+}
+_COLUMN = re.compile(r"no column '(\w+)'|reads (\w+)")
+_AWAITED = re.compile(r"object (\w+) can't be used in 'await' expression")
+_SIGNATURE = re.compile(r"\(\) (?:missing \d+|takes |got an unexpected|got multiple|got some)")
+
+
+def message_of(name: str, error: BaseException, step: int = 0) -> str:
+    """The message of an error in a user's flow, with the flow, the step of a run, and the line."""
+    path = Path(name.rpartition(":")[0])
+    line = getattr(error, "line", None) or line_of(error, path)
+    said = mistake(error)
+    if said is None:
+        where = ""
+        said = describe_error(error, path)
+    else:
+        where = "" if line is None else f" (line {line})"
+        if not isinstance(error, HybridFlowError):
+            said = f"{type(error).__name__}: {said}"
+    if step and not said.startswith(f"step {step}: "):
+        said = f"step {step}: {said}"
+    return f"algorithm.flow={name}: {said}{where}"
+
+
+def mistake(error: BaseException) -> str | None:
+    """What the code of a flow does wrong whatever its values are; None where these may be the
+    cause of the error."""
+    text = str(error)
+    if isinstance(error, HybridFlowError):
+        return _of_column(text) if isinstance(error, SchemaError) else text
+    if isinstance(error, SystemExit):
+        return f"{text or 0}; a flow ends the run with `return`"
+    if isinstance(error, AttributeError):
+        return _of_attribute(error)
+    if isinstance(error, ImportError | NameError):
+        return None if isinstance(error, UnboundLocalError) else text
+    if isinstance(error, ValueError) and "read-only" in text:
+        return f"{text}; columns of a batch are, so write batch.with_columns(scores=...)"
+    return _of_type(text) if isinstance(error, TypeError) else None
+
+
+def _of_column(text: str) -> str:
+    """The message about a column, with the call that writes it."""
+    found = _COLUMN.search(text)
+    writer = None if found is None else _WRITERS.get(found[1] or found[2])
+    return text if writer is None else f"{text}. It is written by {writer}"
+
+
+def _of_attribute(error: AttributeError) -> str | None:
+    """What is said of a name that an object of ours does not have; None of other objects."""
+    kind = type(error.obj)
+    name = error.name
+    if str(error).startswith("DataProto is immutable"):
+        return _IMMUTABLE
+    if name is None or kind not in _NAMES:
+        return None
+    what = _NAMES[kind]
+    if isinstance(error.obj, Pending):
+        return f"{what} has no {name!r}; write `await run.{error.obj.name}`"
+    if isinstance(error.obj, types.CoroutineType | types.MethodType):
+        return f"{error.obj.__name__!r} is {what}, and has no {name!r}"
+    if isinstance(error.obj, DataProto) and (near := _near(name, error.obj.columns)):
+        return f"{what} has no {name!r}; a column is read as batch[{near!r}]"
+    near = _near(name, [one for one in dir(kind) if not one.startswith("_")])
+    return f"{what} has no {name!r}" + (f"; did you mean {near!r}?" if near else "")
+
+
+def _of_type(text: str) -> str | None:
+    """What is said of an operation that objects of ours do not have, or of a call with other
+    arguments; None where it may be due to values."""
+    if awaited := _AWAITED.search(text):
+        what = _BY_TEXT.get(awaited[1], f"a value of type {awaited[1]}")
+        return (
+            f"{what} is awaited. Only samples, all, sync and calls of roles are: leave `await` out"
+            if "not called" not in what
+            else f"{what} is awaited; write `()` behind it"
+        )
+    if "'DataProto' object does not support item" in text:
+        return _IMMUTABLE
+    if "'async for'" in text:
+        return f"{text}; write `async for step in run.steps():`"
+    if "a coroutine was expected" in text:
+        return f"{text}; a call of the run has begun when it is made, and is awaited as it is"
+    named = [name for name in _BY_TEXT if re.search(rf"'{name}'|\b{name}\.\w+\(\)", text)]
+    if not named and not _SIGNATURE.search(text):
+        return None
+    for name in named:
+        text = text.replace(f"{name}.", f"{_BY_TEXT[name]}.")
+        text = text.replace(f"'{name}' object", _BY_TEXT[name])
+        text = text.replace(f"'{name}'", _BY_TEXT[name])
+    return text
+
+
+def _near(name: str, names: Any) -> str | None:
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return found[0] if found else None
