@@ -140,7 +140,8 @@ def facts(run: RunFolder) -> list[Fact]:
     found = [
         _accuracy(run, number, prefix) for number, prefix in enumerate(run.val_sets() or ["val"])
     ]
-    found += [tile(run) for tile in (_reward, _steps, _time, _throughput, _layout, _model, _routes)]
+    tiles = (_reward, _steps, _time, _throughput, _layout, _model, _flow, _routes)
+    found += [tile(run) for tile in tiles]
     return [fact for fact in found if fact]
 
 
@@ -332,6 +333,12 @@ def _model(run: RunFolder) -> Fact | None:
             ", ".join([*sizes, str(run.setting("model.dtype") or "")]).strip(", "),
         )
     return None
+
+
+def _flow(run: RunFolder) -> Fact | None:
+    """The flow of a file of the user's."""
+    path, _, name = str(run.setting("algorithm.flow") or "").rpartition(":")
+    return ("Flow", _cut(name), _cut(path)) if path.endswith(".py") else None
 
 
 def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:

@@ -101,6 +101,7 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
             ],
         ),
         ("Reward model", _reward_model(run)),
+        ("Flow", _recorded(run)),
         (
             "Generation",
             [
@@ -248,6 +249,16 @@ def _reward_extras(run: RunFolder) -> list[Chart]:
         if name.startswith(prefix) and name.endswith(end):
             part = name.removeprefix(prefix).removesuffix(end)
             charts.append(_one(run, f"Reward: {part}, mean of the batch", name, "mean"))
+    return charts[:_MOST_CHARTS]
+
+
+def _recorded(run: RunFolder) -> list[Chart]:
+    """A chart for each number that the flow has recorded, and for the sampled score where the flow
+    has replaced it."""
+    charts = [_one(run, "Score as it was sampled", "critic/sampled_score/mean", "score")]
+    for name in sorted(run.names("train")):
+        if name.startswith("flow/"):
+            charts.append(_one(run, name.removeprefix("flow/"), name, ""))
     return charts[:_MOST_CHARTS]
 
 

@@ -22,6 +22,7 @@ from hybridflow.errors import (
     ClusterLostError,
     ConfigError,
     EngineError,
+    FlowError,
     RunInterrupted,
     StorageError,
     WeightSyncError,
@@ -167,7 +168,12 @@ def _train(job: Job) -> dict[str, Any]:
     compared = block_on(
         planned.compare(config, job.hf_config, session, {"actor": policy, **others})
     )
-    return _summary(session, trainer.step) | {"exported_to": exported, "planned": compared}
+    return {
+        "flow": derived.flow_name(config),
+        **_summary(session, trainer.step),
+        "exported_to": exported,
+        "planned": compared,
+    }
 
 
 def _samples(
@@ -327,7 +333,7 @@ def _run_job(
             if storage is None:
                 raise
             raise StorageError(f"{storage}; {_how_to_resume(session.store)}") from error
-        except (WorkerError, EngineError, WeightSyncError) as error:
+        except (WorkerError, EngineError, WeightSyncError, FlowError) as error:
             error.args = (f"{error}\n{_how_to_resume(session.store)}",)
             raise
         finally:

@@ -27,6 +27,7 @@ from hybridflow.errors import (
     HybridFlowError,
     ResourceError,
     RunStopped,
+    SchemaError,
 )
 from hybridflow.rollout.evaluation import Validator
 from hybridflow.rollout.protocols import Engines
@@ -105,16 +106,15 @@ class RLTrainer:
         name = derived.flow_name(self.config)
         try:
             await run.follow()
-        except (RunStopped, ResourceError):
-            raise  # whatever the flow was doing
-        except HybridFlowError as error:
-            if is_user_entry(name):
-                error.args = (message_of(name, error, self.step),)
-            raise
         except (Exception, SystemExit) as error:
-            if not is_user_entry(name):
+            # the last two: whatever the flow was doing
+            if not is_user_entry(name) or isinstance(error, RunStopped | ResourceError):
                 raise
-            raise FlowError(message_of(name, error, self.step)) from error
+            said = message_of(name, error, self.step)
+            if isinstance(error, HybridFlowError) and not isinstance(error, SchemaError):
+                error.args = (said,)
+                raise
+            raise FlowError(said) from error
 
     # ---- checkpoints
 

@@ -57,7 +57,8 @@ def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str
     answered = batch.lengths("response_ids") > 0
     metrics = {
         **answer_metrics(batch),
-        **spread("critic/rewards", batch["rewards"][answered]),
+        # a flow may have made advantages of its own, without rewards
+        **(spread("critic/rewards", batch["rewards"][answered]) if "rewards" in batch else {}),
         **_token_spread("critic/advantages", batch, "advantages"),
         "actor/entropy": _token_spread("", scored, "entropys").get("/mean", 0.0),
         **(_engine_metrics(scored) if "rollout_log_probs" in batch else {}),

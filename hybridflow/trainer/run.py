@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from hybridflow.batch import DataProto
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config import derived
 from hybridflow.config.entries import FLOWS, flow_options
 from hybridflow.config.registry import is_user_entry
@@ -261,14 +261,18 @@ class FlowRun:
         """
         held = dict(batch.items())
         own = [name for name in names if name in held and held[name] is not self._added.get(name)]
+        columns = {}
         for name in own:
-            if batch.lengths(name).tolist() != batch.lengths("response_ids").tolist():
+            column = batch[name]
+            offsets = batch.jagged("response_ids").offsets
+            if not isinstance(column, Jagged) or column.offsets.tolist() != offsets.tolist():
                 raise FlowError(
-                    f"the column {name} has other lengths than response_ids: it has one value for "
-                    f"each token of the answer; write Jagged(values, batch['response_ids'].offsets)"
+                    f"the column {name} does not have one value for each token of the answers; "
+                    "write Jagged(values, batch['response_ids'].offsets)"
                 )
             refuse_nonfinite(batch, name, self.step)
-        return self.trainer.samples.keep(batch) if own else batch
+            columns[name] = Jagged(column.values.astype(np.float32, copy=False), column.offsets)
+        return self.trainer.samples.keep(batch.with_columns(**columns)) if own else batch
 
     def _check_rows(self, batch: DataProto, update: str) -> None:
         """Rows of other number than the step's samples must divide into mini-batches."""

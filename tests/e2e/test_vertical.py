@@ -40,6 +40,7 @@ SUMMARY = {
     "engine_restarts",
     "planned",
     "exported_to",
+    "flow",
 }
 
 

@@ -233,7 +233,7 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
         # columns of its own
         (
             GRPO.replace("run.advantages(batch)", "batch.with_columns(advantages=batch['scores'])"),
-            "column 'advantages' is not jagged",
+            "advantages does not have one value for each token of the answers; write Jagged(",
             10,
         ),
         (

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hybridflow.batch import DataProto
 from hybridflow.config.entries import FLOWS
 from hybridflow.errors import ConfigError, FlowError, HybridFlowError
 from hybridflow.single_controller import block_on
@@ -55,14 +57,157 @@ def test_a_flow_in_a_file_makes_the_calls_of_the_built_in_one(tmp_path: Path, kl
     assert metrics[0] == metrics[1]
 
 
-def test_a_flow_may_end_the_run_before_its_last_step(tmp_path: Path) -> None:
-    body = GRPO + "    if step == 2:\n        return\n"
-    config = following(config_of(tmp_path / "run", total_steps=9), own(tmp_path, body))
-    trainer = fitted(trainer_of(config, World()))
+ENDS = [
+    ("    if step == 2:\n        return\n", ""),
+    ("    if step == 2:\n        break\n", ""),
+    # before it has called anything in step 3
+    ("", "    if step == 3:\n        return\n"),
+]
+
+
+@pytest.mark.parametrize(("after", "before"), ENDS)
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_flow_that_ends_early_ends_the_run_as_its_last_step_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], after: str, before: str, every: int
+) -> None:
+    body = GRPO.replace(
+        "    batch = await run.samples()", before + "    batch = await run.samples()"
+    )
+    config = config_of(
+        tmp_path / "run",
+        total_steps=9,
+        save_every_steps=every,
+        test_every_steps=every,
+        loggers=("jsonl", "console"),
+    )
+    trainer = fitted(trainer_of(following(config, own(tmp_path, body + after)), World()))
     block_on(trainer.session.store.wait())
     latest = trainer.session.store.latest()
     assert trainer.step == 2 and latest is not None and latest.step == 2
     assert [record["step"] for record in records(trainer, "train")] == [1, 2]
+    assert [record["step"] for record in records(trainer, "val")] == [0, 2]
+    assert "the flow has ended the run after step 2 of 9" in capsys.readouterr().out
+
+
+def test_a_resumed_flow_that_has_ended_ends_at_once(tmp_path: Path) -> None:
+    body = f"if run.state.get('done'):\n    return\n{GRPO}    run.state['done'] = True\n    return"
+    config = following(config_of(tmp_path / "run", total_steps=9), own(tmp_path, body))
+    fitted(trainer_of(config, World())).session.close()
+    world = World()
+    trainer = trainer_of(config, world)
+    checkpoint = trainer.session.store.latest()
+    assert checkpoint is not None and checkpoint.step == 1
+
+    async def go_on() -> None:
+        await trainer.resume(checkpoint)
+        await trainer.fit()
+
+    block_on(go_on())
+    assert trainer.step == 1 and "generate" not in world.calls
+
+
+def test_a_flow_in_two_phases_leaves_the_first_loop_and_begins_another(tmp_path: Path) -> None:
+    body = GRPO + "    if step == 1:\n        break\n" + GRPO
+    config = following(config_of(tmp_path / "run"), own(tmp_path, body))
+    trainer = fitted(trainer_of(config, World()))
+    assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3]
+
+
+def test_numbers_that_a_flow_records_are_metrics_of_their_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = (
+        BEGIN + "    run.record(cost=np.float32(step / 2))\n    if step == 2:\n        continue\n"
+    )
+    body = "import numpy as np\n" + body + GRPO.split("samples()\n", 1)[1]
+    config = config_of(tmp_path / "run", loggers=("jsonl", "console"))
+    trainer = fitted(trainer_of(following(config, own(tmp_path, body)), World()))
+    assert "  cost 1.000" in capsys.readouterr().out
+    found = records(trainer, "train")
+    assert [record["flow/cost"] for record in found] == [0.5, 1.0, 1.5]
+    assert not any("critic/sampled_score/mean" in record for record in found)
+
+
+def test_a_score_that_a_flow_replaces_is_shown_with_the_sampled_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = GRPO.replace(
+        "    batch = await run.all",
+        "    batch = batch.with_columns(scores=batch['scores'] - 1)\n    batch = await run.all",
+    )
+    config = config_of(tmp_path / "run", total_steps=1, loggers=("jsonl", "console"))
+    trainer = fitted(trainer_of(following(config, own(tmp_path, body)), World()))
+    assert "reward -0.500  ppo_kl 0.050  length 2.875  sampled 0.500" in capsys.readouterr().out
+    (record,) = records(trainer, "train")
+    assert record["critic/score/mean"] == -0.5 and record["critic/sampled_score/mean"] == 0.5
+
+
+OWN_ADVANTAGES = GRPO.replace(
+    "    batch = run.advantages(batch)\n",
+    """    from hybridflow import Jagged
+    import numpy as np
+    offsets = batch["response_ids"].offsets
+    batch = batch.with_columns(advantages=Jagged(VALUES, offsets))
+""",
+)
+
+
+def test_advantages_of_a_flow_are_trained_on(tmp_path: Path) -> None:
+    body = OWN_ADVANTAGES.replace("VALUES", "np.arange(float(offsets[-1]))")
+    world = World()
+    seen = list[DataProto]()
+    update = world.update
+
+    async def noted(method: Any, batch: DataProto, seed: int | None = None) -> Any:
+        seen.append(batch)
+        return await update(method, batch, seed)
+
+    world.update = noted  # type: ignore[method-assign]
+    config = following(config_of(tmp_path / "run", total_steps=1), own(tmp_path, body))
+    trainer = fitted(trainer_of(config, world))
+    values = seen[0].jagged("advantages").values
+    assert values.dtype == np.float32 and values.tolist() == list(range(len(values)))
+    (record,) = records(trainer, "train")
+    assert record["critic/advantages/max"] == len(values) - 1
+    assert "critic/rewards/mean" not in record
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            OWN_ADVANTAGES.replace("VALUES", "np.where(np.arange(offsets[-1]) == 4, np.nan, 0)"),
+            r"step 1: the column advantages is not finite in row 1 of 8: the flow has made it so",
+        ),
+        (
+            GRPO.replace(
+                "run.advantages(batch)",
+                "run.advantages(batch.with_columns(scores=batch['scores'] / 0))",
+            ),
+            r"step 1: the column scores is not finite in row 0, 1, 2, 3, 4 and 3 more of 8",
+        ),
+        (
+            GRPO.replace("    await run.pol", "    batch = batch.rows([0])\n    await run.pol"),
+            r"step 1: policy.update\(batch\) is given 1 rows of 8, .* `batch = run.leave_out\(",
+        ),
+        (GRPO + "    if step == 2: 1 / 0", r"step 2: ZeroDivisionError: .* \(line 12\)$"),
+    ],
+)
+def test_an_error_of_a_run_names_step_and_line(tmp_path: Path, body: str, message: str) -> None:
+    text = error_of(tmp_path, body)
+    assert re.search(message, text) and re.search(r"\(line \d+\)$", text), text
+
+
+def test_rows_that_are_left_out_have_no_token_that_counts(tmp_path: Path) -> None:
+    body = GRPO.replace(
+        "    batch = run.adv",
+        "    batch = run.leave_out(batch, batch['scores'] < 1)\n"
+        "    run.record(kept=batch['response_mask'].values.sum())\n    batch = run.adv",
+    )
+    config = following(config_of(tmp_path / "run", total_steps=1), own(tmp_path, body))
+    (record,) = records(fitted(trainer_of(config, World())), "train")
+    # of every second of answers of 2, 3, 4, 2, ... tokens
+    assert record["flow/kept"] == 2 + 4 + 3 + 2
 
 
 def test_a_step_without_an_update_is_recorded_and_trains_nothing(tmp_path: Path) -> None:
