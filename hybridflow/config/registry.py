@@ -176,8 +176,11 @@ def import_file(path: Path, key: str) -> ModuleType:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             sys.modules.pop(name, None)
+            hint = ""
+            if isinstance(error, ImportError) and path.with_name(f"{error.name}.py").is_file():
+                hint = f"; {error.name}.py is next to it, and found with PYTHONPATH={path.parent}"
             raise ConfigError(
-                f"{path} ({key}) cannot be imported: {describe_error(error, path)}"
+                f"{path} ({key}) cannot be imported: {describe_error(error, path)}{hint}"
             ) from error
     return module
 

@@ -133,7 +133,9 @@ class FlowApi:
         Raises:
             LogprobMismatchError: engines and trainer differ by more than the bound.
         """
-        return self._run.add_advantages(checked_batch(batch, "advantages"))
+        given = checked_batch(batch, "advantages")
+        with self._run.calling():
+            return self._run.add_advantages(given)
 
     def leave_out(self, batch: DataProto, rows: np.ndarray) -> DataProto:
         """The batch with no token of the `rows` [B] bool in its response mask."""
@@ -191,7 +193,8 @@ class Steps(AsyncIterator[int]):
         self._run = run
 
     async def __anext__(self) -> int:
-        return await self._run.next_step(self)
+        with self._run.calling():
+            return await self._run.next_step(self)
 
     def __iter__(self) -> NoReturn:
         raise FlowError("steps() is waited for; write `async for step in run.steps():`")

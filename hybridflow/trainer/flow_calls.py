@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -24,6 +25,9 @@ class Noting(Protocol):
     def note(self, call: Pending[Any]) -> None:
         """Keep a call until the end of its step, by when it is awaited."""
 
+    def calling(self) -> AbstractContextManager[None]:
+        """The time inside is the run's, and not the flow's own."""
+
     async def merged(self, calls: Sequence[Call]) -> DataProto:
         """The batch of the calls with the columns of all of them."""
 
@@ -40,12 +44,14 @@ class Pending(Generic[T]):
         self.name = name
         self.line = run.line()
         self.is_awaited = False
+        self._run = run
         self._work = work
         run.note(self)
 
     def __await__(self) -> Generator[Any, None, T]:
         self.take()
-        return self._work().__await__()
+        with self._run.calling():
+            return (yield from self._work().__await__())
 
     def __getitem__(self, name: object) -> NoReturn:
         raise FlowError(_not_awaited(self))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeVar
@@ -30,6 +30,7 @@ from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.flow_api import FlowApi
 from hybridflow.trainer.flow_calls import Call, Pending, refuse_nonfinite
 from hybridflow.trainer.flow_roles import Critic, Reference, RewardModel, Teacher, TrainedPolicy
+from hybridflow.trainer.flow_watch import FlowWatch
 from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Records, Trained
@@ -91,6 +92,8 @@ class FlowRun:
         self.doubts: list[str] = []
         self._file = str(Path(name.rpartition(":")[0]).resolve()) if is_user_entry(name) else ""
         self._body: Any = None  # the coroutine
+        self._watch = FlowWatch()
+        self.calling = self._watch.calling
         self._session = trainer.session
         self._spans = ExitStack()  # of the open step
         self._calls: list[Pending[Any]] = []  # of the open step
@@ -208,6 +211,15 @@ class FlowRun:
         frame = None if self._body is None else self._body.cr_frame
         return None if frame is None else frame.f_lineno
 
+    def _watched(self) -> AbstractContextManager[None]:
+        """Say where a user's flow is that makes no call for long; the check has a deadline."""
+        if self.is_tracing or not self._file:
+            return nullcontext()
+        return self._watch.saying(
+            self.progress.message,
+            lambda: f"step {self.step}: the flow has been in line {self.body_line()}",
+        )
+
     # ---- what its roles ask
 
     @property
@@ -321,7 +333,8 @@ class FlowRun:
         """Run the flow to the end of its last step, or to the one after which it returns."""
         try:
             self._body = self.flow.body(FlowApi(self))
-            await self._body
+            with self._watched():
+                await self._body
             await self._end_early()
         except BaseException:
             await self._memory.__aexit__(*sys.exc_info())

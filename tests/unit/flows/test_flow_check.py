@@ -312,6 +312,13 @@ def test_what_is_no_flow_is_refused_where_it_is_registered(
     assert message in str(caught.value), caught.value
 
 
+def test_a_module_next_to_the_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "next_to_it.py").write_text("")
+    (tmp_path / "own_flow.py").write_text("import next_to_it\n")
+    with pytest.raises(ConfigError, match=rf"\(line 1\); .* found with PYTHONPATH={tmp_path}$"):
+        FLOWS.get(f"{tmp_path / 'own_flow.py'}:mine")
+
+
 def test_a_critic_that_never_learns_is_refused(tmp_path: Path) -> None:
     body = GRPO.replace(PASSES, PASSES.replace("run.reference.log_probs", "run.critic.values"))
     name = own(tmp_path, body, ("policy", "critic"))

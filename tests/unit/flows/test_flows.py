@@ -14,6 +14,7 @@ from hybridflow.batch import DataProto
 from hybridflow.config.entries import FLOWS
 from hybridflow.errors import ConfigError, FlowError, HybridFlowError
 from hybridflow.single_controller import block_on
+from hybridflow.trainer import flow_watch
 from hybridflow.trainer.loop import RLTrainer
 from tests.unit.flows.bodies import BEGIN, FIRST, GRPO, following, own
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
@@ -196,6 +197,22 @@ def test_advantages_of_a_flow_are_trained_on(tmp_path: Path) -> None:
 def test_an_error_of_a_run_names_step_and_line(tmp_path: Path, body: str, message: str) -> None:
     text = error_of(tmp_path, body)
     assert re.search(message, text) and re.search(r"\(line \d+\)$", text), text
+
+
+@pytest.mark.parametrize("wait", ["await asyncio.sleep", "time.sleep"])
+def test_a_flow_that_makes_no_call_for_long_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wait: str,
+) -> None:
+    monkeypatch.setattr(flow_watch, "_FIRST_S", 0.05)
+    body = f"import asyncio, time\n{GRPO.strip()}\n    if step == 2:\n        {wait}(0.4)\n"
+    config = config_of(tmp_path / "run", loggers=("jsonl", "console"))
+    fitted(trainer_of(following(config, own(tmp_path, body)), World()))
+    said = capsys.readouterr().out.splitlines()
+    found = [line for line in said if "without a call of the run" in line]
+    assert any(line.startswith("step 2: the flow has been in line 14 for") for line in found), said
 
 
 def test_rows_that_are_left_out_have_no_token_that_counts(tmp_path: Path) -> None:
