@@ -43,8 +43,14 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
     """The flow against the roles that the other settings start, and against runs that do not
     train."""
     name = derived.flow_name(config)
-    called = FLOWS.get(name).roles
+    flow = FLOWS.get(name)
+    called = flow.roles
     given = f"algorithm.flow={name}"
+    if flow.policy_losses and config.actor.policy_loss not in flow.policy_losses:
+        yield (
+            f"actor.policy_loss={config.actor.policy_loss} with {given}, whose loss is another "
+            f"one: set actor.policy_loss={flow.policy_losses[0]}"
+        )
     roles = [role for role in derived.roles_in_use(config) if role != "actor"]
     if derived.needs_reference(config) and "reference" not in roles:
         roles.append("reference")

@@ -72,12 +72,15 @@ class Flow:
         body: the async function over the run.
         roles: the attributes of the run that it calls, for example "critic".
         options: a frozen dataclass; every field has a default.
+        policy_losses: the values of actor.policy_loss under which it is what its paper defines;
+            empty: any.
         name: the one that it is registered under. line: where, in its file.
     """
 
     body: Callable[[Any], Coroutine[Any, Any, None]]
     roles: tuple[str, ...]
     options: type
+    policy_losses: tuple[str, ...]
     name: str
     line: int | None
 

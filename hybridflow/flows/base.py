@@ -154,7 +154,11 @@ class Run(Protocol):
 
 
 def flow(
-    name: str, *, roles: Iterable[str] | None = None, options: type = NoOptions
+    name: str,
+    *,
+    roles: Iterable[str] | None = None,
+    options: type = NoOptions,
+    policy_losses: tuple[str, ...] = (),
 ) -> Callable[[Body], Body]:
     """Register a flow.
 
@@ -164,6 +168,8 @@ def flow(
             teacher. A run whose settings start another role is refused.
         options: a frozen dataclass whose fields are the keys of `algorithm.flow_options`, with
             types and defaults. The flow reads them as `run.options`.
+        policy_losses: the values of `actor.policy_loss` under which it is what its paper defines;
+            empty: any.
     """
     if not isinstance(name, str):
         raise ConfigError(
@@ -174,7 +180,7 @@ def flow(
         _check_body(name, body)
         if roles is None:
             raise ConfigError(f"flow {name!r} names no roles: write {_decorator(name, body)}")
-        return Flow(body, _checked_roles(name, roles), options, name, _line_of(body))
+        return Flow(body, _checked_roles(name, roles), options, policy_losses, name, _line_of(body))
 
     return FLOWS.entry(name, registered)
 

@@ -4,6 +4,7 @@ roles that compute nothing and engines that answer nothing."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import threading
 import warnings
@@ -17,7 +18,6 @@ import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config import derived
-from hybridflow.config.registry import is_user_entry
 from hybridflow.config.schema import RunConfig
 from hybridflow.dispatch import method_spec
 from hybridflow.errors import ConfigError, FlowError, SchemaError
@@ -41,7 +41,8 @@ _NEVER_AWAITED = re.compile(r"coroutine '([\w.<>]+)' was never awaited")
 
 
 def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
-    """Follow a user's flow for two steps; built-in flows need no check.
+    """Follow the flow that `algorithm.flow` names for two steps. One that the other settings choose
+    fits them.
 
     Values are invented, so code of the flow that fails on them is a warning.
 
@@ -50,7 +51,7 @@ def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
             of Python's that no value excuses, or does not end; names the line.
     """
     name = derived.flow_name(config)
-    if not is_user_entry(name):
+    if config.algorithm.flow is None:
         return
     invented = _Invented(config)
     with Progress(0, "", enabled=False) as progress:
@@ -59,7 +60,7 @@ def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
             warnings.simplefilter("always", RuntimeWarning)
             error = _error_of(run)
     if error is None:
-        error = _forgotten(warned) or _not_called(run, config, Path(name.rpartition(":")[0]))
+        error = _forgotten(warned) or _not_called(run, config)
     if error is not None and mistake(error) is not None:
         raise ConfigError(message_of(name, error)) from error
     for doubt in dict.fromkeys(run.doubts):
@@ -117,11 +118,12 @@ def _forgotten(warned: Sequence[warnings.WarningMessage]) -> FlowError | None:
     return None
 
 
-def _not_called(run: FlowRun, config: RunConfig, path: Path) -> FlowError | None:
+def _not_called(run: FlowRun, config: RunConfig) -> FlowError | None:
     """The error of a flow that leaves out what the run's settings ask for: updates, and calls of
     the roles that they start. What the file names and two invented steps do not reach is a
     doubt."""
-    text = path.read_text(encoding="utf-8")
+    file = inspect.getsourcefile(inspect.unwrap(run.flow.body))
+    text = "" if file is None else Path(file).read_text(encoding="utf-8")
     for call, (pattern, why) in _wanted(config).items():
         if any(name.startswith(call) for name in run.called):
             continue

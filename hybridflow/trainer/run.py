@@ -276,8 +276,8 @@ class FlowRun:
         columns = {}
         for name in own:
             column = batch[name]
-            offsets = batch.jagged("response_ids").offsets
-            if not isinstance(column, Jagged) or column.offsets.tolist() != offsets.tolist():
+            lengths = batch.lengths("response_ids").tolist()
+            if not isinstance(column, Jagged) or column.lengths.tolist() != lengths:
                 raise FlowError(
                     f"the column {name} does not have one value for each token of the answers; "
                     "write Jagged(values, batch['response_ids'].offsets)"

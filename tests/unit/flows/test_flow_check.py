@@ -312,6 +312,12 @@ def test_what_is_no_flow_is_refused_where_it_is_registered(
     assert message in str(caught.value), caught.value
 
 
+def test_a_built_in_flow_that_the_estimator_does_not_fit_is_refused(tmp_path: Path) -> None:
+    algorithm = AlgorithmConfig(flow="grpo", adv_estimator="remax")
+    with pytest.raises(ConfigError, match=r"algorithm.flow=grpo: .*run.samples\(greedy=True\)"):
+        checked(replace(config_of(tmp_path / "run"), algorithm=algorithm))
+
+
 def test_a_module_next_to_the_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "next_to_it.py").write_text("")
     (tmp_path / "own_flow.py").write_text("import next_to_it\n")
