@@ -15,6 +15,7 @@ from hybridflow.config.entries import (
     FLOWS,
     POLICY_LOSSES,
     estimator_options,
+    flow_options,
     policy_loss_options,
 )
 from hybridflow.config.keys import hints_of, value_at
@@ -170,9 +171,11 @@ def _algorithm(config: RunConfig) -> list[str]:
     estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
     loss = POLICY_LOSSES.get(config.actor.policy_loss)
     flow = derived.flow_name(config)
+    given = to_plain(flow_options(config.algorithm))
+    options = f"; {_options(given)}" if given else ""
     return [
         "Algorithm",
-        f"  flow        = {flow}, which calls {', '.join(FLOWS.get(flow).roles)}",
+        f"  flow        = {flow}, which calls {', '.join(FLOWS.get(flow).roles)}{options}",
         (
             f"  advantages  = algorithm.adv_estimator {config.algorithm.adv_estimator} of "
             f"scores{''.join(f', {name}' for name in estimator.reads)}; "

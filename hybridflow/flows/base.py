@@ -154,7 +154,7 @@ class Run(Protocol):
 
 
 def flow(
-    name: str,
+    name: str = "",
     *,
     roles: Iterable[str] | None = None,
     options: type = NoOptions,
@@ -171,7 +171,7 @@ def flow(
         policy_losses: the values of `actor.policy_loss` under which it is what its paper defines;
             empty: any.
     """
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name:
         raise ConfigError(
             f"@flow takes the name of the flow: write {_decorator(_name_of(name), name)}"
         )

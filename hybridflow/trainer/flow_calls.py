@@ -150,6 +150,8 @@ def checked_batch(given: object, call: str) -> DataProto:
     hint = ""
     if inspect.isawaitable(given):
         hint = ", which is not awaited: write `await` before its call"
+    elif isinstance(given, list | tuple):
+        hint = "; run.all(...) joins calls to one batch"
     elif given is None:
         hint = "; has a function forgotten to return it?"
     elif callable(given):

@@ -51,6 +51,11 @@ _WRITERS = {
     "rewards": "run.advantages(batch)",
     "greedy_scores": "run.samples(greedy=True)",
 }
+_REMEDIES = (
+    (ValueError, "read-only", "columns of a batch are, so write batch.with_columns(scores=...)"),
+    (SystemExit, "", "a flow ends the run with `return`"),
+    (RuntimeError, "event loop", "a flow runs in one: write `await` in place of it"),
+)
 _COLUMN = re.compile(r"no column '(\w+)'|reads (\w+)")
 _AWAITED = re.compile(r"object (\w+) can't be used in 'await' expression")
 _SIGNATURE = re.compile(r"\(\) (?:missing \d+|takes |got an unexpected|got multiple|got some)")
@@ -79,15 +84,16 @@ def mistake(error: BaseException) -> str | None:
     text = str(error)
     if isinstance(error, HybridFlowError):
         return _of_column(text) if isinstance(error, SchemaError) else text
-    if isinstance(error, SystemExit):
-        return f"{text or 0}; a flow ends the run with `return`"
     if isinstance(error, AttributeError):
         return _of_attribute(error)
     if isinstance(error, ImportError | NameError):
         return None if isinstance(error, UnboundLocalError) else text
-    if isinstance(error, ValueError) and "read-only" in text:
-        return f"{text}; columns of a batch are, so write batch.with_columns(scores=...)"
-    return _of_type(text) if isinstance(error, TypeError) else None
+    if isinstance(error, TypeError):
+        return _of_type(text)
+    for kind, part, remedy in _REMEDIES:
+        if isinstance(error, kind) and part in text:
+            return f"{text}; {remedy}"
+    return None
 
 
 def _of_column(text: str) -> str:

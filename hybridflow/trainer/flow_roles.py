@@ -182,8 +182,8 @@ class TrainedPolicy:
             )
         if "advantages" not in batch:
             raise FlowError(
-                "policy.update(batch): the batch has no advantages; call `run.advantages(batch)` "
-                "before it"
+                "policy.update(batch): the batch has no advantages; write "
+                "`batch = run.advantages(batch)` before it"
             )
         batch = run.with_own_columns(batch, ["advantages"])
         if run.step <= run.config.trainer.critic_warmup:

@@ -85,9 +85,8 @@ class RLTrainer:
     async def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""
         trainer = self.config.trainer
-        name = self.config.algorithm.flow or ""
-        built_in = "PPO" if self.critic else "GRPO"
-        title = name.rpartition(":")[2] if is_user_entry(name) else built_in
+        name = self.config.algorithm.flow or ("PPO" if self.critic else "GRPO")
+        title = name.rpartition(":")[2]
         with self.session.progress(self.last, title, self.step) as progress:
             if self.step == 0 and self.config.sft.steps:
                 # ranks that are lost from here on come back with the warm start

@@ -38,6 +38,7 @@ from hybridflow.trainer.samples import Samples
 from hybridflow.trainer.session import Session
 
 T = TypeVar("T")
+_UPDATE = "policy.update(batch)"
 
 
 class Trainer(Protocol):
@@ -190,7 +191,7 @@ class FlowRun:
 
     async def bring_to_engines(self, step: int) -> None:
         """Bring the policy's weights to the engines where these are going to be asked."""
-        if self._trained is None:
+        if self._trained is None or not self._was_called(_UPDATE):
             raise FlowError("sync() comes after policy.update(batch)")
         await self._end_training()
         if self.config.data.answers == "sampled" or self._validates(step):
@@ -506,7 +507,7 @@ class FlowRun:
         validates = self._validates(self.step)
         samples = self.config.data.answers == "sampled"
         synced = None if trained is None else trained.synced
-        updates = [call for call in self._calls if call.name == "policy.update(batch)"]
+        updates = [call for call in self._calls if call.name == _UPDATE]
         if updates and synced is None and samples:
             raise FlowError(
                 f"step {self.step}: the policy was updated, and its weights were not brought to "

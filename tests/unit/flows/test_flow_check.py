@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hybridflow.config import explain
 from hybridflow.config.check_entries import problems
 from hybridflow.config.entries import FLOWS
 from hybridflow.config.schema import AlgorithmConfig, RunConfig
@@ -199,6 +200,21 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
             "reference.log_probs(batch) is over another one than policy.log_probs(batch)",
             8,
         ),
+        (
+            GRPO.replace("run.all", "__import__('asyncio').gather"),
+            "given a value of type list; run.all(...) joins calls to one batch",
+            9,
+        ),
+        (
+            BEGIN + "    import asyncio\n    asyncio.run(asyncio.sleep(0))",
+            "a flow runs in one: write `await` in place of it",
+            9,
+        ),
+        (
+            GRPO.replace("    batch = run.adv", "    run.adv"),
+            "the batch has no advantages; write `batch = run.advantages(batch)` before it",
+            10,
+        ),
         # names
         (GRPO.replace("run.samples()", "run.sample()"), "no 'sample'; did you mean 'samples'?", 7),
         (GRPO.replace("y.log_probs", "y.log_prob"), "run.policy has no 'log_prob'; did you", 8),
@@ -277,7 +293,7 @@ def test_a_flow_that_does_not_end_is_refused_with_its_line(
     ("head", "message"),
     [
         ("@flow\nasync def mine(run):", "write @flow('mine', roles=('policy',)) (line 4)"),
-        ("@flow()\nasync def mine(run):", "missing 1 required positional argument: 'name' (line"),
+        ("@flow()\nasync def mine(run):", "write @flow('mine', roles=('policy',)) (line 4)"),
         (
             "@flow('mine')\nasync def mine(run):",
             "flow 'mine' names no roles: write @flow('mine', roles=('policy',)) (line 4)",
@@ -360,6 +376,12 @@ class Options:
 @flow("mine", roles=("policy", "reference"), options=Options)
 async def mine(run):
 """
+
+
+def test_options_of_a_flow_are_explained(tmp_path: Path) -> None:
+    algorithm = AlgorithmConfig(flow="rejection", flow_options={"best": 2})
+    config = replace(config_of(tmp_path / "run"), algorithm=algorithm)
+    assert "reward_model; threshold=0.0, best=2" in "\n".join(explain._algorithm(config))
 
 
 def test_options_of_a_flow_are_checked(tmp_path: Path) -> None:

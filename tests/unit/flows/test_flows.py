@@ -334,7 +334,7 @@ def test_a_state_that_would_come_back_otherwise_is_refused(tmp_path: Path, value
         ),
         (
             BEGIN + "    await run.policy.update(await run.policy.log_probs(batch))",
-            "the batch has no advantages; call `run.advantages(batch)`",
+            "the batch has no advantages; write `batch = run.advantages(batch)`",
             2,
         ),
         (BEGIN + "    raise ValueError('mine')", "ValueError: mine", 2),
