@@ -1,5 +1,6 @@
-"""Conversations: how a prompt becomes answers, calls of tools and observations, token by token.
+"""Conversations: a prompt becomes answers, tool calls and observations, token by token.
 
-`conversation` holds the tokens, `loops` say what happens between them, `formats` read calls out of
-an answer, `tools` are what is called. The engines are reached through `rollout.conversations`.
+`conversation` stores the tokens, `loops` decide what happens between answers, `formats` parse tool
+calls out of an answer, and `tools` implement them. The engines are reached through
+`rollout.conversations`.
 """

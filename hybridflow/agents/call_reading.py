@@ -1,5 +1,6 @@
-"""The calls of an answer: what follows its thinking, in a format, with arguments of the types that
-tools declare."""
+"""Parsing of tool calls from an answer, after its thinking, with arguments converted to the types
+that the tools declare.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +31,14 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 def read_calls(
     call_format: str, answer: str, tools: Mapping[str, Schema], *, thinking_open: bool = False
 ) -> list[Call]:
-    """The calls in an answer, in order. What is written in its thinking calls nothing, and a marker
-    of a thinking in an argument opens none.
+    """Parse the calls in an answer, in order. Text inside the thinking is never parsed as a call,
+    and a
+    thinking marker inside an argument does not open a thinking.
 
     Args:
         call_format: `rollout.agent.call_format`.
-        tools: the JSON schema of each tool's arguments, by its name.
-        thinking_open: the answer begins inside of a thinking.
+        tools: the JSON schema of each tool's arguments, by tool name.
+        thinking_open: True if the answer starts inside a thinking block.
     """
     names = {name: tuple(schema.get("properties") or ()) for name, schema in tools.items()}
     read = FORMATS.get(call_format)
@@ -46,8 +48,8 @@ def read_calls(
 
 
 async def while_others_go_on(read: Callable[[str], T], answer: str) -> T:
-    """What `read` makes of an answer. A long one is read in a thread, so that other conversations
-    go on."""
+    """Return `read(answer)`. Long answers are parsed in a thread, so that other conversations
+    continue."""
     return (
         read(answer) if len(answer) <= DRIVER_CHARACTERS else await asyncio.to_thread(read, answer)
     )
@@ -55,8 +57,8 @@ async def while_others_go_on(read: Callable[[str], T], answer: str) -> T:
 
 @functools.cache
 def format_of(example: str) -> str | None:
-    """The built-in format in which this answer calls `lookup` with {"key": "value"}; None where
-    there is none."""
+    """Return the built-in format in which `example` calls `lookup` with {"key": "value"}, or
+    None."""
     schema = {"properties": {"key": {"type": "string"}}}
     for name in FORMATS.names():
         calls = read_calls(name, example, {"lookup": schema})
@@ -72,7 +74,8 @@ def _typed(call: Call, schema: Schema) -> Call:
     arguments: dict[str, Any] = {}
     for name, value in call.arguments.items():
         kinds = _kinds(declared.get(name))
-        is_said = "string" in kinds or not kinds  # a string of JSON is one, where it may be
+        # a JSON string stays text if the schema allows a string
+        is_said = "string" in kinds or not kinds
         if not isinstance(value, str) or (is_said and not call.is_text):
             arguments[name] = _fitted(value, declared.get(name)) if call.is_text else value
             continue
@@ -89,7 +92,7 @@ def _typed(call: Call, schema: Schema) -> Call:
 
 
 def _fitted(value: Any, schema: Any) -> Any:
-    """A value whose parts are text, with the types that the schema declares for them."""
+    """Convert the text parts of a value to the types that the schema declares."""
     inner = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, list):
         return [_fitted(one, inner.get("items")) for one in value]
@@ -101,7 +104,7 @@ def _fitted(value: Any, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> frozenset[str]:
-    """The types that a schema allows; empty where it does not say."""
+    """Return the types that a schema allows; empty if it does not declare any."""
     if not isinstance(schema, Mapping):
         return frozenset()
     for key in ("anyOf", "oneOf"):
@@ -122,7 +125,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _value(text: str, kinds: frozenset[str]) -> Any:
-    """The value that the text writes; the text where it writes none of these types."""
+    """Parse the text as one of these types. Returns the text unchanged if that fails."""
     plain = text.strip()
     if not plain and len(kinds) == 1 and (empty := _EMPTY.get(*kinds)) is not None:
         return empty()

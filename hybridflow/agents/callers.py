@@ -1,4 +1,4 @@
-"""The connections of an HTTP server, bounded so that no client takes the places of another."""
+"""Connections of an HTTP server, bounded so that no client can use up the slots of another."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from hybridflow.process.secret import Lobby
 
 _MOST_STRANGERS = 256
 _MOST_OF_A_KEY = 16  # a conversation has one request at a time
-# connections accepted in one turn of the loop: in the five until its key is read, one keeps its
-# place
+# connections accepted per loop iteration: reading a key takes five, and an open connection must not
+# be evicted before that
 _AT_A_TIME = 8
 _BACKLOG = 1024
-_LINGER_S = 5.0  # for the last answer, once a key is no longer valid
+_LINGER_S = 5.0  # time to read the last answer after a key is revoked
 
 
 class Callers:
-    """Who is connected: strangers, and the clients of each key. Every connection holds a descriptor
-    of this process.
+    """Open connections: unauthenticated ones, and those of each key. Each holds a file descriptor
+    of
+    this process.
 
-    Strangers have 256 places between them and a key's clients 16; for a further connection the one
-    of these that has asked nothing for longest is closed. A client that is closed while it asks
-    nothing connects again.
+    Unauthenticated connections share 256 slots, and each key has 16. When they are full, a new
+    connection closes the one of the same group that has been idle longest. A client that is closed
+    while idle can reconnect.
     """
 
     def __init__(self) -> None:
@@ -34,34 +35,39 @@ class Callers:
         self._places = dict[asyncio.BaseTransport, ExitStack]()
 
     async def listen(self, host: str, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Server:
-        """A server on a free port of the host, whose connections are strangers' until `know` says
-        more."""
+        """Start a server on a free port of the host. Connections count as unauthenticated until
+        `know` is
+        called.
+        """
         listener = socket.create_server((host, 0))
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
             lambda: _counted(protocol(), self), sock=listener, backlog=_AT_A_TIME
         )
-        # asyncio takes its backlog for both: how many wait, and how many it accepts at once
+        # asyncio uses its backlog both as the listen queue and as the number of connections it
+        # accepts at once
         listener.listen(_BACKLOG)
         return server
 
     def came(self, transport: asyncio.Transport) -> None:
-        """Give a new connection a place."""
+        """Add a new connection."""
         self._places[transport] = ExitStack()
         self._move(transport, self._strangers)
 
     def know(self, transport: asyncio.BaseTransport | None, key: str) -> None:
-        """Note that a request with a valid key came over the connection."""
+        """Record that a request with a valid key arrived over the connection."""
         if isinstance(transport, asyncio.Transport) and transport in self._places:
             self._move(transport, self._clients.setdefault(key, Lobby(_MOST_OF_A_KEY)))
 
     def left(self, transport: asyncio.Transport) -> None:
-        """Free the place of a connection that has ended."""
+        """Remove a closed connection."""
         self._places.pop(transport).close()
 
     def forget(self, key: str) -> None:
-        """Close the connections of a key that is no longer valid, in a few seconds: a client may
-        read its last answer, and may not hold this process by not reading it."""
+        """Close the connections of a revoked key after a few seconds.
+
+        A client can still read its last answer, but cannot block this process by not reading it.
+        """
         if (clients := self._clients.pop(key, None)) is not None:
             asyncio.get_running_loop().call_later(_LINGER_S, clients.close)
 
@@ -76,7 +82,10 @@ def _counted(protocol: asyncio.Protocol, callers: Callers) -> asyncio.Protocol:
 
 
 class _Counted:
-    """The protocol of one connection, which is told of everything, with its place."""
+    """The protocol of one connection. Reports opening and closing to `Callers`, and forwards
+    everything
+    else.
+    """
 
     def __init__(self, protocol: asyncio.Protocol, callers: Callers) -> None:
         self._protocol = protocol

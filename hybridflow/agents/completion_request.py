@@ -1,5 +1,5 @@
-"""A request of OpenAI's chat completions, read and checked: each field is honoured, or refused by
-its name."""
+"""Validation of requests to OpenAI's chat completions: each field is honoured, or rejected by
+name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 _MOST_STOPS = 4
-# the run decides how the policy is sampled: what it is trained on must be what it does
+# sampling is set by the run: the policy must be trained on the distribution that it was sampled
+# from
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-# what no answer depends on
+# fields that do not affect the answer
 _OF_THE_SENDER = (
     *(
         "model",
@@ -23,12 +24,12 @@ _OF_THE_SENDER = (
     ),
     "prompt_cache_retention",
 )
-# {field: (values that change nothing, why another is refused)}
+# {field: (values that have no effect, why others are rejected)}
 _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "must be 1: a conversation has one answer at a time"),
     "top_logprobs": (
         (0,),
-        "must be 0: the engines tell the log-probabilities of sampled tokens alone",
+        "must be 0: the engines return log-probabilities only of sampled tokens",
     ),
     "response_format": (
         ({"type": "text"},),
@@ -38,7 +39,10 @@ _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "frequency_penalty": ((0,), "must be 0: the policy is sampled without penalties"),
     "repetition_penalty": ((1,), "must be 1: the policy is sampled without penalties"),
     "logit_bias": (({},), "must be empty: it would change what is sampled"),
-    "chat_template_kwargs": (({},), "must be empty: the prompt of the row was made without them"),
+    "chat_template_kwargs": (
+        ({},),
+        "must be empty: the prompt of the row was rendered without them",
+    ),
     "modalities": ((["text"],), 'must be ["text"]'),
     "functions": (([],), "is the old name of tools; send tools"),
     "function_call": ((), "is the old name of tool_choice; send tool_choice"),
@@ -58,8 +62,7 @@ _READ = (
 
 
 class RequestError(Exception):
-    """What is wrong with a request, told to the client with an HTTP status and the name of the
-    field."""
+    """An invalid request. Sent to the client with an HTTP status and the name of the field."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
@@ -69,19 +72,18 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What a request asks for.
+    """A validated request.
 
     Attributes:
-        messages: role and content as text, with `tool_calls`, `tool_call_id` and `name` where they
-            are given.
-        tools: declarations of functions.
-        reads_calls: calls in the answer are told as such (`tool_choice` is not none).
-        most_calls: calls that are told; None: all.
-        most: tokens of the answer; None: as many as there is room for.
-        stop: texts before which the answer ends.
-        logprobs: whether the log-probability of each token is told.
-        stream, with_usage: whether the answer comes as events, and its usage as the last of them.
-        ignored: fields of sampling that the run decides.
+        messages: role and content as text, and `tool_calls`, `tool_call_id` and `name` if given.
+        tools: function declarations.
+        reads_calls: parse tool calls from the answer (`tool_choice` is not none).
+        most_calls: maximum number of calls to return; None: all.
+        most: maximum tokens of the answer; None: the room that is left.
+        stop: stop strings.
+        logprobs: return the log-probability of each token.
+        stream, with_usage: send the answer as events, and its usage as the last of them.
+        ignored: sampling fields that the run overrides.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -97,7 +99,7 @@ class ChatRequest:
 
 
 def read_request(body: Any) -> ChatRequest:
-    """The request in a body of JSON.
+    """Parse a JSON body.
 
     Raises:
         RequestError: a field cannot be honoured.
@@ -107,7 +109,7 @@ def read_request(body: Any) -> ChatRequest:
         or not isinstance(body.get("messages"), list)
         or not body["messages"]
     ):
-        raise RequestError("messages is needed, a list of messages", param="messages")
+        raise RequestError("messages is required: a list of messages", param="messages")
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         _check(name, value)
@@ -119,7 +121,7 @@ def read_request(body: Any) -> ChatRequest:
     options = given.get("stream_options", {})
     if not isinstance(options, dict) or set(options) - {"include_usage"}:
         raise RequestError(
-            "stream_options must be an object that holds include_usage alone",
+            "stream_options must be an object with no key except include_usage",
             param="stream_options",
         )
     limits = [
@@ -170,7 +172,7 @@ def _stops(given: Any) -> tuple[str, ...]:
         or not all(isinstance(one, str) and one for one in stops)
     ):
         raise RequestError(
-            f"stop must be a text or a list of at most {_MOST_STOPS} texts", param="stop"
+            f"stop must be a string or a list of at most {_MOST_STOPS} strings", param="stop"
         )
     return tuple(stops)
 
@@ -179,7 +181,7 @@ def _tools(tools: Any) -> list[Mapping[str, Any]]:
     if not isinstance(tools, list) or not all(
         isinstance(one, dict) and _declares(one.get("function")) for one in tools
     ):
-        raise RequestError("tools must be a list of declarations of functions", param="tools")
+        raise RequestError("tools must be a list of function declarations", param="tools")
     return tools
 
 
@@ -198,14 +200,14 @@ def _message(number: int, message: Any) -> Mapping[str, Any]:
         if not all(
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
         ):
-            raise RequestError(f"message {number} has a part that is no text", param="messages")
+            raise RequestError(f"message {number} has a part that is not text", param="messages")
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
-        raise RequestError(f"the content of message {number} is no text", param="messages")
+        raise RequestError(f"the content of message {number} is not text", param="messages")
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(isinstance(one, dict) for one in calls):
         raise RequestError(
-            f"the tool_calls of message {number} are no list of calls", param="messages"
+            f"the tool_calls of message {number} are not a list of calls", param="messages"
         )
     known = {
         name: message[name]

@@ -1,10 +1,10 @@
-"""OpenAI's chat completions over conversations: a program that knows only that interface becomes an
+"""OpenAI's chat completions over conversations: any program that speaks this interface becomes an
 agent loop.
 
-One HTTP server on the loopback address answers for all conversations of a process; the API key of a
-request says which one it belongs to. A conversation stays tokens: the first request must render to
-the prompt of its row, and of every later one only what follows the last answer is taken. Nothing
-that was sampled is made again from text.
+One HTTP server on the loopback address serves all conversations of a process; the API key of a
+request identifies the conversation. A conversation is stored as tokens: the first request must
+render to the prompt of its row, and later requests only add what follows the last answer. Sampled
+tokens are never re-tokenized from text.
 """
 
 from __future__ import annotations
@@ -32,34 +32,36 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 MODEL = "policy"
-_MOST_BYTES = 16 << 20  # of a request
+_MOST_BYTES = 16 << 20  # per request
 _MOST_CONTAINERS = 100_000
-# characters that a chat template and a tokenizer may leave out of what they are given
+# a chat template and a tokenizer may drop this many characters: a factor, and a constant
 _LONGER = 4
 _SLACK = 20_000
 _log = logging.getLogger(__name__)
-_BODY_S = 60.0  # for the body of a request to come
-_IDLE_S = 60.0  # for the head of a request to come, also of the next one over a connection
-_QUIET_S = 0.02  # from one request or answer to the next, while a program is at work on it
+_BODY_S = 60.0  # deadline for the body of a request
+_IDLE_S = 60.0  # deadline for the head of a request, including the next one on the same connection
+_QUIET_S = 0.02  # a program counts as active for this long after a request or an answer
 
 
 @dataclass
 class _Served:
-    """A conversation with the requests it has had."""
+    """A conversation and the state of its requests."""
 
     conversation: Conversation
-    messages: Sequence[Mapping[str, Any]] = ()  # those of the last request
-    tools: Sequence[Mapping[str, Any]] = ()  # those of the first one
-    pending: asyncio.Task[dict[str, Any]] | None = None  # the answer to it
-    # in the last answer, as the client was told them
+    messages: Sequence[Mapping[str, Any]] = ()  # of the last request
+    tools: Sequence[Mapping[str, Any]] = ()  # of the first request
+    pending: asyncio.Task[dict[str, Any]] | None = None  # the answer to the last request
+    # calls of the last answer, as they were sent to the client
     calls: list[dict[str, Any]] = field(default_factory=list)
     over: ConversationOver | None = None
-    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # one body at a time is in memory
+    # limits memory to one body at a time
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class CompletionServer:
-    """Answers requests in the event loop that starts it; `Conversation.serve` is how an agent loop
-    gets an endpoint."""
+    """An HTTP server that runs in the event loop that starts it. Agent loops get an endpoint from
+    `Conversation.serve`.
+    """
 
     def __init__(self) -> None:
         self._served: dict[str, _Served] = {}
@@ -73,16 +75,16 @@ class CompletionServer:
 
     @property
     def is_active(self) -> bool:
-        """Whether programs are at work: a request came or an answer went a moment ago."""
+        """True if a request arrived or an answer was sent within the last moments."""
         return time.monotonic() - self._moved < _QUIET_S
 
     @asynccontextmanager
     async def endpoint(self, conversation: Conversation) -> AsyncIterator[Endpoint]:
-        """Answer for a conversation inside of the block.
+        """Serve a conversation for the duration of the block.
 
         Raises:
-            ConversationOver: the conversation came to its end inside of the block, whatever the
-                client made of that.
+            ConversationOver: the conversation ended inside the block, regardless of how the client
+                handled it.
         """
         async with self._starting:
             if self._runner is None:
@@ -94,7 +96,7 @@ class CompletionServer:
         try:
             yield Endpoint(self._base_url, key)
         except Exception:
-            if served.over is not None:  # the client was refused and failed of that
+            if served.over is not None:  # the client failed because its request was rejected
                 raise served.over from None
             raise
         finally:
@@ -106,7 +108,7 @@ class CompletionServer:
             raise served.over
 
     async def close(self) -> None:
-        """End the server and its connections."""
+        """Stop the server and close its connections."""
         if self._runner is not None and self._listener is not None:
             runner = self._runner
             self._runner = None
@@ -164,7 +166,7 @@ class CompletionServer:
             self._warn(asked)
             completion = await self._answer_to(served, asked)
             self._moved = time.monotonic()
-        except (RequestError, DataError) as error:  # DataError: of the chat template
+        except (RequestError, DataError) as error:  # DataError is raised by the chat template
             return _error(error)
         except ConversationOver as over:
             served.over = over
@@ -174,12 +176,12 @@ class CompletionServer:
         return await _streamed(request, completion, asked) if asked.stream else _json(completion)
 
     def _warn(self, asked: ChatRequest) -> None:
-        """Say once that the run decides how the policy is sampled."""
+        """Warn once that sampling fields are overridden by the run's configuration."""
         if asked.ignored and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "a program asks for %s: answers are sampled as rollout.sampling and "
-                "rollout.val_sampling say",
+                "a program's request sets %s, which has no effect: rollout.sampling and "
+                "rollout.val_sampling decide",
                 ", ".join(asked.ignored),
             )
 
@@ -190,12 +192,12 @@ class CompletionServer:
             self._show(served, asked)
             served.messages = asked.messages
             served.pending = asyncio.create_task(_next_answer(served, asked))
-        # a client that sends the same request again has lost the answer, and is given that one
+        # a repeated request means that the client lost the answer: send the same one again
         return await asyncio.shield(served.pending)
 
     @staticmethod
     def _show(served: _Served, asked: ChatRequest) -> None:
-        """Append to the conversation what the request adds to it."""
+        """Append the new messages of the request to the conversation."""
         conversation = served.conversation
         messages = asked.messages
         before = len(served.messages)
@@ -215,7 +217,7 @@ class CompletionServer:
         )
         if differs is not None:
             raise RequestError(
-                f"message {differs} is not that of the last request; a conversation only goes on"
+                f"message {differs} differs from the last request; messages can only be appended"
             )
         if len(messages) < before + 2 or not _is_last_answer(messages[before], served):
             raise RequestError(
@@ -228,11 +230,13 @@ class CompletionServer:
 def _compare(
     conversation: Conversation, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
 ) -> None:
-    """Refuse messages that are not the prompt of the row. A message of the role developer may be
-    its system message."""
+    """Reject messages that do not render to the prompt of the row. A `developer` message may stand
+    for
+    the system message.
+    """
     shown = conversation.tokenizer.decode(conversation.prompt)
     asked = sum(len(one["content"]) + 1 for one in messages) + len(json.dumps(tools))
-    # to encode megabytes would keep the other conversations waiting
+    # encoding megabytes would block the other conversations
     if asked > _LONGER * len(shown) + _SLACK:
         raise RequestError(
             f"the messages and tools of the first request have {asked} characters, the prompt of "
@@ -261,14 +265,15 @@ def _compare(
 
 
 def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
-    """Show what follows the last answer: results of its calls, and what else the program says."""
+    """Show the messages after the last answer: results of its calls, and other messages of the
+    program."""
     calls = [ShownCall(one["function"]["name"], one["id"]) for one in served.calls]
     names = {one.id: one.name for one in calls}
     shown: list[dict[str, str]] = []
     for one in new:
         if one["role"] == "assistant":
             raise RequestError(
-                "a message of the assistant follows the answer; the policy alone answers"
+                "a message of the assistant follows the answer; only the policy may answer"
             )
         known = {"tool_call_id": one["tool_call_id"]} if "tool_call_id" in one else {}
         name = one.get("name") or names.get(one.get("tool_call_id", ""))
@@ -282,7 +287,7 @@ def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
 
 
 async def _next_answer(served: _Served, asked: ChatRequest) -> dict[str, Any]:
-    """The next answer of the policy as a completion."""
+    """Sample the policy's next answer and return it as a completion."""
     conversation = served.conversation
     before = len(conversation.prompt) + len(conversation.tokens)
     text = await conversation.answer(asked.most, asked.stop)
@@ -312,7 +317,7 @@ async def _next_answer(served: _Served, asked: ChatRequest) -> dict[str, Any]:
 
 
 def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]:
-    """The last tokens with their log-probabilities, without the one that ended the answer."""
+    """Return the last `sampled` tokens with their log-probabilities, without the stop token."""
     ids = conversation.tokens[-sampled:]
     log_probs = conversation.log_probs[-sampled:]
     if ids and ids[-1] in conversation.tokenizer.stop_ids:
@@ -326,8 +331,8 @@ def _log_probs(conversation: Conversation, sampled: int) -> list[dict[str, Any]]
 
 
 def _tool_calls(conversation: Conversation, text: str, asked: ChatRequest) -> list[dict[str, Any]]:
-    """The calls that the text has, as OpenAI's clients read them; none where one of them cannot be
-    read."""
+    """Return the calls in the text in OpenAI's format. Returns none if any of them cannot be
+    parsed."""
     tools = {
         str(one["function"]["name"]): one["function"].get("parameters", {}) for one in asked.tools
     }
@@ -357,25 +362,25 @@ def _is_last_answer(message: Mapping[str, Any], served: _Served) -> bool:
 
 
 def _containers(text: str) -> int:
-    """How many lists and objects a text of JSON has, 0 where they cannot be too many."""
+    """Count the lists and objects of a JSON text. Returns 0 if there cannot be too many."""
     if text.count("[") + text.count("{") <= _MOST_CONTAINERS:
         return 0
     data = text.encode("utf-8", "surrogatepass").replace(rb"\\", b"  ").replace(rb"\"", b"  ")
     bytes_ = np.frombuffer(data, np.uint8)
-    is_outside = np.cumsum(bytes_ == ord('"'), dtype=np.int32) % 2 == 0  # of texts
+    is_outside = np.cumsum(bytes_ == ord('"'), dtype=np.int32) % 2 == 0  # outside strings
     return int(np.count_nonzero(is_outside & ((bytes_ == ord("[")) | (bytes_ == ord("{")))))
 
 
 async def _go_on(request: web.Request) -> None:
-    """Ask a client that waits for it to send the body; aiohttp's own handler fails where the client
-    has gone."""
+    """Answer `Expect: 100-continue`. aiohttp's own handler fails if the client has disconnected."""
     with suppress(OSError):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether the server failed: a request that is none, or whose client has gone, is nothing to
-    write of, or strangers could fill the log."""
+    """Filter log records: drop malformed requests and lost connections, with which unauthenticated
+    clients could fill the log.
+    """
     from aiohttp.http_exceptions import HttpProcessingError
 
     return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, OSError)))
@@ -393,18 +398,18 @@ async def _body_of(request: web.Request) -> Any:
     try:
         async with asyncio.timeout(_BODY_S):
             text = await request.text()
-        # seconds to make, in which no other conversation goes on
+        # parsing takes seconds, and blocks all other conversations
         if (made := _containers(text)) > _MOST_CONTAINERS:
             raise RequestError(
                 f"the body has {made} lists and objects, more than {_MOST_CONTAINERS}"
             )
         return json.loads(text)
     except TimeoutError as error:
-        raise RequestError(f"the body did not come within {_BODY_S:.0f} s", 408) from error
+        raise RequestError(f"the body did not arrive within {_BODY_S:.0f} s", 408) from error
     except OSError as error:
         raise RequestError(f"the connection ended before the body: {error}") from error
-    except (ValueError, LookupError, RecursionError) as error:  # LookupError: no such encoding
-        raise RequestError(f"the body is no JSON: {error}") from error
+    except (ValueError, LookupError, RecursionError) as error:  # LookupError: unknown encoding
+        raise RequestError(f"the body is not valid JSON: {error}") from error
     except web.HTTPRequestEntityTooLarge as error:
         raise RequestError(f"the body has more than {_MOST_BYTES >> 20} MiB", 413) from error
 
@@ -431,7 +436,8 @@ def _error(error: Exception, code: str | None = None) -> web.Response:
 async def _streamed(
     request: web.Request, completion: Mapping[str, Any], asked: ChatRequest
 ) -> web.StreamResponse:
-    """The completion as server-sent events: the message in one piece, then why it ended."""
+    """Send the completion as server-sent events: the message in one event, then the finish
+    reason."""
     from aiohttp import web
 
     [choice] = completion["choices"]

@@ -1,8 +1,8 @@
-"""One conversation as the tokens that the engine saw: what the policy sampled, and between it what
-it was shown.
+"""A conversation as the tokens that the engine saw: sampled tokens, and the observations between
+them.
 
-Tokens are appended and never made again from text: a chat template is asked only for what it puts
-between an answer and the next one (`Tokenizer.continuation`).
+Tokens are only appended, never re-tokenized from text: the chat template renders only what comes
+between one answer and the next (`Tokenizer.continuation`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the engine sampled: token_ids, log_probs and weight versions `[t]`, and why it ended
-    (stop, length, abort); where they are replayed, the experts of all tokens that it was asked with
-    and of these `[asked + t, layers, experts a token]`, those of the last one not known; and where
-    the sampler cuts its distribution, what each token was sampled among."""
+    """The result of one sampling request of t tokens.
+
+    token_ids, log_probs and weight versions are `[t]`; `finish_reason` is stop, length or abort.
+    `routes` (with router replay) are the experts of the request's tokens and of these, `[asked + t,
+    layers, experts per token]`; those of the last token are unknown. `support` is the set of tokens
+    that each one was sampled from, if the sampler truncates its distribution.
+    """
 
     token_ids: np.ndarray
     log_probs: np.ndarray
@@ -41,19 +44,19 @@ class Sampled:
     support: Supports | None = None
 
 
-# (all tokens so far, the most tokens to sample) -> what the engine sampled
+# (all tokens so far, maximum tokens to sample) -> the sampled tokens
 Sample = Callable[[Sequence[int], int], Awaitable[Sampled]]
 
 
 class ConversationOver(Exception):
-    """The conversation has no room for another token, or has had its answers. Ends the agent loop
-    that does not catch it."""
+    """The conversation has no room for another token, or has reached its number of answers. Ends an
+    agent loop that does not catch it.
+    """
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a client of OpenAI's interface finds a conversation: OPENAI_BASE_URL and
-    OPENAI_API_KEY."""
+    """The address of a conversation for an OpenAI client: OPENAI_BASE_URL and OPENAI_API_KEY."""
 
     base_url: str
     api_key: str
@@ -61,24 +64,24 @@ class Endpoint:
 
 @dataclass
 class Conversation:
-    """What an agent loop is given.
+    """The conversation that an agent loop drives.
 
     Attributes:
         prompt: token ids of the prompt.
         row: data_source, ground_truth and extra_info of the prompt's row.
         config: `rollout.agent`.
-        room: tokens that may still follow the prompt, sampled or shown.
+        room: tokens that may still be added, sampled or shown.
         messages: the answers and observations so far, as chat messages.
         shown: the same as exchanges of the chat template.
-        end: why it ended; empty while it goes on.
-        failure: what went wrong, where the loop raised. Its tokens are not trained on.
-        episodes: begin an episode of `rollout.agent.environment`; None without one.
-        endpoint: how a conversation is served to programs that speak OpenAI's interface.
-        rewards: what the loop has given.
-        answered, calls: number of answers, and of tools called.
+        end: why it ended; empty while it is running.
+        failure: the error, if the loop raised one. Its tokens are not trained on.
+        episodes: starts episodes of `rollout.agent.environment`; None without one.
+        endpoint: serves a conversation to OpenAI clients.
+        rewards: rewards given by the loop.
+        answered, calls: number of answers and of tool calls.
         routes: experts of the first tokens of prompt and conversation, as far as they are known;
-            None: not asked for.
-        supports: what the `tokens` were sampled among, in parts.
+            None: not requested.
+        supports: for parts of `tokens`, the tokens that each was sampled from.
     """
 
     prompt: Sequence[int]
@@ -96,7 +99,7 @@ class Conversation:
     episodes: Episodes | None = None
     endpoint: Callable[[Conversation], AbstractAsyncContextManager[Endpoint]] | None = None
     rewards: list[float] = field(default_factory=list)
-    finish_reason: str = "abort"  # until something was sampled
+    finish_reason: str = "abort"  # before the first answer
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -105,12 +108,12 @@ class Conversation:
     supports: list[Supports] = field(default_factory=list)
 
     async def answer(self, most: int | None = None, stop: Sequence[str] = ()) -> str:
-        """Let the policy go on; the text of what it sampled, without the token that ended it.
+        """Sample the policy's next answer. Returns its text without the stop token.
 
         Args:
-            most: tokens of this answer; None: as many as there is room for.
-            stop: texts before which the answer ends. The token that completes one is its last: what
-                was sampled after it is dropped.
+            most: maximum tokens of this answer; None: the room that is left.
+            stop: stop strings. The token that completes one is kept as the last; later tokens are
+                dropped.
 
         Raises:
             ConversationOver: it has had `rollout.agent.max_answers` answers, or there is no room
@@ -124,7 +127,7 @@ class Conversation:
             stop, await self.sample(asked, min(self.room, most or self.room)), len(asked)
         )
         self._append(sampled.token_ids, True, sampled.log_probs, sampled.versions, sampled.support)
-        # each token keeps those of the request in which it was sampled or shown
+        # each token keeps the experts of the request in which it was sampled or shown
         if sampled.routes is not None:
             known = sampled.routes[:0] if self.routes is None else self.routes
             self.routes = np.concatenate([known, sampled.routes[len(known) : -1]])
@@ -134,17 +137,20 @@ class Conversation:
         return text
 
     def observe(self, texts: Sequence[str], calls: Sequence[Call] = ()) -> None:
-        """Show the policy these texts, each as a message of `rollout.agent.observation_role` and
-        cut to `max_observation_tokens`. It is asked next.
+        """Show texts to the policy before its next answer.
+
+        Each is a message of `rollout.agent.observation_role`, truncated to
+        `max_observation_tokens`.
 
         Args:
-            calls: those of the last answer whose results the texts are, for templates that show
-                names or ids of them.
+            calls: the calls of the last answer whose results the texts are, for templates that
+                render
+                their names or ids.
 
         Raises:
-            ConversationOver: the last answer did not end by itself, or there is no room for the
-                texts and an answer.
-            DataError: the chat template cannot show the texts after the answer.
+            ConversationOver: the last answer was cut off, or there is no room for the texts and
+                another answer.
+            DataError: the chat template cannot render the texts after the answer.
         """
         role = self.config.observation_role
         made = [
@@ -160,15 +166,15 @@ class Conversation:
         )
 
     def show(self, messages: Sequence[Mapping[str, str]], calls: Sequence[ShownCall] = ()) -> None:
-        """Show the policy messages of any role, as `observe` does.
+        """Show messages of any role to the policy, like `observe`.
 
         Args:
-            messages: role and content, and of a result `tool_call_id` and `name`.
-            calls: those of the last answer.
+            messages: role and content; results also have `tool_call_id` and `name`.
+            calls: the calls of the last answer.
         """
         if self.finish_reason != "stop":
             raise ConversationOver("the answer was cut off")
-        # each takes a token at least: a million of them are not rendered first
+        # each message takes at least one token: do not render a million of them first
         self.need(len(messages) + 1)
         most = self.config.max_observation_tokens
         exchange = Exchange(
@@ -193,44 +199,54 @@ class Conversation:
         ]
 
     def call_id(self, number: int) -> str:
-        """An id for a call of the last answer: nine letters and digits, as some templates want, and
-        the same when the conversation is held again."""
+        """Return an id for a call of the last answer.
+
+        It has nine letters and digits, as some templates require, and is the same if the
+        conversation is
+        replayed.
+        """
         return f"c{self.answered:04d}{number:04d}"
 
     def episode(self) -> Episode:
-        """An episode of `rollout.agent.environment` for this row, to be entered with `async with`.
+        """Create an episode of `rollout.agent.environment` for this row. Enter it with `async
+        with`.
 
         Raises:
             ConfigError: `rollout.agent.environment` is not set.
         """
         if self.episodes is None:
-            raise ConfigError("the agent loop asks for an episode: set rollout.agent.environment")
+            raise ConfigError("the agent loop needs an episode: set rollout.agent.environment")
         return self.episodes.begin(self.row)
 
     def serve(self) -> AbstractAsyncContextManager[Endpoint]:
-        """An endpoint of OpenAI's chat completions, to be entered with `async with`: the requests
-        of a client become the answers and observations of this conversation.
+        """Create an endpoint of OpenAI's chat completions. Enter it with `async with`: the client's
+        requests
+        become the answers and observations of this conversation.
 
         Raises:
-            ConversationOver: (at the end of the block) the conversation came to its end.
+            ConversationOver: (at the end of the block) the conversation ended.
         """
         assert self.endpoint is not None
         return self.endpoint(self)
 
     def reward(self, value: float) -> None:
-        """Add to the score of the conversation, for the last answer. The loop is registered with
-        `gives_rewards=True`."""
+        """Add to the conversation's score, for the last answer. Requires a loop registered with
+        `gives_rewards=True`.
+        """
         self.rewards.append(float(value))
 
     def need(self, tokens: int) -> None:
-        """Raise ConversationOver where there is no room for so many tokens; the conversation is
-        then cut off."""
+        """Raise ConversationOver if there is no room for this many tokens, and mark the
+        conversation as cut
+        off.
+        """
         if tokens > self.room:
             self.finish_reason = "length"
             raise ConversationOver("no room is left")
 
     def _until(self, stop: Sequence[str], sampled: Sampled, asked: int) -> tuple[Sampled, str]:
-        """What was sampled up to the first text of `stop`, and the text before it."""
+        """Truncate the sampled tokens at the first stop string. Returns them, and the text before
+        it."""
         ids = sampled.token_ids.tolist()
         text = self.tokenizer.decode(ids)
         begin = min((place for one in stop if (place := text.find(one)) >= 0), default=None)

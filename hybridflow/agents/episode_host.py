@@ -1,11 +1,10 @@
-"""A process that holds environments: it makes one for each episode and carries out what is asked of
-it, in order.
+"""A process that hosts environments: one instance per episode, with requests handled in order.
 
-`python -m hybridflow.agents.episode_host SOCKET` speaks lines of JSON over an inherited socket. The
-first message names the environment; then {"id": n, "episode": e, "row": {...}} begins an episode,
-{"id": n, "episode": e, "answer": text} is a step in it, and {"episode": e, "end": true} ends it.
+`python -m hybridflow.agents.episode_host SOCKET` exchanges JSON lines over an inherited socket. The
+first message names the environment. Then {"id": n, "episode": e, "row": {...}} starts an episode,
+{"id": n, "episode": e, "answer": text} is a step of it, and {"episode": e, "end": true} ends it.
 The first two are answered with {"id": n, "step": [observation, reward, done]} or {"id": n,
-"failure": text}. The process ends when the other end closes the connection.
+"failure": text}. The process exits when the other end closes the connection.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from hybridflow.config.registry import describe_error
 from hybridflow.process.children import die_with_parent
 from hybridflow.rewards.lines import Lines, connection_of
 
-_MOST_CHARACTERS = 1 << 16  # of an observation, before it is cut to tokens
+_MOST_CHARACTERS = 1 << 16  # of an observation, before it is truncated to tokens
 
 
 def serve(lines: Lines) -> None:
-    """Carry out what is asked until the other end closes the connection."""
+    """Handle requests until the other end closes the connection."""
     make: Callable[[], Environment] | None = None
     episodes: dict[int, Environment] = {}
     while (messages := lines.received()) is not None:
@@ -51,7 +50,7 @@ def _carried_out(
             episodes[message["episode"]].reset(message["row"])
             return {"step": None}
         return {"step": _plain(episodes[message["episode"]].step(message["answer"]))}
-    except (Exception, SystemExit) as error:  # the user's: this episode is lost, the others go on
+    except (Exception, SystemExit) as error:  # raised by user code: only this episode fails
         episodes.pop(message["episode"], None)
         return {
             "failure": (
@@ -62,8 +61,8 @@ def _carried_out(
 
 def _plain(step: Any) -> list[Any]:
     if not isinstance(step, Step):
-        raise TypeError(f"step returned {str(step)[:120]!r}, which is no Step")
-    reward: Any = step.reward  # whatever the user's code has put there
+        raise TypeError(f"step returned {str(step)[:120]!r}, not a Step")
+    reward: Any = step.reward  # user code may return anything
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
         raise ValueError(
             f"step returned the reward {str(reward)[:120]!r}; expected a finite number"
@@ -72,7 +71,7 @@ def _plain(step: Any) -> list[Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Hold environments for the connection with this descriptor."""
+    """Host environments for the connection with this file descriptor."""
     serve(connection_of(argv))
 
 

@@ -1,5 +1,6 @@
-"""Environments in processes beside the driver: each process holds many episodes, and gets what is
-to be done in them in one message."""
+"""Environments in separate processes. Each process hosts many episodes, and gets the requests for
+them in one message.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +25,25 @@ from hybridflow.rewards.lines import start_process
 
 _MAX_PROCESSES = 16
 _MAX_RESTARTS = 16
-_START_S = 300.0  # for the user's file to be imported
-_END_S = 10.0  # for a process that was killed to be gone
+_START_S = 300.0  # for the import of the user's file
+_END_S = 10.0  # for a killed process to exit
 
 
 class EpisodeError(HybridFlowError):
-    """An environment raised, returned nonsense or did not answer, or its process ended. The episode
-    is lost."""
+    """An environment raised, returned an invalid step or timed out, or its process exited. The
+    episode
+    is lost.
+    """
 
 
 class Episodes:
     """Runs the environments of `rollout.agent.environment`. Used within one event loop.
 
-    A process that ends takes its episodes with it; those that begin later are given to another one.
+    If a process exits, its episodes are lost; later episodes go to another process.
 
     Args:
         config: `rollout.agent`.
-        log_path: where the environments print; None: with this process.
+        log_path: log file of the environments' output; None: the output of this process.
     """
 
     def __init__(self, config: AgentConfig, log_path: Path | None = None) -> None:
@@ -52,19 +55,19 @@ class Episodes:
         self._restarts = RestartLimit(_MAX_RESTARTS)
         self._processes: list[_Process] = []
         self._begun = self._lost = 0
-        self._given_up = ""  # why no more episodes begin
+        self._given_up = ""  # why no more episodes can start
         weakref.finalize(self, _end_all, self._processes)
 
     @property
     def waiting(self) -> bool:
-        """Whether an environment is at work."""
+        """True if an environment is working on a request."""
         return any(one.waiting for one in self._processes)
 
     def begin(self, row: Mapping[str, Any]) -> Episode:
-        """An episode for this row of the prompts, to be entered with `async with`.
+        """Create an episode for this row of the prompts. Enter it with `async with`.
 
         Raises:
-            EpisodeError: too many processes of environments have ended within an hour.
+            EpisodeError: too many environment processes have exited within an hour.
         """
         for process in [one for one in self._processes if one.ended]:
             self._processes.remove(process)
@@ -86,7 +89,7 @@ class Episodes:
 
 @dataclass
 class Episode:
-    """One episode: `reset` as it is entered, then a `step` for each answer."""
+    """One episode: entering it calls `reset`, then each answer calls `step`."""
 
     process: _Process
     number: int
@@ -102,11 +105,11 @@ class Episode:
         return self
 
     async def step(self, answer: str) -> Step:
-        """What the answer led to.
+        """Send an answer to the environment and return the resulting step.
 
         Raises:
-            EpisodeError: the environment raised or returned no `Step`, was silent for
-                `rollout.agent.tool_timeout_s`, or its process ended.
+            EpisodeError: the environment raised or returned no `Step`, did not respond within
+                `rollout.agent.tool_timeout_s`, or its process exited.
         """
         observation, reward, done = await self.process.ask(
             {"episode": self.number, "answer": answer}
@@ -127,12 +130,12 @@ class Episode:
 
 
 class _Process:
-    """A process that holds environments (`agents.episode_host`), and what it was asked.
+    """A process that hosts environments (`agents.episode_host`), and its pending requests.
 
     Attributes:
-        episodes: how many it holds.
-        ended: why it takes no more episodes; empty while it does.
-        waiting: the answers that somebody waits for, by the number of what was asked.
+        episodes: number of episodes that it hosts.
+        ended: why it accepts no more requests; empty while it does.
+        waiting: futures of the pending answers, by request number.
     """
 
     def __init__(self, config: AgentConfig, log_path: Path | None) -> None:
@@ -152,8 +155,10 @@ class _Process:
         self.tell({"environment": absolute_entry(str(config.environment)), "parent": os.getpid()})
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send a message with the others of this round of the event loop. ValueError: it holds what
-        JSON does not."""
+        """Queue a message; the messages of one iteration of the event loop are sent together.
+        Raises
+        ValueError for values that JSON cannot represent.
+        """
         if self.ended:
             return
         self._lines.queue(message)
@@ -177,27 +182,29 @@ class _Process:
             return await answer
         except ValueError as error:
             raise EpisodeError(
-                f"a row of the prompts holds {error}; environments are given plain data alone"
+                f"a row of the prompts contains {error}; environments accept only plain data"
             ) from error
         finally:
             self.waiting.pop(number, None)
 
     def _watch(self) -> None:
-        """End the process when it does nothing for too long while somebody waits; look again when
-        that may be."""
+        """Kill the process if it has been silent for too long with requests pending; otherwise
+        check again
+        at the deadline.
+        """
         self._timer = None
         if self._left_s() <= 0:
-            self._hear()  # what came while the event loop stood still
+            self._hear()  # messages that arrived while the event loop was blocked
         if not self.waiting or self.ended:
             return
         if self._left_s() > 0:
             self._timer = self._loop.call_later(self._left_s(), self._watch)
         else:
             key = " (rollout.agent.tool_timeout_s)" if self._has_started else ""
-            self.end(f"did nothing for {self._limit_s:g} s{key} and was ended")
+            self.end(f"was silent for {self._limit_s:g} s{key} and was killed")
 
     def _left_s(self) -> float:
-        """Seconds that the process may still do nothing."""
+        """Return the seconds left until the process counts as hung."""
         return self._moved + self._limit_s - time.monotonic()
 
     def _flush(self) -> None:
@@ -233,8 +240,10 @@ class _Process:
                 answer.set_result(message.get("step"))
 
     def end(self, why: str) -> None:
-        """Kill it, and say to all who wait for it why it is gone; without a reason it has ended by
-        itself."""
+        """Kill the process for the reason `why`, and fail all pending requests. An empty reason
+        means that
+        it exited by itself.
+        """
         if self.ended:
             return
         if not self._loop.is_closed():
@@ -253,4 +262,4 @@ class _Process:
 
 def _end_all(processes: list[_Process]) -> None:
     for process in processes:
-        process.end("is not needed any more")
+        process.end("is no longer needed")

@@ -1,4 +1,4 @@
-"""Calls whose arguments are JSON between markers, as `hermes`, `kimi` and `deepseek` have them."""
+"""Call formats with JSON arguments between markers, such as `hermes`, `kimi` and `deepseek`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from hybridflow.agents.formats.base import (
     with_arguments,
 )
 
-_MORE = "the call is no JSON (text follows the value)"
+_MORE = "the call is not valid JSON (text follows the value)"
 
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """A format of calls that is described by its markers. A value is read from its first character
-    to its last, whatever is written in its strings.
+    """A call format defined by its markers. Each value is parsed to its end, so its strings may
+    contain
+    markers.
 
     Attributes:
         begin: opens a call.
-        header: what stands between `begin` and the value, with the group `name` (`kind` is the name
-            where that has found nothing), or `id`, of which `name_in_id` finds it; without groups
-            the value is an object that holds the name and the arguments.
+        header: matches the text between `begin` and the value. It has the group `name` (or `kind`,
+            used if `name` is empty), or `id`, from which `name_in_id` extracts the name. Without
+            groups the value is an object with the name and the arguments.
         end: closes a call.
-        lacks: what is told of a call without its header.
-        fence: what may stand between the value and `end` beside white space.
+        lacks: the problem reported for a call without its header.
+        fence: optional text between the value and `end`, besides white space.
         name_in_id: matches a whole id; its group `name` is the name.
-        value: reads the value that begins at a place, and where it ends. ValueError: there is none.
+        value: parses the value at a position and returns it with its end. Raises ValueError.
     """
 
     begin: str
@@ -46,8 +47,10 @@ class JsonCalls:
     value: Callable[[str, int], tuple[Any, int]] = json_at
 
     def __call__(self, text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-        """The first `MOST_CALLS` calls of the text, up to the last of `MOST_UNREAD` that cannot be
-        read or do not end."""
+        """Parse the first `MOST_CALLS` calls of the text. Stops after `MOST_UNREAD` that are
+        unparsable or
+        not closed.
+        """
         del tools
         calls = list[Call]()
         unread = 0
@@ -70,8 +73,10 @@ class JsonCalls:
         return calls
 
     def _call(self, header: re.Match[str], text: str) -> tuple[Call, int]:
-        """The call behind a header, and where its value ends; an unreadable one ends where it
-        begins."""
+        """Parse the call after a header. Returns it and the end of its value, or the value's start
+        if it
+        cannot be parsed.
+        """
         groups = header.groupdict()
         number = (groups.get("id") or "").strip()
         named = self.name_in_id.fullmatch(number) if self.name_in_id else None
@@ -82,7 +87,7 @@ class JsonCalls:
             value, stop = self.value(text, header.end())
         except ValueError as error:
             what = f"the arguments of {name} are" if groups else "the call is"
-            return Call(name, problem=f"{what} no JSON ({error})", id=number), header.end()
+            return Call(name, problem=f"{what} not valid JSON ({error})", id=number), header.end()
         return with_arguments(name, value, number) if groups else json_call(
             value, "arguments"
         ), stop

@@ -1,8 +1,8 @@
-"""Tools of servers of the Model Context Protocol, which `rollout.agent.mcp_servers` names.
+"""Tools of Model Context Protocol servers, which are configured in `rollout.agent.mcp_servers`.
 
-A connection lives in the event loop of one thread of this process, which goes on while
-conversations wait for engines. A server that is a program of the user's is a child of this process
-and ends with it.
+Connections run in the event loop of one thread of this process, so that they continue while
+conversations wait for engines. A server that is started as a program is a child of this process and
+ends with it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.process.surroundings import is_own
 
 _KEY = "rollout.agent.mcp_servers"
-_END_S = 10.0  # for the connections to be closed at the end of the process
-# before another attempt to connect; twice as long after each
+_END_S = 10.0  # for closing the connections when the process exits
+# before reconnecting; doubled after each failure
 _PAUSE_S = 1.0
 _MOST_PAUSE_S = 30.0
-_MOST_PAGES = 1000  # of a list of tools
+_MOST_PAGES = 1000  # of the list of tools
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _opened: dict[str, _Server] = {}
 
 
 def offered(config: RunConfig) -> list[Tool]:
-    """The tools of the servers of `rollout.agent`, which are started where they do not run yet.
+    """Return the tools of all servers of `rollout.agent`. Starts the servers that are not running.
 
     Raises:
-        ConfigError: a server cannot be started or reached, or has not a tool that is named.
+        ConfigError: a server cannot be started or reached, or lacks a tool that is named.
     """
     found: list[Tool] = []
     for name, settings in mcp_servers(config.rollout.agent).items():
@@ -66,10 +66,10 @@ def offered(config: RunConfig) -> list[Tool]:
 
 
 class _Server:
-    """One server: connected, and connected again when the connection is lost, within a limit.
+    """A connection to one server. It is re-established when lost, up to a limit.
 
     Attributes:
-        tools: those that it offers, as declared when it was first connected.
+        tools: the server's tools, as declared on the first connection.
     """
 
     def __init__(self, name: str, settings: McpServer, timeout_s: float, log_path: Path) -> None:
@@ -84,10 +84,10 @@ class _Server:
                 )
         self._limit = RestartLimit(settings.max_restarts)
         self._client: Client | None = None
-        # why there is no connection any more, and why the last one was lost
+        # why the connection is closed for good, and why the last one was lost
         self._given_up = self._lost = ""
-        self._before = ""  # why the connection before was lost
-        self._status = ""  # of the last answer over HTTP that was none
+        self._before = ""  # why the previous connection was lost
+        self._status = ""  # HTTP status of the last failed request
         self._changed: asyncio.Event | None = None
         self._declared: list[Declared] = []
         self._task = _submit(self._stay_connected())
@@ -96,7 +96,7 @@ class _Server:
         except TimeoutError as error:
             self.close()
             raise ConfigError(
-                f"{self.key} has not named its tools within {settings.start_timeout_s:g} s"
+                f"{self.key} did not list its tools within {settings.start_timeout_s:g} s"
             ) from error
         self.tools = [
             self._tool(one)
@@ -114,7 +114,7 @@ class _Server:
             )
 
     def close(self) -> None:
-        """End the connection, and with it the program."""
+        """Close the connection, and stop the program if there is one."""
         self._task.cancel()
         with suppress(Exception, asyncio.CancelledError):
             self._task.result(_END_S)
@@ -129,7 +129,7 @@ class _Server:
     # ---- in the thread of the connections
 
     async def _first(self) -> list[Declared]:
-        """The tools once it is connected. ConfigError where it cannot be."""
+        """Wait for the first connection and return the tools. Raises ConfigError if it fails."""
         await self._connected()
         if self._given_up:
             raise ConfigError(f"{self.key}: {self._given_up}")
@@ -147,7 +147,7 @@ class _Server:
             self._changed = None
 
     async def _stay_connected(self) -> None:
-        """Connect again and again until the limit is reached."""
+        """Connect, and reconnect until the limit is reached."""
         try:
             await self._connect()
         finally:
@@ -155,7 +155,7 @@ class _Server:
             self._tell()
 
     async def _connect(self) -> None:
-        failures = 0  # since it was connected last
+        failures = 0  # since the last successful connection
         while not self._given_up:
             self._before = self._lost or self._before
             self._lost = ""
@@ -176,7 +176,7 @@ class _Server:
                         await over.wait()
                         self._client = None
             except Exception as error:
-                # of the connection; what the package raises is not listed anywhere
+                # connection errors; the package does not document their types
                 self._lost = self._lost or f"{_said(error)}{self._status}"
             self._client = None
             first = not self._declared
@@ -188,7 +188,7 @@ class _Server:
                 )
                 self._given_up = f"the server cannot be used: {self._lost}{again}"
             else:
-                _log.warning("%s was lost and is connected again: %s", self.key, self._lost)
+                _log.warning("lost the connection to %s, reconnecting: %s", self.key, self._lost)
                 await asyncio.sleep(min(_PAUSE_S * failures, _MOST_PAUSE_S))
                 failures = 2 * failures + 1
             self._tell()
@@ -207,13 +207,15 @@ class _Server:
             self._status = f" (status {response.status_code})"
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of the result. TimeoutError after `rollout.agent.tool_timeout_s`."""
+        """Call a tool and return its result as text. Raises TimeoutError after
+        `rollout.agent.tool_timeout_s`.
+        """
         try:
             async with asyncio.timeout(self.timeout_s):
                 client = await self._connected()
         except TimeoutError as error:
             raise ToolLostError(
-                f"{self.key} was lost and is not connected again: {self._lost or self._before}"
+                f"{self.key} was lost and has not reconnected: {self._lost or self._before}"
             ) from error
         if client is None:
             raise ToolLostError(f"{self.key}: {self._given_up}")
@@ -248,7 +250,7 @@ async def _listed(client: Client) -> list[Declared]:
 
 
 def _text(result: CallToolResult) -> str:
-    """What the policy is shown of a result: its texts, and of anything else its kind."""
+    """Format a result for the policy: its texts, and the kind of any other block."""
     parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -269,8 +271,7 @@ def _said(error: BaseException) -> str:
 async def _over_http(
     settings: McpServer, timeout_s: float, look: Callable[[httpx2.Response], Awaitable[None]]
 ) -> AsyncIterator[Any]:
-    """The streams of a server behind an address, for `mcp.Client`; `look` is shown each
-    response."""
+    """Open the streams of an HTTP server for `mcp.Client`. `look` is called with each response."""
     assert settings.url is not None
     headers = (
         {"Authorization": f"Bearer {os.environ[settings.token_env]}"} if settings.token_env else {}
@@ -294,7 +295,7 @@ async def _bound(response: httpx2.Response) -> None:
 
 
 class _Bounded(httpx2.AsyncByteStream):
-    """A response of at most `MOST_BYTES`."""
+    """A response stream limited to `MOST_BYTES`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -316,8 +317,9 @@ class _Bounded(httpx2.AsyncByteStream):
 
 @cache
 def _events() -> asyncio.AbstractEventLoop:
-    """The event loop of the connections. Its thread starts the programs, and lives as long as this
-    process."""
+    """Return the event loop of the connections. Its thread starts the programs, and runs as long as
+    this process.
+    """
     events = asyncio.new_event_loop()
     threading.Thread(target=events.run_forever, name="mcp", daemon=True).start()
     atexit.register(close_all)
@@ -329,6 +331,6 @@ def _submit(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def close_all() -> None:
-    """End all connections of this process, and the programs behind them."""
+    """Close all connections of this process, and stop their programs."""
     for key in list(_opened):
         _opened.pop(key).close()

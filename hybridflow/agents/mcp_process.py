@@ -1,5 +1,6 @@
-"""A server of the Model Context Protocol that is a program: JSON messages, one a line, over its
-standard input and output."""
+"""A Model Context Protocol server run as a program: JSON messages, one per line, over its standard
+input and output.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ from hybridflow.errors import ConfigError
 from hybridflow.process import children
 from hybridflow.process.secret import without_credentials
 
-MOST_BYTES = 64 << 20  # of a message; a result may be in it twice, as text and as data
-# of our environment
+MOST_BYTES = 64 << 20  # per message; it may contain a result twice, as text and as data
+# variables passed on to the program
 _GIVEN = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
-_END_S = 2.0  # for the program to end by itself once its input is closed, and again after SIGTERM
+_END_S = 2.0  # for the program to exit after its input is closed, and again after SIGTERM
 
 
 def environment(settings: McpServer) -> dict[str, str]:
-    """What the program is told of our environment: no secret that it is not given by name."""
+    """Return the environment of the program. Secrets are passed only if they are listed by name."""
     return {
         name: value
         for name, value in without_credentials().items()
@@ -43,14 +44,14 @@ def environment(settings: McpServer) -> dict[str, str]:
 async def program(
     settings: McpServer, log_path: Path, lose: Callable[[str], None]
 ) -> AsyncIterator[Any]:
-    """Start the program, and yield the streams of messages from and to it, for `mcp.Client`.
+    """Start the program, and yield the streams of incoming and outgoing messages, for `mcp.Client`.
 
     Args:
-        log_path: where it writes its standard error.
-        lose: told why no more messages come.
+        log_path: receives the program's standard error.
+        lose: called with the reason when no more messages can arrive.
 
     Raises:
-        ConfigError: there is no such program.
+        ConfigError: the program does not exist.
     """
     given = environment(settings)
     if shutil.which(settings.command[0], path=given.get("PATH")) is None:
@@ -89,15 +90,13 @@ async def _read(
             try:
                 line = await process.stdout.readline()
             except ValueError:
-                lose(f"it has sent a message of more than {MOST_BYTES} bytes")
+                lose(f"it sent a message of more than {MOST_BYTES} bytes")
                 return
             if not line:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), _END_S)
                 code = process.returncode
-                lose(
-                    "it has closed its output" if code is None else f"it has ended with code {code}"
-                )
+                lose("it closed its output" if code is None else f"it exited with code {code}")
                 return
             if (message := _message(line)) is not None:
                 with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
@@ -105,8 +104,10 @@ async def _read(
 
 
 def _message(line: bytes) -> SessionMessage | None:
-    """The message of a line; None for lines that are none, such as what a program prints by
-    mistake. What is no UTF-8 becomes U+FFFD, and half of a surrogate pair a question mark."""
+    """Parse the message of a line. Returns None for other output, such as a stray print.
+
+    Invalid UTF-8 becomes U+FFFD, and an unpaired surrogate a question mark.
+    """
     text = line.decode(errors="replace")
     try:
         return SessionMessage(jsonrpc_message_adapter.validate_json(text, by_name=False))
@@ -129,12 +130,12 @@ async def _write(
             try:
                 await process.stdin.drain()
             except ConnectionError:
-                lose("it has closed its input")
+                lose("it closed its input")
                 return
 
 
 async def _end(process: asyncio.subprocess.Process, tasks: list[asyncio.Task[None]]) -> None:
-    """Close its input, then SIGTERM, then SIGKILL, for the program and all that it has started."""
+    """Stop the program and its descendants: close its input, then SIGTERM, then SIGKILL."""
     assert process.stdin is not None
     for task in tasks:
         task.cancel()
@@ -148,4 +149,4 @@ async def _end(process: asyncio.subprocess.Process, tasks: list[asyncio.Task[Non
             await asyncio.wait_for(process.wait(), _END_S)
             break
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it has left behind
+        os.killpg(process.pid, signal.SIGKILL)  # descendants that are still running

@@ -1,4 +1,4 @@
-"""Calls whose arguments are text between tags, as `glm`, `qwen3_coder` and `minimax` have them."""
+"""Call formats with arguments as text between tags, such as `glm`, `qwen3_coder` and `minimax`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hybridflow.agents.formats.base import MOST_CALLS, Call, json_at
 
 
 def as_written(key: re.Match[str], text: str) -> str:
-    """The value as it stands between its tags."""
+    """Return the value exactly as it is between its tags."""
     del key
     return text
 
 
 def without_breaks(key: re.Match[str], text: str) -> str:
-    """The value without the line breaks that stand beside its tags."""
+    """Return the value without the line breaks next to its tags."""
     del key
     return text.removeprefix("\n").removesuffix("\n")
 
 
 def json_or_text(text: str) -> Any:
-    """The value that the text writes in JSON; the text where it writes none."""
+    """Parse the text as JSON. Returns the text if that fails."""
     try:
         value, end = json_at(text.strip(), 0)
     except ValueError:
@@ -33,18 +33,18 @@ def json_or_text(text: str) -> Any:
 
 @dataclass(frozen=True)
 class TaggedCalls:
-    """A format of calls that is described by its tags.
+    """A call format defined by its tags.
 
     Attributes:
-        begin: opens a call and holds the group `name`.
-        key: opens an argument and holds the group `key`.
-        value_end: closes an argument. It counts where another argument or the end of the call
-            follows, so that a value may hold it.
+        begin: opens a call; has the group `name`.
+        key: opens an argument; has the group `key`.
+        value_end: closes an argument. It counts only if another argument or the end of the call
+            follows, so that a value may contain it.
         end: closes a call.
-        example: how arguments are written, for problems.
-        section: calls are read after its first occurrence, and it holds one; empty: everywhere.
-        value: what an argument is of its opening tag and its text.
-        is_text: values are text, whose type the tool declares.
+        example: how arguments are written, for error messages.
+        section: opens the section of calls, which must contain one; empty: the whole text.
+        value: converts (opening tag, text) to the argument's value.
+        is_text: values are text, to be converted to the types that the tool declares.
     """
 
     begin: re.Pattern[str]
@@ -57,8 +57,10 @@ class TaggedCalls:
     is_text: bool = True
 
     def __call__(self, text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-        """The first `MOST_CALLS` calls of the text; one that cannot be read, or does not end, is a
-        problem."""
+        """Parse the first `MOST_CALLS` calls of the text. A call that is unparsable or not closed
+        gets a
+        `problem`.
+        """
         del tools
         place = text.find(self.section)
         calls: list[Call] = []
@@ -66,7 +68,7 @@ class TaggedCalls:
             calls.append(self._call(begin, text))
             place = calls[-1].span[1]
         if self.section and not calls and text.partition(self.section)[2].strip():
-            return [Call("", problem=f"{self.section} holds no call")]
+            return [Call("", problem=f"{self.section} contains no call")]
         return calls
 
     def _call(self, begin: re.Match[str], text: str) -> Call:

@@ -1,4 +1,4 @@
-"""All tools of a run."""
+"""Construction of a run's toolbox."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from hybridflow.config.schema import RunConfig
 
 
 def toolbox(config: RunConfig, *, thinking_open: bool = False) -> Toolbox:
-    """The tools of `rollout.agent.tools`, and those of `rollout.agent.mcp_servers`.
+    """Return the tools of `rollout.agent.tools` and of `rollout.agent.mcp_servers`.
 
     Args:
-        thinking_open: answers begin inside of a thinking.
+        thinking_open: True if answers start inside a thinking block.
 
     Raises:
-        ConfigError: what `Toolbox` raises; a server of tools cannot be used.
+        ConfigError: as for `Toolbox`, or an MCP server cannot be used.
     """
     if not config.rollout.agent.mcp_servers:
         return Toolbox(config.rollout.agent, thinking_open=thinking_open)
-    from hybridflow.agents.mcp_client import offered  # it takes a second to import
+    from hybridflow.agents.mcp_client import offered  # the import takes a second
 
     return Toolbox(config.rollout.agent, offered(config), thinking_open=thinking_open)

@@ -1,1 +1,1 @@
-"""Environments, one file each; `base.py` says what one is and how it is registered."""
+"""Environments, one file each. `base.py` defines the protocol and the registration."""

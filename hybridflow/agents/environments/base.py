@@ -1,7 +1,7 @@
-"""What an environment is, and how one is registered.
+"""The protocol of an environment, and its registration.
 
-A built-in environment is a file of this package that bears its name; one of a user's is named in
-`rollout.agent.environment`.
+A built-in environment is a file of this package with the same name; `rollout.agent.environment`
+selects your own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hybridflow.config.registry import Registry
 
 @dataclass(frozen=True)
 class Step:
-    """What an answer led to.
+    """The result of one answer.
 
     Attributes:
-        observation: what the policy is shown next; not shown when the episode is over.
-        reward: of this answer; the score of a conversation is the sum of its rewards.
-        done: whether the episode is over.
+        observation: shown to the policy next, unless the episode is over.
+        reward: of this answer; a conversation's score is the sum of its rewards.
+        done: True if the episode is over.
     """
 
     observation: str
@@ -30,15 +30,19 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode, in a process beside the driver. Anything random in it is to follow from the row,
-    so that a run that is resumed meets the same episodes."""
+    """One episode, run in a separate process. Any randomness must be derived from the row, so that
+    a
+    resumed run gets the same episodes.
+    """
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Begin. `row` has data_source, ground_truth and extra_info of the prompt, which shows the
-        first state."""
+        """Start the episode. `row` has data_source, ground_truth and extra_info of the prompt,
+        which shows
+        the first state.
+        """
 
     def step(self, answer: str) -> Step:
-        """Take the policy's answer."""
+        """Apply the policy's answer."""
 
 
 Maker = Callable[[], Environment]
@@ -48,5 +52,5 @@ ENVIRONMENTS: Registry[Maker] = Registry(
 
 
 def environment(name: str) -> Callable[[Maker], Maker]:
-    """Register a class as the environment of this name; one is made for each episode."""
+    """Register a class as the environment of this name. One instance is created per episode."""
     return ENVIRONMENTS.entry(name, lambda make: make)

@@ -1,5 +1,6 @@
-"""A number to be guessed: each wrong guess is answered with `+` (it is larger) or `-` (it is
-smaller)."""
+"""A number-guessing game: wrong guesses are answered with `+` (the number is larger) or `-` (it is
+smaller).
+"""
 
 from __future__ import annotations
 
@@ -11,15 +12,18 @@ from hybridflow.agents.environments.base import Step, environment
 
 @environment("guess")
 class Guess:
-    """The ground truth of the row is the number. The guess that finds it has reward 1, any other 0;
-    an answer that is no number is shown `?`."""
+    """An episode whose number is the row's ground truth.
+
+    The correct guess has reward 1, any other 0. An answer that is not a number is answered with
+    `?`.
+    """
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Take the number from the row."""
         self.number = int(row["ground_truth"])
 
     def step(self, answer: str) -> Step:
-        """Compare a guess with the number."""
+        """Compare the guess with the number."""
         text = answer.strip()
         if not (text.isascii() and text.isdecimal() and len(text) < 20):
             return Step("?")

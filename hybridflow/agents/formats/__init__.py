@@ -1,2 +1,2 @@
-"""How answers write calls of tools, one file each; `base.py` says what a format is and how it is
-registered."""
+"""Formats of tool calls in answers, one file each. `base.py` defines a format and its
+registration."""

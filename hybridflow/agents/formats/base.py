@@ -1,4 +1,4 @@
-"""What reads the calls of tools out of an answer, and how such a format is registered."""
+"""Parsers of tool calls in answers, and their registration."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from hybridflow.config.registry import Registry
 
 @dataclass(frozen=True)
 class Call:
-    """A call as an answer writes it.
+    """A parsed tool call.
 
     Attributes:
-        arguments: by name. With `is_text` they are as they were written, and the tool's declaration
-            says what they are.
-        problem: what is wrong with one that cannot be read; the policy is told.
-        id: as the answer writes it; empty where the format has none.
-        span: where it begins and ends in the text, whose markers of a thinking are text then; not
-            compared.
+        arguments: by name. With `is_text` the values are still text, to be converted to the types
+            that the tool declares.
+        problem: why the call cannot be parsed, shown to the policy; empty if it can.
+        id: the call's id in the answer; empty if the format has none.
+        span: start and end in the text. Thinking markers inside it are plain text. Not compared.
     """
 
     name: str
@@ -33,14 +32,14 @@ class Call:
     span: tuple[int, int] = field(default=(0, 0), compare=False)
 
 
-MOST_CALLS = 1000  # of an answer that are read; more are written by a policy that repeats itself
-# calls of an answer that cannot be read before reading stops: each error of Python's decoder counts
-# the lines before it
+MOST_CALLS = 1000  # calls parsed per answer; a policy that repeats itself may write more
+# parsing stops after this many unparsable calls: for each error, Python's decoder counts the lines
+# before it
 MOST_UNREAD = 100
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -50,7 +49,7 @@ def _finite(text: str) -> float:
 
 _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
-# (answer, {name of a tool: names of its parameters}) -> the calls in it, in order
+# (answer, {tool name: its parameter names}) -> the calls in the answer, in order
 CallFormat = Callable[[str, Mapping[str, Sequence[str]]], list[Call]]
 FORMATS: Registry[CallFormat] = Registry(
     CALL_FORMAT.kind, CALL_FORMAT.package, "rollout.agent.call_format"
@@ -63,8 +62,11 @@ def call_format(name: str) -> Callable[[CallFormat], CallFormat]:
 
 
 def json_at(text: str, place: int) -> tuple[Any, int]:
-    """The JSON value that begins at `place`, and where it ends. ValueError: there is none, or it
-    holds a number that is not finite."""
+    """Parse the JSON value at `place`. Returns it and its end.
+
+    Raises:
+        ValueError: there is none, or it contains a non-finite number.
+    """
     try:
         return _DECODER.raw_decode(text, place)
     except RecursionError as error:
@@ -72,20 +74,23 @@ def json_at(text: str, place: int) -> tuple[Any, int]:
 
 
 def json_call(found: Any, arguments_key: str) -> Call:
-    """The call in a JSON object {"name": ..., arguments_key: {...}}."""
+    """Parse the call in a JSON object {"name": ..., arguments_key: {...}}."""
     name = found.get("name") if isinstance(found, dict) else None
     if not isinstance(name, str):
-        return Call("", problem='the call is no JSON object with a "name"')
+        return Call("", problem='the call is not a JSON object with a "name"')
     return with_arguments(name, found.get(arguments_key, {}))
 
 
 def with_arguments(name: str, arguments: Any, number: str = "") -> Call:
-    """The call of `name` with arguments as an object, or as JSON of one; `number` is its id."""
+    """Build a call of `name`. `arguments` is an object, or JSON text of one; `number` is the call's
+    id."""
     if isinstance(arguments, str):
         try:
             arguments, _ = json_at(arguments, len(arguments) - len(arguments.lstrip()))
         except ValueError as error:
-            return Call(name, problem=f"the arguments of {name} are no JSON ({error})", id=number)
+            return Call(
+                name, problem=f"the arguments of {name} are not valid JSON ({error})", id=number
+            )
     if not isinstance(arguments, dict):
-        return Call(name, problem=f"the arguments of {name} are no JSON object", id=number)
+        return Call(name, problem=f"the arguments of {name} are not a JSON object", id=number)
     return Call(name, arguments, id=number)

@@ -1,5 +1,6 @@
-"""Calls as DeepSeek-V3.2 and later write them: invoke tags of its markup, whose parameters say
-whether they are text or JSON."""
+"""The call format of DeepSeek-V3.2 and later: invoke tags whose parameters are marked as text or
+JSON.
+"""
 
 from __future__ import annotations
 

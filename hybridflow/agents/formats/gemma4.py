@@ -1,5 +1,6 @@
-"""Calls as Gemma 4 writes them: call:NAME and an object whose keys have no quotation marks, and
-whose strings stand between <|"|>."""
+"""Gemma 4's call format: call:NAME and an object with unquoted keys, whose strings are enclosed in
+<|"|>.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +14,17 @@ from hybridflow.agents.json_calls import JsonCalls
 _QUOTE = '<|"|>'
 _MARK = re.compile(r"<\|tool_call>|<tool_call\|>")
 _KEY = re.compile(r'([{,]\s*+)([^\s{}\[\],:"\\][^{}\[\],:"\\\x00-\x1f]*+):')
-_STRING = "\0"  # stands for a string; nowhere in JSON, and in no key
+_STRING = "\0"  # placeholder for a string; a NUL cannot occur in JSON or in a key
 
 
 def _object_at(text: str, place: int) -> tuple[Any, int]:
-    """The object from `place` to the next mark of a call outside of its strings, and where that
-    mark begins. ValueError: there is none."""
+    """Parse the object from `place` to the next call mark outside strings. Returns it and the start
+    of
+    that mark.
+
+    Raises:
+        ValueError: there is no object.
+    """
     looked = place
     while True:
         mark = _MARK.search(text, looked)
@@ -37,8 +43,10 @@ def _object_at(text: str, place: int) -> tuple[Any, int]:
 
 
 def _as_json(text: str) -> str:
-    """The object with keys and strings between quotation marks. It is cut in a few passes, as there
-    may be thousands of strings."""
+    """Convert the object to JSON by quoting its keys and strings. It may have thousands of strings,
+    so
+    the text is split in a few passes.
+    """
     parts = text.split(_QUOTE)
     outside = _STRING.join(parts[::2])
     if outside.count(_STRING) > len(parts) // 2:

@@ -1,5 +1,6 @@
-"""Calls as GLM-4.5 and later write them: <tool_call>name, then
-<arg_key>...</arg_key><arg_value>...</arg_value> pairs."""
+"""The call format of GLM-4.5 and later: <tool_call>name, then
+<arg_key>...</arg_key><arg_value>...</arg_value> pairs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls as gpt-oss writes them: messages to functions.NAME in the commentary channel."""
+"""The call format of gpt-oss: messages to functions.NAME in the commentary channel."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _SPACE = re.compile(r"\s*")
 
 @call_format("harmony")
 def harmony(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Every message to a function. What is thought in the analysis channel calls nothing. Reading
-    stops after `MOST_UNREAD` calls that cannot be read."""
+    """Parse every message to a function, except in the analysis channel. Stops after `MOST_UNREAD`
+    unparsable calls.
+    """
     del tools
     calls = list[Call]()
     unread = 0
@@ -50,5 +51,5 @@ def _call(name: str, text: str, place: int) -> tuple[Call, int]:
     try:
         value, end = json_at(text, space.end() if space else place)
     except ValueError as error:
-        return Call(name, problem=f"the arguments of {name} are no JSON ({error})"), place
+        return Call(name, problem=f"the arguments of {name} are not valid JSON ({error})"), place
     return with_arguments(name, value), end

@@ -1,5 +1,6 @@
-"""Calls as Hermes and Qwen models write them: <tool_call>{"name": ..., "arguments":
-{...}}</tool_call>."""
+"""The call format of Hermes and Qwen models: <tool_call>{"name": ..., "arguments":
+{...}}</tool_call>.
+"""
 
 from __future__ import annotations
 

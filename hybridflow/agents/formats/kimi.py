@@ -1,5 +1,6 @@
-"""Calls as Kimi-K2 writes them: an id that holds the name, functions.NAME:INDEX, and JSON. The id
-goes to the chat template with the result."""
+"""Kimi-K2's call format: an id with the function's name, functions.NAME:INDEX, and JSON. The id is
+passed to the chat template with the result.
+"""
 
 from __future__ import annotations
 

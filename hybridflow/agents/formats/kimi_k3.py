@@ -1,5 +1,4 @@
-"""Calls as Kimi-K3 writes them: a section of tags, whose arguments say whether they are text or
-JSON."""
+"""Kimi-K3's call format: a section of tags whose arguments are marked as text or JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Calls as Llama 3.1 and later write them: the whole answer is {"name": ..., "parameters": {...}},
-or several of them with semicolons between; <|python_tag|> may stand before."""
+"""The call format of Llama 3.1 and later: the whole answer is {"name": ..., "parameters": {...}},
+or
+several of them separated by semicolons, optionally after <|python_tag|>.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ _OBJECT = re.compile(r"[\s;]*\{")
 
 @call_format("llama")
 def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """The objects of an answer that begins with one. An answer that does not, or whose object has
-    no "name" or names no tool and has no parameters, calls nothing; after the tag it must."""
+    """Parse the objects of an answer that starts with one.
+
+    Without the tag, an answer with another start, or whose object has no "name", or names no tool
+    and
+    has no parameters, contains no calls. With the tag it must contain a call.
+    """
     rest = text.strip()
     offset = len(text) - len(text.lstrip())
     tagged = rest.startswith(_TAG)
@@ -35,5 +41,5 @@ def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
         call = json_call(found, key or "parameters")
         calls.append(dataclasses.replace(call, span=(offset + begin.end() - 1, offset + place)))
     if rest[place:].strip(" ;\n") and (calls or tagged) and len(calls) < MOST_CALLS:
-        calls.append(Call("", problem="the call is no JSON object"))
+        calls.append(Call("", problem="the call is not a JSON object"))
     return calls

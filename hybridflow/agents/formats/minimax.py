@@ -1,5 +1,4 @@
-"""Calls as MiniMax-M2 writes them: <invoke name="..."> with <parameter name="..."> for each
-argument."""
+"""MiniMax-M2's call format: <invoke name="..."> with <parameter name="..."> for each argument."""
 
 from __future__ import annotations
 

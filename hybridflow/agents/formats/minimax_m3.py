@@ -1,5 +1,6 @@
-"""Calls as MiniMax-M3 writes them: tags behind a mark of its own, <invoke name="..."> with a tag
-for each argument, whose lists and objects are tags as well."""
+"""MiniMax-M3's call format: tags prefixed by a mark, <invoke name="..."> with a tag for each
+argument, whose lists and objects are tags as well.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ _INVOKE = re.compile(r'invoke name="(?P<name>[^"]*+)"')
 
 @dataclass
 class _Open:
-    """A tag that is not closed yet: where its content begins, and the values of the tags in it."""
+    """An open tag: the start of its content, and the values of the tags in it."""
 
     name: str
     start: int
     parts: list[tuple[str, Any]] = field(default_factory=list)
 
     def value(self, text: str, end: int) -> Any:
-        """The text of a tag without tags in it, a list of items, or an object."""
+        """Return the text of a tag without inner tags, a list of items, or an object."""
         if not self.parts:
             return text[self.start : end]
         if all(name == "item" for name, _ in self.parts):
@@ -35,8 +36,10 @@ class _Open:
 
 @call_format("minimax_m3")
 def minimax_m3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """The first `MOST_CALLS` calls behind the opening of the section. A closing tag of another name
-    than the one that is open is text."""
+    """Parse the first `MOST_CALLS` calls of the section. A closing tag that does not match the open
+    one
+    is text.
+    """
     del tools
     place = text.find(_SECTION)
     calls = list[Call]()
@@ -65,5 +68,5 @@ def minimax_m3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
             Call(called, problem=f"the call of {called} is not closed", span=(begin, len(text)))
         )
     if place >= 0 and not calls and text[place + len(_SECTION) :].strip():
-        return [Call("", problem=f"{_SECTION} holds no call")]
+        return [Call("", problem=f"{_SECTION} contains no call")]
     return calls

@@ -1,5 +1,6 @@
-"""Calls as Mistral models write them: [TOOL_CALLS] and a list of objects, or for each a name,
-[ARGS] and an object."""
+"""Mistral's call format: [TOOL_CALLS] and a list of objects, or for each call a name, [ARGS] and an
+object.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,7 @@ _HEADER = re.compile(r"(?P<name>[^\[{]*)(?:\[CALL_ID\](?P<id>[^\[{]*))?(?:\[ARGS
 
 @call_format("mistral")
 def mistral(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """What follows every [TOOL_CALLS], up to the last of `MOST_UNREAD` calls that cannot be
-    read."""
+    """Parse the calls after each [TOOL_CALLS]. Stops after `MOST_UNREAD` unparsable calls."""
     del tools
     calls = list[Call]()
     unread = 0
@@ -46,7 +46,7 @@ def _calls(text: str, place: int) -> tuple[list[Call], int]:
     try:
         value, end = json_at(text, header.end() if header else start)
     except ValueError as error:
-        return [Call(name, problem=f"the call is no JSON ({error})")], place
+        return [Call(name, problem=f"the call is not valid JSON ({error})")], place
     if header:
         return [with_arguments(name, value, (header["id"] or "").strip())], end
     listed = value if isinstance(value, list) else [value]

@@ -1,5 +1,4 @@
-"""Calls as Llama 4 and LFM2 write them: a list of Python calls whose arguments are literals with
-names."""
+"""The call format of Llama 4 and LFM2: a list of Python calls with literal keyword arguments."""
 
 from __future__ import annotations
 
@@ -12,14 +11,15 @@ from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format
 
 _START, _END = (re.compile(rf"<\|(?:python|tool_call)_{word}\|>") for word in ("start", "end"))
 _LIST = re.compile(r"\s*+\[\s*+(?P<name>[A-Za-z_]\w*+)\(")
-_MOST = 100_000  # characters of a list that is read
+_MOST = 100_000  # characters of a list that are parsed
 
 
 @call_format("pythonic")
 def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """The calls of the list that an answer is, or that stands between <|python_start|> or
-    <|tool_call_start|> and the last end. A list without these markers whose first call names no
-    tool is an answer."""
+    """Parse the list of calls between <|python_start|> or <|tool_call_start|> and the last end
+    marker,
+    or the whole answer. A list without markers whose first call names no tool is a plain answer.
+    """
     started = _START.search(text)
     begin = started.end() if started else 0
     first = _LIST.match(text, begin)
@@ -31,7 +31,9 @@ def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [
             Call(
-                first["name"], problem=f"the calls are no list of Python calls ({error})", span=span
+                first["name"],
+                problem=f"the calls are not a list of Python calls ({error})",
+                span=span,
             )
         ]
     calls = listed.elts if isinstance(listed, ast.List) else [listed]
@@ -40,7 +42,7 @@ def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
 
 def _call(node: ast.expr, span: tuple[int, int]) -> Call:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        return Call("", problem="the list holds something else than calls", span=span)
+        return Call("", problem="the list contains something other than calls", span=span)
     name = node.func.id
     arguments = dict[str, object]()
     problem = ""
@@ -48,14 +50,14 @@ def _call(node: ast.expr, span: tuple[int, int]) -> Call:
         try:
             arguments[str(one.arg)] = _literal(one.value)
         except (ValueError, TypeError, RecursionError, MemoryError):
-            problem = f"the argument {one.arg} of {name} is no literal"
+            problem = f"the argument {one.arg} of {name} is not a literal"
     if node.args:
         problem = f"the arguments of {name} have no names"
     return Call(name, arguments, problem, span=span)
 
 
 def _literal(node: ast.expr) -> object:
-    """The value that a literal writes, as JSON has it. ValueError, TypeError: it writes none."""
+    """Evaluate a literal, with JSON's types. Raises ValueError or TypeError if it is none."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | None):
         return node.value
     return json.loads(json.dumps(ast.literal_eval(node), allow_nan=False))

@@ -1,5 +1,6 @@
-"""Calls as Qwen3-Coder and Qwen3.5 write them: <function=name> with <parameter=key> for each
-argument, whose value stands between line breaks that are not part of it."""
+"""The call format of Qwen3-Coder and Qwen3.5: <function=name> with <parameter=key> for each
+argument. The line breaks around a value are not part of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls as Seed-OSS writes them: those of Qwen3-Coder, in <seed:tool_call>."""
+"""Seed-OSS's call format: the one of Qwen3-Coder, in <seed:tool_call>."""
 
 from __future__ import annotations
 

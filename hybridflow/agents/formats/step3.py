@@ -1,5 +1,6 @@
-"""Calls as Step-3 writes them: <steptml:invoke name="..."> with <steptml:parameter name="..."> for
-each argument."""
+"""Step-3's call format: <steptml:invoke name="..."> with <steptml:parameter name="..."> for each
+argument.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in plain tags: <name>text</name>, where the text is the only argument of the tool."""
+"""Calls in plain tags: <name>text</name>, where the text is the tool's only argument."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format
 
 @call_format("tags")
 def tags(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """The first `MOST_CALLS` pairs of tags that are named like a tool. A call ends at the last
-    closing tag before another call, so that its text may hold one."""
+    """Parse the first `MOST_CALLS` pairs of tags named after a tool. A call ends at the last
+    closing tag
+    before the next call, so its text may contain one.
+    """
     names = "|".join(map(re.escape, sorted(tools, key=len, reverse=True)))
     calls: list[Call] = []
     opened: re.Match[str] | None = None
@@ -40,6 +42,8 @@ def _call(
     parameters = tools[name]
     if len(parameters) != 1:
         return Call(
-            name, problem=f"{name} takes {len(parameters)} arguments, and tags hold one", span=span
+            name,
+            problem=f"{name} takes {len(parameters)} arguments, but tags allow only one",
+            span=span,
         )
     return Call(name, {parameters[0]: text[opened.end() : closed.start()]}, is_text=True, span=span)

@@ -1,1 +1,1 @@
-"""Agent loops, one file each; `base.py` says what a loop is given and how it is registered."""
+"""Agent loops, one file each. `base.py` defines a loop's arguments and the registration."""

@@ -1,7 +1,6 @@
-"""What an agent loop is, and how one is registered.
+"""The interface of an agent loop, and its registration.
 
-A built-in loop is a file of this package that bears its name; one of a user's is named in
-`rollout.agent.loop`.
+A built-in loop is a file of this package with the same name; `rollout.agent.loop` selects your own.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from hybridflow.agents.tools.base import Toolbox
 from hybridflow.config.keys import AGENT_LOOP
 from hybridflow.config.registry import Registry
 
-# async (conversation, tools) -> None: asks for answers and shows observations; the conversation
-# ends when it returns
+# async (conversation, tools) -> None: samples answers and shows observations; the conversation ends
+# when it returns
 AgentFunction = Callable[[Conversation, Toolbox], Awaitable[None]]
 
 
@@ -24,9 +23,9 @@ class AgentLoop:
     """A registered loop.
 
     Attributes:
-        function: what happens between the answers.
-        gives_rewards: it calls `Conversation.reward`; the score of a conversation is their sum
-            unless `reward.path` or `reward.combine` says otherwise.
+        function: runs one conversation.
+        gives_rewards: it calls `Conversation.reward`. A conversation's score is the sum of these
+            rewards, unless `reward.path` or `reward.combine` is set.
     """
 
     function: AgentFunction

@@ -1,5 +1,4 @@
-"""Answers that an environment takes one after another, and shows what they lead to, until the
-episode is over."""
+"""The loop of an environment: answers and observations alternate until the episode is over."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from hybridflow.agents.tools.base import Toolbox
 
 @agent_loop("environment", gives_rewards=True)
 async def environment(conversation: Conversation, tools: Toolbox) -> None:
-    """Ask, give the answer to the environment, and show its observation, which the next answer
-    follows."""
+    """Sample an answer, step the environment with it, show the observation, and repeat."""
     del tools
     async with conversation.episode() as episode:
         while True:

@@ -1,4 +1,4 @@
-"""One answer to each prompt."""
+"""The loop with a single answer per prompt."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from hybridflow.agents.tools.base import Toolbox
 
 @agent_loop("single_turn")
 async def single_turn(conversation: Conversation, tools: Toolbox) -> None:
-    """Ask once."""
+    """Sample one answer."""
     del tools
     await conversation.answer()

@@ -1,4 +1,4 @@
-"""Answers that may call tools, which are shown what the tools return, until one calls none."""
+"""The loop with tools: results of calls are shown to the policy until an answer has no calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridflow.agents.tools.base import Toolbox
 
 @agent_loop("tools")
 async def tools(conversation: Conversation, tools: Toolbox) -> None:
-    """Ask, run the calls of the answer at the same time, show their results, and ask again."""
+    """Sample an answer, run its calls concurrently, show the results, and repeat."""
     while calls := await while_others_go_on(tools.calls, await conversation.answer()):
         conversation.calls += len(calls)
         conversation.observe(await tools.results(calls), calls)

@@ -1,2 +1,1 @@
-"""Tools that a policy may call, one file each; `base.py` says what a tool is and how it is
-registered."""
+"""Tools that the policy may call, one file each. `base.py` defines a tool and its registration."""

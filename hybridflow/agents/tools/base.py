@@ -1,7 +1,7 @@
-"""What a tool is, how one is registered, and how the calls of an answer are run.
+"""The definition of a tool, its registration, and the execution of an answer's calls.
 
-A built-in tool is a file of this package that bears its name; one of a user's is named in
-`rollout.agent.tools`.
+A built-in tool is a file of this package with the same name; `rollout.agent.tools` selects your
+own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from hybridflow.config.schema import AgentConfig
 from hybridflow.errors import ConfigError, HybridFlowError
 
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
-_MOST_CHARACTERS = 1 << 16  # of a result, before it is cut to tokens
+_MOST_CHARACTERS = 1 << 16  # of a result, before it is truncated to tokens
 
 
 class ToolLostError(HybridFlowError):
-    """What runs a tool has ended, through no fault of the policy. The conversation that has called
-    it is lost."""
+    """The process that runs a tool has ended, through no fault of the policy. The conversation that
+    called it is lost.
+    """
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ class Tool:
 
     Attributes:
         name: as the policy writes it.
-        function: its arguments have names and the types str, int, float or bool; what it returns is
-            shown as text. It may be async; one that is not runs in a thread of its own.
-        description: what the policy is told of it: the first paragraph of the function's docstring.
-        is_instant: it takes microseconds and cannot hang, so that it needs no thread.
-        options: a frozen dataclass, where the tool takes any. `function` is then called once as the
-            run begins, with what `rollout.agent.tool_options` gives of it, and returns the function
-            that the policy may call.
-        declared: the JSON schema of its arguments, where that is not read from the function.
+        function: takes named arguments of the types str, int, float or bool; its result is shown as
+            text. It may be async; otherwise each call runs in its own thread.
+        description: shown to the policy: the first paragraph of the function's docstring.
+        is_instant: it takes microseconds and cannot hang, so it needs no thread.
+        options: a frozen dataclass, if the tool has options. `function` is then called once at the
+            start of the run, with the options from `rollout.agent.tool_options`, and returns the
+            function that the policy may call.
+        declared: the JSON schema of its arguments; None: derived from the function's signature.
     """
 
     name: str
@@ -58,13 +59,13 @@ class Tool:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of its arguments."""
+        """The names of the arguments."""
         if self.declared is not None:
             return tuple(self.declared.get("properties") or ())
         return tuple(inspect.signature(self.function).parameters)
 
     def problem(self, arguments: Mapping[str, Any]) -> str:
-        """Which arguments are missing or unknown; empty where none is."""
+        """Describe the first missing or unknown argument; empty if there is none."""
         if self.declared is None:
             try:
                 inspect.signature(self.function).bind(**arguments)
@@ -80,7 +81,7 @@ class Tool:
         return ""
 
     def schema(self) -> dict[str, Any]:
-        """The declaration of the tool, as chat templates take it."""
+        """Return the tool's declaration in the format of chat templates."""
         if self.declared is not None:
             declared = {
                 "name": self.name,
@@ -102,7 +103,7 @@ TOOLS: Registry[Tool] = Registry(TOOL.kind, TOOL.package, "rollout.agent.tools")
 def tool(
     name: str, *, is_instant: bool = False, options: type | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the tool of this name; `Tool` says what it may look like."""
+    """Register a function as the tool of this name. `Tool` documents its signature."""
     return TOOLS.entry(
         name, lambda function: Tool(name, function, _description(function), is_instant, options)
     )
@@ -113,15 +114,15 @@ def _description(function: Callable[..., Any]) -> str:
 
 
 class Toolbox:
-    """The tools of a run, and the format in which they are called.
+    """The tools of a run, and the format of their calls.
 
     Args:
-        offered: tools besides those of `rollout.agent.tools`.
-        thinking_open: answers begin inside of a thinking, as the prompt has opened one.
+        offered: tools in addition to those of `rollout.agent.tools`.
+        thinking_open: True if answers start inside a thinking block, because the prompt opens one.
 
     Raises:
-        ConfigError: there is no tool or format of a name, two tools have the same one, or the
-            options of a tool are wrong.
+        ConfigError: a tool or format does not exist, two tools have the same name, or the options
+            of a tool are invalid.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Toolbox:
         for found in [*(_opened(TOOLS.get(name), config) for name in config.tools), *offered]:
             if found.name in self.tools:
                 raise ConfigError(
-                    f"rollout.agent.tools: two tools are called {found.name}; leave one of them out"
+                    f"rollout.agent.tools: two tools are called {found.name}; remove one of them"
                 )
             self.tools[found.name] = found
         FORMATS.get(config.call_format)
@@ -144,20 +145,23 @@ class Toolbox:
         self._at_a_time = config.max_parallel_calls
 
     def schemas(self) -> list[dict[str, Any]]:
-        """What chat templates are told of the tools."""
+        """Return the declarations of the tools for chat templates."""
         return [found.schema() for found in self.tools.values()]
 
     def calls(self, answer: str) -> list[Call]:
-        """The calls in an answer, in order; what is written in its thinking calls nothing.
-        Arguments have the types that the tools declare."""
+        """Parse the calls in an answer, in order, ignoring its thinking. Arguments have the types
+        that the
+        tools declare.
+        """
         return read_calls(self._format, answer, self._declared, thinking_open=self._thinking_open)
 
     async def results(self, calls: Sequence[Call]) -> list[str]:
-        """What each call returned, or what was wrong with it, as text for the policy. Up to
-        `rollout.agent.max_parallel_calls` run at the same time, in their order.
+        """Run the calls and return their results, or errors, as text for the policy. Up to
+        `rollout.agent.max_parallel_calls` run concurrently, started in order.
 
         Raises:
-            ToolLostError: what runs one of the tools has ended. Calls that wait are not started.
+            ToolLostError: the process that runs one of the tools has ended. Pending calls are not
+                started.
         """
         places = asyncio.Semaphore(self._at_a_time)
 
@@ -184,7 +188,7 @@ class Toolbox:
             return f"error: {call.name} did not answer within {self._timeout_s:g} s"
         except ToolLostError:
             raise
-        except (Exception, SystemExit) as error:  # whatever a tool raises, the policy is told
+        except (Exception, SystemExit) as error:  # the policy is shown any error of a tool
             found = f"error: {type(error).__name__}: {error}"
         text = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
         return text[:_MOST_CHARACTERS]
@@ -199,7 +203,7 @@ class Toolbox:
 
 
 def _opened(found: Tool, config: AgentConfig) -> Tool:
-    """The tool with its options."""
+    """Return the tool with its options applied."""
     key = f"rollout.agent.tool_options.{found.name}"
     given = config.tool_options.get(found.name, {})
     if found.options is None:
@@ -219,10 +223,10 @@ async def _run(tool: Tool, arguments: Mapping[str, Any]) -> Any:
 
 
 async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Run it in a thread that the process does not wait for at its end: a call that hangs is left
-    alone."""
+    """Run a function in a daemon thread, so that a hung call does not block the exit of the
+    process."""
     done: Future[Any] = Future()
-    done.set_running_or_notify_cancel()  # it goes on when nobody waits any longer
+    done.set_running_or_notify_cancel()  # cannot be cancelled: it continues after a timeout
 
     def run() -> None:
         try:

@@ -1,4 +1,4 @@
-"""Python in the sandbox of `rewards`: a program, and what it printed."""
+"""A tool that runs Python programs in the sandbox of `rewards` and returns their output."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hybridflow.agents.tools.base import tool
 from hybridflow.rewards.sandbox import ENDED, ProgramResult, Sandbox
 
 _lock = threading.Lock()
-# each runs one program at a time; as many are started as are in use at once
+# idle sandboxes; each runs one program at a time, and new ones are started as needed
 _idle: list[Sandbox] = []
-# A sandbox ends with the thread that has started it (`process.children.die_with_parent`), and that
-# of a call ends with the call.
+# A sandbox ends with the thread that started it (`process.children.die_with_parent`), and a call's
+# thread ends with the call.
 _starter = ThreadPoolExecutor(1, "sandboxes")
 
 
@@ -26,10 +26,11 @@ def python(code: str) -> str:
         ResourceError: this machine forbids what the sandbox needs.
     """
     result = _result(code)
-    if result.why == ENDED:  # not for a limit, which a program is told of: somebody has killed it
+    # limits are reported to the program, so this sandbox was killed from outside
+    if result.why == ENDED:
         result = _result(code, fresh=True)
     if result.why == ENDED:
-        return "error: the sandbox has ended twice with this program"
+        return "error: the sandbox ended twice while running this program"
     if result.why:
         return f"{result.stdout}error: the program reached its limit of {result.why}"
     return (

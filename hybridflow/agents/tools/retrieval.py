@@ -1,5 +1,6 @@
-"""Search in documents of the user's: the passages that rank highest by BM25 (Robertson and
-Zaragoza, 2009)."""
+"""Search in the user's documents: the passages ranked highest by BM25 (Robertson and Zaragoza,
+2009).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _UNSPACED = re.compile(
     "([\u3005\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]+)"
 )
-_FORMAT = 2  # of the saved index; another one is built again
+_FORMAT = 2  # version of the saved index; others are rebuilt
 _log = logging.getLogger(__name__)
 
 
@@ -41,19 +42,19 @@ _log = logging.getLogger(__name__)
 class Options:
     """Options of the tool `retrieval`."""
 
-    # a .jsonl or .parquet file, whose rows are passages, or a folder of such and of .txt and .md
-    # files
+    # a .jsonl or .parquet file with one passage per row, or a folder of such files and of .txt and
+    # .md files
     documents: str = ""
-    text_column: str = "text"  # of .jsonl and .parquet
-    top_k: PositiveInt = 3  # passages that are shown
-    # files of text are cut into such passages; longer rows are shown in part
+    text_column: str = "text"  # column of .jsonl and .parquet files
+    top_k: PositiveInt = 3  # number of passages shown
+    # text files are cut into passages of at most this length; longer rows are truncated
     passage_characters: PositiveInt = 1000
-    index: str | None = None  # the folder that keeps the index; null: beside the documents
+    index: str | None = None  # folder in which the index is saved; null: next to the documents
 
 
 @tool("retrieval", options=Options)
 def retrieval(options: Options) -> Callable[[str], str]:
-    """Read the documents and their index, which is built when it is not there or the documents have
+    """Load the documents and their index, which is rebuilt if it is missing or the documents
     changed.
 
     Raises:
@@ -77,14 +78,14 @@ def retrieval(options: Options) -> Callable[[str], str]:
 
 
 class _Index:
-    """Passages and their scores."""
+    """Passages and their BM25 index."""
 
     def __init__(self, passages: Sequence[str], ranked: bm25s.BM25) -> None:
         self.passages = passages
         self.ranked = ranked
 
     def best(self, query: str, count: int) -> list[str]:
-        """The passages with the highest scores above 0; of equal ones the first in the
+        """Return the passages with the highest positive scores. Ties keep the order of the
         documents."""
         words = [word for word in _words(query) if word in self.ranked.vocab_dict]
         if not words:
@@ -96,7 +97,7 @@ class _Index:
 
 @functools.lru_cache(maxsize=8)
 def _index(options: Options) -> _Index:
-    """The index of these documents; one in a process."""
+    """Return the index of these documents, cached per process."""
     if not options.documents:
         raise ConfigError(
             f"{_KEY}.documents is not set; give a .jsonl or .parquet file, or a folder"
@@ -105,7 +106,7 @@ def _index(options: Options) -> _Index:
     files = _files(source)
     passages = [passage for file in files for passage in _passages(file, options)]
     if not passages:
-        raise ConfigError(f"{_KEY}.documents={source} holds no text")
+        raise ConfigError(f"{_KEY}.documents={source} contains no text")
     kept = (
         Path(options.index)
         if options.index
@@ -169,7 +170,7 @@ def _passages(file: Path, options: Options) -> Iterator[str]:
             if not cell.strip():
                 raise ConfigError(f"{_KEY}.documents: row {number} of {file} is empty; remove it")
             yield cell.strip()
-    except (OSError, ValueError) as error:  # also what is no UTF-8, no JSON or no parquet
+    except (OSError, ValueError) as error:  # including invalid UTF-8, JSON or parquet
         raise ConfigError(f"{_KEY}.documents: {file} cannot be read: {error}") from error
 
 
@@ -179,7 +180,7 @@ def _json_rows(file: Path) -> Iterator[object]:
             try:
                 yield json.loads(line)
             except ValueError as error:
-                raise ValueError(f"line {number} is no JSON ({error})") from error
+                raise ValueError(f"line {number} is not valid JSON ({error})") from error
 
 
 def _rows(file: Path, options: Options) -> Iterator[object]:
@@ -195,8 +196,10 @@ def _rows(file: Path, options: Options) -> Iterator[object]:
 
 
 def _parts(text: str, most: int) -> Iterator[str]:
-    """Paragraphs, put together as far as they fit in `most` characters; a longer one is cut between
-    words."""
+    """Merge paragraphs into passages of at most `most` characters. Longer paragraphs are cut
+    between
+    words.
+    """
     part = ""
     for paragraph in filter(None, map(str.strip, re.split(r"\n\s*\n", text))):
         for piece in _cut(paragraph, most):
@@ -218,7 +221,7 @@ def _cut(paragraph: str, most: int) -> Iterable[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Words, and pairs of characters of scripts that put no spaces between words."""
+    """Return the words, and the character bigrams of scripts without spaces between words."""
     return [part for word in _WORD.findall(text.lower()) for part in _parts_of(word)]
 
 
@@ -233,8 +236,11 @@ def _parts_of(word: str) -> Iterator[str]:
 
 
 def _loaded(folder: Path, count: int) -> bm25s.BM25 | None:
-    """The saved index of so many passages; None where there is none that can be read. Arrays of
-    numpy and JSON, never a pickle."""
+    """Load the saved index of `count` passages. Returns None if there is none, or it cannot be
+    read.
+
+    The files are numpy arrays and JSON, never pickles.
+    """
     try:
         ranked = bm25s.BM25.load(folder, allow_pickle=False, show_progress=False)
         data, indices, indptr = (
@@ -254,8 +260,8 @@ def _loaded(folder: Path, count: int) -> bm25s.BM25 | None:
 
 
 def _keep(ranked: bm25s.BM25, kept: Path, digest: str) -> None:
-    """Save the index in place of earlier ones. Without room or right to write it is built again by
-    the next process."""
+    """Save the index in place of earlier ones. If it cannot be written, the next process rebuilds
+    it."""
     made = None
     try:
         kept.mkdir(parents=True, exist_ok=True)
@@ -266,7 +272,7 @@ def _keep(ranked: bm25s.BM25, kept: Path, digest: str) -> None:
                 shutil.rmtree(old, ignore_errors=True)
         os.rename(made, kept / digest)
     except OSError as error:
-        _log.warning("the index of %s is not kept in %s: %s", _KEY, kept, error)
+        _log.warning("the index of %s could not be saved in %s: %s", _KEY, kept, error)
         if made is not None:
             with suppress(OSError):
                 shutil.rmtree(made)

@@ -133,7 +133,7 @@ def test_a_body_that_does_not_come_is_given_up(
     async def run() -> None:
         async with endpoint(conversation(chatml, Engine(chatml, "It is 408."))) as (at, port):
             status, said = await answer(port, request(at.api_key, b'{"messages":', 1000))
-            assert status == 408 and "the body did not come" in said
+            assert status == 408 and "the body did not arrive" in said
             assert (
                 await answer(port, request(at.api_key, json.dumps({"messages": QUESTION}).encode()))
             )[0] == 200

@@ -178,7 +178,7 @@ def test_what_changes_no_answer_is_taken(
         "top_p",
         "seed",
     ]
-    assert "a program asks for temperature, top_p, seed" in caplog.text
+    assert "a program's request sets temperature, top_p, seed" in caplog.text
 
 
 def test_an_answer_ends_before_a_text_of_stop(tokenizer: Tokenizer) -> None:
@@ -302,15 +302,19 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
         ),
         (QUESTION, {"n": 2}, "n must be 1"),
         (QUESTION, {"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
-        ([], {}, "messages is needed"),
+        ([], {}, "messages is required"),
         ([{"content": "x"}], {}, "message 0 has no role"),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
             {},
-            "message 0 has a part that is no text",
+            "message 0 has a part that is not text",
         ),
         (QUESTION, {"max_tokens": True}, "max_tokens must be a whole number of at least 1"),
-        (QUESTION, {"tools": [{"type": "function"}]}, "tools must be a list of declarations"),
+        (
+            QUESTION,
+            {"tools": [{"type": "function"}]},
+            "tools must be a list of function declarations",
+        ),
         (
             QUESTION,
             {"tools": [{"function": {"name": "x", "parameters": None}}]},
@@ -351,7 +355,7 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
         (
             QUESTION,
             {"stop": ["a", "b", "c", "d", "e"]},
-            "stop must be a text or a list of at most 4",
+            "stop must be a string or a list of at most 4",
         ),
         (
             QUESTION,
@@ -379,7 +383,7 @@ def test_a_first_request_that_cannot_be_answered_is_refused(
     [
         (
             [{"role": "user", "content": "What?"}, *ANSWERED[1:], MORE],
-            "message 0 is not that of the last request",
+            "message 0 differs from the last request",
         ),
         (
             [*QUESTION, {"role": "assistant", "content": "It is 409."}, MORE],

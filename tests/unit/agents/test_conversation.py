@@ -129,7 +129,7 @@ def test_a_template_that_does_not_show_what_was_said_is_refused(
     tmp_path: Path, template: str
 ) -> None:
     found = byte_tokenizer(tmp_path, ["<e>"], "<e>", template)
-    with pytest.raises(DataError, match=r"observation_role|refused the messages"):
+    with pytest.raises(DataError, match=r"observation_role|rejected the messages"):
         found.template.check("tool")
 
 

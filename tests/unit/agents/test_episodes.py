@@ -88,7 +88,7 @@ def test_episodes_of_several_processes_go_on_at_the_same_time(config: AgentConfi
     [
         ("raise", r"^the environment failed: RuntimeError: no such move \(line 20\)$"),
         ("leave", r"^the environment failed: SystemExit: 4"),
-        ("nonsense", r"^the environment failed: TypeError: step returned 'lost', which is no Step"),
+        ("nonsense", r"^the environment failed: TypeError: step returned 'lost', not a Step"),
         (
             "nan",
             (
@@ -117,7 +117,7 @@ def test_an_environment_that_cannot_begin_costs_its_own_episode(config: AgentCon
         episodes = Episodes(config)
         for truth, extra, said in (
             ("no reset", {}, r"KeyError: 'level 7' \(line 12\)"),
-            ("", {"greeting": object()}, "a row of the prompts holds a value of type object"),
+            ("", {"greeting": object()}, "a row of the prompts contains a value of type object"),
         ):
             with pytest.raises(EpisodeError, match=said):
                 async with episodes.begin(row(truth, **extra)):
@@ -152,7 +152,7 @@ def test_an_environment_that_hangs_is_ended(config: AgentConfig) -> None:
         episodes = Episodes(replace(config, tool_timeout_s=0.5))
         with pytest.raises(
             EpisodeError,
-            match=r"did nothing for 0.5 s \(rollout.agent.tool_timeout_s\) and was ended",
+            match=r"was silent for 0.5 s \(rollout.agent.tool_timeout_s\) and was killed",
         ):
             async with episodes.begin(row("hangs")):
                 pass

@@ -68,15 +68,15 @@ def test_several_calls_keep_their_order() -> None:
     ("name", "text", "problem"),
     [
         ("hermes", '<tool_call>{"name": "add"', "is not closed"),
-        ("hermes", "<tool_call>add</tool_call>", "is no JSON"),
-        ("hermes", "<tool_call>[1]</tool_call>", 'no JSON object with a "name"'),
+        ("hermes", "<tool_call>add</tool_call>", "is not valid JSON"),
+        ("hermes", "<tool_call>[1]</tool_call>", 'not a JSON object with a "name"'),
         (
             "hermes",
             '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-            "arguments of add are no JSON object",
+            "arguments of add are not a JSON object",
         ),
-        ("llama", "<|python_tag|>add(1, 2)", "is no JSON object"),
-        ("llama", '{"name": "add", "parameters": {}} and so on', "is no JSON object"),
+        ("llama", "<|python_tag|>add(1, 2)", "is not a JSON object"),
+        ("llama", '{"name": "add", "parameters": {}} and so on', "is not a JSON object"),
         ("deepseek", "<｜tool▁call▁begin｜>function", "is not closed"),
         ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁call▁end｜>", "has no <｜tool▁sep｜>"),
         ("glm", "<tool_call>add\n<arg_key>a", "is not closed"),
@@ -86,20 +86,20 @@ def test_several_calls_keep_their_order() -> None:
             "<tool_call><function=add><parameter=a>1</function></tool_call>",
             "is not closed",
         ),
-        ("minimax", "<minimax:tool_call>add(1)</minimax:tool_call>", "holds no call"),
+        ("minimax", "<minimax:tool_call>add(1)</minimax:tool_call>", "contains no call"),
         (
             "kimi",
             "<|tool_call_begin|>functions.add:0<|tool_call_end|>",
             "has no <|tool_call_argument_begin|>",
         ),
-        ("mistral", "[TOOL_CALLS]add(1)", "is no JSON"),
-        ("minimax_m3", "]<]minimax[>[<tool_call>add(1)", "holds no call"),
+        ("mistral", "[TOOL_CALLS]add(1)", "is not valid JSON"),
+        ("minimax_m3", "]<]minimax[>[<tool_call>add(1)", "contains no call"),
         (
             "minimax_m3",
             ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="add">1',
             "is not closed",
         ),
-        ("kimi_k3", "<|open|>tools<|sep|>add(1)", "holds no call"),
+        ("kimi_k3", "<|open|>tools<|sep|>add(1)", "contains no call"),
         (
             "kimi_k3",
             '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|>1',
@@ -107,24 +107,24 @@ def test_several_calls_keep_their_order() -> None:
         ),
         ("gemma4", "<|tool_call>add{a:1}<tool_call|>", "does not begin with call:NAME"),
         ("gemma4", "<|tool_call>call:add{a:1", "is not closed"),
-        ("gemma4", '<|tool_call>call:add{a:<|"|>1}<tool_call|>', "no JSON"),
+        ("gemma4", '<|tool_call>call:add{a:<|"|>1}<tool_call|>', "not valid JSON"),
         (
             "harmony",
             " to=functions.add<|channel|>commentary json<|message|>{",
-            "arguments of add are no JSON",
+            "arguments of add are not valid JSON",
         ),
         (
             "hermes",
             '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
-            "NaN is no number of JSON",
+            "NaN is not a JSON number",
         ),
         ("hermes", '<tool_call>{"name": "add"} and</tool_call>', "text follows the value"),
         ("deepseek_v32", '<｜DSML｜invoke name="add"><｜DSML｜parameter name="a">', "not closed"),
-        ("step3", "<｜tool_calls_begin｜>add(1)", "holds no call"),
+        ("step3", "<｜tool_calls_begin｜>add(1)", "contains no call"),
         ("pythonic", "[add(1, 2)]", "have no names"),
-        ("pythonic", "[add(a=1", "no list of Python calls"),
-        ("pythonic", "<|python_start|>[add(a=b)]<|python_end|>", "a of add is no literal"),
-        ("pythonic", "[add(a=1e999), 5]", "something else than calls"),
+        ("pythonic", "[add(a=1", "not a list of Python calls"),
+        ("pythonic", "<|python_start|>[add(a=b)]<|python_end|>", "a of add is not a literal"),
+        ("pythonic", "[add(a=1e999), 5]", "something other than calls"),
         ("tags", "<search>x", "<search> is not closed"),
         ("tags", "<add>1</add>", "takes 2 arguments"),
     ],
@@ -282,7 +282,7 @@ def test_a_number_that_is_not_finite_is_told() -> None:
     [call] = read_calls(
         "hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', DECLARED
     )
-    assert "1e999 is no number of JSON" in call.problem
+    assert "1e999 is not a JSON number" in call.problem
 
 
 @pytest.mark.parametrize("name", FORMATS.names())

@@ -218,14 +218,14 @@ def test_a_server_that_dies_costs_its_calls_and_is_started_again_within_the_limi
     for _ in range(2):
         before = result(tools, "pid")
         with pytest.raises(
-            ToolLostError, match="was lost during a call of die: it has ended with code 3"
+            ToolLostError, match="was lost during a call of die: it exited with code 3"
         ):
             result(tools, "die", code=3)
         assert result(tools, "pid") != before
-    with pytest.raises(ToolLostError, match="ended with code 4"):
+    with pytest.raises(ToolLostError, match="exited with code 4"):
         result(tools, "die", code=4)
     with pytest.raises(
-        ToolLostError, match=r"cannot be used: it has ended with code 4 \(restarted 2 times within"
+        ToolLostError, match=r"cannot be used: it exited with code 4 \(restarted 2 times within"
     ):
         result(tools, "add", a=1)
 
@@ -290,10 +290,10 @@ def test_a_server_that_cannot_be_used_is_named_at_the_start(
     with pytest.raises(ConfigError, match=rf"{key}: .*there is no program 'no-such-program'"):
         opened(command=["no-such-program"])
     with pytest.raises(
-        ConfigError, match=rf"{key}: the server cannot be used: it has ended with code 7"
+        ConfigError, match=rf"{key}: the server cannot be used: it exited with code 7"
     ):
         opened("import sys\nsys.exit(7)")
-    with pytest.raises(ConfigError, match=rf"{key} has not named its tools within 0.5 s"):
+    with pytest.raises(ConfigError, match=rf"{key} did not list its tools within 0.5 s"):
         opened("import time\ntime.sleep(600)", start_timeout_s=0.5)
     with pytest.raises(ConfigError, match=rf"{key}: the server has no tools"):
         opened(

@@ -220,7 +220,7 @@ def test_an_index_that_cannot_be_kept_costs_a_warning(
     documents = jsonl(tmp_path / "d.jsonl", [{"text": text} for text in TEXTS])
     (tmp_path / "d.jsonl.bm25").write_text("in the way")
     assert "gills" in found(opened(documents=documents), "gills")
-    assert "is not kept in" in caplog.text
+    assert "could not be saved in" in caplog.text
 
 
 def test_documents_that_cannot_be_searched_are_named_with_the_key(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_documents_that_cannot_be_searched_are_named_with_the_key(tmp_path: Path
             {"documents": table(tmp_path / "e.parquet", {"contents": ["a"]})},
         ),
         (
-            rf"{key}\.documents=.*f.jsonl holds no text",
+            rf"{key}\.documents=.*f.jsonl contains no text",
             {"documents": jsonl(tmp_path / "f.jsonl", [])},
         ),
         (rf"{key}\.top_k=0 must be at least 1", {"documents": str(tmp_path), "top_k": 0}),
@@ -277,7 +277,7 @@ def test_documents_that_cannot_be_searched_are_named_with_the_key(tmp_path: Path
     (tmp_path / "i.txt").write_bytes(b"\xff\xfe")
     cases += [
         (
-            rf"{key}\.documents: .*g.jsonl cannot be read: line 2 is no JSON",
+            rf"{key}\.documents: .*g.jsonl cannot be read: line 2 is not valid JSON",
             {"documents": f"{tmp_path}/g.jsonl"},
         ),
         (rf"{key}\.documents: .*h.parquet cannot be read", {"documents": f"{tmp_path}/h.parquet"}),

@@ -96,14 +96,14 @@ def test_whatever_goes_wrong_the_policy_is_told(toolbox: Callable[..., Toolbox])
         tools,
         Call("gret", {"name": "you"}),
         Call("greet", {"nam": "you"}),
-        Call("", problem="the call is no JSON"),
+        Call("", problem="the call is not valid JSON"),
         Call("leave"),
         Call("fail"),
         Call("large"),
     )
     assert "there is no tool 'gret'; did you mean greet?" in unknown
     assert "greet: missing a required argument: 'name'" in missing
-    assert unreadable == "error: the call is no JSON"
+    assert unreadable == "error: the call is not valid JSON"
     assert "sys.exit(3)" in left and "KeyError: 'no such thing'" in failed
     assert large.startswith("�x") and len(large) == 1 << 16
 
