@@ -1,1 +1,1 @@
-"""Data: preparation, parquet datasets, the resumable sampler, packing under a token budget."""
+"""Data: preparation, parquet datasets, a resumable sampler, and packing under a token budget."""

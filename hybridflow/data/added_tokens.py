@@ -1,5 +1,6 @@
-"""The added tokens of a tokenizer (special ones, and others that were added to its vocabulary) in
-text."""
+"""Search for a tokenizer's added tokens (special tokens and other additions to its vocabulary) in
+text.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True)
 class Found:
-    """An added token in a text, from `begin` to `end`: with white space around it that belongs to
-    it."""
+    """An added token in a text, from `begin` to `end`, including the white space that it strips."""
 
     token: str
     begin: int
@@ -22,8 +22,7 @@ class Found:
 
 
 class AddedTokens:
-    """Finds added tokens as the tokenizer does: the leftmost, and of those that begin there the
-    longest.
+    """Finds added tokens like the tokenizer: the leftmost match, and the longest at that position.
 
     Args:
         decoder: the tokenizer's `added_tokens_decoder`, {id: token}.
@@ -39,7 +38,7 @@ class AddedTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def find(self, text: str, begin: int = 0) -> Iterator[Found]:
-        """The added tokens of the text from `begin` on, in order."""
+        """Yield the added tokens of the text from `begin` on, in order."""
         position = begin
         while match := self._pattern.search(text, position):
             token = self._tokens[match[0]]

@@ -1,8 +1,8 @@
-"""Spreading items over ranks by cost, and what a sequence costs. Pure numpy.
+"""Load balancing: the cost of sequences, and their distribution over ranks. Pure numpy.
 
-A greedy start (longest processing time first) is improved by exchanges between a costly and a cheap
-rank. An exchange is only made when the costlier of the two gets cheaper, so the bounds of the
-greedy start hold for the result.
+A greedy start (longest processing time first) is improved by swaps between an expensive and a cheap
+rank. A swap is applied only if it lowers the cost of the more expensive rank, so the bounds of the
+greedy start still hold.
 """
 
 from __future__ import annotations
@@ -17,25 +17,29 @@ import numpy as np
 Costs = np.ndarray | Sequence[float]
 
 _MAX_ROUNDS = 24
-_PATIENCE = 4  # rounds without any exchange
-_ENOUGH = 2e-4  # of the mean: a spread below it is not worth another round
+_PATIENCE = 4  # rounds without a swap
+_ENOUGH = 2e-4  # relative to the mean: a smaller imbalance is not worth another round
 
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """What a forward pass over one sequence costs: `per_token` for each token and `per_pair` for
-    each pair of tokens (attention)."""
+    """The cost of a forward pass over one sequence: `per_token` for each token, and `per_pair` for
+    each
+    pair of tokens (attention).
+    """
 
     per_token: float
     per_pair: float
 
     @classmethod
     def of_model(cls, hf_config: Mapping[str, Any]) -> SequenceCost:
-        """Multiplications, from the shape in a Hugging Face config: matrices per token; scores and
-        values per causal pair.
+        """Count multiplications, from the shape in a Hugging Face config: matrices per token, and
+        attention
+        scores and values per causal pair.
 
-        Fields that are missing count as in a plain dense model; a config without any shape costs by
-        tokens alone.
+        Missing fields default to those of a plain dense model. A config without a shape costs by
+        tokens
+        only.
         """
         hidden = int(hf_config.get("hidden_size", 0))
         layers = int(hf_config.get("num_hidden_layers", 0))
@@ -57,14 +61,16 @@ class SequenceCost:
         )
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """Cost of each sequence [B] f64, in tokens of a short sequence: `lengths` plus the
-        quadratic share."""
+        """Return the cost of each sequence [B] f64, in tokens of a short sequence: `lengths` plus
+        the
+        quadratic part.
+        """
         tokens = np.asarray(lengths, dtype=np.float64)
         return tokens + (self.per_pair / self.per_token) * tokens * tokens
 
 
 def checked_costs(costs: Costs) -> np.ndarray:
-    """Costs [B] as f64; ValueError when one is negative or not finite."""
+    """Return the costs [B] as f64. Raises ValueError if one is negative or not finite."""
     weights = np.asarray(costs, dtype=np.float64)
     if not np.isfinite(weights).all() or (weights < 0).any():
         raise ValueError("costs must be finite and not negative")
@@ -72,33 +78,33 @@ def checked_costs(costs: Costs) -> np.ndarray:
 
 
 def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list[np.ndarray]:
-    """Spreads items over ranks so that the largest sum of costs is small.
+    """Distribute items over ranks so that the largest sum of costs is small.
 
-    Longest processing time first, then exchanges. The largest sum is at most the mean plus the
-    costliest item; without `equal_counts` it is at most 4/3 - 1/(3 num_ranks) of the optimum too.
+    Longest processing time first, then swaps. The largest sum is at most the mean plus the most
+    expensive item; without `equal_counts` it is also at most 4/3 - 1/(3 num_ranks) of the optimum.
     Deterministic; ties go to the lower rank and the lower index.
 
     Args:
         costs: cost of each item [B], finite and not negative; any unit.
         num_ranks: number of groups, at least 1.
-        equal_counts: every rank gets the same number of items (they must divide).
+        equal_counts: give every rank the same number of items, which must be divisible.
 
     Returns:
-        One ascending int64 index array a rank; every index once. Empty arrays only when there are
-        fewer items than ranks.
+        One ascending int64 index array per rank, with every index once. Arrays are empty only if
+        there are fewer items than ranks.
 
     Raises:
-        ValueError: num_ranks is not positive, a cost is negative or not finite, or the items do not
-            divide.
+        ValueError: num_ranks is not positive, a cost is negative or not finite, or the items are
+            not divisible.
     """
     weights = checked_costs(costs)
     if num_ranks < 1 or (equal_counts and len(weights) % num_ranks):
         raise ValueError(
-            "num_ranks must be positive, and divide the items for equal counts, got "
+            "num_ranks must be positive, and divide the number of items for equal counts, got "
             f"{len(weights)} items, {num_ranks} ranks"
         )
-    # Everything below sees the costs in descending order, so that the same costs in another order
-    # are grouped alike.
+    # Work on the costs in descending order, so that the result does not depend on the order of the
+    # input.
     order = np.argsort(-weights, kind="stable")
     sorted_costs = weights[order]
     owner = np.empty(len(weights), dtype=np.int64)
@@ -113,8 +119,10 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
 
 
 def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Rank of each item [B]: the next item (they descend) goes to the cheapest rank (ties: fewer
-    items, then lower rank)."""
+    """Return the rank of each item [B]: the next item (in descending order) goes to the cheapest
+    rank.
+    Ties go to the rank with fewer items, then to the lower rank.
+    """
     owner = []
     heap = [(0.0, 0, rank) for rank in range(num_ranks)]
     for cost in weights.tolist():
@@ -125,8 +133,9 @@ def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Rank of each item [B], equally many each: of every `num_ranks` items (they descend), the
-    costliest goes to the cheapest rank."""
+    """Return the rank of each item [B], with equal counts: of each `num_ranks` items (in descending
+    order), the most expensive goes to the cheapest rank.
+    """
     loads = np.zeros(num_ranks)
     rows = []
     for costs in weights.reshape(-1, num_ranks):
@@ -136,8 +145,10 @@ def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: bool) -> None:
-    """Improve `owner` in place: in each round the costliest rank trades with the cheapest, the
-    second with the second, and so on."""
+    """Improve `owner` in place: each round swaps between the most expensive rank and the cheapest,
+    the
+    second of each, and so on.
+    """
     loads = np.bincount(owner, weights, num_ranks)
     fruitless = 0
     accepted = loads.mean() * (1 + _ENOUGH)
@@ -147,7 +158,7 @@ def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: 
             return
         ranks = np.argsort(-loads, kind="stable")
         pairs = min(too_costly, num_ranks // 2)
-        # Shifted from round to round: a pair that has nothing to trade meets others.
+        # Shifted in each round, so that a pair without a useful swap gets other partners.
         partners = ranks[::-1][: min(2 * pairs, num_ranks - pairs)]
         done = _trade(weights, owner, loads, ranks[:pairs], np.roll(partners, turn)[:pairs], moves)
         fruitless = 0 if done else fruitless + 1
@@ -161,8 +172,9 @@ def _trade(
     low: np.ndarray,
     moves: bool,
 ) -> int:
-    """In each pair i the best exchange of one item of `high[i]` for one (or, with `moves`, none) of
-    `low[i]`; how many were made."""
+    """For each pair i, apply the best swap of one item of `high[i]` for one of `low[i]` (or, with
+    `moves`, for none). Returns the number applied.
+    """
     pair_of = np.full(len(loads), -1)
     pair_of[high] = pair_of[low] = np.arange(len(high))
     is_low = np.isin(owner, low)
@@ -171,7 +183,7 @@ def _trade(
     take = np.flatnonzero(is_low)
     costs = weights[take]
     pairs = mine[take]
-    if moves:  # an item for nothing: one of cost 0 that does not exist
+    if moves:  # moving an item without a return is a swap with a dummy item of cost 0
         costs = np.concatenate([np.zeros(len(low)), costs])
         pairs = np.concatenate([np.arange(len(low)), pairs])
         take = np.concatenate([np.full(len(low), -1), take])
@@ -184,13 +196,13 @@ def _trade(
 def _nearest(
     pairs: np.ndarray, costs: np.ndarray, wanted_pairs: np.ndarray, wanted: np.ndarray, step: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each wanted cost the item of its pair with the nearest cost, and the distance
-    (inf: there is none).
+    """For each wanted cost, return the item of its pair with the nearest cost, and the distance
+    (inf if
+    there is none).
 
     `step` exceeds every difference of two costs.
     """
-    # All items on one line, pair by pair and by cost inside a pair, so that one search serves every
-    # pair.
+    # Sort all items by pair, then by cost, so that one search serves every pair.
     order = np.lexsort((costs, pairs))
     costs = costs[order]
     pairs = pairs[order]
@@ -212,8 +224,10 @@ def _apply(
     half: np.ndarray,
     found: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> int:
-    """Carry out the best exchange of each pair that makes its costlier rank cheaper; an item taken
-    of -1 means none."""
+    """Apply each pair's best swap if it makes the more expensive rank cheaper. An index of -1 in
+    `take`
+    means no item. Returns the number applied.
+    """
     high, low = ranks
     give, take, missed = found
     order = np.lexsort((give, missed))

@@ -1,9 +1,9 @@
-"""What a chat template writes between an answer and the next one, found by rendering short
-conversations of marks.
+"""The text that a chat template writes between one answer and the next, derived by rendering short
+conversations with placeholder contents.
 
-A template is a program that can be asked, not read. Marks in place of contents show where a turn is
-closed and opened and what becomes of an observation (as it is, trimmed, as JSON), so that a
-conversation is continued without rendering it again from its start.
+A template is a program, so it is tested rather than parsed. Placeholders show where turns are
+opened and closed and how an observation is written (unchanged, trimmed, as JSON), so that a
+conversation can be continued without rendering it again from the start.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hybridflow.errors import DataError
 from hybridflow.rewards.reading import opens_thinking
 
 Message = Mapping[str, Any]
-# (messages, whether the next answer is opened) -> the text of the template; DataError where it
-# refuses the messages
+# (messages, whether to open the next answer) -> the rendered text; raises DataError if the template
+# rejects the messages
 Render = Callable[[Sequence[Message], bool], str]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -31,7 +31,8 @@ _MARK = re.compile(r"kQzV([A-Z])([0-9]{4})")
 
 
 def _mark(kind: str, number: int = 0) -> str:
-    """Nine letters and digits: some templates take ids of calls in no other form."""
+    """Return a placeholder of nine letters and digits, the only form that some templates accept as
+    call ids."""
     return f"kQzV{kind}{number:04d}"
 
 
@@ -44,7 +45,7 @@ class Piece:
     """A part of a prompt.
 
     Attributes:
-        is_literal: it came from outside. Tokens that are written out in it stay text.
+        is_literal: the text comes from outside. Special tokens spelled out in it stay text.
     """
 
     text: str
@@ -53,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownCall:
-    """A call of an answer, as the messages of its results refer to it."""
+    """A call of an answer, as referred to by the messages of its results."""
 
     name: str
     id: str
@@ -61,11 +62,11 @@ class ShownCall:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An answer and what follows it.
+    """An answer and the messages that follow it.
 
     Attributes:
-        messages: role and content, and of results `tool_call_id` and `name` where they are known.
-        calls: those of the answer.
+        messages: role and content; results also have `tool_call_id` and `name` if known.
+        calls: the calls of the answer.
     """
 
     messages: Sequence[Message]
@@ -74,11 +75,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ObservationForm:
-    """How a template writes messages of one role after an answer.
+    """How a template writes a message of one role after an answer.
 
     Attributes:
-        before, after: what it writes around the text; `before` includes what closes the answer.
-        text: `raw`, `trimmed`, `json` (the inside of a JSON string), or `other`.
+        before, after: the text around the content; `before` includes the end of the answer.
+        text: how the content is written: `raw`, `trimmed`, `json` (the inside of a JSON string) or
+            `other`.
     """
 
     before: str
@@ -88,22 +90,22 @@ class ObservationForm:
 
 @dataclass(frozen=True)
 class TemplateReport:
-    """What a chat template does with turns.
+    """How a chat template renders turns.
 
     Attributes:
-        closes_answer: what it writes after an answer that is the last message; empty where the next
-            role's mark does.
-        ends_answer: the token in it that ends an answer; None where there is none.
+        closes_answer: the text after an answer that is the last message; empty if the answer is
+            closed by the header of the next role.
+        ends_answer: the token in it that ends an answer; None if there is none.
         stop_tokens: tokens at which generation stops.
-        roles: roles of messages that it takes.
-        observations: how an answer is followed by a message of the roles `tool` and `user`; a role
-            is absent where that cannot be done exactly, and `problems` says why.
+        roles: roles that the template accepts.
+        observations: how messages of the roles `tool` and `user` follow an answer. A role is absent
+            if it cannot follow exactly; `problems` has the reason.
         problems: by role, why its messages cannot follow an answer.
-        needs_calls: it takes messages of the role `tool` only after an answer with calls.
-        opens_thinking: the generation prompt ends inside of a thinking.
-        drops_thinking: roles of messages at which it leaves the thinking of earlier answers out.
-        example_call: an answer that calls the tool `lookup` with {"key": "value"}; empty where it
-            writes no calls.
+        needs_calls: `tool` messages are accepted only after an answer with calls.
+        opens_thinking: the generation prompt ends inside a thinking block.
+        drops_thinking: roles whose messages make the template drop the thinking of earlier answers.
+        example_call: an answer that calls the tool `lookup` with {"key": "value"}; empty if the
+            template writes no calls.
     """
 
     closes_answer: str
@@ -119,20 +121,21 @@ class TemplateReport:
 
 
 class _NoEndError(DataError):
-    """The calls of an answer are shown, and no token at which generation stops after them."""
+    """The template renders the calls of an answer, but no token at which generation stops after
+    them."""
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """A rendered conversation whose contents are marks.
+    """A rendered conversation with placeholder contents.
 
     Attributes:
-        text: of the whole conversation.
-        answer: where its last answer is first seen.
-        begin: where its last answer has ended.
-        messages: of the whole conversation.
-        contents: those that follow the last answer, which end `messages`.
-        names: what the marks of names and ids stand for.
+        text: the whole conversation.
+        answer: position after the first placeholder of the last answer.
+        begin: end of the last answer.
+        messages: all messages of the conversation.
+        contents: the real contents of the messages after the last answer.
+        names: the real names and ids by placeholder.
     """
 
     text: str
@@ -145,8 +148,13 @@ class _Frame:
 
 @dataclass(frozen=True)
 class _Form:
-    """A way in which a template may take the calls of answers: so many of each answer, arguments as
-    text or as an object, and one that nobody made where results follow an answer without calls."""
+    """A way to pass an answer's calls to a template.
+
+    Attributes:
+        most_calls: maximum calls per answer; None: all.
+        as_text: arguments are JSON text rather than an object.
+        invents: add calls to answers without any if results follow them.
+    """
 
     most_calls: int | None
     as_text: bool
@@ -157,8 +165,8 @@ class ChatTemplate:
     """Continues conversations as a chat template does.
 
     Args:
-        name: of the tokenizer, for errors.
-        render: the template, with the tools of the run.
+        name: name of the tokenizer, for errors.
+        render: renders messages with the template and the tools of the run.
         added: the added tokens of the tokenizer.
         stops: tokens at which generation stops.
     """
@@ -170,18 +178,20 @@ class ChatTemplate:
         self._stops = tuple(stops)
 
     def following(self, exchanges: Sequence[Exchange], last: str | None = None) -> list[Piece]:
-        """What the template writes between the last answer and the next one.
+        """Return the text between the last answer and the next one.
 
         Args:
-            exchanges: all after the first user message. The messages of the last one are written;
-                of others only roles, calls and ids matter.
-            last: the stop token with which the answer ended, as text; None where another thing
-                ended it. The template's own token is left out where it is that one, and shown
-                otherwise.
+            exchanges: all exchanges after the first user message. Only the messages of the last one
+                are
+                written; of the others, only roles, calls and ids matter.
+            last: the stop token that ended the answer, as text; None if something else ended it.
+                The
+                template's own end token is omitted if it is this one, since it has been sampled.
 
         Raises:
-            DataError: the template refuses such messages, or does not show them and the answer once
-                each, in order.
+            DataError: the template rejects the messages, or does not show them and the answer
+                exactly
+                once, in order.
         """
         frame = self._frame(exchanges)
         shown = self._shown(frame)
@@ -203,14 +213,14 @@ class ChatTemplate:
         return kept
 
     def check(self, role: str, *, with_calls: bool = False) -> None:
-        """Refuse a template that cannot continue a conversation with messages of `role`.
+        """Reject a template that cannot continue a conversation with messages of `role`.
 
         Args:
-            with_calls: answers that are followed have calls.
+            with_calls: the answers have calls.
 
         Raises:
-            DataError: such messages are refused, or are not shown once, or what was said before
-                them is written anew.
+            DataError: the messages are rejected or not shown exactly once, or earlier messages are
+                rendered differently after them.
         """
         once, twice = (
             self._frame([_example(role, "?", with_calls)] * count).text for count in (1, 2)
@@ -220,26 +230,28 @@ class ChatTemplate:
             said = said.replace(last, earlier)
         if not twice.startswith(said):
             raise DataError(
-                f"{self._name}: the chat template writes what was said before anew when a message "
-                f"of role {role} comes, so that a conversation does not stay the tokens that it "
-                "was; use another rollout.agent.observation_role, or a template that leaves "
-                "earlier messages as they are"
+                f"{self._name}: the chat template changes earlier messages when a message of role "
+                f"{role} follows, so the tokens of a conversation would change; use another "
+                "rollout.agent.observation_role, or a template that leaves earlier messages as "
+                "they are"
             )
 
     def stops_in(self, text: str, begin: int = 0) -> Iterator[Found]:
-        """The tokens of a text, from `begin` on, at which generation stops."""
+        """Yield the tokens of the text, from `begin` on, at which generation stops."""
         return (found for found in self._added.find(text, begin) if found.token in self._stops)
 
     @cached_property
     def closes_answer(self) -> str:
-        """What the template writes after an answer that is the last message; empty where it refuses
-        one."""
+        """The text after an answer that is the last message; empty if the template rejects such
+        messages."""
         return self._behind_answer()
 
     @cached_property
     def closing_token(self) -> str | None:
-        """The added token that stands directly behind an answer which a message follows: the end of
-        the answer, or the mark of the next role. None where there is none."""
+        """The added token directly after an answer that is followed by a message: the end of the
+        answer, or
+        the header of the next role. None if there is none.
+        """
         found = next(self._added.find(self._behind_answer(_OPENING)), None)
         return found.token if found is not None and found.begin == 0 else None
 
@@ -254,8 +266,10 @@ class ChatTemplate:
 
     @property
     def ends_answer(self) -> str | None:
-        """The token that the template writes at the end of an answer: the first at which generation
-        stops, else the last; None where there is none."""
+        """The token that ends an answer: the first after it at which generation stops, else the
+        last one
+        that the template writes. None if there is none.
+        """
         found = [one.token for one in self._added.find(self.closes_answer)]
         return next(
             (token for token in found if token in self._stops), found[-1] if found else None
@@ -263,7 +277,7 @@ class ChatTemplate:
 
     @cached_property
     def opens_thinking(self) -> bool:
-        """Whether the prompt of an answer ends inside of a thinking."""
+        """True if the generation prompt ends inside a thinking block."""
         try:
             asked = self._render([_OPENING], True)
         except DataError:
@@ -272,8 +286,10 @@ class ChatTemplate:
 
     @cached_property
     def example_call(self) -> str:
-        """An answer that calls the tool `lookup` with {"key": "value"}, as the template writes it;
-        empty where it writes no calls."""
+        """An answer that calls the tool `lookup` with {"key": "value"}, as the template writes it.
+        Empty if
+        it writes no calls.
+        """
         for as_text in (False, True):
             call = _call("lookup", "call00000", {"key": "value"}, as_text)
             try:
@@ -294,7 +310,7 @@ class ChatTemplate:
         return ""
 
     def report(self) -> TemplateReport:
-        """What the template does, for people."""
+        """Return a report on the template for the user."""
         observations = dict[str, ObservationForm]()
         problems = dict[str, str]()
         needs_calls = False
@@ -322,10 +338,11 @@ class ChatTemplate:
             example_call=self.example_call,
         )
 
-    # ---- how an answer is continued
+    # ---- continuation
 
     def _frame(self, exchanges: Sequence[Exchange]) -> _Frame:
-        """The conversation with marks, in the first form of its calls that the template takes."""
+        """Render the conversation with placeholders, in the first form of calls that the template
+        accepts."""
         problem: DataError | None = None
         for form in _forms(exchanges):
             names: dict[str, str] = {}
@@ -345,8 +362,10 @@ class ChatTemplate:
         raise problem
 
     def _end_of_answer(self, text: str, count: int) -> tuple[int, int]:
-        """Where the last answer is first seen, and where it has ended: after its content, or at the
-        stop token after its calls."""
+        """Return the position after the first placeholder of the last answer, and the end of that
+        answer:
+        after its content, or at the stop token after its calls.
+        """
         marks = [(found[1], int(found[2]), found) for found in _MARK.finditer(text)]
         said = [found for kind, _, found in marks if kind == "A"]
         called = [found for kind, _, found in marks if kind == "V"]
@@ -356,8 +375,8 @@ class ChatTemplate:
         if len(said) > 1 or not ends or max(ends) > first or texts != list(range(count)):
             raise DataError(
                 f"{self._name}: the chat template does not show an answer and the messages after "
-                "it once each, in order; set rollout.agent.observation_role to the other role, or "
-                "give a template that leaves what was said as it is"
+                "it exactly once, in order; set rollout.agent.observation_role to the other role, "
+                "or use a template that leaves earlier messages as they are"
             )
         seen = min(found.end() for found in said + called)
         if not called:
@@ -365,14 +384,15 @@ class ChatTemplate:
         stop = next((found.begin for found in self.stops_in(text, max(ends))), None)
         if stop is None or stop >= first:
             raise _NoEndError(
-                f"{self._name}: the chat template puts no token at which generation stops after an "
-                f"answer that calls a tool (it stops at {', '.join(self._stops)}); name that token "
-                "in eos_token_id of generation_config.json"
+                f"{self._name}: the chat template writes no stop token after an answer that calls "
+                f"a tool (generation stops at {', '.join(self._stops)}); add the token that it "
+                "writes to eos_token_id in generation_config.json"
             )
         return seen, stop
 
     def _sampled(self, between: str, last: str | None) -> int:
-        """The length of what need not be shown of `between`, as the answer ended with it."""
+        """Return the length of the prefix of `between` that was sampled already, as the end of the
+        answer."""
         if last is None:
             return 0
         first = next(self._added.find(between), None)
@@ -386,8 +406,10 @@ class ChatTemplate:
         return len(last) if between.startswith(last) else 0
 
     def _shown(self, frame: _Frame) -> dict[str, str] | None:
-        """What the template makes of each content, by its mark; None where a content changes what
-        is around it."""
+        """Return each content as the template writes it, by placeholder. None if a content changes
+        the text
+        around it.
+        """
         shown: dict[str, str] = {}
         for number, content in enumerate(frame.contents):
             before, mark, after = frame.text[frame.answer :].partition(_mark("T", number))
@@ -401,20 +423,22 @@ class ChatTemplate:
         return shown
 
     def _whole(self, frame: _Frame) -> str:
-        """What follows the answer with the contents in it. DataError: one of them would speak for
-        the template."""
+        """Return the text after the answer, rendered with the contents.
+
+        Raises:
+            DataError: a content contains a special token, which would count as the template's own.
+        """
         values = [*frame.contents, *frame.names.values()]
         if any(next(self._added.find(value), None) or _MARK.search(value) for value in values):
             raise DataError(
-                f"{self._name}: the chat template writes these messages in another way than "
-                f"others: {str(frame.contents)[:200]}; special tokens in them would count as its "
-                "own"
+                f"{self._name}: the chat template renders these messages unlike others, so special "
+                f"tokens in them would count as its own: {str(frame.contents)[:200]}"
             )
         text = self._render(_with_contents(frame, dict(enumerate(frame.contents))), True)
         begin = _first_seen(text) + frame.begin - frame.answer
         return _MARK.sub(lambda found: frame.names.get(found[0], ""), text[begin:])
 
-    # ---- what is reported
+    # ---- report
 
     def _form(self, role: str, with_calls: bool) -> ObservationForm:
         pieces = self.following([_example(role, _SAMPLE, with_calls)])
@@ -453,7 +477,7 @@ class ChatTemplate:
 
 
 def common_beginning(one: str, other: str) -> str:
-    """The longest text with which both begin."""
+    """Return the longest common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[
         : next(
@@ -463,13 +487,15 @@ def common_beginning(one: str, other: str) -> str:
 
 
 def _first_seen(text: str) -> int:
-    """After the first mark of the last answer: what a template writes before it may depend on what
-    follows."""
+    """Return the position after the first placeholder of the last answer. The text before it may
+    depend
+    on the messages that follow.
+    """
     return next(found.end() for found in _MARK.finditer(text) if found[1] in "AV")
 
 
 def _with_contents(frame: _Frame, contents: Mapping[int, str]) -> list[Message]:
-    """The messages with these contents after the last answer in place of marks."""
+    """Return the messages with real contents in place of placeholders after the last answer."""
     first = len(frame.messages) - len(frame.contents)
     texts = {first + number: content for number, content in contents.items()}
     messages: list[Message] = []
@@ -502,8 +528,10 @@ def _forms(exchanges: Sequence[Exchange]) -> Iterator[_Form]:
 
 
 def _marked(exchange: Exchange, form: _Form, names: dict[str, str], earlier: int) -> list[Message]:
-    """An answer and what follows it with marks, which are others for an exchange that later ones
-    follow; `names` learns what those of names and ids stand for."""
+    """Return an answer and its following messages with placeholders, and add those of names and ids
+    to
+    `names`. `earlier` is the number of later exchanges; earlier ones get other placeholders.
+    """
     results = [one for one in exchange.messages if one["role"] == "tool"]
     calls = exchange.calls or (
         [ShownCall("tool", f"call{n:05d}") for n in range(len(results))] if form.invents else []
@@ -533,7 +561,7 @@ def _marked(exchange: Exchange, form: _Form, names: dict[str, str], earlier: int
 
 
 def _mark_of(kind: str, value: str, names: dict[str, str]) -> str:
-    """The mark of a name or an id; an equal one has the same mark."""
+    """Return the placeholder of a name or an id. Equal values share one."""
     marks = [mark for mark in names if mark.startswith(_mark(kind)[:5])]
     mark = next((mark for mark in marks if names[mark] == value), _mark(kind, len(marks)))
     names[mark] = value

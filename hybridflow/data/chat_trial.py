@@ -1,10 +1,10 @@
-"""Tries a tokenizer and its chat template before they are used: they are programs of the model's
+"""A trial of a tokenizer and its chat template before use, since both are programs by the model's
 author.
 
-transformers renders templates in jinja's sandbox, which keeps them from Python, files and the
-network, but neither from nested loops without an end nor from a string that fills the memory. The
-normalizers and patterns of a tokenizer.json can do the same. So a short conversation is rendered,
-and short texts are encoded, in a process that may use a few seconds and a gigabyte.
+transformers renders templates in jinja's sandbox, which protects Python, files and the network, but
+does not stop endless loops or strings that fill the memory. The normalizers and patterns of a
+tokenizer.json can do the same. A short conversation is therefore rendered, and short texts are
+encoded, in a process limited to a few seconds and a gigabyte.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _CALL = {
     "type": "function",
     "function": {"name": "add", "arguments": {"a": 1, "b": 1}},
 }
-# prose, code and other scripts; and of each character a run that ends otherwise, on which patterns
-# backtrack
+# prose, code and other scripts; and runs of each character with a different last one, on which
+# patterns backtrack
 TEXTS = (
     (
         "What is 1 + 1? It's 2.\n\n\tdef f(x):\r\n        return x ** 2  # Größe, привет, "
@@ -51,22 +51,24 @@ _FAILED = 4
 
 
 def trial(calls: Sequence[Callable[[], object]]) -> str:
-    """What is wrong with the calls, as the rest of a sentence; "" when all return. They run in a
-    child process."""
+    """Run the calls in a child process with limits. Returns the problem as the rest of a sentence,
+    or ""
+    if all calls return.
+    """
     child = os.fork()
     if child == 0:
         _run(calls)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
         return f"takes more than {SECONDS} s"
-    # Rust ends a process that has no memory
+    # Rust aborts a process that is out of memory
     if os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == _NO_MEMORY:
         return f"takes more than {BYTES >> 30} GiB of memory"
     return "fails" if os.WEXITSTATUS(status) else ""
 
 
 def render_all(render: Callable[[Sequence[Mapping[str, Any]]], object]) -> None:
-    """Render short conversations, which a template may refuse."""
+    """Render short conversations. The template may reject them."""
     for messages in _CONVERSATIONS:
         try:
             render(messages)
@@ -77,14 +79,14 @@ def render_all(render: Callable[[Sequence[Mapping[str, Any]]], object]) -> None:
 
 
 def _run(calls: Sequence[Callable[[], object]]) -> None:
-    """Runs in the child and does not return."""
+    """Run the calls in the child process. Does not return."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         present = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (present + BYTES, present + BYTES))
-    # at the second one the signal would be SIGKILL
+    # the second limit sends SIGKILL
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's report of a panic
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the library's panic report
     try:
         for call in calls:
             call()

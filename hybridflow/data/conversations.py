@@ -1,10 +1,8 @@
-"""Whole conversations as rows to learn from: which tokens the assistant wrote, as the chat template
-shows them.
+"""Whole conversations as training rows: their tokens, and a mask of those that the assistant wrote.
 
-An answer is learned behind the tokens that ask for it, and with the token that ends it, as
-generation has both. A template may write an answer otherwise once messages follow it (without its
-thinking, with another end). Such an answer is learned in a row of its own, which is the
-conversation up to it.
+An answer is learned after the tokens of its generation prompt and including its end token, as in
+generation. A template may render an answer differently once messages follow it (without its
+thinking, or with another end). Such an answer is learned in a separate row, which ends with it.
 """
 
 from __future__ import annotations
@@ -24,19 +22,18 @@ from hybridflow.errors import DataError
 Messages = Sequence[Mapping[str, Any]]
 _THINKING = re.compile(r"</?think>")
 _FORM = (
-    "a list of chat messages {role: string, content: string, ...}, where an answer with tool_calls "
-    "may be without content"
+    "a list of chat messages {role: string, content: string, ...}, and an answer with tool_calls "
+    "may lack content"
 )
 
 
 @dataclass(frozen=True)
 class LearnedRow:
-    """A conversation, or the beginning of one, as tokens.
+    """A conversation, or a prefix of one, as tokens.
 
     Attributes:
-        ids: what the chat template makes of it, and the token that ends its last answer where the
-            template has none.
-        learned: which of them the assistant wrote in turns that are learned.
+        ids: the rendered conversation, plus the end token if the template does not write one.
+        learned: True for tokens of the assistant's learned turns.
     """
 
     ids: list[int]
@@ -45,13 +42,12 @@ class LearnedRow:
 
 @dataclass(frozen=True)
 class _Turn:
-    """An answer in the conversation up to it.
+    """An answer and the conversation up to it.
 
     Attributes:
-        text: of that conversation.
-        begin, end: where the answer begins in it, and where it has ended, with the token that
-            closes it.
-        is_closed: whether there is such a token; otherwise the mark of the next message may be it.
+        text: the rendered conversation.
+        begin, end: span of the answer, including the token that closes it.
+        is_closed: there is such a token; otherwise the header of the next message may be it.
     """
 
     text: str
@@ -63,18 +59,18 @@ class _Turn:
 def learned_rows(
     tokenizer: Tokenizer, messages: Messages, wanted: Sequence[bool] | None, tools: Messages | None
 ) -> list[LearnedRow]:
-    """The rows in which the assistant's turns of a conversation are learned, each turn in one of
-    them.
+    """Return the rows that teach the assistant's turns of a conversation, each turn in exactly one
+    row.
 
     Args:
-        tokenizer: its chat template shows the conversation.
+        tokenizer: its chat template renders the conversation.
         messages: as `read_messages` returns them.
-        wanted: for each message of the role assistant whether it is learned; None: all are.
-        tools: declarations that the template shows; None: those of the run.
+        wanted: for each assistant message, whether it is learned; None: all.
+        tools: declarations for the template; None: those of the run.
 
     Raises:
-        DataError: no turn is learned, or the template refuses the messages or shows an answer
-            otherwise than behind the prompt that asks for it.
+        DataError: no turn is learned, or the template rejects the messages or renders an answer
+            without its generation prompt.
     """
     places = []
     for place, one in enumerate(messages):
@@ -82,16 +78,16 @@ def learned_rows(
             places.append(place)
     if wanted is not None and len(wanted) != len(places):
         raise DataError(
-            f"{len(wanted)} marks for {len(places)} messages of the assistant; give one for each"
+            f"{len(wanted)} marks for {len(places)} assistant messages; give one for each"
         )
     learned = []
     for place, is_wanted in zip(places, wanted or [True] * len(places), strict=True):
         if is_wanted:
             learned.append(place)
     if not learned:
-        raise DataError("there is no message of the assistant to learn; remove the row")
+        raise DataError("there is no assistant message to learn; remove the row")
     problem: DataError | None = None
-    # some templates want the arguments of calls as objects, others as text
+    # some templates require the arguments of calls as objects, others as text
     for form in (
         (json.loads, json.dumps) if any("tool_calls" in one for one in messages) else (json.loads,)
     ):
@@ -105,10 +101,10 @@ def learned_rows(
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """A value of a column of conversations, without the fields that Arrow filled with null.
+    """Validate a cell of the conversation column. Fields that Arrow filled with null are dropped.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not a conversation.
     """
     messages = _plain(value, _FORM)
     if not isinstance(messages, list) or not messages:
@@ -124,43 +120,45 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def read_learned(value: Any) -> list[bool]:
-    """A value of a column that says which turns are learned.
+    """Validate a cell of the column that marks learned turns.
 
     Raises:
-        DataError: it is no list of booleans, or of 0 and 1.
+        DataError: it is not a list of booleans, or of 0 and 1.
     """
     if not isinstance(value, list | tuple) or not all(one in (0, 1) for one in value):
-        raise DataError("expected a list of booleans, one for each message of the assistant")
+        raise DataError("expected a list of booleans, one for each assistant message")
     return list(map(bool, value))
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """A value of a column of tools: declarations or their JSON; None where there are none.
+    """Validate a cell of the tools column: declarations or their JSON. Returns None if it is empty.
 
     Raises:
         DataError: it is neither.
     """
-    tools = _plain(value or None, "a list of declarations of tools, or its JSON")
+    tools = _plain(value or None, "a list of tool declarations, or its JSON")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise DataError("expected a list of declarations of tools, or its JSON")
+        raise DataError("expected a list of tool declarations, or its JSON")
     return tools
 
 
 def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages | None) -> _Turn:
-    """The answer at `place`. DataError: it does not follow the prompt that asks for it, or is not
-    shown."""
+    """Render the answer at `place`. Raises DataError if it is not shown, or not after its
+    generation
+    prompt.
+    """
     prompt = whole_text(tokenizer.render(messages[:place], True, tools))
     text = whole_text(tokenizer.render(messages[: place + 1], False, tools))
     if not text.startswith(prompt):
         alike = max(len(common_beginning(prompt, text)) - 20, 0)
         raise DataError(
-            f"message {place}: the chat template asks for this answer with {prompt[alike:][:60]!r} "
-            f"and shows it behind {text[alike:][:60]!r}, so that it would be learned where "
-            "generation never is. Give its thinking in reasoning_content, set "
-            "data.chat_template_kwargs, leave the turn out with sft.learned_key, or use a template "
-            "that shows both alike (chat_template.jinja in model.tokenizer)"
+            f"message {place}: the chat template's generation prompt ends with "
+            f"{prompt[alike:][:60]!r}, but it renders this answer after {text[alike:][:60]!r}, so "
+            "training would not match generation. Put its thinking into reasoning_content, set "
+            "data.chat_template_kwargs, exclude the turn with sft.learned_key, or use a template "
+            "that renders both alike (chat_template.jinja in model.tokenizer)"
         )
     template = tokenizer.template
     begin = len(prompt)
@@ -170,7 +168,7 @@ def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages 
     if closes and text.endswith(closes):
         end -= len(closes)
         ends = next(template.stops_in(text, end), None)
-    else:  # calls may be closed in another way than text
+    else:  # calls may be closed differently from text
         last = next(reversed(list(template.stops_in(text, begin))), None)
         ends = last if last is not None and not text[last.end :].strip() else None
     _check_shown(messages[place], place, text[begin : min(end, ends.begin if ends else end)])
@@ -178,8 +176,7 @@ def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages 
 
 
 def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
-    """Refuse an answer of which a template leaves something out: less would be learned than was
-    said."""
+    """Reject an answer of which the template omits a part, which would not be learned."""
     said = []
     for key in ("reasoning_content", "content"):
         said.extend(_THINKING.split(message.get(key) or ""))
@@ -188,18 +185,19 @@ def _check_shown(message: Mapping[str, Any], place: int, shown: str) -> None:
         calls.append(str(call["function"].get("name", "")))
     if not shown.strip():
         raise DataError(
-            f"message {place}: the chat template shows nothing of this answer; is it empty?"
+            f"message {place}: the chat template does not show this answer; is it empty?"
         )
     if missing := [part for part in (*said, *calls) if whole_text(part).strip() not in shown]:
         raise DataError(
-            f"message {place}: the chat template leaves {missing[0].strip()[:60]!r} of this answer "
-            "out; leave it out of the data too, or use a template that shows it "
+            f"message {place}: the chat template omits {missing[0].strip()[:60]!r} of this answer; "
+            "remove it from the data too, or use a template that shows it "
             "(chat_template.jinja in model.tokenizer)"
         )
 
 
 def _rows(tokenizer: Tokenizer, answers: Sequence[_Turn]) -> list[LearnedRow]:
-    """The longest conversations first, as each may hold earlier turns as they are."""
+    """Build the rows. Starts with the longest conversation, which may contain earlier turns
+    unchanged."""
     rows: list[tuple[str, list[tuple[int, int]]]] = []
     for turn in reversed(answers):
         for text, spans in rows:
@@ -213,8 +211,10 @@ def _rows(tokenizer: Tokenizer, answers: Sequence[_Turn]) -> list[LearnedRow]:
 
 
 def _end_in(text: str, turn: _Turn, tokenizer: Tokenizer) -> int | None:
-    """Where the turn has ended in a longer conversation; None where that shows it otherwise, or
-    does not end it."""
+    """Return the end of the turn in a longer conversation, or None if it is rendered differently or
+    not
+    closed there.
+    """
     if not text.startswith(turn.text[: turn.end]):
         return None
     if turn.is_closed:
@@ -226,7 +226,7 @@ def _end_in(text: str, turn: _Turn, tokenizer: Tokenizer) -> int | None:
 def _row(
     tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], is_closed: bool
 ) -> LearnedRow:
-    """The tokens of a text; those that begin inside of a span are learned."""
+    """Tokenize a text. Tokens that start inside a span are learned."""
     ids, begins = tokenizer.encode_with_places(text)
     learned = []
     for place in begins:
@@ -238,27 +238,28 @@ def _row(
 
 
 def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls as objects (`json.loads`) or as text
-    (`json.dumps`)."""
+    """Return the message with the arguments of its calls as objects (`json.loads`) or as text
+    (`json.dumps`).
+    """
     if not message.get("tool_calls"):
         return dict(message)
     calls = []
     for call in message["tool_calls"]:
         function = dict(call.get("function") or {})
         if isinstance(given := function.get("arguments", {}), str) == (form is json.loads):
-            with suppress(ValueError):  # text that is no JSON stays what the model wrote
+            with suppress(ValueError):  # invalid JSON stays as the model wrote it
                 function["arguments"] = form(given)
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls}
 
 
 def _plain(value: Any, expected: str) -> Any:
-    """The value, or what its JSON says, without nulls."""
+    """Return the value, parsed if it is JSON text, without nulls."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"expected {expected}; found text that is no JSON ({error})") from error
+            raise DataError(f"expected {expected}; found invalid JSON ({error})") from error
     return _without_nulls(value)
 
 

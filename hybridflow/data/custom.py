@@ -1,4 +1,4 @@
-"""A dataset class of the user's own, loaded from a python file and checked before anything
+"""Loading of the datasets and the sampler; a user's dataset class is checked before anything
 starts."""
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _METHODS = ("__len__", "batch", "data_sources")
 
 
 class Prompts(Protocol):
-    """What the trainer asks of a dataset of prompts; `PromptDataset` is the built-in one and may be
-    subclassed."""
+    """The protocol of a dataset of prompts. `PromptDataset` is the built-in implementation and may
+    be
+    subclassed.
+    """
 
     def __len__(self) -> int: ...
 
@@ -34,7 +36,7 @@ class Prompts(Protocol):
         ...
 
     def batch(self, indices: np.ndarray) -> DataProto:
-        """The rows at `indices` [B] with the columns of `PromptDataset.batch`."""
+        """Return the rows at `indices` [B] with the columns of `PromptDataset.batch`."""
         ...
 
 
@@ -44,12 +46,12 @@ def open_prompts(
     config: DataConfig,
     max_rows: int | None = None,
 ) -> Prompts:
-    """`data.dataset_class`, else `PromptDataset`, constructed as `cls(files, tokenizer, config,
+    """Open `data.dataset_class`, or `PromptDataset`, as `cls(files, tokenizer, config,
     max_rows=...)`.
 
     Raises:
-        ConfigError: the file or class is missing, fails to import, or lacks a method; or its
-            batches lack a column.
+        ConfigError: the file or class is missing, fails to import or lacks a method, or its batches
+            lack a column.
     """
     wanted = config.dataset_class
     if wanted.path is None:
@@ -68,13 +70,14 @@ def open_prompts(
 
 
 def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | PreferenceDataset:
-    """What a step trains on: prompts that engines answer, or with `data.answers=pairs` prompts with
-    recorded answers.
+    """Open the training data: prompts to be answered by engines, or with `data.answers=pairs`
+    prompts
+    with recorded answers.
 
     Raises:
-        ConfigError: a step would hold rows more than once.
-        DataError: a file of pairs lacks a column, or a row is malformed; and what `open_prompts`
-            raises.
+        ConfigError: a step would contain a row more than once.
+        DataError: a file of pairs lacks a column, or a row is malformed; and errors of
+            `open_prompts`.
     """
     dataset: Prompts | PreferenceDataset
     if config.answers == "pairs":
@@ -86,8 +89,8 @@ def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | Prefere
     if config.train_batch_size > len(dataset):
         raise ConfigError(
             f"data.train_batch_size={config.train_batch_size} is more than the {len(dataset)} rows "
-            f"of data.train_files ({', '.join(config.train_files)}): a step would hold rows "
-            "several times; lower it and actor.ppo_mini_batch_size, or give more data"
+            f"of data.train_files ({', '.join(config.train_files)}): a step would contain rows "
+            "several times; lower it and actor.ppo_mini_batch_size, or add data"
         )
     return dataset
 
@@ -95,12 +98,10 @@ def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | Prefere
 def open_sampler(
     config: DataConfig, dataset: Prompts | PreferenceDataset, seed: int
 ) -> ResumableSampler:
-    """The order of the rows: shuffled or not, with the weights and the curriculum that `data`
-    names.
+    """Return the sampler: shuffled or in file order, with the weights and curriculum set in `data`.
 
     Raises:
-        ConfigError: a row lacks the number that `data.weight_key` or `data.difficulty_key` asks
-            for.
+        ConfigError: a row lacks the number named by `data.weight_key` or `data.difficulty_key`.
     """
     weights, difficulty = (
         _numbers(dataset, key) for key in (config.weight_key, config.difficulty_key)
@@ -129,7 +130,7 @@ def _numbers(dataset: Prompts | PreferenceDataset, key: str | None) -> np.ndarra
         if not isinstance((info or {}).get(key), (int, float)):
             raise ConfigError(
                 f"row {row}: extra_info has no number {key!r}, which data.weight_key or "
-                "data.difficulty_key asks for"
+                "data.difficulty_key requires"
             )
     return np.array([info[key] for info in infos], dtype=np.float64)
 

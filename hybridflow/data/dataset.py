@@ -1,5 +1,6 @@
-"""Datasets in memory: parquet rows checked and tokenized once when the job starts, handed out as
-`DataProto` batches."""
+"""In-memory datasets: parquet rows are validated and tokenized once at the start of a job, and
+returned as `DataProto` batches.
+"""
 
 from __future__ import annotations
 
@@ -26,33 +27,34 @@ _PAIRS = SftConfig()
 
 
 class _Dataset:
-    """Rows of data files as token ids: a prompt, and answers, which end as the chat template ends
-    them, once.
+    """Rows of data files as token ids: a prompt and answers, each ending with one end token of the
+    chat
+    template.
 
-    A prompt whose last message is the assistant's is refused: the answer would stand in the
-    question. With `data.continue_final_message` it is the beginning of the answer, and its turn
-    stays open.
+    A prompt whose last message is the assistant's is rejected, because the answer would be part of
+    the question. With `data.continue_final_message` that message is the beginning of the answer,
+    and its turn stays open.
 
-    A row with a prompt of more than `data.max_prompt_length` tokens (chat template included) or an
-    answer of more than `data.max_response_length` (eos included) is dropped with
-    `filter_overlong_prompts`, else refused or cut as `data.truncation` says: `left`, `middle` and
-    `right` name the part of the prompt that is cut off. An answer is cut on the right, so that it
-    does not end with eos. A conversation may have as many tokens as both together, and is cut at
-    its end.
+    A row whose prompt exceeds `data.max_prompt_length` tokens (chat template included), or whose
+    answer exceeds `data.max_response_length` (eos included), is dropped with
+    `filter_overlong_prompts`, else handled by `data.truncation`: `left`, `middle` and `right` name
+    the part of the prompt that is removed, and `error` raises. An answer is truncated on the right
+    and then has no eos. A conversation may have as many tokens as both limits together, and is
+    truncated at its end.
 
-    Many rows are encoded by several processes, and the tokens of large files kept for later runs
-    (`TokenCache`).
+    Many rows are encoded by several processes, and the tokens of large files are cached for later
+    runs (`TokenCache`).
 
     Args:
         files: read in order.
-        encoder: makes the tokens.
+        encoder: tokenizes the rows.
         config: the `data` section.
-        others, optional: further columns that the files must, and may, have.
-        max_rows: rows kept from the top, after filtering; None keeps all.
+        others, optional: further columns that the files must have, and may have.
+        max_rows: keep this many rows from the top, after filtering; None keeps all.
 
     Attributes:
-        num_filtered, num_truncated: overlong rows that were dropped, cut.
-        places: of each row its file and its number there, as messages name them.
+        num_filtered, num_truncated: number of overlong rows that were dropped, truncated.
+        places: file and row number of each row, for error messages.
 
     Raises:
         DataError: a file, column or row is missing or malformed, a row is too long, or no row is
@@ -95,7 +97,7 @@ class _Dataset:
         )
 
     def _take(self, piece: Piece, max_rows: int | None) -> DataProto:
-        """Keep rows of a piece until there are `max_rows`; returns their tokens."""
+        """Add rows of a piece up to a total of `max_rows`. Returns their tokens."""
         counts = piece.counts()
         taken = 0
         for row, count in zip(piece.rows, counts.tolist(), strict=True):
@@ -111,15 +113,16 @@ class _Dataset:
         return tokens
 
     def _further(self, row: Row) -> dict[str, Any]:
-        """Further columns of a row. DataError: it must not be used."""
+        """Return further columns of a row. Raises DataError if the row is unusable."""
         return {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
-        """The rows at `indices` [B], in that order; an index may repeat. Column `index` (int64 [B])
-        is the row of this dataset.
+        """Return the rows at `indices` [B], in that order; an index may repeat. Column `index`
+        (int64 [B])
+        is the row number in this dataset.
 
         Raises:
             IndexError: an index is negative or beyond the dataset.
@@ -142,7 +145,7 @@ class PromptDataset(_Dataset):
         files: parquet files, read in order.
         tokenizer: its chat template renders the prompts.
         config: the `data` section.
-        max_rows: rows kept from the top, after filtering; None keeps all.
+        max_rows: keep this many rows from the top, after filtering; None keeps all.
     """
 
     def __init__(
@@ -188,9 +191,10 @@ class PromptDataset(_Dataset):
 
 
 class SftDataset(_Dataset):
-    """Demonstrations: prompt_ids and response_ids (jagged int64). Rows are {prompt: chat messages,
-    response: string}; with `sft.messages_key` they are conversations, whose `response_mask` (jagged
-    bool) says which tokens are learned.
+    """Demonstrations: prompt_ids and response_ids (jagged int64).
+
+    Rows are {prompt: chat messages, response: string}. With `sft.messages_key` they are
+    conversations, and `response_mask` (jagged bool) marks the learned tokens.
 
     Args:
         files: data files, read in order.
@@ -213,9 +217,10 @@ class SftDataset(_Dataset):
 
 
 class PreferenceDataset(_Dataset):
-    """Pairs of answers to one prompt, rows {prompt: chat messages, chosen: string, rejected:
-    string}: prompt_ids, chosen_ids and rejected_ids (jagged int64). A row whose answers are equal
-    (also: after they were cut) is refused.
+    """Pairs of answers to one prompt: prompt_ids, chosen_ids and rejected_ids (jagged int64).
+
+    Rows are {prompt: chat messages, chosen: string, rejected: string}. A row whose answers are
+    equal, also after truncation, is rejected.
 
     Args:
         files: parquet files, read in order.
@@ -237,7 +242,7 @@ class PreferenceDataset(_Dataset):
 
     @property
     def data_sources(self) -> list[str]:
-        """None: no verifier scores recorded answers."""
+        """Always empty: recorded answers are not scored by verifiers."""
         return []
 
 
@@ -266,8 +271,7 @@ def _rows(
 def _report(
     files: Sequence[str | Path], kept: int, filtered: int, truncated: int, sources: int
 ) -> None:
-    """Says how many rows are in use, and of how many rows of the files; raises DataError when none
-    is."""
+    """Log the number of rows used and dropped. Raises DataError if none is left."""
     named = ", ".join(map(str, files))
     if not kept:
         raise DataError(
@@ -277,8 +281,8 @@ def _report(
     log.info("%s: %d rows, %d dropped as too long, %d cut", named, kept, filtered, truncated)
     if kept > sources:
         log.info(
-            "%s: %d conversations became %d rows: the chat template writes an answer otherwise "
-            "once messages follow it",
+            "%s: %d conversations became %d rows, because the chat template renders an answer "
+            "differently once messages follow it",
             named,
             sources,
             kept,

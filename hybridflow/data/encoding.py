@@ -1,5 +1,4 @@
-"""Rows of data files as token ids. An encoder says which columns it reads of a row and what becomes
-of it."""
+"""Encoders, which turn rows of data files into token ids."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ _LIMITS = ("max_prompt_length", "max_response_length", "filter_overlong_prompts"
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row of a file as rows of tokens.
+    """A row of a file as zero or more rows of tokens.
 
     Attributes:
-        rows: by column; none where the row is dropped as too long.
-        is_cut: whether something was cut off because it was too long.
+        rows: token ids by column; empty if the row is dropped as too long.
+        is_cut: something was truncated.
     """
 
     rows: Sequence[Ids]
@@ -38,11 +37,11 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """How the rows of a dataset become tokens."""
+    """The protocol of an encoder."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What encodes them."""
+        """The tokenizer in use."""
         ...
 
     @property
@@ -52,22 +51,25 @@ class Encoder(Protocol):
 
     @property
     def columns(self) -> Sequence[str]:
-        """The columns of tokens."""
+        """The names of the token columns."""
         ...
 
     def settings(self) -> dict[str, Any]:
-        """All that the tokens follow from, besides the tokenizer and the row."""
+        """Return all settings that the tokens depend on, other than the tokenizer and the row."""
         ...
 
     def encode(self, row: Row) -> Encoded:
-        """The tokens of a row. DataError: it is malformed, or too long where that is refused."""
+        """Encode a row. Raises DataError if it is malformed, or too long and not to be
+        truncated."""
         ...
 
 
 @dataclass(frozen=True)
 class AnswerEncoder:
-    """A prompt, and the answers of `answers` {column of tokens: column of the row}, which end as
-    the chat template ends them, once. Answers that must differ are those of a preference pair."""
+    """Encodes a prompt and its `answers` {column of tokens: column of the row}, each ending with
+    one end
+    token. Answers that must differ are those of a preference pair.
+    """
 
     tokenizer: Tokenizer
     config: DataConfig
@@ -81,16 +83,17 @@ class AnswerEncoder:
 
     @property
     def columns(self) -> Sequence[str]:
-        """The columns of tokens."""
+        """The names of the token columns."""
         return "prompt_ids", *self.answers
 
     def settings(self) -> dict[str, Any]:
-        """All that the tokens follow from, besides the tokenizer and the row."""
+        """Return all settings that the tokens depend on, other than the tokenizer and the row."""
         keys = ("prompt_key", "continue_final_message", *_LIMITS)
         return {"answers": dict(self.answers), **{key: getattr(self.config, key) for key in keys}}
 
     def encode(self, row: Row) -> Encoded:
-        """The tokens of a row. DataError: it is malformed, or too long where that is refused."""
+        """Encode a row. Raises DataError if it is malformed, or too long and not to be
+        truncated."""
         config = self.config
         prompt = _prompt_ids(row, self.tokenizer, config)
         answers = {
@@ -109,18 +112,19 @@ class AnswerEncoder:
         if self.must_differ and len(set(map(tuple, answers.values()))) < len(answers):
             one, other = self.answers.values()
             raise DataError(
-                f"{row.path}, row {row.number}: columns {one!r} and {other!r} hold the same answer "
-                f"{row.text(one)[:60]!r}{' (after cutting it)' if is_long else ''}; a pair must "
-                "differ: remove the row"
+                f"{row.path}, row {row.number}: columns {one!r} and {other!r} contain the same "
+                f"answer {row.text(one)[:60]!r}{' (after truncation)' if is_long else ''}; a pair "
+                "must differ: remove the row"
             )
         return Encoded([{"prompt_ids": prompt, **answers}], is_long)
 
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Whole conversations, of which turns of the assistant are learned: `response_ids` begin with
-    the first token of the first such turn, and `response_mask` says which of them such turns
-    wrote."""
+    """Encodes whole conversations. `response_ids` starts at the first token of the first learned
+    turn,
+    and `response_mask` marks the tokens of learned turns.
+    """
 
     tokenizer: Tokenizer
     config: DataConfig
@@ -134,14 +138,15 @@ class ConversationEncoder:
         return [key for key in keys if key is not None]
 
     def settings(self) -> dict[str, Any]:
-        """All that the tokens follow from, besides the tokenizer and the row."""
+        """Return all settings that the tokens depend on, other than the tokenizer and the row."""
         keys = ("messages_key", "learned_key", "tools_key")
         return {key: asdict(self.sft)[key] for key in keys} | {
             key: getattr(self.config, key) for key in _LIMITS
         }
 
     def encode(self, row: Row) -> Encoded:
-        """The tokens of a row. DataError: it is malformed, or too long where that is refused."""
+        """Encode a row. Raises DataError if it is malformed, or too long and not to be
+        truncated."""
         key = self.sft.messages_key
         learned = self.sft.learned_key
         tools = self.sft.tools_key
@@ -170,7 +175,7 @@ class ConversationEncoder:
         for one in found:
             if len(one.ids) <= limit or not self.config.filter_overlong_prompts:
                 kept.append(one)
-        # cut at the end: what is learned follows what it followed
+        # truncated at the end, so that learned tokens keep their context
         rows = []
         for one in kept:
             if any(one.learned[:limit]):
@@ -190,14 +195,14 @@ def _columns(row: LearnedRow, limit: int) -> Ids:
 
 
 def _answer_ids(row: Row, key: str, tokenizer: Tokenizer) -> list[int]:
-    """The answer and the token that ends it. DataError: it says nothing."""
+    """Encode an answer with its end token. Raises DataError if it is empty."""
     ids = tokenizer.encode(row.text(key).rstrip())
     if not ids or ids[-1] not in tokenizer.stop_ids:
         ids = [*tokenizer.encode(row.text(key)), tokenizer.end_id]
     while len(ids) > 1 and ids[-2] in tokenizer.stop_ids:
         ids.pop()
     if len(ids) < 2:
-        raise row.malformed(key, "an answer (an empty one would teach to end at once)")
+        raise row.malformed(key, "an answer (an empty one would teach the model to stop at once)")
     return ids
 
 
@@ -211,8 +216,8 @@ def _prompt_ids(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]
     if messages[-1]["role"] == "assistant" and not config.continue_final_message:
         raise DataError(
             f"{row.path}, row {row.number}, column {config.prompt_key!r}: the last message is the "
-            f"assistant's, {messages[-1]['content'][:60]!r}; leave it out, or set "
-            "data.continue_final_message: true where it is the beginning of the answer"
+            f"assistant's, {messages[-1]['content'][:60]!r}; remove it, or set "
+            "data.continue_final_message: true if it is the beginning of the answer"
         )
     try:
         ids = tokenizer.encode_chat(messages)
@@ -226,7 +231,7 @@ def _prompt_ids(row: Row, tokenizer: Tokenizer, config: DataConfig) -> list[int]
 
 
 def _shorten(ids: list[int], row: Row, config: DataConfig) -> list[int]:
-    """At most `max_prompt_length` ids, cut where `data.truncation` says."""
+    """Truncate the prompt to `max_prompt_length` ids according to `data.truncation`."""
     limit = config.max_prompt_length
     if len(ids) <= limit:
         return ids
@@ -253,5 +258,5 @@ def _too_long(row: Row, what: str, length: int, key: str, limit: int) -> DataErr
     return DataError(
         f"{row.path}, row {row.number}: {what} has {length} tokens, {key} is {limit}: raise it, "
         "set data.filter_overlong_prompts: true to drop such rows, or data.truncation to left, "
-        "right or middle to cut them"
+        "right or middle to truncate them"
     )

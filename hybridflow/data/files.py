@@ -1,5 +1,6 @@
-"""Reading rows of data files with checks: every complaint names the file, the column, the row and
-what was expected."""
+"""Readers of data files with validation: every error names the file, the column, the row and the
+expected value.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from hybridflow.errors import DataError, naming
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a file: its values by column, and where it came from."""
+    """One row of a file: its values by column, and its position."""
 
     path: str
     number: int
     values: Mapping[str, Any]
 
     def malformed(self, column: str, expected: str) -> DataError:
-        """The error for a value that is not what was expected."""
+        """Return the error for an unexpected value."""
         found = repr(self.values.get(column))
         shown = found if len(found) <= 120 else found[:120] + "..."
         return DataError(
@@ -34,15 +35,15 @@ class Row:
         )
 
     def text(self, column: str) -> str:
-        """The value of a column of strings."""
+        """Return the value of a string column."""
         value = self.values[column]
         if not isinstance(value, str):
             raise self.malformed(column, "a string")
         return value
 
     def messages(self, column: str) -> list[dict[str, Any]]:
-        """The value of a column of chat messages; fields that Arrow filled with null are left
-        out."""
+        """Return the value of a column of chat messages, without fields that Arrow filled with
+        null."""
         value = self.values[column]
         expected = "a non-empty list of chat messages {role: string, content: string}"
         if not isinstance(value, list) or not value:
@@ -57,7 +58,7 @@ class Row:
         ]
 
     def mapping(self, column: str) -> dict[str, Any]:
-        """The value of an optional column of structs; {} when the column or value is missing."""
+        """Return the value of an optional struct column; {} if the column or value is missing."""
         value = self.values.get(column)
         if value is None:
             return {}
@@ -69,12 +70,14 @@ class Row:
 def read_rows(
     path: str | Path, required: Sequence[str], optional: Sequence[str] = ()
 ) -> Iterator[Row]:
-    """Yields the rows of a data file with the named columns. The file's suffix says its form:
-    parquet, jsonl (an object a line), json (a list of objects, or such lines), csv (a header, all
-    values strings) or arrow (an IPC file or stream); any other is read as parquet.
+    """Yield the rows of a data file with the named columns.
+
+    The format follows from the suffix: parquet, jsonl (one object per line), json (a list of
+    objects, or such lines), csv (with a header; all values are strings) or arrow (an IPC file or
+    stream). Any other file is read as parquet.
 
     Raises:
-        DataError: the file is missing, is not (whole and) of its form, or lacks a required column.
+        DataError: the file is missing, incomplete or of another format, or lacks a required column.
     """
     reader = _READERS.get(Path(path).suffix)
     if reader is None:
@@ -98,7 +101,7 @@ def read_rows(
 
 
 def count_rows(path: str | Path) -> int:
-    """Rows of a data file; DataError as for `read_rows`."""
+    """Return the row count of a data file. Errors are those of `read_rows`."""
     if Path(path).suffix not in _READERS:
         return parquet_rows(path)
     return sum(1 for _ in read_rows(path, ()))
@@ -138,7 +141,7 @@ def _json(path: Path) -> Iterator[dict[str, Any]]:
 def _parsed(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
         raise DataError(f"{where}: not valid JSON ({error})") from error
 
 
@@ -157,7 +160,7 @@ def _csv(path: Path) -> Iterator[dict[str, Any]]:
             for row in csv.DictReader(stream, strict=True):
                 if None in row or None in row.values():
                     raise DataError(
-                        f"{path}: a row has not as many values as the header has names: "
+                        f"{path}: a row has a different number of values than the header: "
                         f"{str(row)[:120]}"
                     )
                 yield row

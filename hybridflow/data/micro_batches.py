@@ -1,5 +1,4 @@
-"""What packing and unpacking micro-batches has in common, whatever backend runs them. Numbers in,
-numbers out."""
+"""Packing and unpacking of micro-batches, shared by all backends."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ if TYPE_CHECKING:
     import torch
 
 
-RESPONSE_MASK = "response_mask"  # jagged bool: which response tokens the policy sampled
+RESPONSE_MASK = "response_mask"  # jagged bool: response tokens that the policy sampled
 
 
 class Packed(Protocol):
-    """A packed micro-batch, as far as its results are taken apart."""
+    """The protocol of a packed micro-batch, as needed by `unpack`."""
 
     @property
     def samples(self) -> np.ndarray:
@@ -27,28 +26,28 @@ class Packed(Protocol):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[s] response tokens of each, those that take part."""
+        """[s] participating response tokens of each row."""
         ...
 
 
 def sequence_lengths(batch: DataProto) -> np.ndarray:
-    """[B] prompt plus response tokens."""
+    """Return [B] prompt plus response tokens."""
     return np.asarray(batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths)
 
 
 def lengths_read(lengths: np.ndarray, last_token: bool = False) -> np.ndarray:
-    """[B] how many tokens of rows of so many tokens a forward pass reads, from the first on.
+    """Return [B] how many leading tokens of each row a forward pass reads.
 
-    Nothing is predicted from a row's last token, so it is read only where `last_token` says that
-    its own output is wanted. A row of one token keeps it: attention kernels do not take empty
+    Nothing is predicted from a row's last token, so it is read only with `last_token`, if its
+    output is needed. A row of one token is always read, because attention kernels reject empty
     sequences.
     """
     return lengths if last_token else np.maximum(lengths - 1, np.minimum(lengths, 1))
 
 
 def tokens_read(prompts: Jagged, responses: Jagged, read: np.ndarray) -> np.ndarray:
-    """[sum of read] the first `read` [s] tokens of each row, prompt and response, one row after
-    another."""
+    """Return [sum of read] the first `read` [s] tokens of each row (prompt and response),
+    concatenated."""
     sizes = prompts.lengths + responses.lengths
     starts = np.cumsum(sizes) - sizes
     tokens = np.zeros(int(sizes.sum()), np.int64)
@@ -58,10 +57,10 @@ def tokens_read(prompts: Jagged, responses: Jagged, read: np.ndarray) -> np.ndar
 
 
 def check_token_ids(batch: DataProto, vocab_size: int) -> None:
-    """Refuse token ids that a model does not have, while they are still on the host.
+    """Reject token ids outside the model's vocabulary, while they are still on the host.
 
     Raises:
-        ValueError: there is one; names the column and the id.
+        ValueError: names the column and the id.
     """
     for name in ("prompt_ids", "response_ids", *([SUPPORT_IDS] if SUPPORT_IDS in batch else [])):
         ids = batch.jagged(name).values
@@ -69,18 +68,19 @@ def check_token_ids(batch: DataProto, vocab_size: int) -> None:
             wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
             raise ValueError(
                 f"{name} has the token {wrong}; the model has the tokens 0 to {vocab_size - 1}. "
-                "Prepare the data with, and let the engine use, the tokenizer of the model that is "
-                "trained"
+                "Prepare the data with the tokenizer of the trained model, and use it in the "
+                "engine too"
             )
 
 
 def counted_tokens(
     batch: DataProto, rows: np.ndarray, columns: Sequence[str]
 ) -> tuple[np.ndarray | slice, np.ndarray]:
-    """Which response tokens of these rows take part, and how many of each row [s].
+    """Return a mask of the participating response tokens of these rows, and their number per row
+    [s].
 
-    Where `columns` asks for `response_mask`, only those that the policy sampled: no loss, metric or
-    count sees others. A batch without that column counts as sampled throughout.
+    If `columns` contains `response_mask`, only sampled tokens participate: losses, metrics and
+    counts ignore the others. Without that column in the batch, all tokens count as sampled.
     """
     if RESPONSE_MASK not in columns or RESPONSE_MASK not in batch:
         return slice(None), np.asarray(batch.jagged("response_ids").take(rows).lengths)
@@ -92,7 +92,8 @@ def counted_tokens(
 def values_of(
     batch: DataProto, name: str, rows: np.ndarray, keep: np.ndarray | slice
 ) -> np.ndarray:
-    """[n, ...] values of a column at the tokens of these rows that take part, int64 or float32."""
+    """Return [n, ...] values of a column at the participating tokens of these rows, int64 or
+    float32."""
     values = batch.jagged(name).take(rows).values[keep]
     return np.array(
         values, dtype=np.int64 if np.issubdtype(values.dtype, np.integer) else np.float32
@@ -100,11 +101,12 @@ def values_of(
 
 
 def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) -> Supports | None:
-    """The sampler's supports of the tokens of these rows that take part; None for a batch without
-    them.
+    """Return the sampler's supports at the participating tokens of these rows; None if the batch
+    has
+    none.
 
     Raises:
-        ValueError: a row has more or fewer tokens in its supports than their sizes say.
+        ValueError: the number of tokens in a row's supports does not match their sizes.
     """
     if not all(name in batch for name in SUPPORT):
         return None
@@ -121,7 +123,7 @@ def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) ->
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The concatenation of arange(start, start + length)."""
+    """Return the concatenation of arange(start, start + length)."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
@@ -133,14 +135,16 @@ def unpack(
     num_samples: int,
     dtype: type = np.float32,
 ) -> Jagged:
-    """Per-response-token results [n, ...] of all micro-batches as one jagged column in the order of
-    the batch."""
+    """Combine per-response-token results [n, ...] of all micro-batches into one jagged column in
+    the
+    order of the batch.
+    """
     tail = values_per_micro[0].shape[1:]
     rows: list[np.ndarray] = [np.zeros((0, *tail), dtype)] * num_samples
     for values, micro in zip(values_per_micro, micro_batches, strict=True):
         parts = np.split(values, np.cumsum(micro.lengths.cpu().numpy()))[
             :-1
-        ]  # cut at the end too: a micro-batch may hold no sample
+        ]  # split at the end too: a micro-batch may be empty
         for sample, part in zip(micro.samples.tolist(), parts, strict=True):
             rows[sample] = part
     return Jagged.from_rows(rows, dtype)

@@ -1,8 +1,7 @@
-"""Plans that decide which sequences share a micro-batch and which rank gets which sequence. Pure
-numpy: lengths in, index arrays out.
+"""Packing plans: the assignment of sequences to micro-batches and to ranks. Pure numpy.
 
-Every plan depends on the lengths (or costs) and their positions alone: not on a dictionary's order,
-nor on which rank asks.
+Every plan depends only on the lengths (or costs) and their positions, so all ranks compute the same
+plan.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ Lengths = np.ndarray | Sequence[int]
 
 
 def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.ndarray]:
-    """Groups sequences into micro-batches of at most `max_tokens` tokens.
+    """Group sequences into micro-batches of at most `max_tokens` tokens.
 
     Every index appears in exactly one bin, no bin is empty and none exceeds the budget. Best-fit
-    decreasing decides how many bins are needed: at most 11/9 of the optimum plus 6/9. That number
-    is raised to `min_bins`, as far as there are sequences to fill the bins. Lengths are evened out
-    over the bins when that stays within the budget. Deterministic.
+    decreasing determines the number of bins: at most 11/9 of the optimum plus 6/9. That number is
+    raised to `min_bins` if there are enough sequences. Lengths are evened out over the bins if that
+    stays within the budget. Deterministic.
 
     Args:
         lengths: tokens of each sequence [B], positive.
         max_tokens: budget of one bin.
-        min_bins: fewest bins wanted. With fewer than `min_bins` sequences there is one bin a
+        min_bins: minimum number of bins. With fewer than `min_bins` sequences there is one bin per
             sequence.
 
     Returns:
         Index arrays int64, ascending inside a bin; bins in order of their smallest index. Empty
-        when there are no sequences.
+        if there are no sequences.
 
     Raises:
-        ConfigError: one sequence alone exceeds the budget.
+        ConfigError: a single sequence exceeds the budget.
         ValueError: a length or argument is not positive.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -50,9 +49,9 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.nda
     longest = int(sizes.argmax())
     if sizes[longest] > max_tokens:
         raise ConfigError(
-            f"sequence {longest} has {sizes[longest]} tokens, more than the {max_tokens} of one "
-            "micro-batch: raise actor.max_tokens_per_micro_batch or lower data.max_prompt_length + "
-            "data.max_response_length"
+            f"sequence {longest} has {sizes[longest]} tokens, more than the limit {max_tokens} of "
+            "a micro-batch: raise actor.max_tokens_per_micro_batch or lower "
+            "data.max_prompt_length + data.max_response_length"
         )
     bin_of = _best_fit_decreasing(sizes, max_tokens)
     needed = int(bin_of.max()) + 1
@@ -66,16 +65,17 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.nda
 def pack_alike(
     lengths: Lengths, max_tokens: int, largest: Callable[[int], int]
 ) -> list[np.ndarray]:
-    """`pack` on one of several ranks, with the same number of micro-batches on each: the largest
-    that any of them needs.
+    """Run `pack` on one of several ranks, with the same number of micro-batches on each: the
+    maximum
+    that any rank needs.
 
-    A rank with fewer sequences than that gets empty micro-batches at the end, so that it still
-    takes part in every collective. Ranks settle the number among themselves, because only they know
-    what their mini-batches hold.
+    A rank with fewer sequences gets empty micro-batches at the end, so that it still takes part in
+    every collective. The ranks agree on the number among themselves, because only they know the
+    contents of their mini-batches.
 
     Args:
         lengths, max_tokens: as for `pack`, of this rank.
-        largest: of a number given by each rank, the largest; every rank calls it once.
+        largest: all-reduce (max) of a number over the ranks; every rank calls it once.
     """
     bins = pack(lengths, max_tokens)
     wanted = largest(len(bins))
@@ -85,12 +85,12 @@ def pack_alike(
 
 
 def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
-    """The order [B] of rows in which the consecutive pieces that `num_ranks` ranks get
+    """Return the order [B] of rows in which the consecutive pieces of `num_ranks` ranks
     (`Dispatch.DP`) cost about the same.
 
-    Pieces hold B / num_ranks rows, rounded up; where that does not divide, the cheapest rows fill
-    the short piece after the whole ones. A whole piece costs at most the mean of the whole pieces
-    plus the costliest row. Inside a piece rows keep their order.
+    Pieces have B / num_ranks rows, rounded up; if that is not divisible, the cheapest rows fill the
+    short piece after the full ones. A full piece costs at most the mean of the full pieces plus the
+    most expensive row. Inside a piece rows keep their order.
     """
     weights = checked_costs(costs)
     size = -(-len(weights) // num_ranks)
@@ -109,22 +109,20 @@ def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
 def update_order(
     costs: Costs, num_ranks: int, rows_per_update: int, seed: Sequence[int]
 ) -> np.ndarray:
-    """The order [B] of rows for the updates of one epoch: the consecutive piece of each
-    data-parallel rank holds its share of the first update, then of the second, and so on.
+    """Return the order [B] of rows for the updates of one epoch: the consecutive piece of each
+    data-parallel rank contains its share of the first update, then of the second, and so on.
 
-    The rows of an update are drawn from the whole batch, by `seed` alone, and divided over the
-    ranks afterwards at about equal cost: a run in any layout trains on the same sequence of
-    mini-batches.
+    The rows of an update are drawn from the whole batch using only `seed`, and are then divided
+    over the ranks at about equal cost, so the sequence of mini-batches is the same in any layout.
 
     Raises:
-        ValueError: the B rows do not divide into updates, or an update does not divide over the
-            ranks.
+        ValueError: the B rows are not divisible into updates, or an update over the ranks.
     """
     weights = checked_costs(costs)
     if len(weights) % rows_per_update or rows_per_update % num_ranks:
         raise ValueError(
-            f"{len(weights)} rows, {rows_per_update} an update, do not divide over {num_ranks} "
-            "ranks"
+            f"{len(weights)} rows in updates of {rows_per_update} are not divisible over "
+            f"{num_ranks} ranks"
         )
     drawn = np.random.default_rng(list(seed)).permutation(len(weights)).reshape(-1, rows_per_update)
     shares = []
@@ -134,8 +132,10 @@ def update_order(
 
 
 def _best_fit_decreasing(sizes: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Bin number of each sequence [B]: longest first, each into the bin where it leaves the least
-    room."""
+    """Return the bin number of each sequence [B]: longest first, each into the fullest bin that has
+    room
+    for it.
+    """
     bin_of = np.empty(len(sizes), dtype=np.int64)
     rooms: list[tuple[int, int]] = []  # (free tokens, bin), ascending
     used = 0
@@ -154,7 +154,7 @@ def _best_fit_decreasing(sizes: np.ndarray, max_tokens: int) -> np.ndarray:
 
 
 def _split_to(bins: list[np.ndarray], sizes: np.ndarray, wanted: int) -> list[np.ndarray]:
-    """Halves the fullest bin that holds two sequences or more until there are `wanted` bins; no bin
+    """Split the fullest bin with at least two sequences until there are `wanted` bins. No bin
     grows."""
     while len(bins) < wanted:
         tokens = [int(sizes[members].sum()) if len(members) > 1 else 0 for members in bins]

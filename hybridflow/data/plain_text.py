@@ -1,4 +1,4 @@
-"""Text from outside as tokens: added tokens that are written out in it stay text."""
+"""Tokenization of text from outside: special tokens spelled out in it stay text."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hybridflow.data.added_tokens import AddedTokens
 from hybridflow.data.chat_template import Piece, common_beginning
 
 _NOT_SPACE = re.compile(r"\S")
-# of a token, most of the time; tokens at the end of a part of a text
+# typical characters per token; tokens at the end of a text's prefix that may differ in the whole
+# text
 _CHARACTERS = 8
 _UNSURE = 64
-_NEUTRAL = "\ufffc"  # in place of what must not be read as a token
+_NEUTRAL = "\ufffc"  # replaces literal text in the search for added tokens
 _HALF = re.compile("[\ud800-\udfff]")
-# an added token before each part, which is then not taken for the beginning of a text; nothing from
-# outside knows it
+# prepended to each part, so that it is not encoded as the beginning of a text; random, so that
+# outside text cannot contain it
 _ANCHOR = f"<anchor {secrets.token_hex(16)}>"
 
 
 def whole_text(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair, which no tokenizer and no file can
-    hold."""
+    """Replace each unpaired surrogate with U+FFFD, since no tokenizer or file can encode one."""
     if not _HALF.search(text):
         return text
     joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
@@ -33,8 +33,9 @@ def whole_text(text: str) -> str:
 
 
 class PlainText:
-    """Encodes pieces of a prompt as the tokenizer encodes the whole, but for added tokens in
-    literal pieces.
+    """Encodes pieces of a prompt like the whole text, except that added tokens in literal pieces
+    stay
+    text.
 
     Args:
         hf_tokenizer: a Hugging Face tokenizer.
@@ -45,11 +46,11 @@ class PlainText:
         self.added = AddedTokens(hf_tokenizer.added_tokens_decoder)
 
     def encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
-        """Token ids of the pieces, one after another; merges go over their borders as in one
-        text."""
+        """Return the token ids of the concatenated pieces. Merges cross the borders between
+        pieces."""
         pieces = [Piece(whole_text(piece.text), piece.is_literal) for piece in pieces]
         text = "".join(piece.text for piece in pieces)
-        # white space stays, as added tokens may take what is around them
+        # keep white space, as added tokens may strip it
         seen = "".join(
             _NOT_SPACE.sub(_NEUTRAL, piece.text) if piece.is_literal else piece.text
             for piece in pieces
@@ -62,24 +63,24 @@ class PlainText:
         return ids + self.encode(text[place:])
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text that stands between others; nothing in it is an added token."""
+        """Encode text from the middle of a prompt. Nothing in it becomes an added token."""
         ids = self._ids(text)
         if self.added.numbers.isdisjoint(ids):
             return ids
-        # a vocabulary may hold added tokens as ordinary ones too: cut in the middle they are none
+        # a vocabulary may contain added tokens as ordinary ones too; splitting their text prevents
+        # that
         parts = list(self._cut_tokens(text))
         return ids if len(parts) == 1 else [token for part in parts for token in self._ids(part)]
 
     def cut(self, text: str, most: int | None) -> str:
-        """The text up to its first `most` tokens. Of a long text no more is encoded than these
-        need."""
+        """Truncate the text to its first `most` tokens, without encoding all of a long text."""
         if most is None or len(text.encode()) <= most:
             return text
         size = _CHARACTERS * most
         while True:
             part = text[:size]
             is_whole = len(part) == len(text)
-            # the last tokens of a part may be others in the whole text
+            # the last tokens of a prefix may differ in the whole text
             if (found := self._cut(part, most, 0 if is_whole else _UNSURE)) is not None:
                 return found
             if is_whole:
@@ -87,8 +88,10 @@ class PlainText:
             size *= 4
 
     def _cut(self, text: str, most: int, unsure: int) -> str | None:
-        """The text up to its first `most` tokens; None where it does not have `unsure` more than
-        these."""
+        """Truncate the text to its first `most` tokens. Returns None if it does not have more than
+        `most +
+        unsure` tokens.
+        """
         if self._backend is None:
             ids = self._ids(text)
             return (
@@ -117,8 +120,7 @@ class PlainText:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizer without added tokens; None for one that is not of the library
-        `tokenizers`."""
+        """The tokenizer without added tokens; None if it is not one of the library `tokenizers`."""
         whole = getattr(self._hf, "backend_tokenizer", None)
         if whole is None:
             return None

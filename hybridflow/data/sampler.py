@@ -1,5 +1,4 @@
-"""Which rows come next: an endless, reproducible, exactly resumable order over the rows of a
-dataset."""
+"""An endless, reproducible, exactly resumable order over the rows of a dataset."""
 
 from __future__ import annotations
 
@@ -15,25 +14,23 @@ from hybridflow.errors import CheckpointError
 class ResumableSampler:
     """Batches of row numbers over endless epochs.
 
-    The order is one stream: epoch 0 followed by epoch 1 and so on, each epoch a permutation of all
-    rows drawn from (seed, epoch) alone (or 0, 1, 2, ... without shuffling). A batch is the next
-    `batch_size` entries of that stream. Rows left at the end of an epoch open the first batch of
-    the next one: no row is ever skipped and every row comes exactly once an epoch, at the price
-    that the one batch lying across two epochs may hold a row twice. The state is the position in
-    the stream, so it is exact at every point, the last batch of an epoch included, and `batch_size`
-    may be changed on resume.
+    The order is a single stream of epochs, each a permutation of all rows drawn from (seed, epoch),
+    or 0, 1, 2, ... without shuffling. A batch is the next `batch_size` entries of the stream. Rows
+    left at the end of an epoch start the first batch of the next one: no row is skipped and every
+    row appears exactly once per epoch, but a batch that spans two epochs may contain a row twice.
+    The state is the position in the stream, so it is exact at every point, including the last batch
+    of an epoch, and `batch_size` may change on resume.
 
-    With `weights`, an epoch is still `num_rows` entries, but a row comes about `num_rows * weight /
-    sum(weights)` times in it: the whole part of that number always, the rest by chance. With
-    `difficulty`, each epoch goes from small to large values; rows of one value come in the order
-    that shuffling gives.
+    With `weights`, an epoch still has `num_rows` entries, but a row appears about `num_rows *
+    weight / sum(weights)` times, rounded up or down at random. With `difficulty`, each epoch goes
+    from small to large values; rows of equal difficulty keep their shuffled order.
 
     Args:
         num_rows: rows of the dataset, at least 1.
-        batch_size: rows a batch, at least 1; may exceed `num_rows`.
+        batch_size: rows per batch, at least 1; may exceed `num_rows`.
         shuffle: False yields the rows in file order.
         seed: not negative.
-        weights: [num_rows], not negative, one of them positive; None: every row once an epoch.
+        weights: [num_rows], not negative, one of them positive; None: every row once per epoch.
         difficulty: [num_rows], finite; None: no curriculum.
     """
 
@@ -65,12 +62,11 @@ class ResumableSampler:
         self._cached: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """The sampler itself; it never ends."""
+        """Return the sampler itself. It never ends."""
         return self
 
     def __next__(self) -> np.ndarray:
-        """The next batch: row numbers [batch_size] int64. The state moves when the batch is handed
-        out."""
+        """Return the next batch, row numbers [batch_size] int64, and advance the state."""
         pieces: list[np.ndarray] = []
         missing = self.batch_size
         while missing:
@@ -82,7 +78,7 @@ class ResumableSampler:
         return np.concatenate(pieces)
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Row numbers [num_rows] of one epoch; the current epoch's are kept."""
+        """Return the row numbers [num_rows] of one epoch. The current epoch is cached."""
         if self._cached[0] != epoch:
             random = np.random.default_rng([self.seed, epoch])
             rows = np.arange(self.num_rows, dtype=np.int64)
@@ -96,7 +92,7 @@ class ResumableSampler:
         return self._cached[1]
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, JSON-able."""
+        """Return a JSON-serializable state for `restore`."""
         return {
             "position": self.position,
             "num_rows": self.num_rows,
@@ -106,18 +102,18 @@ class ResumableSampler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues exactly where the sampler that gave `state` stood.
+        """Continue exactly from a `state()`.
 
         Raises:
-            CheckpointError: the dataset's length, the seed or shuffling differ from those the state
-            was taken with, so that the same
-                order cannot be continued; or the state is malformed. The sampler is then unchanged.
+            CheckpointError: the state is malformed, or the dataset's length, the seed or shuffling
+                differ from it, so the same order cannot be continued. The sampler is then
+                unchanged.
         """
         position = state.get("position")
         if type(position) is not int or position < 0:
             raise CheckpointError(
-                f"the sampler state {state!r} has no valid position; the checkpoint is not one of "
-                "this version"
+                f"the sampler state {state!r} has no valid position; the checkpoint was not "
+                "written by this version"
             )
         for key, meaning in (
             ("num_rows", "rows in the dataset"),
@@ -133,7 +129,7 @@ class ResumableSampler:
                 )
         if state.get("order_by") != self.order_by:
             raise CheckpointError(
-                "cannot resume: the weights or the difficulty of the rows are not those of the "
+                "cannot resume: the weights or the difficulty of the rows differ from the "
                 "checkpoint; restore the columns they come from, or start a new run with another "
                 "name"
             )
@@ -152,8 +148,9 @@ def _checked(what: str, values: np.ndarray | None, num_rows: int) -> np.ndarray 
 
 
 def _drawn(weights: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """As many rows as there are weights, ascending; a row's count is its expectation rounded up or
-    down (systematic sampling)."""
+    """Draw as many rows as there are weights, in ascending order. A row's count is its expectation
+    rounded up or down (systematic sampling).
+    """
     ends = np.cumsum(weights) * (len(weights) / weights.sum())
     ends[-1] = len(weights)
     return np.searchsorted(ends, np.arange(len(weights)) + random.random(), side="right").clip(
@@ -162,7 +159,7 @@ def _drawn(weights: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def _fingerprint(*columns: np.ndarray | None) -> str | None:
-    """What tells two orders apart; None for the plain one."""
+    """Return a hash of the weights and difficulties; None if there are neither."""
     if all(column is None for column in columns):
         return None
     digest = hashlib.sha256()

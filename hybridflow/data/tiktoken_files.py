@@ -1,10 +1,10 @@
 """The tokenizer of Kimi and Moonlight, read from `tiktoken.model` and tokenizer_config.json without
-the code that is published beside them.
+running the code that is published with them.
 
-`tiktoken.model` has a line for each token, its bytes in base64 and its rank, which is its id. A
-text is split by one fixed pattern, and the bytes of each piece are merged pair by pair, the pair
-first that makes the token of the lowest rank. `tokenizers` computes the same from the list of all
-pairs of tokens that make a third, ordered by that one's rank.
+`tiktoken.model` has one line per token: its bytes in base64 and its rank, which is its id. A text
+is split by a fixed pattern, and the bytes of each piece are merged pair by pair, lowest resulting
+rank first. `tokenizers` computes the same from a list of all merges, ordered by the rank of the
+result.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 RANKS = "tiktoken.model"
 _CLASS = "TikTokenTokenizer"
-_RESERVED = 256  # ids behind the ordinary tokens; those without a name are <|reserved_token_ID|>
-# the published file has 163,584 lines, 2.8 MB, and tokens of 128 bytes
+_RESERVED = 256  # ids after the ordinary tokens; those without a name are <|reserved_token_ID|>
+# the published file has 163,584 lines, 2.8 MB, and tokens of up to 128 bytes
 _MOST_BYTES = 8 << 20
 _LONGEST_TOKEN = 512
-# longer texts and runs are cut before they are split
+# longer texts and runs are split first
 _MOST_CHARACTERS = 400_000
 _LONGEST_RUN = 25_000
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -50,16 +50,16 @@ _PATTERN = "|".join(
 
 
 def is_tiktoken_folder(folder: Path) -> bool:
-    """True if the tokenizer of the folder is a `tiktoken.model` that nothing else describes."""
+    """Return True if the folder's tokenizer is a `tiktoken.model` without a tokenizer.json."""
     return (folder / RANKS).is_file() and not (folder / "tokenizer.json").exists()
 
 
 def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of the folder.
+    """Read the tokenizer of the folder.
 
     Raises:
-        DataError: a file is missing or wrong, or the folder's tokenizer is neither Kimi's nor
-            Moonlight's, so that the pattern by which it splits texts is known to its code alone.
+        DataError: a file is missing or invalid, or the tokenizer is neither Kimi's nor
+            Moonlight's, so that its split pattern is defined only by its code.
     """
     file = folder / "tokenizer_config.json"
     try:
@@ -71,8 +71,8 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     if config.get("tokenizer_class") != _CLASS:
         raise DataError(
             f"{file} has tokenizer_class {config.get('tokenizer_class')!r}: of the tokenizers with "
-            f"a {RANKS} only {_CLASS} (Kimi, Moonlight) can be read without running its code; put "
-            "a tokenizer.json into the folder"
+            f"a {RANKS} only {_CLASS} (Kimi, Moonlight) can be read without running its code; add "
+            "a tokenizer.json to the folder"
         )
     ranks = _ranks_of(folder / RANKS)
     tokenizer = _tokenizer(ranks)
@@ -90,8 +90,10 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """The text in the parts that are encoded one by one: at most 400,000 characters, and no run of
-    blanks or of other characters longer than 25,000."""
+    """Yield the parts of the text that are encoded separately: at most 400,000 characters, without
+    a run
+    of blanks or of other characters longer than 25,000.
+    """
     for start in range(0, len(text), _MOST_CHARACTERS):
         part = text[start : start + _MOST_CHARACTERS]
         begin = 0
@@ -106,12 +108,12 @@ def _fast_class() -> type[PreTrainedTokenizerFast]:
     from transformers import PreTrainedTokenizerFast
 
     class TiktokenTokenizer(PreTrainedTokenizerFast):
-        """Encodes long texts in the parts in which the published code does."""
+        """Encodes long texts in the same parts as the published code."""
 
         parts_of = staticmethod(parts_of)
 
         def encode(self, text: str, *args: Any, **options: Any) -> list[int]:
-            """Token ids of the text, without special tokens around it."""
+            """Return the token ids of the text, without special tokens around it."""
             tokens: list[int] = []
             for part in parts_of(text):
                 tokens.extend(super().encode(part, *args, **options))
@@ -121,7 +123,7 @@ def _fast_class() -> type[PreTrainedTokenizerFast]:
 
 
 def _ranks_of(file: Path) -> dict[bytes, int]:
-    """{token: rank}; ranks are 0, 1, 2, ... in any order, and every byte is a token."""
+    """Return {token: rank}. Ranks are 0, 1, 2, ... in any order, and every byte is a token."""
     data = file.open("rb").read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise DataError(f"{file} is larger than {_MOST_BYTES} bytes")
@@ -135,21 +137,21 @@ def _ranks_of(file: Path) -> dict[bytes, int]:
             ranks[token] = int(rank)
         except (Base64Error, ValueError) as error:
             raise DataError(
-                f"{file}, line {number}: no token in base64 and its rank ({error})"
+                f"{file}, line {number}: expected a token in base64 and its rank ({error})"
             ) from error
         if not 0 < len(token) <= _LONGEST_TOKEN:
             raise DataError(
                 f"{file}, line {number}: a token of {len(token)} bytes; 1 to {_LONGEST_TOKEN} are "
-                "possible"
+                "allowed"
             )
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise DataError(
-            f"{file}: the ranks are not 0 to {len(ranks) - 1}, each once; is the file whole?"
+            f"{file}: the ranks are not 0 to {len(ranks) - 1}, each once; is the file complete?"
         )
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise DataError(
             f"{file} has no token for {len(missing)} bytes, for example {missing[0]}; is the file "
-            "whole?"
+            "complete?"
         )
     return ranks
 
@@ -189,8 +191,9 @@ def _tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
 
 
 def _special_tokens(file: Path, config: dict[str, Any], first: int) -> list[Any]:
-    """Names from `added_tokens_decoder`, the rest of the reserved ids by number, in the order of
-    their ids."""
+    """Return the special tokens in order of their ids: names from `added_tokens_decoder`, and
+    placeholders for the other reserved ids.
+    """
     from tokenizers import AddedToken
 
     named: dict[int, str] = {}
@@ -204,16 +207,16 @@ def _special_tokens(file: Path, config: dict[str, Any], first: int) -> list[Any]
     last = max([first + _RESERVED - 1, *named])
     if min(named, default=first) < first or last >= first + 4 * _RESERVED:
         raise DataError(
-            f"{file}: added_tokens_decoder has ids {min(named)} to {max(named)}, and the tokens of "
-            f"{RANKS} end at {first - 1}; are both files of the same model?"
+            f"{file}: added_tokens_decoder has ids {min(named)} to {max(named)}, but the tokens of "
+            f"{RANKS} end at {first - 1}; do both files belong to the same model?"
         )
     names = [named.get(number, f"<|reserved_token_{number}|>") for number in range(first, last + 1)]
     if len(set(names)) != len(names):
-        raise DataError(f"{file}: added_tokens_decoder gives one token several ids")
+        raise DataError(f"{file}: added_tokens_decoder has several ids for one token")
     return [AddedToken(name, special=True, normalized=False) for name in names]
 
 
 def _name(config: dict[str, Any], key: str) -> str | None:
-    """A special token, which is written as itself or as an object with its content."""
+    """Return a special token, which is a string or an object with its content."""
     token = config.get(key)
     return token.get("content") if isinstance(token, dict) else token

@@ -1,9 +1,9 @@
-"""Tokens of earlier runs, by the content of what they were made of: files, tokenizer, chat
-template, settings, code.
+"""A cache of tokenized datasets, keyed by the contents of everything they depend on: files,
+tokenizer, chat template, settings, code.
 
-The cache is a folder of parquet files that this user alone can enter. Files appear whole or not at
-all, so that runs may share it. It holds at most 8 GiB: what was not used for longest goes first.
-Removing it costs time alone.
+The cache is a folder of parquet files that only this user can access. Files are written
+atomically, so runs can share it. It is limited to 8 GiB with LRU eviction, and can be deleted at
+any time.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from hybridflow.data.encoding import Encoder
 from hybridflow.errors import HybridFlowError
 
 log = logging.getLogger(__name__)
-_LEAST_BYTES = 1 << 18  # of the files; smaller ones are encoded in a second
+_LEAST_BYTES = 1 << 18  # total size of the files; smaller ones are encoded within a second
 _MOST_BYTES = 8 << 30
-_ROWS_TOGETHER = 1 << 14  # are compressed as one
-_STALE_S = 86400.0  # a file that a killed run has not finished
+_ROWS_TOGETHER = 1 << 14  # rows per row group
+_STALE_S = 86400.0  # age of a file that a killed run left unfinished
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 
 class TokenCache:
-    """The entry of the cache for a dataset. Where the cache cannot be used, a run goes on without
-    it and says so.
+    """The cache entry of a dataset. If the cache is unusable, the run continues without it and logs
+    a
+    warning.
 
     Args:
-        path: of the entry; None: nothing is kept.
+        path: file of the entry; None: no caching.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -43,7 +44,7 @@ class TokenCache:
 
     @classmethod
     def of(cls, files: Sequence[str | Path], encoder: Encoder, max_rows: int | None) -> TokenCache:
-        """The entry for what an encoder makes of the first `max_rows` rows of files."""
+        """Return the entry for an encoder, files and `max_rows`."""
         identity = encoder.tokenizer.identity()
         paths = [Path(file) for file in files if Path(file).is_file()]
         if (
@@ -70,47 +71,48 @@ class TokenCache:
         return cls(None if folder is None else folder / f"{name}.parquet")
 
     def read(self) -> DataProto | None:
-        """The tokens; None where there are none, or none that can be read."""
+        """Return the cached tokens, or None if there are none or they are unreadable."""
         if self.path is None or not self.path.is_file():
             return None
         try:
             found = read_parquet(self.path)
             os.utime(self.path)
         except (HybridFlowError, OSError) as error:
-            log.warning("tokens of an earlier run cannot be read, and are made again: %s", error)
+            log.warning("the cached tokens cannot be read and are rebuilt: %s", error)
             return None
-        log.info("tokens of an earlier run: %s", self.path)
+        log.info("tokens are read from the cache: %s", self.path)
         return found
 
     def write(self, tokens: DataProto) -> None:
-        """Keep the tokens, and make room for them."""
+        """Store the tokens, and evict old entries."""
         if self.path is None:
             return
         try:
             write_parquet(self.path, tokens.split(_ROWS_TOGETHER))
             _make_room(self.path.parent)
         except (HybridFlowError, OSError) as error:
-            log.warning("the tokens of this run are not kept for the next one: %s", error)
+            log.warning("the tokens could not be cached for the next run: %s", error)
 
 
 def _private(folder: Path) -> Path | None:
-    """The folder, which this user alone can enter; None where that cannot be."""
+    """Create a folder that only this user can access. Returns None if that fails."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            log.warning("%s is no folder of this user; tokens are not kept", folder)
+            log.warning("%s is not a folder of this user; tokens are not cached", folder)
             return None
         folder.chmod(0o700)
     except OSError as error:
-        log.warning("%s cannot be used (%s); tokens are not kept", folder, error.strerror)
+        log.warning("%s cannot be used (%s); tokens are not cached", folder, error.strerror)
         return None
     return folder
 
 
 def _make_room(folder: Path) -> None:
-    """Remove what killed runs have left, and the entries used longest ago while all have more than
-    `_MOST_BYTES`."""
+    """Remove leftovers of killed runs, and the least recently used entries beyond `_MOST_BYTES` in
+    total.
+    """
     left = 0
     found = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
     found.sort(key=lambda one: -one[0].st_mtime)
@@ -118,7 +120,7 @@ def _make_room(folder: Path) -> None:
         is_stale = path.suffix == ".tmp" and found[0][0].st_mtime - entry.st_mtime > _STALE_S
         left += entry.st_size
         if is_stale or left > _MOST_BYTES:
-            with suppress(FileNotFoundError):  # another run was faster
+            with suppress(FileNotFoundError):  # another run removed it first
                 path.unlink()
 
 

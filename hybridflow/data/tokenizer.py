@@ -1,5 +1,6 @@
-"""The tokenizer as the rest of the system sees it: text and chat messages in, token ids out. Reads
-local folders only."""
+"""The tokenizer interface of the project: text and chat messages in, token ids out. Reads local
+folders only.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +21,24 @@ from hybridflow.data.tiktoken_files import is_tiktoken_folder, read_tiktoken
 from hybridflow.errors import DataError
 
 _NOT_A_TOKEN = "\ufffd"
-# names of the files that hold a vocabulary
+# file names of vocabularies
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "merges.txt")
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer reduced to what the trainer needs. Made by `load_tokenizer`.
+    """A Hugging Face tokenizer reduced to the needs of the trainer. Created by `load_tokenizer`.
 
     Attributes:
         path: the folder it was read from.
         eos_id: id that ends a response.
-        pad_id: padding id; `eos_id` when the tokenizer has none.
-        vocab_size: one more than the largest id with a token, special ones included. The model's
+        pad_id: padding id; `eos_id` if the tokenizer has none.
+        vocab_size: one more than the largest token id, special tokens included. The model's
             embedding may be larger.
         stop_ids: sorted ids at which generation stops: `eos_id`, those of config.json and
-            generation_config.json, and the token that the chat template puts behind an assistant's
-            text.
-        tools: declarations of tools that chat templates show the model.
-        template_kwargs: what chat templates are given besides the messages (`with_template`).
+            generation_config.json, and the token that the chat template writes after an
+            assistant's text.
+        tools: tool declarations for the chat template.
+        template_kwargs: extra arguments of the chat template (`with_template`).
     """
 
     def __init__(self, hf_tokenizer: Any, path: Path, stop_ids: tuple[int, ...]) -> None:
@@ -54,7 +55,7 @@ class Tokenizer:
         self.template_kwargs: Mapping[str, Any] = {}
 
     def digest(self) -> str:
-        """A hash of the vocabulary: which token each id stands for."""
+        """Return a hash of the vocabulary, i.e. of the token of each id."""
         entries = []
         for token, number in self._hf.get_vocab().items():
             entries.append((int(number), str(token)))
@@ -62,13 +63,15 @@ class Tokenizer:
         return sha256(repr(vocabulary).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def digests(self) -> dict[str, str]:
-        """Hashes of the vocabulary and of the chat template."""
+        """Return hashes of the vocabulary and of the chat template."""
         template = repr(self._hf.chat_template).encode("utf-8", "surrogatepass")
         return {"vocabulary": self.digest(), "chat template": sha256(template).hexdigest()[:16]}
 
     def identity(self) -> str | None:
-        """All that token ids follow from, besides text and messages; None where the tokenizer does
-        not tell it."""
+        """Return a hash of everything that token ids depend on, other than text and messages. None
+        if the
+        tokenizer does not expose it.
+        """
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -85,7 +88,7 @@ class Tokenizer:
         return sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
 
     def with_template(self, kwargs: Mapping[str, Any]) -> Tokenizer:
-        """The tokenizer whose chat template is given these.
+        """Return a copy of the tokenizer with extra arguments for the chat template.
 
         Raises:
             DataError: the template does not read one of them.
@@ -97,27 +100,32 @@ class Tokenizer:
         if unread:
             raise DataError(
                 f"chat_template_kwargs.{unread[0]}: the chat template of {self.path} does not read "
-                "it; correct the name, or leave it out"
+                "it; correct the name, or remove it"
             )
         return self._with(template_kwargs=dict(kwargs))
 
     def _with(self, **values: Any) -> Tokenizer:
         made = copy.copy(self)
-        for found_out in ("template", "end_id"):  # with other values
+        # cached properties that depend on the changed values
+        for found_out in ("template", "end_id"):
             made.__dict__.pop(found_out, None)
         vars(made).update(values)
         return made
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the text, with no special token added. A special token written out in the
-        text ("<|end|>") becomes that token, and half a surrogate pair U+FFFD."""
+        """Return the token ids of the text without added special tokens.
+
+        A special token spelled out in the text ("<|end|>") becomes that token. An unpaired
+        surrogate
+        becomes U+FFFD.
+        """
         return self._encode(whole_text(text))
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """What `encode` returns, and for each token the character of the text that it begins at.
+        """Return `encode(text)` and, for each token, the character offset at which it starts.
 
         Raises:
-            DataError: the tokenizer does not say where its tokens begin.
+            DataError: the tokenizer does not report offsets.
         """
         text = whole_text(text)
         ids = list[int]()
@@ -134,7 +142,7 @@ class Tokenizer:
         return ids, places
 
     def _parts(self, text: str) -> Iterator[tuple[int, str]]:
-        """The parts that are encoded one by one, and where they begin."""
+        """Yield the parts that are encoded separately, and their offsets."""
         begin = 0
         for part in getattr(self._hf, "parts_of", lambda text: (text,))(text):
             yield begin, part
@@ -145,14 +153,15 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt text of chat messages [{role, content}, ...], ending where the assistant's
-        answer starts, or goes on where the last message is the assistant's.
+        """Render chat messages [{role, content}, ...] as a prompt that ends where the assistant's
+        answer
+        starts, or continues if the last message is the assistant's.
 
         Args:
             tools: declarations to show; None: those of the run.
 
         Raises:
-            DataError: the tokenizer has no chat template, or the template refuses the messages.
+            DataError: the tokenizer has no chat template, or the template rejects the messages.
         """
         if messages and messages[-1].get("role") == "assistant":
             return self._render(messages, tools, continue_final_message=True)
@@ -179,9 +188,9 @@ class Tokenizer:
                 )
             )
         except Exception as error:
-            # templates are programs of the model's author and raise what they like
+            # templates are programs by the model's author and may raise anything
             raise DataError(
-                f"{self.path}: the chat template refused the messages {str(messages)[:200]}: "
+                f"{self.path}: the chat template rejected the messages {str(messages)[:200]}: "
                 f"{error}"
             ) from error
 
@@ -191,8 +200,10 @@ class Tokenizer:
         opens_answer: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of chat messages, and with `opens_answer` the prompt for the next answer behind
-        it. Errors as for `render_chat`."""
+        """Render chat messages, followed by the generation prompt if `opens_answer`. Errors are
+        those of
+        `render_chat`.
+        """
         return self._render(messages, tools, add_generation_prompt=opens_answer)
 
     def encode_chat(
@@ -200,42 +211,49 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of chat messages, ending where the assistant's answer starts. Arguments and
-        errors are those of `render_chat`."""
+        """Return the token ids of chat messages, ending where the assistant's answer starts.
+        Arguments and
+        errors are those of `render_chat`.
+        """
         return self.encode(self.render_chat(messages, tools))
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """What the chat template writes between an answer and the next one."""
+        """The chat template's text between one answer and the next."""
         stops = list(map(self.token_text, self.stop_ids))
         return ChatTemplate(str(self.path), self.render, self._plain.added, stops)
 
     def continuation(self, exchanges: Sequence[Exchange], last: int | None = None) -> list[int]:
-        """Token ids between the last answer of a conversation and the next one, as the chat
-        template writes them. What was said before is not needed and not made again.
+        """Return the token ids between the last answer of a conversation and the next one, as the
+        chat
+        template writes them. Earlier tokens are neither needed nor recomputed.
 
-        Tokens that are written out in a message stay text, so that a tool cannot speak for another
+        Special tokens spelled out in a message stay text, so that a tool cannot impersonate another
         role.
 
         Args:
-            exchanges: answers and what followed them; the messages of the last one are written.
-            last: the last token of the answer. The template's own end of an answer is shown where
-                that is another one.
+            exchanges: answers and the messages after them; the messages of the last one are
+                written.
+            last: the last token of the answer. The template's own end token is written only if it
+                is a
+                different one.
 
         Raises:
-            DataError: the template refuses such messages, or leaves them or the answer out.
+            DataError: the template rejects the messages, or omits them or the answer.
         """
         ended = self.token_text(last) if last is not None and last in self.stop_ids else None
         return self._plain.encode_pieces(self.template.following(exchanges, ended))
 
     def cut(self, text: str, most: int) -> str:
-        """The text up to its first `most` tokens, with U+FFFD for each half of a surrogate pair."""
+        """Truncate the text to its first `most` tokens, with U+FFFD for each unpaired surrogate."""
         return self._plain.cut(whole_text(text), most)
 
     @cached_property
     def end_id(self) -> int:
-        """The id that ends an answer in training: what the chat template puts there, where
-        generation stops at it, else `eos_id`."""
+        """The id that ends an answer in training: the chat template's end token if generation stops
+        at it,
+        else `eos_id`.
+        """
         end = self.template.ends_answer if self._hf.chat_template else None
         found = self.eos_id if end is None else int(self._hf.convert_tokens_to_ids(end))
         return found if found in self.stop_ids else self.eos_id
@@ -245,20 +263,21 @@ class Tokenizer:
         return PlainText(self._hf)
 
     def token_text(self, token: int) -> str:
-        """A token as its vocabulary writes it."""
+        """Return the token as written in the vocabulary."""
         return str(self._hf.convert_ids_to_tokens(token))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; stop ids at the end are left out, and padding behind them.
+        """Decode token ids, without stop ids at the end and padding after them.
 
-        Special tokens elsewhere stay visible and an id without a token becomes U+FFFD, so that a
-        response with rubbish between the right characters does not read like a right one.
+        Other special tokens stay visible, and an id without a token becomes U+FFFD, so that a
+        response
+        with garbage between the right characters does not look correct.
         """
         kept = list(map(int, ids))
         end = len(kept)
         while end and (kept[end - 1] in self.stop_ids or kept[end - 1] == self.pad_id):
             end -= 1
-        # a pad token may be an ordinary one, such as "0"
+        # a pad token may be an ordinary token, such as "0"
         while end < len(kept) and kept[end] not in self.stop_ids:
             end += 1
         del kept[end:]
@@ -273,7 +292,7 @@ class Tokenizer:
         return "".join([*pieces, self._decode_known(run)])
 
     def decode_response(self, ids: Sequence[int]) -> str:
-        """The text of a response up to its first stop id: what a verifier should see."""
+        """Decode a response up to its first stop id, as a verifier should see it."""
         end = next(
             (position for position, token in enumerate(ids) if int(token) in self.stop_ids),
             len(ids),
@@ -283,11 +302,11 @@ class Tokenizer:
     def _encode(self, text: str) -> list[int]:
         try:
             return list(self._hf.encode(text, add_special_tokens=False))
-        except BaseException as error:  # a panic of the Rust side is no Exception
+        except BaseException as error:  # a panic of the Rust side is not an Exception
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise DataError(
                     f"{self.path}: the tokenizer cannot read a text of {len(text)} characters "
-                    f"({error}); its file has a pattern or a normalizer that is not fit for use"
+                    f"({error}); a pattern or a normalizer in its file is unusable"
                 ) from error
             raise
 
@@ -300,11 +319,11 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a Hugging Face tokenizer folder. Never downloads and never runs code from the folder.
+    """Load a Hugging Face tokenizer folder. Never downloads and never runs code from the folder.
 
     Raises:
-        DataError: the folder is missing, holds no tokenizer or none that can be read, or the
-            tokenizer has no end-of-sequence token.
+        DataError: the folder is missing or has no readable tokenizer, or the tokenizer has no
+            end-of-sequence token.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -314,14 +333,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     if strange := [path.name for path in folder.iterdir() if not (path.is_file() or path.is_dir())]:
         raise DataError(
-            f"{folder}: {', '.join(strange[:4])} is no regular file; a pipe, a device or a broken "
-            "link has no place in a tokenizer's folder"
+            f"{folder}: {', '.join(strange[:4])} is not a regular file; remove pipes, devices and "
+            "broken links from the tokenizer's folder"
         )
-    # transformers makes an empty tokenizer of a folder that has none but a model's config.json
+    # transformers creates an empty tokenizer from a folder that has only a model's config.json
     if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
         raise DataError(
-            f"{folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json, "
-            "...); copy the model's there, or give their folder in model.tokenizer"
+            f"{folder} has no tokenizer files (tokenizer.json, tokenizer.model, vocab.json, ...); "
+            "copy the model's there, or set model.tokenizer to their folder"
         )
     hf = _read(folder)
     if hf.eos_token_id is None:
@@ -330,12 +349,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     if problem := trial([partial(hf.encode, text, add_special_tokens=False) for text in TEXTS]):
         file = next(path for pattern in _VOCABULARIES for path in folder.glob(pattern))
-        raise DataError(f"{file} is not fit for use: encoding a short text {problem}")
+        raise DataError(f"{file} is unusable: encoding a short text {problem}")
     if hf.chat_template and (
         problem := trial([partial(render_all, partial(hf.apply_chat_template, tokenize=False))])
     ):
         raise DataError(
-            f"{folder}: the chat template is not fit for use: a conversation of two turns {problem}"
+            f"{folder}: the chat template is unusable: rendering a conversation of two turns "
+            f"{problem}"
         )
     found = Tokenizer(hf, folder, ())
     stops = {found.eos_id}
@@ -347,9 +367,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _read(folder: Path) -> Any:
-    """The tokenizer of transformers. A tokenizer.json is taken as it is: the classes that
-    tokenizer_config.json names for DeepSeek and Mixtral replace its normalizer and its patterns,
-    unless a config.json of the right model_type is beside it."""
+    """Read the tokenizer with transformers.
+
+    A tokenizer.json is loaded as it is. The classes that tokenizer_config.json names for DeepSeek
+    and Mixtral would replace its normalizer and its patterns, unless a config.json of the right
+    model_type is next to it.
+    """
     if is_tiktoken_folder(folder):
         return read_tiktoken(folder)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -361,15 +384,17 @@ def _read(folder: Path) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        # OSError, ValueError, KeyError, or the bare Exception of the Rust side
+        # OSError, ValueError, KeyError, or a bare Exception of the Rust side
         raise DataError(
             f"{folder}: no readable Hugging Face tokenizer ({type(error).__name__}: {error})"
         ) from error
 
 
 def _listed_stop_ids(path: Path) -> set[int]:
-    """The eos_token_id of a config (an int or a list): chat models often stop at more than one
-    token."""
+    """Return the eos_token_id of a config (an int or a list). Chat models often stop at more than
+    one
+    token.
+    """
     if not path.is_file():
         return set()
     try:

@@ -1,4 +1,4 @@
-"""Tokens of the rows of data files, made by several processes where there are many rows."""
+"""Tokenization of the rows of data files, in several processes if there are many."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.errors import DataError
 from hybridflow.process.children import die_with_parent
 
-# column: the row of the files, counted over all of them, that a row of tokens came from
+# column: the source row of a row of tokens, counted over all files
 ROW = "row"
-CUT = "cut"  # column: whether something of it was cut off
-_ROWS_HERE = 2048  # are encoded before processes would have paid for their start
+CUT = "cut"  # column: whether the row was truncated
+_ROWS_HERE = 2048  # rows encoded in this process; fewer do not pay for the start of others
 _ROWS_AT_ONCE = 256
 _MOST_PROCESSES = 16
-_LIMIT_S = 300  # for the rows of one order
-_encoder: Encoder | None = None  # in a process that encodes
+_LIMIT_S = 300  # per batch of rows
+_encoder: Encoder | None = None  # set in a tokenizing process
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Piece:
     """Consecutive rows with their tokens.
 
     Attributes:
-        rows: those that were encoded.
-        first: the number of the first.
+        rows: the rows that were encoded.
+        first: the number of the first row.
         tokens: columns `ROW`, `CUT` and the encoder's; a row may have none, or several.
-        problem: why the row behind the last one has no tokens; nothing follows then.
+        problem: why the row after the last one could not be encoded; nothing follows then.
     """
 
     rows: Sequence[Row]
@@ -48,14 +48,14 @@ class Piece:
     problem: str | None = None
 
     def counts(self) -> np.ndarray:
-        """[rows] how many rows of tokens each has."""
+        """Return [rows] the number of token rows of each row."""
         numbers = self.tokens.dense(ROW)
         return np.bincount(numbers - self.first, minlength=len(self.rows))
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A piece without its rows, of which `done` were encoded."""
+    """A piece without its rows, of which the first `done` were encoded."""
 
     tokens: DataProto
     first: int
@@ -63,16 +63,16 @@ class _Made:
     problem: str | None
 
     def of(self, rows: Sequence[Row]) -> Piece:
-        """The piece of these rows."""
+        """Attach the rows."""
         return Piece(rows[: self.done], self.tokens, self.first, self.problem)
 
 
 def pieces(rows: Iterable[Row], encoder: Encoder) -> Generator[Piece, None, None]:
-    """The tokens of all rows, in order. The first rows are encoded here; further ones by a process
-    for each core.
+    """Tokenize all rows, in order. The first rows are encoded here, further ones by one process per
+    core.
 
     Raises:
-        DataError: a process has ended: it had no memory left, or took too long over a row.
+        DataError: a process died: it was out of memory, or a row took too long.
     """
     orders = _orders(rows)
     first = 0
@@ -85,7 +85,7 @@ def pieces(rows: Iterable[Row], encoder: Encoder) -> Generator[Piece, None, None
 
 
 def known_pieces(rows: Iterable[Row], tokens: DataProto) -> Generator[Piece, None, None]:
-    """The pieces of all rows, whose tokens were made before."""
+    """Yield the pieces of all rows, with tokens from the cache."""
     first = 0
     numbers = tokens.dense(ROW)
     for order in _orders(rows):
@@ -104,7 +104,7 @@ def _by_processes(
     orders: Iterator[list[Row]], first: int, encoder: Encoder, processes: int
 ) -> Iterator[Piece]:
     begun: deque[tuple[list[Row], Future[_Made]]] = deque()
-    fork = get_context("fork")  # the tokenizer is there already, and is not sent
+    fork = get_context("fork")  # the tokenizer is inherited and need not be sent
     pool = ProcessPoolExecutor(processes, fork, _begin, (encoder, os.getpid()))
     try:
         for order in orders:
@@ -123,14 +123,14 @@ def _result(order: list[Row], future: Future[_Made]) -> Piece:
         return future.result(2 * _LIMIT_S).of(order)
     except (BrokenProcessPool, TimeoutError) as error:
         raise DataError(
-            f"{order[0].path}: the process that encoded rows from {order[0].number} on has ended: "
-            f"there was no memory left, or {len(order)} rows took it more than {_LIMIT_S} s; are "
-            "they that long, or is a pattern of the tokenizer that slow?"
+            f"{order[0].path}: the process that encoded rows from {order[0].number} on died: it "
+            f"was out of memory, or {len(order)} rows took more than {_LIMIT_S} s; check for very "
+            "long rows, or a slow pattern in the tokenizer"
         ) from error
 
 
 def _begin(encoder: Encoder, parent: int) -> None:
-    """Make this process one that encodes, and that the signals to the run do not reach."""
+    """Initialize a tokenizing process. It ignores SIGINT, as the run handles it."""
     global _encoder
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -141,7 +141,7 @@ def _begin(encoder: Encoder, parent: int) -> None:
 
 def _encode_in_time(rows: list[Row], first: int) -> _Made:
     assert _encoder is not None
-    signal.alarm(_LIMIT_S)  # ends this process, whatever it is at
+    signal.alarm(_LIMIT_S)  # kills this process if it exceeds the limit
     try:
         return _encode(rows, first, _encoder)
     finally:

@@ -177,7 +177,7 @@ def test_a_hostile_tokenizer_file(tmp_path: Path, text: str) -> None:
 def test_a_pipe_among_a_tokenizers_files(tmp_path: Path) -> None:
     folder = tokenizer_folder(tmp_path)
     os.mkfifo(folder / "added_tokens.json")
-    with pytest.raises(DataError, match=r"added_tokens\.json is no regular file"):
+    with pytest.raises(DataError, match=r"added_tokens\.json is not a regular file"):
         load_tokenizer(folder)
 
 
@@ -214,7 +214,7 @@ def test_a_template_without_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, seconds: int, message: str
 ) -> None:
     monkeypatch.setattr(chat_trial, "SECONDS", seconds)
-    with pytest.raises(DataError, match=f"chat template is not fit for use: .*({message})"):
+    with pytest.raises(DataError, match=f"chat template is unusable: .*({message})"):
         load_tokenizer(tokenizer_folder(tmp_path, chat_template=template))
 
 
@@ -240,7 +240,7 @@ def test_a_template_does_not_get_out_of_its_sandbox(
         text = tokenizer.render_chat([{"role": "user", "content": "x"}])
     except DataError as error:
         text = ""
-        assert "the chat template refused" in str(error)
+        assert "the chat template rejected" in str(error)
     assert not Path("trap").exists() and "root:" not in text and "<class" not in text
 
 

@@ -1,5 +1,6 @@
 """Dataset preparation: `prepare("arithmetic", out)` writes parquet files, a tokenizer and a
-manifest into a folder, once."""
+manifest into a folder, once.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a preparation left on disk.
+    """The result of a preparation.
 
     Attributes:
         folder: the folder given as `out`: train.parquet, test.parquet, [sft.parquet], tokenizer/.
         rows: rows per parquet file name.
-        reused: True when the folder already held exactly this request and nothing was written.
+        reused: True if the folder already had exactly these contents and nothing was written.
     """
 
     folder: Path
@@ -44,26 +45,27 @@ class PreparedData:
 def prepare(
     task: str, out: Path, source: Path | None = None, options: Mapping[str, object] | None = None
 ) -> PreparedData:
-    """Prepares a dataset in the folder `out`, or returns at once when it already holds this request
-    unharmed.
+    """Prepare a dataset in the folder `out`. Returns immediately if it already contains this
+    dataset
+    intact.
 
-    `out` is written as a whole: a temporary folder next to it is filled, its manifest written last,
-    then renamed. An `out` that an earlier preparation wrote for another request (or whose files
-    were changed since) is replaced; an `out` that holds files no preparation wrote is refused, so
-    that nothing of the user's is ever deleted.
+    `out` is written atomically: a temporary folder next to it is filled, its manifest written last,
+    then renamed. An `out` that was prepared for another request, or whose files were changed since,
+    is replaced. An `out` with files that no preparation wrote is rejected, so nothing of the user's
+    is ever deleted.
 
     Args:
-        task: a built-in task, or one of yours as path/to/file.py:name.
+        task: a built-in task, or your own as path/to/file.py:name.
         out: folder that receives train.parquet, test.parquet, [sft.parquet], tokenizer/ and
             manifest.json.
-        source: folder of raw files, for tasks that need one; those of published data sets read the
+        source: folder of raw files, for tasks that need one; tasks of published datasets read the
             Hugging Face cache without it.
-        options: the task's options by name; missing ones take their defaults.
+        options: the task's options by name; missing ones have their defaults.
 
     Raises:
-        ConfigError: unknown task, unknown option, an option of a wrong type or out of range,
-        `source` missing or superfluous.
-        DataError: a raw file is missing or malformed, or `out` holds files that no preparation
+        ConfigError: an unknown task or option, an option of a wrong type or out of range, or a
+            missing or superfluous `source`.
+        DataError: a raw file is missing or malformed, or `out` contains files that no preparation
             wrote.
     """
     known = TASKS.get(task)
@@ -73,7 +75,8 @@ def prepare(
     if known.published is not None:
         missing = list(known.published.missing(parsed, source))
         if missing and (rows := _rows_if_done(out, request, any_source=True)) is not None:
-            return PreparedData(out, rows, reused=True)  # the raw files need not be where a run is
+            # a run on another machine does not need the raw files
+            return PreparedData(out, rows, reused=True)
         if missing:
             raise DataError("\n".join(missing))
         request["source"] = known.published.fingerprint(parsed, source)
@@ -85,7 +88,7 @@ def prepare(
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent))
     try:
-        # mkdtemp makes it private; workers of another user may have to read the data
+        # mkdtemp makes it private, but workers of another user may have to read the data
         staging.chmod(0o755)
         rows = known.write(parsed, staging, source)
         write_manifest(staging, request, rows)
@@ -97,7 +100,7 @@ def prepare(
 
 
 def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str]:
-    """SHA-256 per raw file, so that a changed source is a changed request."""
+    """Return the SHA-256 of each raw file, so that a changed source is a different request."""
     if not known.source_files:
         if source is not None:
             raise ConfigError(
@@ -122,11 +125,11 @@ def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str
 def _rows_if_done(
     out: Path, request: Mapping[str, object], any_source: bool = False
 ) -> dict[str, int] | None:
-    """Rows per file when `out` holds exactly this request with every file as it was written, else
+    """Return the rows per file if `out` contains exactly this request with every file intact, else
     None.
 
     Args:
-        any_source: the raw files may have been any.
+        any_source: ignore differences of the raw files.
     """
     found = read_manifest(out)
     if found is None or found["request"] is None or not files_are_intact(out, found):
@@ -141,7 +144,7 @@ def _rows_if_done(
 
 
 def _refuse_foreign_files(out: Path) -> None:
-    """Raises DataError unless `out` is absent, empty, or holds nothing but what a preparation
+    """Raise DataError unless `out` is absent, empty, or contains only files that a preparation
     wrote."""
     if not out.exists():
         return
@@ -156,21 +159,21 @@ def _refuse_foreign_files(out: Path) -> None:
     foreign = sorted(unknown)
     if foreign:
         raise DataError(
-            f"{out} holds files that no preparation wrote ({', '.join(foreign[:3])}): choose "
+            f"{out} contains files that no preparation wrote ({', '.join(foreign[:3])}): choose "
             "another data.prepare.out or empty it"
         )
 
 
 def _put_in_place(staging: Path, out: Path, request: Mapping[str, object]) -> None:
-    """Renames `staging` to `out`; an older preparation is moved aside first and deleted last."""
+    """Rename `staging` to `out`. An older preparation is moved aside first and deleted last."""
     aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
     try:
         if out.exists():
             os.replace(out, aside)
         os.replace(staging, out)
     except OSError as error:
-        # Another process may have prepared the same folder in the meantime: then there is nothing
-        # left to do.
+        # Another process may have prepared the same folder in the meantime: then nothing is left to
+        # do.
         if _rows_if_done(out, request) is None:
             raise DataError(f"cannot move the prepared data to {out}: {error}") from error
     finally:

@@ -1,5 +1,4 @@
-"""manifest.json of a prepared folder: what was asked for, how many rows came out, and the hash of
-every file."""
+"""manifest.json of a prepared folder: the request, the row counts, and the hash of every file."""
 
 from __future__ import annotations
 
@@ -12,12 +11,13 @@ from typing import Any
 from hybridflow.errors import naming
 
 MANIFEST = "manifest.json"
-# raise it when the written files change for the same options: older folders are then prepared anew
+# increment when the written files change for the same options: older folders are then prepared
+# again
 _FORMAT = 1
 
 
 def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[str, int]) -> None:
-    """Writes manifest.json into `folder`, as its last file: it lists every other one."""
+    """Write manifest.json into `folder`. It must be the last file, as it lists all others."""
     files = []
     for path in folder.rglob("*"):
         if path.is_file():
@@ -36,8 +36,10 @@ def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[st
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of `folder`, or None when there is none of this format (then nothing in the
-    folder is known to be ours)."""
+    """Return the manifest of `folder`. None if there is no valid one; no file in the folder is then
+    known
+    to be ours.
+    """
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -49,18 +51,19 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     )
     if not complete or "request" not in found:
         return None
-    # A folder of another format keeps its file list (so it may be replaced) but matches no request.
+    # With another format the file list is kept (so the folder may be replaced), but it matches no
+    # request.
     return found if found.get("format") == _FORMAT else {**found, "request": None}
 
 
 def files_are_intact(folder: Path, manifest: Mapping[str, Any]) -> bool:
-    """True when every listed file is there with the hash it was written with."""
+    """Return True if every listed file is present with its recorded hash."""
     files: dict[str, str] = manifest["files"]
     return all((folder / name).is_file() for name in files) and listed_files(folder, files) == files
 
 
 def listed_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 (hex) of each named file of `folder`."""
+    """Return the SHA-256 (hex) of each named file of `folder`."""
     hashes: dict[str, str] = {}
     for name in names:
         with (folder / name).open("rb") as stream:

@@ -1,5 +1,4 @@
-"""A task's options are read and checked like the keys of a configuration; what a range cannot say
-is checked here."""
+"""Validation of a task's options, like the keys of a configuration, plus checks beyond ranges."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ KEY = "data.prepare.options"
 
 
 def check_ranges(options: Any) -> None:
-    """Raises ConfigError naming a number that lies outside of the range of its annotation."""
+    """Raise ConfigError naming an option outside its annotated range."""
     for problem in out_of_range(options):
         raise ConfigError(f"{KEY}.{problem}")
 
 
 def require(ok: bool, option: str, value: object, expected: str) -> None:
-    """Raises ConfigError naming the option unless `ok`."""
+    """Raise ConfigError naming the option unless `ok`."""
     if not ok:
         raise ConfigError(f"{KEY}.{option} must be {expected}, is {value!r}")

@@ -1,7 +1,7 @@
-"""Data sets in the forms in which the Hugging Face hub has them, as rows of prompts.
+"""Datasets in the formats of the Hugging Face hub, converted to prompts.
 
-A set is read from the cache that `hf download --repo-type dataset ORG/NAME` fills, or from a folder
-of its files. Repeated questions are kept once: DAPO-Math-17k has each about a hundred times.
+A dataset is read from the cache that `hf download --repo-type dataset ORG/NAME` fills, or from a
+folder of its files. Repeated questions are kept once: DAPO-Math-17k has each about a hundred times.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ BOXED = r"Reason step by step, and put the final answer within \boxed{}."
 
 @dataclass(frozen=True)
 class PublishedOptions:
-    """Options of every task that reads a published set (`data.prepare.options`).
+    """Options of every task that reads a published dataset (`data.prepare.options`).
 
     Attributes:
         max_rows: rows taken from the top of each split; -1 takes all.
-        instruction: stands after the question where the set's own rows have none; null: the task's
-            own.
+        instruction: appended to questions of plain text; null: the task's default.
         evaluate: other tasks of this kind, whose held-out rows are written to TASK.parquet.
     """
 
@@ -44,7 +43,7 @@ class PublishedOptions:
     evaluate: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ConfigError naming the option that is out of range."""
+        """Raise ConfigError naming the option that is out of range."""
         require(
             self.max_rows >= -1 and self.max_rows != 0,
             "max_rows",
@@ -55,11 +54,11 @@ class PublishedOptions:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row as `convert` of a set makes it.
+    """The result of a dataset's `convert`.
 
     Attributes:
         question: the text of the user's message, or whole messages.
-        ground_truth: what the verifier of `data_source` judges an answer by.
+        ground_truth: the reference for the verifier of `data_source`.
     """
 
     data_source: str
@@ -70,15 +69,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Published:
-    """A set of the hub.
+    """A dataset of the hub.
 
     Attributes:
         repository: its hub id.
-        columns: those that `convert` reads, which every file must have.
-        convert: makes a row a prompt; None leaves it out. DataError: the row is malformed.
-        instruction: stands after a question of plain text.
-        splits: what it has: `train`, `test`.
-        subset: folder of the snapshot that counts alone.
+        columns: columns that `convert` reads; every file must have them.
+        convert: converts a row to a prompt; None skips it. Raises DataError if it is malformed.
+        instruction: appended to a question of plain text.
+        splits: available splits: `train`, `test`.
+        subset: the only folder of the snapshot to read.
         optional: columns that a file may have.
     """
 
@@ -91,17 +90,19 @@ class Published:
     optional: tuple[str, ...] = ()
 
     def files(self, split: str, source: Path | None) -> list[Path]:
-        """The files of one split: below `source`, or in the cache. Empty: there are none."""
+        """Return the files of one split, from `source` or from the cache. Empty if there are
+        none."""
         folder = hub.cached(self.repository, "dataset") if source is None else self._below(source)
         return [] if folder is None else hub.split_files(folder, split, subset=self.subset)
 
     def _below(self, source: Path) -> Path | None:
-        """The folder that has the set's name, or `source` itself."""
+        """Return the folder named after the dataset, or `source` itself."""
         named = source / self.repository.rpartition("/")[2]
         return named if named.is_dir() else source
 
     def prompts(self, files: Sequence[Path], options: PublishedOptions) -> Iterator[Prompt]:
-        """The prompts of these files, each question once. DataError: a row is malformed."""
+        """Yield the prompts of these files, each question once. Raises DataError if a row is
+        malformed."""
         from hybridflow.data.files import read_rows
 
         seen: set[str] = set()
@@ -131,8 +132,9 @@ class Published:
 
 
 def register(name: str, published: Published, tokenizer: bool = False) -> None:
-    """Register the task `name`, which writes train.parquet and test.parquet as far as the set has
-    the splits.
+    """Register the task `name`, which writes train.parquet and test.parquet if the dataset has
+    these
+    splits.
 
     Args:
         tokenizer: also write a byte-level tokenizer, for models of random weights.
@@ -145,28 +147,30 @@ def register(name: str, published: Published, tokenizer: bool = False) -> None:
 
 @dataclass(frozen=True)
 class _Reads:
-    """The sets that a task reads: its own, and those that `evaluate` names."""
+    """The datasets that a task reads: its own, and those named by `evaluate`."""
 
     name: str
     own: Published
 
     def sets(self, options: PublishedOptions) -> dict[str, tuple[Published, tuple[str, ...]]]:
-        """{task: its set, the splits of it that are written}."""
+        """Return {task: (its dataset, the splits that are written)}."""
         found = {self.name: (self.own, self.own.splits)}
         for other in options.evaluate:
             entry = PREPARATIONS.get(other).published
             if not isinstance(entry, _Reads) or "test" not in entry.own.splits:
                 raise ConfigError(
-                    f"{KEY}.evaluate: {other} is no task that reads a published set of held-out "
-                    "rows"
+                    f"{KEY}.evaluate: {other} is not a task that reads a published dataset with "
+                    "held-out rows"
                 )
             if other != self.name:
                 found[other] = (entry.own, ("test",))
         return found
 
     def place(self, name: str, published: Published, source: Path | None) -> Path | None:
-        """Where the files of a set are looked for: an evaluation set that the folder lacks comes
-        from the cache."""
+        """Return the folder of a dataset, or None for the cache. Evaluation datasets that the
+        folder lacks
+        come from the cache.
+        """
         if (
             source is None
             or name == self.name
@@ -176,7 +180,7 @@ class _Reads:
         return None
 
     def missing(self, options: PublishedOptions, source: Path | None) -> Iterator[str]:
-        """Why files cannot be read, a line for each set; none: all are there."""
+        """Yield one line per dataset whose files cannot be read; empty if all are available."""
         for name, (published, splits) in self.sets(options).items():
             place = self.place(name, published, source)
             lacking = [split for split in splits if not published.files(split, place)]
@@ -188,13 +192,14 @@ class _Reads:
                 )
             elif lacking:
                 yield (
-                    f"data.prepare.task={self.name} reads the data set {published.repository}, "
+                    f"data.prepare.task={self.name} reads the dataset {published.repository}, "
                     f"which is {hub.missing(published.repository, 'dataset')}; or give a folder "
                     "with its files as data.prepare.source (`hybridflow prepare`: --source)"
                 )
 
     def fingerprint(self, options: PublishedOptions, source: Path | None) -> dict[str, str]:
-        """{file or set: what tells its content}: a snapshot of the cache is named by its commit."""
+        """Return {file or dataset: its fingerprint}. A snapshot of the cache is identified by its
+        commit."""
         from hybridflow.data.prepare.manifest import listed_files
 
         found: dict[str, str] = {}
@@ -253,11 +258,14 @@ def _row(prompt: Prompt, given: str | None, own: str, split: str, index: int) ->
     }
 
 
-# ---- forms that several sets share
+# ---- formats shared by several datasets
 
 
 def problem_with_answer(data_source: str, row: Row) -> Prompt:
-    r"""A row {problem, answer or solution}: the answer, else the last \boxed{} of the solution."""
+    r"""Convert a row {problem, answer or solution}. Without an answer, the last \boxed{} of the
+    solution
+    is used.
+    """
     answer = row.values.get("answer")
     if answer is None:
         solution = row.values.get("solution")
@@ -274,7 +282,7 @@ def problem_with_answer(data_source: str, row: Row) -> Prompt:
 
 
 def rows_of_prompts(row: Row) -> Prompt:
-    """A row that is a prompt already: {data_source, prompt, reward_model}."""
+    """Convert a row that already is a prompt: {data_source, prompt, reward_model}."""
     model = row.values["reward_model"]
     if not isinstance(model, dict) or model.get("ground_truth") is None:
         raise row.malformed("reward_model", "a struct {style, ground_truth} with a ground_truth")
@@ -282,15 +290,15 @@ def rows_of_prompts(row: Row) -> Prompt:
 
 
 def calls_of(code: str, names: Sequence[str]) -> tuple[str, list[Any], list[Any]] | None:
-    """(function, arguments of each call, results) of tests `assert f(1, 2) == 3`, for the verifier
-    `code`.
+    """Parse tests `assert f(1, 2) == 3` for the verifier `code`.
 
     Args:
-        code: Python, which is parsed and not run.
-        names: functions whose calls count; empty: that of the first such assertion.
+        code: Python, which is parsed but not run.
+        names: functions whose calls count; empty: the function of the first such assertion.
 
     Returns:
-        None where an assertion has another form, or arguments or results that JSON cannot carry.
+        (function, arguments of each call, results). None if an assertion has another form, or its
+        arguments or results cannot be represented in JSON.
     """
     import ast
 
@@ -328,8 +336,7 @@ def calls_of(code: str, names: Sequence[str]) -> tuple[str, list[Any], list[Any]
 
 
 def _plain_json(value: Any) -> bool:
-    """Whether JSON gives the value back as it was; tuples and sets come back as lists or not at
-    all."""
+    """Return True if the value survives a JSON round trip. Tuples and sets do not."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):

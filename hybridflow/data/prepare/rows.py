@@ -1,4 +1,4 @@
-"""Rows as users know them: prompts {data_source, prompt, ability, reward_model, extra_info},
+"""The row formats: prompts {data_source, prompt, ability, reward_model, extra_info},
 demonstrations {prompt, response}, pairs {prompt, chosen, rejected}.
 """
 
@@ -17,7 +17,8 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
 def prompt_row(
     data_source: str, question: str, ground_truth: str, extra_info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One row of train.parquet or test.parquet, with the question as a single user message."""
+    """Build one row of train.parquet or test.parquet, with the question as a single user
+    message."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": question}],
@@ -33,13 +34,13 @@ def write_prompts(
     extra_info: Mapping[str, pa.DataType],
     ground_truth: pa.DataType | None = None,
 ) -> int:
-    """Writes prompt rows and returns their number.
+    """Write prompt rows. Returns their number.
 
     Args:
         path: the parquet file.
-        rows: as `prompt_row` makes them.
-        extra_info: field types of the extra_info struct, given so that an empty file has the schema
-            of a full one.
+        rows: as built by `prompt_row`.
+        extra_info: field types of the extra_info struct, so that an empty file has the same schema
+            as a full one.
         ground_truth: its type; None: text.
     """
     schema = pa.schema(
@@ -58,12 +59,12 @@ def write_prompts(
 
 
 def write_demonstrations(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Writes rows {prompt: messages, response: str} and returns their number."""
+    """Write rows {prompt: messages, response: str}. Returns their number."""
     return _write(path, rows, pa.schema([("prompt", MESSAGES), ("response", pa.string())]))
 
 
 def write_pairs(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Writes rows {prompt: messages, chosen: str, rejected: str} and returns their number."""
+    """Write rows {prompt: messages, chosen: str, rejected: str}. Returns their number."""
     return _write(
         path,
         rows,

@@ -1,5 +1,6 @@
-"""Tiny tokenizers made on the spot, saved in Hugging Face format: characters for arithmetic, bytes
-for text. Nothing is downloaded."""
+"""Tiny generated tokenizers in Hugging Face format: characters for arithmetic, bytes for text.
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ UNK = "<unk>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 END = "<|end|>"
 
-# The content of each message as it is, with "=" to ask for the answer, which ends with eos:
+# Writes message contents unchanged, "=" as the generation prompt, and eos after an answer:
 # "12+34=".
 CHARACTER_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}={{ message['content'] "
@@ -31,14 +32,14 @@ ROLE_TEMPLATE = (
 
 
 def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str] = ()) -> None:
-    """Writes a tokenizer with one token a character; ids 0, 1, 2 are pad, eos, unknown, then
+    """Write a tokenizer with one token per character; ids 0, 1, 2 are pad, eos, unknown, then
     `characters` and `words` in order. No BOS.
 
     Args:
         folder: created; receives tokenizer.json, tokenizer_config.json and chat_template.jinja.
         characters: the alphabet, each character once; any other becomes the unknown token.
-        words: texts that are one token each wherever they occur; of two that begin at the same
-            place the earlier one.
+        words: strings that are always a single token; of two that match at the same position, the
+            first in this list.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -53,13 +54,16 @@ def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Writes a tokenizer with one token a byte of UTF-8: ids 0-4 pad, end of turn (eos) and the
-    roles, then the 256 bytes. No BOS."""
+    """Write a tokenizer with one token per byte of UTF-8: ids 0-4 are pad, end of turn (eos) and
+    the
+    roles, followed by the 256 bytes. No BOS.
+    """
     _save(byte_level([PAD, END, *ROLES]), folder, ROLE_TEMPLATE, eos=END, unk=None)
 
 
 def byte_level(specials: Sequence[str]) -> Tokenizer:
-    """One token a byte of UTF-8, after the special ones, whose ids begin at 0."""
+    """Build a tokenizer with one token per byte of UTF-8, after the special tokens, whose ids start
+    at 0."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -261,7 +261,7 @@ def test_a_template_that_moves_what_was_said_is_refused() -> None:
     )
     tokenizer = tokenizer_with(tools_before_the_last_question)
     with pytest.raises(
-        DataError, match="writes what was said before anew when a message of role user comes"
+        DataError, match="changes earlier messages when a message of role user follows"
     ):
         tokenizer.template.check("user")
     tokenizer.template.check("tool")
@@ -274,7 +274,7 @@ def test_a_template_that_refuses_calls_is_refused() -> None:
         + FORMS["plain"].partition("%}")[2]
     )
     tokenizer = tokenizer_with(template)
-    with pytest.raises(DataError, match="refused the messages"):
+    with pytest.raises(DataError, match="rejected the messages"):
         tokenizer.template.check("tool", with_calls=True)
     tokenizer.template.check("tool")
 

@@ -495,7 +495,7 @@ def test_columns_that_are_not_there_are_named_with_the_keys(
         ),
         ("a.jsonl", b"\xff\n", "line 1: not valid JSON"),
         ("a.json", b"[1, 2", "not valid JSON"),
-        ("a.csv", b"question,answer\n1\n", "not as many values as the header"),
+        ("a.csv", b"question,answer\n1\n", "different number of values than the header"),
         ("a.arrow", b"nothing", "not a readable Arrow file"),
     ],
 )

@@ -111,7 +111,7 @@ def test_an_answer_that_is_written_otherwise_later_has_a_row_of_its_own(name: st
 def test_an_answer_that_generation_could_not_give_is_refused(name: str) -> None:
     with pytest.raises(
         DataError,
-        match=r"message 1: the chat template asks for this answer with .*\breasoning_content",
+        match=r"message 1: the chat template's generation prompt ends with .*\breasoning_content",
     ):
         learned_rows(tokenizer_with(TEMPLATES[name]), CONVERSATION, None, None)
 
@@ -133,13 +133,9 @@ def test_thinking_that_a_template_drops_later_is_learned(name: str) -> None:
 def test_what_a_template_leaves_out_of_an_answer_is_refused() -> None:
     tokenizer = tokenizer_with(TEMPLATES["Qwen-Qwen2.5-7B-Instruct"])
     messages = [CONVERSATION[0], {**CONVERSATION[1], "reasoning_content": "hmm"}]
-    with pytest.raises(
-        DataError, match="message 1: the chat template leaves 'hmm' of this answer out"
-    ):
+    with pytest.raises(DataError, match="message 1: the chat template omits 'hmm' of this answer"):
         learned_rows(tokenizer, messages, None, None)
-    with pytest.raises(
-        DataError, match="message 1: the chat template shows nothing of this answer"
-    ):
+    with pytest.raises(DataError, match="message 1: the chat template does not show this answer"):
         learned_rows(tokenizer, [CONVERSATION[0], {"role": "assistant", "content": ""}], None, None)
 
 
@@ -241,15 +237,15 @@ def test_long_conversations_are_refused_dropped_or_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chat": "hello", "learn": [True]}, "no JSON"),
+        ({"chat": "hello", "learn": [True]}, "invalid JSON"),
         ({"chat": [], "learn": [True]}, "expected a list of chat messages"),
         (
             {"chat": [{"role": "user", "content": None}], "learn": []},
             "expected a list of chat messages",
         ),
-        ({"chat": CONVERSATION[:1], "learn": []}, "no message of the assistant to learn"),
-        ({"chat": CONVERSATION, "learn": [False, False]}, "no message of the assistant to learn"),
-        ({"chat": CONVERSATION, "learn": [True]}, "1 marks for 2 messages of the assistant"),
+        ({"chat": CONVERSATION[:1], "learn": []}, "no assistant message to learn"),
+        ({"chat": CONVERSATION, "learn": [False, False]}, "no assistant message to learn"),
+        ({"chat": CONVERSATION, "learn": [True]}, "1 marks for 2 assistant messages"),
         ({"chat": CONVERSATION, "learn": None}, "expected a list of booleans"),
     ],
 )

@@ -106,12 +106,12 @@ def test_equal_answers_are_refused_by_row(folder: Path, tmp_path: Path) -> None:
     refused(
         folder,
         tmp_path,
-        r"bad\.parquet, row 0: columns 'chosen' and 'rejected' hold the same answer '13'.*remove "
+        r"bad\.parquet, row 0: columns 'chosen' and 'rejected' contain the same answer '13'.*remove "
         r"the row",
         chosen="13",
     )
     cut = DataConfig(max_response_length=1, truncation="right")
-    refused(folder, tmp_path, r"the same answer '12' \(after cutting it\)", cut)
+    refused(folder, tmp_path, r"the same answer '12' \(after truncation\)", cut)
 
 
 def test_a_missing_column_and_a_long_answer_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_written_answers_are_right_and_fit_the_stated_lengths(operation, pair, l
         ({"max_operand": 30, "num_sft": 500}, "num_sft is 500, but only 461 pairs remain"),
         ({"num_train": 0}, "num_train must be positive"),
         ({"num_train": -2}, "num_train must be positive, or -1 for all, is -2"),
-        ({"max_operand": 99_999}, "num_train asks for .* give a smaller number"),
+        ({"max_operand": 99_999}, "num_train requests .* lower it"),
     ],
 )
 def test_wrong_options_are_named_and_leave_nothing_behind(tmp_path, options, named):

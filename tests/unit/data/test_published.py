@@ -180,7 +180,7 @@ def test_a_set_comes_from_the_cache_with_the_evaluation_sets_beside_it(
 
 def test_an_evaluation_set_must_be_published_and_held_out(tmp_path: Path) -> None:
     for name in ("arithmetic", "dapo_math"):
-        with pytest.raises(ConfigError, match=rf"evaluate: {name} is no task"):
+        with pytest.raises(ConfigError, match=rf"evaluate: {name} is not a task"):
             prepare("math", tmp_path / "out", tmp_path, {"evaluate": [name]})
 
 

@@ -143,7 +143,7 @@ def test_a_normalizer_that_doubles_its_text_is_refused(
 
     monkeypatch.setattr(chat_trial, "SECONDS", 1)
     with pytest.raises(
-        DataError, match=r"tokenizer\.json is not fit for use: .* more than (1 GiB of memory|1 s)"
+        DataError, match=r"tokenizer\.json is unusable: .* more than (1 GiB of memory|1 s)"
     ):
         load_tokenizer(byte_folder(tmp_path, double))
 
@@ -162,7 +162,7 @@ def test_a_pattern_that_backtracks_without_end_is_refused(pattern: str, tmp_path
             "pretokenizers": [part, content["pre_tokenizer"]],
         }
 
-    with pytest.raises(DataError, match=r"tokenizer\.json is not fit for use: "):
+    with pytest.raises(DataError, match=r"tokenizer\.json is unusable: "):
         load_tokenizer(byte_folder(tmp_path, split))
 
 

@@ -168,13 +168,13 @@ def change(folder: Path, target: Path, **config: object) -> Path:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"!!!! 5", r"tiktoken\.model, line 3: no token in base64 and its rank"),
-        (b"YWI=", r"tiktoken\.model, line 3: no token in base64 and its rank"),
-        (b"AAEC -1", r"the ranks are not 0 to 479, each once; is the file whole\?"),
+        (b"!!!! 5", r"tiktoken\.model, line 3: expected a token in base64 and its rank"),
+        (b"YWI=", r"tiktoken\.model, line 3: expected a token in base64 and its rank"),
+        (b"AAEC -1", r"the ranks are not 0 to 479, each once; is the file complete\?"),
         (b"AAEC 99999999999999999999", "the ranks are not 0 to 479"),
         (
             base64.b64encode(b"a" * 600) + b" 2",
-            r"line 3: a token of 600 bytes; 1 to 512 are possible",
+            r"line 3: a token of 600 bytes; 1 to 512 are allowed",
         ),
         (None, r"the ranks are not 0 to 478|has no token for 1 bytes, for example"),
     ],
@@ -195,17 +195,20 @@ def test_a_wrong_line_of_ranks_is_named(
     [
         (
             {"tokenizer_class": "QWenTokenizer"},
-            r"tokenizer_class 'QWenTokenizer': .* put a tokenizer\.json into",
+            r"tokenizer_class 'QWenTokenizer': .* add a tokenizer\.json to",
         ),
         ({"added_tokens_decoder": [1]}, r"added_tokens_decoder is not \{id: \{content: token\}\}"),
-        ({"added_tokens_decoder": {"3": {"content": "x"}}}, "are both files of the same model"),
+        (
+            {"added_tokens_decoder": {"3": {"content": "x"}}},
+            "do both files belong to the same model",
+        ),
         (
             {"added_tokens_decoder": {"99999999": {"content": "x"}}},
-            "are both files of the same model",
+            "do both files belong to the same model",
         ),
         (
             {"added_tokens_decoder": {"480": {"content": "x"}, "481": {"content": "x"}}},
-            "gives one token several ids",
+            "has several ids for one token",
         ),
         ({"eos_token": None}, "has no eos_token"),
     ],

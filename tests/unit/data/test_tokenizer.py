@@ -147,7 +147,7 @@ def test_what_cannot_be_read_is_named(character_folder, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 32}))
-    with pytest.raises(DataError, match=r"model holds no tokenizer files.*model\.tokenizer"):
+    with pytest.raises(DataError, match=r"model has no tokenizer files.*model\.tokenizer"):
         load_tokenizer(model)
     folder = shutil.copytree(character_folder, tmp_path / "broken")
     (folder / "tokenizer.json").write_text("{}")

@@ -151,7 +151,7 @@ def test_a_process_that_ends_or_hangs_is_said(
     monkeypatch.setattr(tokenizing, "_LIMIT_S", 1)
     rows = [Row("rows.parquet", number, {}) for number in range(20)]
     with pytest.raises(
-        DataError, match=r"rows\.parquet: the process that encoded rows from 8 on has ended"
+        DataError, match=r"rows\.parquet: the process that encoded rows from 8 on died"
     ):
         list(tokenizing.pieces(rows, Dies(tokenizer, seconds)))
 
@@ -276,7 +276,7 @@ def test_a_cache_of_others_or_without_room_is_not_used(
     theirs.mkdir()
     cache.symlink_to(theirs)
     assert len(PromptDataset(files, counted, CONFIG)) == 30
-    assert not list(theirs.iterdir()) and "tokens are not kept" in caplog.text
+    assert not list(theirs.iterdir()) and "tokens are not cached" in caplog.text
     cache.unlink()
     cache.mkdir(mode=0o777)
     assert len(PromptDataset(files, counted, CONFIG)) == 30

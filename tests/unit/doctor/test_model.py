@@ -207,10 +207,10 @@ BROKEN: dict[Callable[[Path], None], tuple[str, str, str]] = {
     of_an_unknown_family: ("config", "error", "model_type 'mamba' has no parameter map"),
     with_another_activation: ("config", "error", "hidden_act='gelu'"),
     without_half_of_config: ("config", "error", "not JSON"),
-    without_tokenizer: ("tokenizer", "error", "holds no tokenizer files"),
+    without_tokenizer: ("tokenizer", "error", "has no tokenizer files"),
     without_template: ("chat template", "error", "the tokenizer has no chat template"),
     with_an_endless_template: ("tokenizer", "error", "takes more than"),
-    with_a_growing_normalizer: ("tokenizer", "error", "tokenizer.json is not fit for use"),
+    with_a_growing_normalizer: ("tokenizer", "error", "tokenizer.json is unusable"),
     with_an_end_that_no_template_writes: (
         "answers end",
         "warning",
@@ -219,7 +219,7 @@ BROKEN: dict[Callable[[Path], None], tuple[str, str, str]] = {
     with_a_template_that_rewrites_history: (
         "user after an answer",
         "warning",
-        "writes what was said before anew",
+        "changes earlier messages",
     ),
     with_a_stop_beyond_the_vocabulary: ("vocabulary", "error", "answers end at [999999]"),
 }

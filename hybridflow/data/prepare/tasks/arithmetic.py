@@ -1,8 +1,8 @@
 """Integer arithmetic written as characters: the prompt is "12+34", the answer "46" (or "64" least
 significant digit first).
 
-Every pair of operands is one problem. The held-out problems depend on the operands' range alone
-(`holdout_seed`), not on `seed`: runs with different seeds are validated on the same problems and
+Every pair of operands is one problem. The held-out problems depend only on the operands' range
+and `holdout_seed`, not on `seed`: runs with different seeds are validated on the same problems and
 never train on them.
 """
 
@@ -33,7 +33,8 @@ DATA_SOURCE = "arithmetic"
 CHARACTERS = "0123456789+-*="
 CALCULATOR = "calculator"  # the tool that demonstrations call, in plain tags
 _TAG_CHARACTERS = "".join(sorted({*CALCULATOR, *"</>"}))
-_MAX_ROWS = 5_000_000  # more rows than this belong in a generator, not in one parquet file
+# more rows should be generated on the fly rather than stored in one parquet file
+_MAX_ROWS = 5_000_000
 _EXTRA_INFO = {
     "split": pa.string(),
     "index": pa.int64(),
@@ -49,7 +50,7 @@ class _Operation:
     apply: Callable[[int, int], int]
     largest: Callable[
         [int, int], int
-    ]  # (min_operand, max_operand) -> the largest absolute answer, which sets the padded width
+    ]  # (min_operand, max_operand) -> largest absolute answer, which sets the padded width
 
 
 _OPERATIONS = {
@@ -74,14 +75,14 @@ class ArithmeticOptions:
         num_test: held-out pairs, never in train.parquet or sft.parquet.
         num_sft: demonstrations, drawn from all pairs that are not held out (they may also be RL
             prompts); 0 writes no sft.parquet.
-        num_calls: so many of the demonstrations, each in two rows, call the tool calculator in
-            plain tags and copy what it returns; the tokenizer then has the characters of the tags.
+        num_calls: this many of the demonstrations, in two rows each, call the tool calculator in
+            plain tags and copy its result; the tokenizer then includes the characters of the tags.
         num_pairs: preference pairs (right answer, wrong answer), for a reward model: pairs.parquet
-            on prompts that are not held out, several for a prompt where there are more pairs than
+            on prompts that are not held out, several per prompt if there are more pairs than
             prompts; pairs_test.parquet on the held-out ones. 0 writes neither.
-        pair_errors: what is wrong with the wrong answers. "any": one to all digits are drawn anew;
-            "near": they are moved by one or two, as those of a model that has half learnt to add.
-            Only the latter teach a reward model to tell such a model's answers apart.
+        pair_errors: the errors of wrong answers. "any": one to all digits are redrawn; "near":
+            they are moved by one or two, like the answers of a half-trained model. Only "near"
+            teaches a reward model to rank such a model's answers.
         hold_out_swapped: with a pair (a, b) held out, keep (b, a) out of training too.
         seed: draws the training prompts and demonstrations.
         holdout_seed: draws the held-out pairs.
@@ -103,7 +104,7 @@ class ArithmeticOptions:
     holdout_seed: NonNegativeInt = 20260
 
     def __post_init__(self) -> None:
-        """Raises ConfigError naming the option that is out of range."""
+        """Raise ConfigError naming the option that is out of range."""
         check_ranges(self)
         require(
             self.max_operand >= self.min_operand,
@@ -133,9 +134,11 @@ class ArithmeticOptions:
 
 
 def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[str, int]:
-    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, demonstrations and pairs;
-    returns rows per parquet file."""
-    del source  # made from nothing
+    """Write train.parquet, test.parquet, tokenizer/ and optionally demonstrations and pairs.
+    Returns the
+    rows per parquet file.
+    """
+    del source  # the data is generated
     held_out = _held_out(options)
     forbidden = (
         np.union1d(held_out, _swapped(held_out, options))
@@ -174,8 +177,10 @@ def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[st
 
 
 def _call_demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The two answers of a conversation that asks the calculator: the call, and after its result
-    the answer."""
+    """Return the two rows of a conversation with a calculator call: the call, and the answer after
+    its
+    result.
+    """
     question = row["prompt"][0]
     answer = str(row["reward_model"]["ground_truth"])
     call = f"<{CALCULATOR}>{question['content']}</{CALCULATOR}>"
@@ -184,7 +189,7 @@ def _call_demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def problem(a: int, b: int, options: ArithmeticOptions) -> tuple[str, str]:
-    """The question and the answer as they are written, e.g. ("12+34", "46")."""
+    """Return the question and the answer as text, e.g. ("12+34", "46")."""
     operation = _OPERATIONS[options.operation]
     answer = operation.apply(a, b)
     digits = str(abs(answer))
@@ -203,13 +208,15 @@ def _span(options: ArithmeticOptions) -> int:
 
 
 def _held_out(options: ArithmeticOptions) -> np.ndarray:
-    """Pair numbers [num_test] int64 that never enter training; pair number = (a - min) * span + (b
-    - min)."""
+    """Return the pair numbers [num_test] int64 that are held out; pair number = (a - min) * span +
+    (b -
+    min).
+    """
     total = _span(options) ** 2
     if options.num_test >= total:
         raise ConfigError(
             f"{KEY}.num_test is {options.num_test}, but operands "
-            f"{options.min_operand}..{options.max_operand} make only {total} pairs and some must "
+            f"{options.min_operand}..{options.max_operand} give only {total} pairs and some must "
             "remain for training: lower num_test or raise max_operand"
         )
     return np.random.default_rng(options.holdout_seed).choice(
@@ -225,8 +232,10 @@ def _swapped(pairs: np.ndarray, options: ArithmeticOptions) -> np.ndarray:
 def _draw(
     options: ArithmeticOptions, forbidden: np.ndarray, count: int, *, stream: int, option: str
 ) -> np.ndarray:
-    """Distinct pair numbers [count] int64 in random order, none of them in the sorted `forbidden`;
-    count -1 means all."""
+    """Draw distinct pair numbers [count] int64 in random order, none of them in the sorted
+    `forbidden`;
+    count -1 means all.
+    """
     total = _span(options) ** 2
     free = total - len(forbidden)
     wanted = free if count == -1 else count
@@ -236,11 +245,9 @@ def _draw(
             f"held-out ones: lower {option} or num_test, or raise max_operand"
         )
     if wanted > _MAX_ROWS:
-        raise ConfigError(
-            f"{KEY}.{option} asks for {wanted} rows, more than {_MAX_ROWS}: give a smaller number"
-        )
-    # Drawing `len(forbidden)` too many leaves enough after the held-out ones are taken away, and
-    # keeps the draw uniform.
+        raise ConfigError(f"{KEY}.{option} requests {wanted} rows, more than {_MAX_ROWS}: lower it")
+    # Drawing `len(forbidden)` extra pairs leaves enough after removing held-out ones, and keeps the
+    # draw uniform.
     candidates = np.random.default_rng([options.seed, stream]).choice(
         total, min(total, wanted + len(forbidden)), replace=False
     )
@@ -264,8 +271,10 @@ def _prompts(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[
 
 
 def _preferences(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[dict[str, Any]]:
-    """The right answer is chosen; one to all digits of the rejected one are wrong by
-    `pair_errors`."""
+    """Build preference rows: the right answer is chosen, and one to all digits of the rejected one
+    are
+    wrong according to `pair_errors`.
+    """
     rng = np.random.default_rng([options.seed, 3])
     rows = []
     for row in _prompts(pairs, split, options):

@@ -13,7 +13,7 @@ COLUMNS = ("data_source", "prompt", "ability", "reward_model")
 
 
 def convert(row: Row) -> Prompt | None:
-    """A row whose ability is code; its ground truth is JSON {inputs, outputs, fn_name?}."""
+    """Convert a row whose ability is code; its ground truth is JSON {inputs, outputs, fn_name?}."""
     if row.text("ability") != "code":
         return None
     prompt = rows_of_prompts(row)

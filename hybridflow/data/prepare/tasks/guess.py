@@ -1,8 +1,8 @@
-"""Numbers to be guessed in the environment `guess`: the prompt is "0-9", the ground truth one of
-these numbers.
+"""Numbers to guess in the environment `guess`: the prompt is "0-9", the ground truth one of these
+numbers.
 
-Every number occurs in both sets. What is held out is nothing but the draws: the environment's
-answers are what a policy has to use.
+Both sets contain every number; only the draws are held out, since the policy has to use the
+environment's answers.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class GuessOptions:
 
     Attributes:
         largest: the numbers are 0 to this one.
-        num_train, num_test: prompts.
+        num_train, num_test: number of prompts.
         num_sft: games of a player who guesses at random, cut after a random guess, for a warm
             start; 0 writes none.
-        max_guesses: of these games.
+        max_guesses: maximum guesses of these games.
         seed: draws everything.
     """
 
@@ -46,14 +46,16 @@ class GuessOptions:
     seed: NonNegativeInt = 1
 
     def __post_init__(self) -> None:
-        """Raises ConfigError naming the option that is out of range."""
+        """Raise ConfigError naming the option that is out of range."""
         check_ranges(self)
 
 
 def write(options: GuessOptions, out: Path, source: Path | None) -> dict[str, int]:
-    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, sft.parquet; returns rows
-    per file."""
-    del source  # made from nothing
+    """Write train.parquet, test.parquet, tokenizer/ and optionally sft.parquet. Returns the rows
+    per
+    file.
+    """
+    del source  # the data is generated
     rng = np.random.default_rng(options.seed)
     rows = {}
     for split, count in (("train", options.num_train), ("test", options.num_test)):
@@ -78,7 +80,7 @@ def _question(options: GuessOptions) -> str:
 
 
 def _game(options: GuessOptions, rng: np.random.Generator) -> dict[str, Any]:
-    """A game as messages, and the guess that comes next."""
+    """Draw a game as messages, with the next guess as the response."""
     number = int(rng.integers(options.largest + 1))
     messages = [{"role": "user", "content": _question(options)}]
     for _ in range(int(rng.integers(options.max_guesses))):

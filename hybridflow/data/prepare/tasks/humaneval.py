@@ -1,5 +1,6 @@
-"""HumanEval (openai/openai_humaneval): Python functions to be completed, judged by the calls that
-their tests assert."""
+"""HumanEval (openai/openai_humaneval): Python functions to complete, verified by the calls that
+their tests assert.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ _ASK = (
 
 
 def convert(row: Row) -> Prompt | None:
-    """A row {prompt, test, entry_point}; None where a test is no comparison of a call with a plain
-    value."""
+    """Convert a row {prompt, test, entry_point}. Returns None if a test is not a comparison of a
+    call
+    with a plain value.
+    """
     found = calls_of(row.text("test"), ("candidate",))
     if found is None:
         return None

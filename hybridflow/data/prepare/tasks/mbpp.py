@@ -1,5 +1,6 @@
-"""MBPP (google-research-datasets/mbpp): short Python functions, judged by the calls that their
-tests assert."""
+"""MBPP (google-research-datasets/mbpp): short Python functions, verified by the calls that their
+tests assert.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ _ASK = "Write the Python function in one fenced block. It must pass this test:"
 
 
 def convert(row: Row) -> Prompt | None:
-    """A row {text, test_list}; None where a test is no comparison of a call with a plain value."""
+    """Convert a row {text, test_list}. Returns None if a test is not a comparison of a call with a
+    plain
+    value.
+    """
     tests = row.values["test_list"]
     if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
         raise row.malformed("test_list", "a list of assertions")

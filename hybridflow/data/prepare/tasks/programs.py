@@ -1,10 +1,9 @@
-"""Small programs to be written in Python: the prompt is "plus 3 times 2", the answer a program that
-reads a number and prints what the steps make of it.
+"""Small Python programs: the prompt is "plus 3 times 2", the answer a program that reads a number
+and prints the result of these steps.
 
-An answer is judged by running it, so that every program that does what the prompt says is right.
-The held-out problems depend on the number of steps alone (`holdout_seed`), not on `seed`.
-Demonstrations show what programs look like, not what the words mean: their operations are drawn at
-random.
+An answer is verified by running it, so any correct program counts. The held-out problems depend
+only on the number of steps and `holdout_seed`, not on `seed`. The operations in demonstrations are
+random, so they teach the form of a program but not the meaning of the words.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _FENCE = ("```python\n", "\n```")
 _READ = "int(input())"
 CHARACTERS = "0123456789+-*() ="
 WORDS = (*_FENCE, "print(", _READ, *_OPERATIONS)
-_LARGEST = 9  # operand; the smallest is 1
+_LARGEST = 9  # largest operand; the smallest is 1
 _EXTRA_INFO = {"split": pa.string(), "index": pa.int64()}
 Steps = Sequence[tuple[str, int]]
 
@@ -45,8 +44,8 @@ class ProgramsOptions:
     """Options of the task (`data.prepare.options`).
 
     Attributes:
-        num_steps: of each problem.
-        num_train, num_test: prompts, no problem twice.
+        num_steps: steps of each problem.
+        num_train, num_test: number of prompts, without repeated problems.
         num_sft: demonstrations on problems of train.parquet, with operations drawn at random; 0
             writes no sft.parquet.
         num_cases: inputs on which an answer is run.
@@ -63,7 +62,7 @@ class ProgramsOptions:
     holdout_seed: NonNegativeInt = 20260
 
     def __post_init__(self) -> None:
-        """Raises ConfigError naming the option that is out of range."""
+        """Raise ConfigError naming the option that is out of range."""
         check_ranges(self)
         problems = (len(_OPERATIONS) * _LARGEST) ** self.num_steps
         require(
@@ -76,9 +75,11 @@ class ProgramsOptions:
 
 
 def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str, int]:
-    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, sft.parquet; returns rows
-    per file."""
-    del source  # made from nothing
+    """Write train.parquet, test.parquet, tokenizer/ and optionally sft.parquet. Returns the rows
+    per
+    file.
+    """
+    del source  # the data is generated
     total = (len(_OPERATIONS) * _LARGEST) ** options.num_steps
     held_out = np.random.default_rng(options.holdout_seed).choice(
         total, options.num_test, replace=False
@@ -108,12 +109,12 @@ def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str,
 
 
 def question(steps: Steps) -> str:
-    """The problem in words: "plus 3 times 2"."""
+    """Return the problem in words: "plus 3 times 2"."""
     return " ".join(f"{name} {operand}" for name, operand in steps)
 
 
 def answer(steps: Steps) -> str:
-    """A program that solves it: "print((int(input())+3)*2)" in a fenced block."""
+    """Return a program that solves it: "print((int(input())+3)*2)" in a fenced block."""
     expression = _READ
     for number, (name, operand) in enumerate(steps):
         expression = (
@@ -123,7 +124,7 @@ def answer(steps: Steps) -> str:
 
 
 def _demonstration(steps: Steps, rng: np.random.Generator) -> dict[str, Any]:
-    """The problem, and a program with its operands."""
+    """Return the problem with a program that has its operands, but random operations."""
     drawn = []
     for _, operand in steps:
         drawn.append((str(rng.choice(list(_OPERATIONS))), operand))
@@ -131,7 +132,7 @@ def _demonstration(steps: Steps, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def _steps(number: int, count: int) -> list[tuple[str, int]]:
-    """The problem of this number."""
+    """Decode the problem of this number."""
     found: list[tuple[str, int]] = []
     for _ in range(count):
         number, step = divmod(number, len(_OPERATIONS) * _LARGEST)
@@ -140,8 +141,8 @@ def _steps(number: int, count: int) -> list[tuple[str, int]]:
 
 
 def _cases(steps: Steps, count: int) -> str:
-    """The tests of a problem as the verifier `code` reads them: inputs 2, 9, 16, ... and what is to
-    be printed."""
+    """Return the problem's tests for the verifier `code`: inputs 2, 9, 16, ... and the expected
+    output."""
     inputs = [2 + 7 * number for number in range(count)]
     outputs = []
     for value in inputs:

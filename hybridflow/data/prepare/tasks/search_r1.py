@@ -1,5 +1,6 @@
-"""NQ and HotpotQA as Search-R1 has them (PeterJinGo/nq_hotpotqa_train): questions to be answered
-with a search tool."""
+"""NQ and HotpotQA in the version of Search-R1 (PeterJinGo/nq_hotpotqa_train): questions to answer
+with a search tool.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _PREFIX = "searchR1_"
 
 
 def convert(row: Row) -> Prompt:
-    """A row with the known answers as ground_truth {target: [...]}."""
+    """Convert a row with the known answers as ground_truth {target: [...]}."""
     prompt = rows_of_prompts(row)
     target = prompt.ground_truth.get("target") if isinstance(prompt.ground_truth, dict) else None
     if not isinstance(target, (str, list)) or not target:
