@@ -1,4 +1,4 @@
-"""Several verifiers that judge every response, each with a weight (`reward.combine`)."""
+"""A weighted combination of several verifiers that score every response (`reward.combine`)."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Combination(Verifier):
     """The weighted sum of the scores of `parts`, {name: (verifier, weight)}, for rows of any data
     source.
 
-    What a verifier returns beside its score is recorded, and its score under its name: `gdpo`
-    normalises these apart.
+    Each part's score is recorded under its name, together with its extra values: `gdpo` normalises
+    the parts separately.
     """
 
     parts: Mapping[str, tuple[Verifier, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, weights: Mapping[str, Any]) -> Combination:
-        """Verifiers by name, or `path/to/file.py:name`.
+        """Look up verifiers by name, or `path/to/file.py:name`.
 
         Raises:
-            ConfigError: there is no such verifier, or a weight is not a number.
+            ConfigError: a verifier does not exist, or a weight is not a number.
         """
         parts = {}
         for name, weight in weights.items():
             if type(weight) not in (int, float):
                 raise ConfigError(
-                    f"reward.combine.{name}={weight!r}: the weight of a verifier is a number"
+                    f"reward.combine.{name}={weight!r}: the weight of a verifier must be a number"
                 )
             try:
                 entry = VERIFIERS.get(str(name))
@@ -86,20 +86,20 @@ class Combination(Verifier):
 
     @property
     def needed(self) -> set[str]:
-        """The options that a part cannot do without."""
+        """The options that are required by any part."""
         return {option for one, _ in self.parts.values() for option in one.needed}
 
     @property
     def facts(self) -> set[str]:
-        """The facts that a part wants to know."""
+        """The facts that any part takes."""
         return {fact for one, _ in self.parts.values() for fact in one.facts}
 
     def check_truth(self, ground_truth: Any) -> None:
-        """Raise ValueError for a ground truth that a part cannot use."""
+        """Raise ValueError if the ground truth is invalid for a part."""
         for one, _ in self.parts.values():
             one.check_truth(ground_truth)
 
     @property
     def is_async(self) -> bool:
-        """Whether a part waits for something. The parts of one row are asked one after another."""
+        """True if any part is async. The parts of one row run one after another."""
         return any(one.is_async for one, _ in self.parts.values())

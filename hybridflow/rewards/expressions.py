@@ -1,8 +1,8 @@
-"""Answers of mathematics as text: what a response states, without its usual decoration, and whether
-it is a literal.
+"""Mathematical answers as text: extraction from a response, removal of decoration, and a test for
+literals.
 
 A literal is a number as one writes a result: an integer, decimal, fraction, root or multiple of pi,
-with a percent sign, an exponent of ten or a base. `6+1`, `13!` and `3^5 \\bmod 7` are none,
+with a percent sign, an exponent of ten or a base. `6+1`, `13!` and `3^5 \\bmod 7` are not literals,
 whatever their value.
 """
 
@@ -13,9 +13,9 @@ from fractions import Fraction
 
 from hybridflow.rewards.reading import last_box
 
-# characters behind "the answer is", or at the end of a response, in which an answer is looked for
+# characters searched for an answer after "the answer is", or at the end of a response
 _REACH = 2000
-# of an answer that is read; no result is written longer or deeper
+# limits for an answer; no real result is longer or more deeply nested
 _MAX_LENGTH = 1000
 _MAX_DEPTH = 40
 
@@ -35,9 +35,11 @@ _OPENED = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
 
 
 def stated_answer(answer: str) -> str | None:
-    """What an answer states as its result: its last box; without any, what follows the last "the
-    answer is"; without that, the last expression of its last sentence. None where there is nothing,
-    or the last box never ends."""
+    """Extract the result that an answer states: its last box; else the text after the last "the
+    answer
+    is"; else the last expression of its last sentence. None if there is none, or if the last box is
+    not closed.
+    """
     box = last_box(answer)
     if box is not None:
         return box.content
@@ -127,7 +129,7 @@ _END_OF_SENTENCE = re.compile(r"(?<!\\)[.。,，;；]{1,3}$")
 
 
 def readable(text: str) -> bool:
-    """Whether a text is as short and as flat as results are."""
+    """Return True if the text is within the limits of length and nesting."""
     depth = deepest = 0
     for sign in text if len(text) <= _MAX_LENGTH else ():
         depth += (sign in "{([") - (sign in "})]")
@@ -136,8 +138,9 @@ def readable(text: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """An answer without decoration: spaces, sizes and kinds of LaTeX's commands, currency, degrees,
-    thousands."""
+    """Remove decoration from an answer: spaces, LaTeX sizes and variants, currencies, degrees,
+    thousands separators.
+    """
     text = _END_OF_SENTENCE.sub("", text.strip().strip("*").strip()).strip()
     for begin, end in _OPENED.items():
         if text.startswith(begin) and text.endswith(end) and len(text) > len(begin):
@@ -148,8 +151,10 @@ def plain(text: str) -> str:
 
 
 def words(text: str) -> str | None:
-    """A name or a phrase without digits and operators, or None: "east", "No solution", "(C)",
-    "CAT", "星期三"."""
+    """Return a name or phrase without digits and operators ("east", "No solution", "(C)", "CAT",
+    "星期三"),
+    or None.
+    """
     bare = text.strip().strip("$").strip()
     was_wrapped = _WRAPPED.search(bare) is not None
     while bare != (inner := _WRAPPED.sub(r" \1 ", bare)):
@@ -169,15 +174,15 @@ def words(text: str) -> str | None:
 
 
 def same_words(one: str, other: str) -> bool:
-    """Whether two texts of `words` are one, capital letters of phrases aside: AB is not BA, and x
-    is not X."""
+    """Compare two results of `words`. Case is ignored in phrases only: AB is not BA, and x is not
+    X."""
     if len(one) == 1 or (one.isupper() and other.isupper()):
         return one == other
     return one.casefold() == other.casefold()
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    """A number and the unit behind it."""
+    """Split a number from its unit."""
     found = _UNIT.search(text)
     return (
         (text[: found.start()].rstrip(), re.sub(r"[^A-Za-z]|text|mathrm|mbox", "", found.group()))
@@ -187,7 +192,8 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def without_name(text: str) -> tuple[str, str]:
-    """An answer and the name it is given, "x" of "x = 5"; of a chain of equations the last term."""
+    """Split an answer from its name: "x = 5" gives ("5", "x"). A chain of equations gives its last
+    term."""
     found = _NAME.match(text)
     if found is None or any(sign in text for sign in ("<", ">", "\\le", "\\ge", ",", ";")):
         return text, ""
@@ -215,7 +221,7 @@ _LITERAL = re.compile(
     rf"[+-]?(?:(?:{_FRACTION})(?:{_TIMES}{_SYMBOL}){{0,2}}|{_TERM})%?|"
     r"[+-]?\\infty|\\emptyset|\\varnothing"
 )
-_MIXED = re.compile(r"[+-]?\d+ \d+/\d+")  # whose space is no decoration
+_MIXED = re.compile(r"[+-]?\d+ \d+/\d+")  # its space is significant
 _IN_BASE = re.compile(r"\(?(\w+?)\)?_\{?\(?(\d+)\)?\}?")
 _PARTS = re.compile(
     r"[,;()\[\]&]|\\\{|\\\}|\\lbrace|\\rbrace|\\cup|∪|"
@@ -226,8 +232,10 @@ _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>|\\in(?![A-Za-z])"
 
 
 def rational(text: str) -> Fraction | None:
-    """The exact value of a literal without roots and pi, a percent sign counted as a hundredth;
-    None of any other."""
+    """Return the exact value of a literal without roots and pi; a percent sign divides by 100. None
+    for
+    any other text.
+    """
     found = _RATIONAL_PATTERN.fullmatch(
         text if " " in text and "/" in text else text.replace(" ", "")
     )
@@ -243,8 +251,10 @@ def rational(text: str) -> Fraction | None:
 
 
 def canonical(text: str) -> str:
-    """One text for the answers that are written alike but for decoration, and for each rational
-    number."""
+    """Return a canonical text, equal for answers that differ only in decoration, and for equal
+    rational
+    numbers.
+    """
     bare = without_unit(without_name(plain(text))[0])[0] if readable(text) else text
     value = rational(bare)
     return (
@@ -255,19 +265,21 @@ def canonical(text: str) -> str:
 
 
 def in_base(text: str) -> tuple[str, str] | None:
-    """The digits and the base of a number like 1101_2."""
+    """Return the digits and the base of a number like 1101_2, or None."""
     found = _IN_BASE.fullmatch(re.sub(r"\\text\{(.*?)\}|\s", r"\1", text))
     return (found[1], found[2]) if found else None
 
 
 def is_literal(text: str) -> bool:
-    """Whether a text without spaces is one literal."""
+    """Return True if a text without spaces is a single literal."""
     return _LITERAL.fullmatch(text) is not None or rational(text) is not None
 
 
 def literals(text: str) -> list[str] | None:
-    """The literals of an answer that holds nothing else: of a number itself, of a pair, set,
-    interval, union, matrix or inequality the parts. None where a part is no literal."""
+    """Return the literals of an answer that consists only of literals: the number itself, or the
+    parts of
+    a pair, set, interval, union, matrix or inequality. None if any part is not a literal.
+    """
     text = without_name(text)[0]
     bare = without_unit(text)[0]
     whole = bare if _MIXED.fullmatch(bare) else bare.replace(" ", "")

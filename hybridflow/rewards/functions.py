@@ -1,9 +1,9 @@
-"""What scores rows: the user's function of `reward.path`, or the verifier of each row's data
+"""Scoring of rows, by the custom function of `reward.path` or by the verifier of each row's data
 source.
 
-A row is what JSON carries: (data_source, response text, ground truth, extra_info). An outcome is
-`{"score": s, "extra": {...}}`, or `{"failure": text}` where the function raised or returned
-nonsense.
+A row contains JSON values: (data_source, response text, ground truth, extra_info). An outcome is
+`{"score": s, "extra": {...}}`, or `{"failure": text}` if the function raised or returned an invalid
+value.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ Outcome = dict[str, Any]
 
 
 class Scoring:
-    """The function or the verifiers that the `reward` section names.
+    """The function or the verifiers configured in the `reward` section.
 
     A function that takes data_sources, solution_strs, ground_truths and extra_infos is called once
-    for the samples of a prompt and returns a list; any other is called for each row. Both may be
-    async.
+    for all samples of a prompt and returns a list; any other is called per row. Both may be async.
 
     Raises:
         ConfigError: the function or a verifier cannot be loaded or called, or no verifier takes a
@@ -74,8 +73,7 @@ class Scoring:
         elif self._function is None:
             self._verifiers = by_data_source(config.verifiers)
         self.by_group = self._function is not None and takes_groups(self._function)
-        # the verifiers of data sources compute; one that waits for a server is named in
-        # reward.combine
+        # default verifiers only compute; verifiers that wait for a server are set in reward.combine
         self.is_async = inspect.iscoroutinefunction(self._function) or any(
             verifier.is_async for verifier in self._verifiers.values()
         )
@@ -85,7 +83,7 @@ class Scoring:
         for key in self._kwargs if self._function is None else ():
             if key not in options:
                 raise ConfigError(
-                    f"reward.kwargs.{key} is taken by no verifier (they take: "
+                    f"reward.kwargs.{key} is not an option of any verifier (their options: "
                     f"{', '.join(sorted(options))})"
                 )
         missing = self._verifiers["*"].needed - self._kwargs.keys() if config.combine else set()
@@ -95,25 +93,28 @@ class Scoring:
 
     @property
     def sources(self) -> list[str] | None:
-        """Data sources with a verifier (a name may end in `*`); None where a function scores all
+        """Data sources with a verifier (a name may end in `*`); None if a function scores all
         rows."""
         return None if self._function else sorted(self._verifiers)
 
     def runs_in_driver(self, source: str) -> bool:
-        """Whether rows of this data source need no process of their own;
-        `Verifier.runs_in_driver`."""
+        """Return True if rows of this data source can be scored in the driver
+        (`Verifier.runs_in_driver`)."""
         return self._function is None and self._verifier(source).runs_in_driver
 
     def check_installed(self, source: str) -> None:
-        """Raise ConfigError when the verifier of this data source imports a package that is not
+        """Raise ConfigError if the verifier of this data source imports a package that is not
         installed."""
         if self._function is None:
             check_installed(self._verifier(source), f"the verifier of data_source {source!r}")
 
     def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
-        """The outcomes of one call: of one row, of the rows of a group, or of any rows without a
-        response (None), whose ground truths alone are looked at. No event loop runs meanwhile, so
-        that the function may run one."""
+        """Score the rows of one call: a single row, or the rows of a group. Rows without a response
+        (None)
+        only have their ground truths checked.
+
+        Must be called outside an event loop, so that the function may run one.
+        """
         if rows[0][1] is None:
             return self.truths(rows)
         with leaving_no_alarm():
@@ -126,7 +127,7 @@ class Scoring:
         return self._checked(rows, found)
 
     async def outcomes_while_others_wait(self, rows: Sequence[Row]) -> list[Outcome]:
-        """The same within an event loop, for a function that is async."""
+        """Score rows like `outcomes`, within an event loop, for async functions."""
         if rows[0][1] is None:
             return self.truths(rows)
         try:
@@ -138,8 +139,8 @@ class Scoring:
         return self._checked(rows, found)
 
     def truths(self, rows: Sequence[Row]) -> list[Outcome]:
-        """For each of these rows without a response why its ground truth cannot be used, or
-        nothing."""
+        """For each row without a response, return a failure if its ground truth is invalid, else
+        {}."""
         return [self._truth(str(source), truth) for source, _, truth, _ in rows]
 
     def _truth(self, source: str, ground_truth: Any) -> Outcome:
@@ -201,8 +202,9 @@ class Scoring:
 
 
 def matching(source: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
-    """The entry of `known` for a data source: its own name, or the longest one ending in `*` that
-    fits."""
+    """Return the entry of `known` that matches a data source: the same name, or the longest pattern
+    ending in `*`.
+    """
     if source in known:
         return source
     patterns = [
@@ -212,22 +214,23 @@ def matching(source: str, known: Mapping[str, Any] | Sequence[str]) -> str | Non
 
 
 def unknown_source(source: str, known: Sequence[str]) -> str:
-    """What is wrong with a data source that no verifier takes, and what to do."""
+    """Return the error message for a data source without a verifier."""
     near = difflib.get_close_matches(str(source), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return (
-        f"no verifier for data_source {source!r}{hint} (known: {', '.join(known)}); give one of "
-        "your own in reward.verifiers, or a function for all rows in reward.path"
+        f"no verifier for data_source {source!r}{hint} (known: {', '.join(known)}); add your own "
+        "to reward.verifiers, or set reward.path to a function for all rows"
     )
 
 
 def takes_groups(function: Callable[..., Any]) -> bool:
-    """Whether a function takes the rows of a prompt at once."""
+    """Return True if a function takes all rows of a prompt at once."""
     return set(GROUP_ARGUMENTS) <= set(inspect.signature(function).parameters)
 
 
 def load_function(config: RewardConfig) -> Callable[..., Any]:
-    """The function `reward.name` of the file `reward.path`, sync or async, of a row or of a group.
+    """Load the function `reward.name` from `reward.path`. It may be sync or async, per row or per
+    group.
 
     Raises:
         ConfigError: the file is missing or fails to import, has no such function, or the function
@@ -250,7 +253,9 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
 
 
 def checked(who: str, found: Any, weight: float = 1.0) -> Outcome:
-    """What a function or verifier returned, as an outcome; `who` begins the text of a failure."""
+    """Convert the return value of a function or verifier to an outcome. `who` starts the text of a
+    failure.
+    """
     try:
         result = result_of(found, weight)
     except ValueError as error:
@@ -264,8 +269,9 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 
 @contextmanager
 def leaving_no_alarm() -> Iterator[None]:
-    """Disarm the timers that a call has set and left, and take back its signal handlers: an alarm
-    that goes off later would end another call."""
+    """Disarm timers that a call left running, and restore its signal handlers. A later alarm would
+    interrupt another call.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

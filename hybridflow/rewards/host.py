@@ -1,8 +1,9 @@
-"""The process beside the driver that owns the pool: it loads what scores once, forks the pool's
-processes, gives them rows, and kills and replaces one that is past the deadline.
+"""The process that owns the reward pool: it loads the scoring code once, forks the pool's
+processes,
+distributes rows, and kills and replaces processes that exceed the deadline.
 
-`python -m hybridflow.rewards.host SOCKET` speaks lines of JSON over an inherited socket: first the
-`reward` section arrives, and {"ready": data sources} or {"refused": text} is answered; then {"id":
+`python -m hybridflow.rewards.host SOCKET` exchanges JSON lines over an inherited socket. First it
+receives the `reward` section and answers {"ready": data sources} or {"refused": text}. Then {"id":
 n, "rows": [...]} is answered with {"id": n, "outcomes": [...]}, in any order.
 """
 
@@ -28,21 +29,22 @@ from hybridflow.process.children import die_with_parent
 from hybridflow.rewards.functions import Outcome, Scoring
 from hybridflow.rewards.lines import Lines, connection_of, decoded, encoded
 
-ASYNC_CALLS = 64  # of an async function in flight in one process
-# calls among which one with a known ground truth is looked for, and calls that may overtake another
+ASYNC_CALLS = 64  # concurrent calls of an async function per process
+# queue depth of the search for a call with a known ground truth, and the maximum times a call is
+# overtaken
 _NEAR = 16
-# an async call ends at its deadline by itself, unless the function blocks the event loop
+# an async call is cancelled at its deadline, unless the function blocks the event loop
 _ASYNC_GRACE_S = 2.0
 
 
 @dataclass
 class _Job:
-    """The rows of one call."""
+    """One call: its rows."""
 
     number: int
     rows: list[Any]
     begun: float = 0.0
-    overtaken: int = 0  # how often
+    overtaken: int = 0  # number of times
 
     @property
     def truth(self) -> tuple[Any, Any]:
@@ -52,22 +54,22 @@ class _Job:
 
 @dataclass
 class _Process:
-    """A process of the pool and the calls it is at."""
+    """A process of the pool and its current calls."""
 
     pid: int
     lines: Lines
     jobs: dict[int, _Job] = field(default_factory=dict)
-    truth: Any = None  # of the call that it was last given
+    truth: Any = None  # of its previous call
 
 
 class Host:
-    """Gives rows to the pool's processes until the driver closes its end.
+    """Distributes rows over the pool's processes until the driver closes its end.
 
     Args:
-        driver: the connection with the driver.
-        scoring: what scores.
-        processes: the number of processes.
-        timeout_s: seconds that one call may take.
+        driver: the connection to the driver.
+        scoring: the scoring code.
+        processes: number of processes.
+        timeout_s: deadline of a call.
     """
 
     def __init__(self, driver: Lines, scoring: Scoring, processes: int, timeout_s: float) -> None:
@@ -84,7 +86,7 @@ class Host:
             self._start()
 
     def serve(self) -> None:
-        """Carry calls out until the driver closes the connection."""
+        """Run calls until the driver closes the connection."""
         while True:
             for key, mask in self.events.select(self._patience()):
                 if not mask & selectors.EVENT_READ:
@@ -105,7 +107,7 @@ class Host:
                 self._flush(process.lines, process)
 
     def _flush(self, lines: Lines, data: _Process | None) -> None:
-        """Send what can be sent, and wake up when more can."""
+        """Send as much as possible without blocking, and wait for writability if data is left."""
         unsent = selectors.EVENT_WRITE if lines.flush() else 0
         self.events.modify(lines.socket, selectors.EVENT_READ | unsent, data)
 
@@ -115,7 +117,7 @@ class Host:
         pid = os.fork()
         if not pid:
             die_with_parent(host)
-            os.setsid()  # what the function starts is killed with it
+            os.setsid()  # its children are killed with it
             for key in list(self.events.get_map().values()):
                 os.close(key.fd)
             ours.close()
@@ -135,7 +137,7 @@ class Host:
         self.events.register(ours, selectors.EVENT_READ, process)
 
     def _patience(self) -> float | None:
-        """Seconds until the next deadline."""
+        """Return the seconds until the next deadline; None if there is none."""
         begun = [job.begun for process in self.processes for job in process.jobs.values()]
         return max(min(begun) + self._limit_s - time.monotonic(), 0.0) if begun else None
 
@@ -151,9 +153,11 @@ class Host:
             process.lines.queue({"id": job.number, "rows": job.rows})
 
     def _next(self, process: _Process) -> _Job:
-        """Take the call that a process is to be given. Verifiers keep a ground truth as they have
-        read it: a call with the one that this process was last given comes first, then one with
-        none that another process is at."""
+        """Remove the next call for a process from the queue.
+
+        Verifiers cache parsed ground truths, so a call with the same ground truth as the process's
+        previous one comes first, then one whose ground truth no other process is working on.
+        """
         near = list(itertools.islice(self.waiting, _NEAR))
         others = [other.truth for other in self.processes if other is not process and other.jobs]
         found = 0
@@ -188,12 +192,11 @@ class Host:
             for job in process.jobs.values():
                 if job in late:
                     self._fail(job, late_text(self.timeout_s))
-                else:  # another call of the same event loop has blocked it
+                else:  # blocked by another call in the same event loop
                     self.waiting.appendleft(job)
 
     def _end(self, process: _Process) -> int:
-        """Kill a process with all that it started, and start another in its place. Returns how it
-        ended."""
+        """Kill a process with its descendants and start a replacement. Returns its exit code."""
         self.events.unregister(process.lines.socket)
         process.lines.socket.close()
         self.processes.remove(process)
@@ -210,19 +213,19 @@ class Host:
 
 
 def late_text(timeout_s: float) -> str:
-    """The failure of a call that was past its deadline."""
+    """Return the failure text of a call that exceeded its deadline."""
     return f"no score within {timeout_s:g} s (reward.timeout_s)"
 
 
 def _score(connection: socket.socket, scoring: Scoring) -> None:
-    """A process of the pool: answer calls one after another."""
+    """Run a process of the pool: answer calls one at a time."""
     for line in connection.makefile("rb"):
         message = decoded(line)
         connection.sendall(_answer(message["id"], scoring.outcomes(message["rows"])))
 
 
 async def _score_many(connection: socket.socket, scoring: Scoring, timeout_s: float) -> None:
-    """A process of the pool whose function is async: answer many calls at once."""
+    """Run a process of the pool for an async function: answer calls concurrently."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 30)
     at_work: set[asyncio.Task[None]] = set()
 
@@ -245,12 +248,12 @@ def _answer(number: int, outcomes: list[Outcome]) -> bytes:
     try:
         return encoded({"id": number, "outcomes": outcomes})
     except (ValueError, RecursionError) as error:
-        failure = {"failure": f"what the reward returned is not plain data: {error}"}
+        failure = {"failure": f"the reward's return value is not plain data: {error}"}
         return encoded({"id": number, "outcomes": [failure] * len(outcomes)})
 
 
 def main(argv: Sequence[str]) -> None:
-    """Be the host for the connection with this descriptor."""
+    """Run the host on the connection with this file descriptor."""
     driver = connection_of(argv)
     orders = driver.first()
     if orders is None:

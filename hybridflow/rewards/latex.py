@@ -1,9 +1,8 @@
-"""The parser of LaTeX that math-verify uses, with the cheaper of ANTLR's two kinds of prediction
-first.
+"""math-verify's LaTeX parser, using the cheaper of ANTLR's two prediction modes first.
 
-ANTLR predicts with the full context of a decision (LL), which it computes anew for each decision of
+ANTLR predicts with the full context of a decision (LL), which it recomputes for each decision of
 each text, or without it (SLL), from a table that grows with use. Its manual (`PredictionMode.SLL`)
-promises that a text which SLL accepts has the same tree with LL. A text that SLL refuses is read
+guarantees that a text accepted by SLL has the same tree with LL. A text that SLL rejects is parsed
 again with LL.
 """
 
@@ -17,7 +16,7 @@ from typing import Any
 
 @contextmanager
 def cheap_prediction() -> Iterator[None]:
-    """Within this context, texts that math-verify reads are read with SLL first."""
+    """Make math-verify parse with SLL first inside this context."""
     from latex2sympy2_extended import latex2sympy2
 
     before = latex2sympy2.PSParser
@@ -30,7 +29,7 @@ def cheap_prediction() -> Iterator[None]:
 
 @functools.cache
 def parser() -> type[Any]:
-    """The class of parsers that read with SLL first. Its tables are apart from those of LL."""
+    """Return the parser class that uses SLL first. Its tables are separate from those of LL."""
     from antlr4.atn.ParserATNSimulator import ParserATNSimulator
     from antlr4.atn.PredictionMode import PredictionMode
     from antlr4.dfa.DFA import DFA
@@ -39,11 +38,11 @@ def parser() -> type[Any]:
     tables = [DFA(state, number) for number, state in enumerate(PSParser.atn.decisionToState)]
 
     class Parser(PSParser):
-        """Its error listener is expected to raise, which ends a reading at the first error."""
+        """A parser whose error listener must raise, so that parsing stops at the first error."""
 
         def math(self) -> Any:
-            """The tree of the whole text."""
-            # a text with a character that is no token ends here, and is not read twice
+            """Parse the whole text."""
+            # a text with an invalid character fails here, and is not parsed twice
             self._input.fill()
             exact: Any = self._interp
             cheap = ParserATNSimulator(self, self.atn, tables, self.sharedContextCache)

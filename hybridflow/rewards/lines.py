@@ -1,5 +1,7 @@
-"""Messages as lines of JSON over a socket, and the processes beside the driver that are spoken to
-with them. Bytes and times, which parquet columns may hold, keep their type."""
+"""JSON lines over a socket, and the start of processes that use them. Bytes and dates, which
+parquet
+columns may contain, keep their types.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _KIND = "__hybridflow__"
 
 
 class Lines:
-    """One end of a connection; it blocks unless its socket is told not to."""
+    """One end of a connection. Blocking unless its socket is set otherwise."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -32,28 +34,28 @@ class Lines:
         self._out = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message at once (the socket blocks)."""
+        """Send a message immediately (blocking socket)."""
         self.socket.sendall(encoded(message))
 
     def queue(self, message: dict[str, Any]) -> None:
-        """Send a message with the next `flush`."""
+        """Queue a message for the next `flush`."""
         self._out += encoded(message)
 
     def flush(self) -> bool:
-        """Send what the socket takes now; whether something is left."""
+        """Send as much as possible without blocking. Returns True if data is left."""
         while self._out:
             try:
                 sent = self.socket.send(self._out)
             except BlockingIOError:
                 break
-            except OSError:  # the other end has gone, which reading says as well
+            except OSError:  # the peer has closed; reading reports that too
                 self._out.clear()
                 break
             del self._out[:sent]
         return bool(self._out)
 
     def received(self) -> list[dict[str, Any]] | None:
-        """The messages that are complete after one read; None when the other end has closed the
+        """Return the complete messages after one read; None if the peer has closed the
         connection."""
         try:
             part = self.socket.recv(1 << 20)
@@ -71,17 +73,20 @@ class Lines:
         return [decoded(line) for line in whole.split(b"\n")]
 
     def first(self) -> dict[str, Any] | None:
-        """Wait for a message that comes alone (the socket blocks); None when the other end has
-        closed the connection."""
+        """Wait for the first message (blocking socket); None if the peer has closed the
+        connection."""
         while (messages := self.received()) == []:
             continue
         return messages[0] if messages else None
 
 
 def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[bytes], Lines]:
-    """Start `python -m module DESCRIPTOR` without the job's credentials, with the other end of a
-    connection; returns the process and this end. It prints to `log_path`; None: with this
-    process."""
+    """Start `python -m module DESCRIPTOR`, connected to this process and without the job's
+    credentials.
+    Returns the process and this end of the connection.
+
+    It prints to `log_path`; None: to the output of this process.
+    """
     ours, theirs = socket.socketpair()
     with ExitStack() as opened:
         out = None
@@ -100,20 +105,22 @@ def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[
 
 
 def connection_of(argv: Sequence[str]) -> Lines:
-    """The connection of a process that `start_process` has started, which leaves Ctrl-C to the
-    driver from here on."""
+    """Open the connection inside a process started by `start_process`, and ignore Ctrl-C, which the
+    driver handles.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     print_whole_lines()
     return Lines(socket.socket(fileno=int(argv[0])))
 
 
 def encoded(message: dict[str, Any]) -> bytes:
-    """A message as a line. ValueError names the type of a value that is not plain data."""
+    """Encode a message as a line. Raises ValueError with the type of a value that is not plain
+    data."""
     return json.dumps(message, default=_plain).encode() + b"\n"
 
 
 def decoded(line: bytes | bytearray) -> dict[str, Any]:
-    """The message of a line."""
+    """Decode the message of a line."""
     message: dict[str, Any] = json.loads(line, object_hook=_restored)
     return message
 
@@ -121,7 +128,7 @@ def decoded(line: bytes | bytearray) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return {_KIND: "bytes", "text": base64.b64encode(value).decode()}
-    if isinstance(value, datetime.date):  # a datetime is one as well
+    if isinstance(value, datetime.date):  # includes datetime, a subclass
         return {_KIND: type(value).__name__, "text": value.isoformat()}
     if hasattr(value, "tolist"):  # numpy arrays and scalars, torch tensors
         return value.tolist()

@@ -1,5 +1,6 @@
-"""`RewardManager`: scores responses with the verifier of each row's data source or with the user's
-function, in a pool of processes beside the driver."""
+"""`RewardManager`: scores responses with the verifier of each row's data source or with a custom
+function, in a pool of processes.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +19,37 @@ from hybridflow.rewards.pool import RewardPool
 from hybridflow.rewards.reading import DRIVER_CHARACTERS
 from hybridflow.rewards.verifiers.base import PROMPT, THINKING_OPEN, ScoreResult
 
-_TRUTHS = 4096  # ground truths that a process of the pool is asked about in one call
+_TRUTHS = 4096  # ground truths checked per call of the pool
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """Rows that are being scored: for each call its number in the pool, or its rows where they are
-    scored here as they are collected, and its rows' positions."""
+    """Rows being scored. Each call has its number in the pool, or its rows if they are scored in
+    this
+    process when collected, and the positions of its rows.
+    """
 
     calls: Sequence[tuple[int | list[Row], list[int]]]
 
 
 class RewardManager:
-    """Built once from the `reward` section; what scores is loaded meanwhile, in the background.
+    """Scores responses as configured by the `reward` section. The scoring code is loaded in the
+    background.
 
-    Without `reward.path` each row is scored by the verifier of its data source, a built-in one or
-    one of `reward.verifiers`, and `reward.kwargs` go to the verifiers that take them. With
-    `reward.path` the function of that file scores every row. Calls run in `reward.processes`
-    processes, each with the deadline `reward.timeout_s`. Here run built-in verifiers that cannot
-    hang, and with `reward.processes=0` all calls, without a deadline.
+    Without `reward.path`, each row is scored by the verifier of its data source, built-in or from
+    `reward.verifiers`, with the `reward.kwargs` that it takes. With `reward.path`, the function of
+    that file scores every row. Calls run in `reward.processes` processes with the deadline
+    `reward.timeout_s`. Built-in verifiers that cannot hang run in this process, as do all calls
+    with `reward.processes=0`, then without a deadline.
 
     Args:
         config: the `reward` section.
-        log_path: where the processes print; None: with this process.
+        log_path: log file of the processes; None: the output of this process.
 
     Raises:
         ConfigError: with `reward.processes=0`, the function or a verifier cannot be loaded or
-            called, or no verifier takes a key of `reward.kwargs`; otherwise the first other method
-            that is called raises it.
+            called, or no verifier takes a key of `reward.kwargs`. Otherwise the first call of
+            another method raises it.
     """
 
     def __init__(self, config: RewardConfig, log_path: Path | None = None) -> None:
@@ -58,9 +62,14 @@ class RewardManager:
         self._pool = RewardPool(config, log_path) if self._scoring is None else None
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
-        """Wait until what scores is loaded. Raises DataError when a data source has no verifier:
-        call it with the dataset's sources before the first rollout. Raises ConfigError when its
-        verifier lacks a package."""
+        """Wait until the scoring code is loaded, and check that all data sources have a verifier.
+        Call it
+        with the dataset's sources before the first rollout.
+
+        Raises:
+            DataError: a data source has no verifier.
+            ConfigError: a verifier lacks a package.
+        """
         known, _ = self._loaded()
         for source in dict.fromkeys(data_sources if known is not None else ()):
             if matching(source, known or ()) is None:
@@ -73,9 +82,11 @@ class RewardManager:
     def check_truths(
         self, data_source: Sequence[str], ground_truth: Sequence[Any], places: Sequence[str]
     ) -> None:
-        """Raise DataError for the first ground truth of these rows that its verifier cannot use,
-        before anything starts; `places` [B] name the rows' files. Verifiers in a file of yours are
-        asked in the pool."""
+        """Raise DataError for the first ground truth that is invalid for its verifier.
+
+        `places` [B] are the rows' files, for the message. Verifiers in custom files run in the
+        pool.
+        """
         rows: list[Row] = [
             (*row, {}) for row in zip(data_source, [None] * len(places), ground_truth, strict=True)
         ]
@@ -105,13 +116,14 @@ class RewardManager:
         extra_info: Sequence[Mapping[str, Any]] | None = None,
         groups: Sequence[Any] | None = None,
     ) -> list[ScoreResult]:
-        """Scores of B responses, in order: `submit` and `collect`, for callers that are not in an
-        event loop.
+        """Score B responses, in order: `submit` and `collect` for callers outside an event loop.
 
         Raises:
-            DataError: no verifier for a data source; or `reward.on_failure` is "stop" and a row
-                failed, or all rows failed. Names the first such row, and for a custom function its
-                file, name and line.
+            DataError: a data source has no verifier; or a row failed and `reward.on_failure` is
+                "stop",
+                or all rows failed. Names the first such row, and for a custom function its file,
+                name
+                and line.
         """
         [results] = asyncio.run(
             self.collect(
@@ -129,19 +141,19 @@ class RewardManager:
         extra_info: Sequence[Mapping[str, Any]] | None = None,
         groups: Sequence[Any] | None = None,
     ) -> Submitted:
-        """Begin to score B responses; the caller may do something else meanwhile.
+        """Start scoring B responses, without waiting for the results.
 
         Args:
-            data_source: [B] which verifier each row wants.
-            response_text: [B] text up to, not with, the end token.
+            data_source: [B] selects the verifier of each row.
+            response_text: [B] text without the end token.
             ground_truth: [B] as in the dataset.
-            extra_info: [B] as in the dataset; None stands for empty ones.
-            groups: [B] equal for the samples of a prompt, which a function of groups gets together;
+            extra_info: [B] as in the dataset; None: empty.
+            groups: [B] equal for the samples of a prompt, which a group function receives together;
                 None: one group.
 
         Raises:
-            DataError: no verifier for a data source, or a column holds values of a type that is not
-                plain data.
+            DataError: a data source has no verifier, or a column contains values that are not plain
+                data.
             ValueError: the arguments have different lengths.
         """
         infos = [{}] * len(response_text) if extra_info is None else extra_info
@@ -170,13 +182,15 @@ class RewardManager:
                 )
         except ValueError as error:
             raise DataError(
-                f"ground_truth or extra_info holds {error}; rewards are given plain data alone"
+                f"ground_truth or extra_info contains {error}; rewards accept only plain data"
             ) from error
         return Submitted(begun)
 
     async def collect(self, parts: Sequence[Submitted]) -> list[list[ScoreResult]]:
-        """The results of each part, in the order of its rows; waits for what is not finished. Calls
-        that run here all begin together, as in a pool of one process."""
+        """Wait for the results of each part, in the order of its rows. Calls that run in this
+        process start
+        together.
+        """
         calls = [call for part in parts for call, _ in part.calls]
         pooled = [call for call in calls if isinstance(call, int)]
         here = [call for call in calls if not isinstance(call, int)]
@@ -200,13 +214,16 @@ class RewardManager:
         return results
 
     def forget(self, submitted: Submitted) -> None:
-        """Nobody collects these rows. What is being scored goes on, and is not kept."""
+        """Discard these rows without collecting their scores. Running calls finish, and their
+        results are
+        dropped.
+        """
         if self._pool is not None:
             self._pool.forget([call for call, _ in submitted.calls if isinstance(call, int)])
 
     def check(self, results: Sequence[ScoreResult]) -> None:
-        """Apply `reward.on_failure` to a whole batch: a reward that fails everywhere has a fault
-        that no policy mends.
+        """Apply `reward.on_failure` to a whole batch. If every row failed, the bug is in the reward
+        function: stop in any case.
 
         Raises:
             DataError: a row failed and `reward.on_failure` is "stop", or all rows failed.
@@ -221,14 +238,14 @@ class RewardManager:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether extra_info is to have the text of the row's prompt under "prompt". Waits until
-        what scores is loaded."""
+        """True if extra_info must contain the prompt's text as "prompt". Waits for the scoring
+        code."""
         return PROMPT in self._facts
 
     @property
     def reads_thinking(self) -> bool:
-        """Whether extra_info is to say under "thinking_open" if the row's prompt ends inside a
-        thinking."""
+        """True if extra_info must contain "thinking_open": whether the prompt ends inside a
+        thinking block."""
         return THINKING_OPEN in self._facts
 
     @property
@@ -237,16 +254,20 @@ class RewardManager:
         return (self._scoring or self._started_pool()).facts
 
     def _loaded(self) -> tuple[list[str] | None, bool]:
-        """The data sources with a verifier (None: a function scores all), and whether calls are by
-        group."""
+        """Return the data sources with a verifier (None: a function scores all), and whether calls
+        are per
+        group.
+        """
         if self._scoring is not None:
             return self._scoring.sources, self._scoring.by_group
         pool = self._started_pool()
         return pool.sources, pool.by_group
 
     def _runs_here(self, source: str, text: str) -> bool:
-        """Whether the driver scores a text itself: with processes=0 each, else short ones whose
-        verifier is quick."""
+        """Return True if this process scores a text itself: with processes=0 always, else short
+        texts with
+        a fast verifier.
+        """
         quick = len(text) <= DRIVER_CHARACTERS
         return self._scoring is not None and (
             self.config.processes == 0 or (quick and self._scoring.runs_in_driver(source))
@@ -262,7 +283,7 @@ class RewardManager:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the pool's processes."""
+        """Stop the pool's processes."""
         if self._pool is not None:
             self._pool.close()
 
@@ -276,8 +297,8 @@ async def _all(scoring: Scoring, calls: Sequence[Sequence[Row]]) -> list[list[Ou
 
 @contextmanager
 def _no_running_loop() -> Iterator[None]:
-    """Let a function of a user's run an event loop of its own (`asyncio.run`) while the driver's
-    stands still."""
+    """Allow a custom function to run its own event loop (`asyncio.run`) while the driver's is
+    blocked."""
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)
     try:

@@ -16,29 +16,28 @@ from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rewards.functions import Outcome, Row
 from hybridflow.rewards.lines import start_process
 
-_START_S = 300.0  # for the user's file to be imported
-_PATIENCE_S = 60.0  # beyond a call's deadline, for the host to say so
+_START_S = 300.0  # for the import of the user's file
+_PATIENCE_S = 60.0  # beyond a call's deadline, for the host to report it
 _MAX_PROCESSES = 16
 _MAX_HOST_RESTARTS = 3
 
 
 class RewardPool:
-    """Starts the host (`rewards.host`) at once and in the background; `start` waits for it.
+    """Starts the host (`rewards.host`) in the background; `start` waits for it.
 
-    Calls begin when they are submitted and run while the caller does something else. A host that
-    has ended is started again, and calls without an answer are submitted again. One thread uses it,
-    and one task at a time collects.
+    Calls run as soon as they are submitted. If the host dies, it is restarted and unanswered calls
+    are submitted again. Not thread-safe; one task at a time may collect.
 
     Args:
         config: the `reward` section.
-        log_path: where the host and the functions print; None: with this process.
+        log_path: log file of the host and the functions; None: the output of this process.
     """
 
     def __init__(self, config: RewardConfig, log_path: Path | None = None) -> None:
         self.config = config
         self.log_path = log_path
         self._restarts = RestartLimit(_MAX_HOST_RESTARTS)
-        self._jobs: dict[int, list[Row]] = {}  # submitted and not yet answered
+        self._jobs: dict[int, list[Row]] = {}  # submitted but not answered
         self._outcomes: dict[int, list[Outcome]] = {}
         self._submitted = 0
         self._is_ready = False
@@ -67,7 +66,7 @@ class RewardPool:
         """Wait until the function or the verifiers are loaded.
 
         Raises:
-            ConfigError: they cannot be.
+            ConfigError: they cannot be loaded.
         """
         if self._is_ready:
             return
@@ -88,8 +87,10 @@ class RewardPool:
         self._is_ready = True
 
     def submit(self, rows: list[Row]) -> int:
-        """Begin a call with these rows; returns its number. ValueError names a type that no JSON
-        holds."""
+        """Start a call with these rows. Returns its number. Raises ValueError for a type that JSON
+        cannot
+        represent.
+        """
         self.start()
         self._submitted += 1
         self._jobs[self._submitted] = rows
@@ -97,7 +98,7 @@ class RewardPool:
         return self._submitted
 
     async def collect(self, numbers: Sequence[int]) -> list[list[Outcome]]:
-        """The outcomes of the rows of these calls; waits for those that are not finished."""
+        """Wait for the outcomes of these calls' rows."""
         while any(number in self._jobs for number in numbers):
             try:
                 await _readable(self._lines.socket, self.config.timeout_s + _PATIENCE_S)
@@ -108,12 +109,13 @@ class RewardPool:
                 self._relaunch()
                 continue
             for message in messages:
-                if self._jobs.pop(message["id"], None) is not None:  # else it was forgotten
+                # otherwise the call was discarded
+                if self._jobs.pop(message["id"], None) is not None:
                     self._outcomes[message["id"]] = message["outcomes"]
         return [self._outcomes.pop(number) for number in numbers]
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Nobody collects these calls."""
+        """Discard these calls."""
         for number in numbers:
             self._jobs.pop(number, None)
             self._outcomes.pop(number, None)
@@ -127,7 +129,7 @@ class RewardPool:
             self._relaunch()
 
     def _relaunch(self) -> None:
-        """After the host has ended or fallen silent."""
+        """Restart a host that died or stopped responding."""
         self.close()
         if not self._restarts.take():
             raise HybridFlowError(
@@ -146,7 +148,7 @@ class RewardPool:
         return f"; see {self.log_path}" if self.log_path else ""
 
     def close(self) -> None:
-        """End the host and its processes."""
+        """Stop the host and its processes."""
         self._lines.socket.close()
         self._process.kill()  # its processes end with it
         self._process.wait(_PATIENCE_S)
@@ -157,7 +159,7 @@ class RewardPool:
 
 
 async def _readable(connection: socket.socket, timeout_s: float) -> None:
-    """Return when the connection has data or has ended. TimeoutError after `timeout_s`."""
+    """Wait until the connection is readable or closed. Raises TimeoutError after `timeout_s`."""
     loop = asyncio.get_running_loop()
     has_data = asyncio.Event()
     loop.add_reader(connection, has_data.set)

@@ -1,9 +1,7 @@
-"""Tests of programs as data sets write them, as inputs for the sandbox and what is expected of
-each.
+"""Program tests of datasets, converted to inputs for the sandbox and expected results.
 
-What a test expects stays outside of the sandbox wherever it is a value, so that a program cannot
-look it up: an `assert f(1) == 2` is the expression `f(1)` inside, and the comparison with 2 is made
-here.
+Expected values stay outside the sandbox, so that a program cannot look them up: for `assert f(1) ==
+2`, the sandbox evaluates `f(1)` and the comparison with 2 is made here.
 """
 
 from __future__ import annotations
@@ -17,8 +15,9 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-_TOLERANCE = 1e-6  # relative and absolute, of numbers with a decimal point
-_ASSERTS = ("asserts", "assert_case", "test_list")  # ours, of sandbox services, of MBPP
+_TOLERANCE = 1e-6  # relative and absolute, for numbers with a decimal point
+# our name, and those of sandbox services and of MBPP
+_ASSERTS = ("asserts", "assert_case", "test_list")
 _SETUPS = ("setup", "test_setup_code", "test_imports")
 
 
@@ -28,8 +27,8 @@ class ProgramTest:
 
     Attributes:
         given: its standard input.
-        judge: takes what it printed; returns how the test failed, or None.
-        calls: whether a function of the program is called (`Sandbox.run`).
+        judge: checks its output; returns the reason of a failure, or None.
+        calls: the test calls a function of the program (`Sandbox.run`).
     """
 
     given: str
@@ -38,10 +37,10 @@ class ProgramTest:
 
 
 def read_tests(ground_truth: Any) -> list[ProgramTest]:
-    """The tests of a ground truth; `verifiers.code` says which forms it has.
+    """Parse the tests of a ground truth. `verifiers.code` documents the formats.
 
     Raises:
-        ValueError: it has none of these forms, or no test.
+        ValueError: it has none of these formats, or no test.
     """
     tests = _from_text(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(tests, Sequence) and tests and all(isinstance(one, str) for one in tests):
@@ -49,7 +48,7 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
     elif isinstance(tests, Sequence) and tests and all(isinstance(one, Mapping) for one in tests):
         tests = {name + "s": [one.get(name, "") for one in tests] for name in ("input", "output")}
     if not isinstance(tests, Mapping):
-        raise ValueError(f"the ground truth {str(ground_truth)[:80]!r} holds no tests")
+        raise ValueError(f"the ground truth {str(ground_truth)[:80]!r} contains no tests")
     setup = "\n".join(_lines_of(tests.get(name)) for name in _SETUPS)
     asserts = next((tests[name] for name in _ASSERTS if tests.get(name)), None)
     if asserts is not None:
@@ -98,8 +97,10 @@ def _of_program(given: Any, wanted: Any) -> ProgramTest:
 
 
 def same_output(said: str, expected: str) -> bool:
-    """Whether two outputs have the same tokens. Numbers with a decimal point have a tolerance; an
-    integer that is expected may be written 4.0, and nothing else."""
+    """Compare the tokens of two outputs. Numbers with a decimal point are compared with a
+    tolerance; an
+    expected integer also matches 4.0, exactly.
+    """
     tokens = said.split()
     wanted = expected.split()
     return len(tokens) == len(wanted) and all(map(_same_token, tokens, wanted))
@@ -123,7 +124,9 @@ def _same_token(token: str, wanted: str) -> bool:
 
 
 def _of_function(name: str) -> Callable[[Any, Any], ProgramTest]:
-    """Tests of a function: an input is its list of arguments, or JSON with an argument a line."""
+    """Return a constructor of function tests: an input is the list of arguments, or JSON with one
+    argument per line.
+    """
 
     def make(given: Any, wanted: Any) -> ProgramTest:
         arguments = (
@@ -133,7 +136,7 @@ def _of_function(name: str) -> Callable[[Any, Any], ProgramTest]:
         )
         expected = _json_or_text(wanted)
         candidates = [expected, *([wanted] if isinstance(wanted, str) else [])]
-        # outputs of public data sets are often lists of one
+        # outputs of public datasets are often lists of one element
         if isinstance(expected, list) and len(expected) == 1:
             candidates += [expected[0], _json_or_text(expected[0])]
 
@@ -172,11 +175,11 @@ def _same_value(found: Any, expected: Any) -> bool:
 
 
 def _of_assert(text: str, setup: str) -> ProgramTest:
-    """A test of one or more statements."""
+    """Build a test from one or more statements."""
     try:
         tree = ast.parse(text.strip())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"the test {text[:80]!r} is no Python: {error}") from error
+        raise ValueError(f"the test {text[:80]!r} is not valid Python: {error}") from error
     if len(tree.body) == 1 and isinstance(tree.body[0], ast.Assert):
         return _of_condition(tree.body[0].test, setup)
     return _statements(f"{setup}\n{text}")
@@ -227,19 +230,23 @@ def _result(statements: str, expected: Any) -> ProgramTest:
 
 
 def _statements(text: str) -> ProgramTest:
-    """Statements that must run to their end: a mark behind them that no program can know before
-    tells that they did."""
+    """Test that statements run to completion. A random value, unknown to the program, is returned
+    after
+    them.
+    """
     mark = secrets.token_hex(16)
     return _result(f"{text}\n_result = {mark!r}", mark)
 
 
 def _of_check(test: str, entry_point: str, setup: str) -> list[ProgramTest]:
-    """HumanEval's form: a function `check` of asserts about `candidate`. Each assert is a test
-    where nothing else is between them."""
+    """Build tests from HumanEval's format, a function `check` with asserts about `candidate`. Each
+    assert
+    is a separate test if `check` contains nothing else.
+    """
     try:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"the test {test[:80]!r} is no Python: {error}") from error
+        raise ValueError(f"the test {test[:80]!r} is not valid Python: {error}") from error
     check = next(
         (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"),
         None,
@@ -248,8 +255,7 @@ def _of_check(test: str, entry_point: str, setup: str) -> list[ProgramTest]:
         return [_of_assert(test, setup)]
     if not entry_point.isidentifier():
         raise ValueError(
-            f"entry_point={entry_point!r} is no name of a function, which the test's `check` is "
-            "given"
+            f"entry_point={entry_point!r} is not a function name, but the test's `check` needs one"
         )
     asserts = [node for node in check.body if isinstance(node, ast.Assert)]
     others = [node for node in check.body if not isinstance(node, ast.Assert | ast.Pass)]

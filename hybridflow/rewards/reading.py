@@ -1,10 +1,10 @@
-"""What a response says: thinking and answer, and within an answer its boxes, fenced blocks and
-tagged sections. One place for verifiers, judges, tools and doors; the time of each function is
-linear in the length of the text.
+"""Parsing of responses: thinking and answer, and the answer's boxes, fenced blocks and tagged
+sections. Shared by verifiers, judges, tools and the completions server. Each function is linear in
+the length of the text.
 
-Reasoning models end their thinking with a closing marker; many chat templates (R1 distillations,
-Qwen3-Thinking) already write the opening marker at the end of the prompt, so that a response begins
-inside its thinking.
+Reasoning models end their thinking with a closing marker. Many chat templates (R1 distillations,
+Qwen3-Thinking) write the opening marker at the end of the prompt, so the response starts inside its
+thinking.
 """
 
 import bisect
@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# of a text that the driver reads itself, in at most some 10 ms; longer ones: a process of the pool,
-# or a thread
+# texts up to this length take at most about 10 ms and are parsed in the driver; longer ones in a
+# pool process or a thread
 DRIVER_CHARACTERS = 100_000
 
 # DeepSeek-R1, Qwen3 and GLM-4.5 write <think>, Magistral [THINK], Kimi-VL ◁think▷, Seed-OSS
@@ -31,21 +31,20 @@ _OPENERS = {
 _OPENER_OF = {closer: opener for opener, closer in _OPENERS.items()}
 _MARKER = re.compile("|".join(map(re.escape, [*_OPENERS, *_OPENER_OF])))
 
-# how far from a marker the ends of its line are looked for: many markers in one line stay linear
+# how far to look for the start or end of a marker's line: keeps many markers on one line linear
 _INDENT = 64
 _BRACE = re.compile(r"\\(?P<box>boxed|fbox)\s{0,8}\{|\\.|\{++|\}++", re.DOTALL)
-# between boxes that state one answer together: "\boxed{1} and \boxed{2}"
+# text allowed between boxes of one answer: "\boxed{1} and \boxed{2}"
 _BETWEEN_BOXES = re.compile(
     r"[\s$,;、，]{0,16}(?:\\text\{)?\s{0,8}(?:and|or|和|或)?\s{0,8}\}?[\s$,;、，]{0,16}"
 )
 _FENCE = re.compile(r"(?P<fence>`{3,}|~{3,})[ \t]*(?P<label>[^\s`~{]*)[^`]*$")
-_MAX_LONGER = 4  # closing fences after the first one that a block may extend to
+_MAX_LONGER = 4  # later closing fences to which a block may be extended
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A response's thinking and answer; `closed` is False where a thinking that began never
-    ended."""
+    """A response split into thinking and answer. `closed` is False if the thinking never ended."""
 
     thinking: str
     answer: str
@@ -53,30 +52,31 @@ class Reading:
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Whether a prompt's text ends with an opening marker, so that the response begins inside its
-    thinking."""
+    """Return True if the prompt ends with an opening marker, so that the response starts inside its
+    thinking.
+    """
     return prompt.rstrip().endswith(tuple(_OPENERS))
 
 
 def has_markers(text: str) -> bool:
-    """Whether a marker of a thinking stands anywhere in the text."""
+    """Return True if the text contains any thinking marker."""
     return _MARKER.search(text) is not None
 
 
 def read_response(
     text: str, thinking_open: bool = False, verbatim: Sequence[tuple[int, int]] = ()
 ) -> Reading:
-    """Split a response into its thinking and the answer that follows its last thinking.
+    """Split a response into its thinking and the answer after its last thinking.
 
-    `thinking_open` says that the prompt ended with an opening marker. A thinking that never ends
-    leaves an empty answer. Without any marker the whole text is the answer. Behind a quotation
-    mark, and after a first thinking, a marker opens another one only at the start of a line, so
-    that an answer (a call's arguments, for example) may mention markers. A closing marker that
-    nothing opened ends a thinking where it begins or ends a line, or a tag follows it. Within
-    `verbatim`, ordered spans of the text, a marker does neither.
+    With `thinking_open`, the prompt ended with an opening marker. An unclosed thinking gives an
+    empty answer. Without markers the whole text is the answer. After a quotation mark, or after a
+    first thinking, a marker opens another one only at the start of a line, so that an answer (for
+    example a call's arguments) may mention markers. A closing marker without an opening one ends a
+    thinking only if it starts or ends a line, or is followed by a tag. Markers inside `verbatim`,
+    ordered spans of the text, are ignored.
     """
     opener = next(iter(_OPENERS)) if thinking_open else ""
-    started = ended = 0  # where the current thinking began; where the last one ended
+    started = ended = 0  # start of the current thinking; end of the last one
     pieces: list[str] = []
     for marker in _MARKER.finditer(text):
         word = marker.group()
@@ -91,7 +91,7 @@ def read_response(
                 and marker.start() < _INDENT
                 and not text[: marker.start()].strip()
             ):
-                # the model repeats the prompt's marker
+                # the model repeated the prompt's marker
                 opener = word
                 started = marker.end()
         elif _is_within(marker.start(), verbatim):
@@ -133,19 +133,22 @@ def _stands_apart(text: str, marker: re.Match[str]) -> bool:
 
 @dataclass(frozen=True)
 class Box:
-    r"""The content of \boxed{} or \fbox{}, and where it begins; None where the box never ends."""
+    r"""The content of \boxed{} or \fbox{} and its position; the content is None if the box is not
+    closed."""
 
     content: str | None
     start: int
 
 
 def last_box(text: str) -> Box | None:
-    r"""The last box of a text; boxes with nothing but a comma or "and" between them are one,
-    \boxed{1}, \boxed{2}."""
+    r"""Return the last box of a text. Boxes separated only by a comma or "and" are merged:
+    \boxed{1},
+    \boxed{2}.
+    """
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
-    open_braces: list[int] = []  # for each the start of its box, or -1
-    # start, begin of the content, its end; in the order in which they end
+    open_braces: list[int] = []  # for each open brace the start of its box, or -1
+    # (start, start of the content, end of the content), in order of their ends
     spans: list[tuple[int, int, int]] = []
     begins: dict[int, int] = {}
     for found in _BRACE.finditer(text):
@@ -174,7 +177,7 @@ def last_box(text: str) -> Box | None:
 
 
 def boxed(content: str) -> str:
-    """A box with this content."""
+    """Return a box with this content."""
     return f"\\boxed{{{content}}}"
 
 
@@ -183,11 +186,11 @@ class Block:
     """A fenced block.
 
     Attributes:
-        label: the language behind the opening fence, in small letters, or "".
-        text: what is between the fences, without the indentation of the opening one.
-        closed: whether a closing fence follows.
-        longer: the texts up to the closing fences after that, shortest first, for a program that
-            has a fence inside.
+        label: the language of the opening fence in lower case, or "".
+        text: the text between the fences, without the indentation of the opening one.
+        closed: there is a closing fence.
+        longer: the texts up to later closing fences, shortest first, for programs that contain a
+            fence.
     """
 
     label: str
@@ -197,7 +200,8 @@ class Block:
 
 
 def fenced_blocks(text: str) -> list[Block]:
-    """The fenced blocks of a Markdown text, in order. A fence may follow other text on its line."""
+    """Return the fenced blocks of a Markdown text, in order. A fence may follow other text on its
+    line."""
     lines = text.replace("\r\n", "\n").split("\n")
     closings = [number for number, line in enumerate(lines) if _closes(line)]
     found: list[Block] = []
@@ -232,7 +236,7 @@ def fenced_blocks(text: str) -> list[Block]:
 
 
 def _opening(line: str) -> tuple[str, str] | None:
-    """The indentation and the label of an opening fence at the end of a line."""
+    """Return the indentation and the label of an opening fence at the end of a line, or None."""
     position = min((at for at in (line.find("```"), line.find("~~~")) if at >= 0), default=-1)
     match = _FENCE.match(line, position) if position >= 0 else None
     if match is None:
@@ -242,7 +246,7 @@ def _opening(line: str) -> tuple[str, str] | None:
 
 
 def _closes(line: str) -> bool:
-    """Whether a line ends with a fence."""
+    """Return True if a line ends with a fence."""
     return line.rstrip().endswith(("```", "~~~"))
 
 
@@ -254,7 +258,8 @@ def _body(lines: list[str], begin: int, end: int, indent: str) -> str:
 
 
 def last_section(text: str, name: str) -> str | None:
-    """The text of the last <name>...</name>, or None; a last one that never ends counts as none."""
+    """Return the text of the last <name>...</name>, or None if there is none or it is not
+    closed."""
     start = text.rfind(f"<{name}>")
     end = text.find(f"</{name}>", start)
     return None if start < 0 or end < 0 else text[start + len(name) + 2 : end]

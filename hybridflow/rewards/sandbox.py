@@ -1,4 +1,4 @@
-"""`Sandbox`: runs programs of a model where they can harm nothing, one at a time."""
+"""`Sandbox`: isolated execution of model-written programs, one at a time."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from hybridflow.errors import ResourceError
 
 _START_S = 60.0
 _PATIENCE_S = 30.0
-# `ProgramResult.why` where its process was killed, from outside or by the program
+# `ProgramResult.why` if its process was killed, from outside or by the program
 ENDED = "the sandbox ended"
-COMMAND = ("-I", "-S")  # no environment, no site-packages but numpy
+COMMAND = ("-I", "-S")  # no environment, no site-packages except numpy
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Resource limits of a program."""
 
     timeout_s: float = 6.0  # wall clock
     memory_bytes: int = 512 << 20  # address space
-    tmp_bytes: int = 16 << 20  # its /tmp, and a file in it
-    output_bytes: int = 1 << 20  # standard output, and standard error
+    tmp_bytes: int = 16 << 20  # its /tmp, and each file in it
+    output_bytes: int = 1 << 20  # standard output and standard error, each
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
-        code: its exit code, negative for a signal; None where it reached a limit.
-        why: "timeout" or "output" for the limit that it reached, `ENDED`, else empty.
+        code: its exit code, negative for a signal; None if it hit a limit.
+        why: "timeout" or "output" for the limit that it hit, `ENDED`, or empty.
     """
 
     code: int | None
@@ -46,8 +46,10 @@ class ProgramResult:
 
 
 def _packages() -> list[str]:
-    """The folders of numpy, which programs of public data sets import, and of the libraries in its
-    wheel."""
+    """Return arguments for the folders of numpy, which programs of public datasets import, and of
+    the
+    libraries in its wheel.
+    """
     found = importlib.util.find_spec("numpy")
     folder = Path(str(found and found.origin)).parent
     return [
@@ -56,12 +58,12 @@ def _packages() -> list[str]:
 
 
 class Sandbox:
-    """Starts the process that programs are forked from (`sandbox_process`); each program costs
-    forks, no interpreter. The process ends with the thread that has made this object.
+    """Starts the process from which programs are forked (`sandbox_process`), so that a program does
+    not
+    need to start an interpreter. The process ends with the thread that created this object.
 
     Raises:
-        ResourceError: this machine forbids user namespaces or the like, so that nothing can be run;
-            says what.
+        ResourceError: this machine does not allow user namespaces or another required feature.
     """
 
     def __init__(self) -> None:
@@ -105,19 +107,23 @@ class Sandbox:
         calls: bool = False,
         goes_on: bool = False,
     ) -> ProgramResult:
-        """Run a Python program with this standard input. A sandbox that has ended starts again, in
-        this thread.
+        """Run a Python program with this standard input. A sandbox that has died is restarted in
+        this
+        thread.
 
         Args:
             code: the program.
             stdin: its standard input.
-            limits: of this run; None: the default ones.
-            calls: whether to call a function of the program then. Its name and its arguments are
-                the standard input, [name, [argument, ...]] as JSON, and its result is the last line
-                printed, as JSON. Or the standard input is a JSON text of statements that leave
-                `_result`, and the last line is its `repr` as JSON.
-            goes_on: whether the same program is expected to run again next, in the same namespaces.
-                That costs one fork; the process and /tmp are new, as for another program.
+            limits: limits of this run; None: the defaults.
+            calls: call a function of the program afterwards. The standard input is [name,
+                [argument,
+                ...]] as JSON, and the result is the last line printed, as JSON. Alternatively, the
+                standard input is a JSON string of statements that set `_result`, and the last line
+                is
+                its `repr` as JSON.
+            goes_on: the same program is expected to run next, and reuses the namespaces. This costs
+                one
+                fork; the process and /tmp are new in any case.
         """
         limits = limits or Limits()
         if self.has_ended:
@@ -137,11 +143,11 @@ class Sandbox:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is known to have ended."""
+        """True if its process is known to have ended."""
         return self._process.returncode is not None
 
     def close(self) -> None:
-        """End the process, and a program with it."""
+        """Kill the process and the program that it runs."""
         self._process.kill()
         self._process.wait(_PATIENCE_S)
         self._connection.close()

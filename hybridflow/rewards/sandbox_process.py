@@ -1,13 +1,12 @@
-"""The process that programs are forked from. Standard library only: `python -I -S
+"""The process from which programs are forked. Standard library only: `python -I -S
 sandbox_process.py` with a socket as standard input imports nothing else, has an empty environment
-and holds no secrets that a fork could read.
+and no secrets that a fork could read.
 
-It leaves the host's mounts, network and users behind once (user, mount, network, IPC and UTS
-namespaces, a root of its own without /proc). A fork of it, the nursery, makes a PID and a mount
-namespace more for each program, one ahead of need. Each run of the program, with an input of its
-own, is a fork of the first process there and gets an empty /tmp, limits and a seccomp filter under
-which it may compute, use its /tmp and start threads, and nothing else: no fork, exec, socket, mount
-or ptrace.
+It enters new user, mount, network, IPC and UTS namespaces once, with a separate root without /proc.
+A fork of it, the nursery, creates a PID and a mount namespace for each program, one ahead of need.
+Each run of the program is a fork of the first process there, with an empty /tmp, limits and a
+seccomp filter that allows computing, using /tmp and starting threads, and nothing else: no fork,
+exec, socket, mount or ptrace.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_libc = ctypes.PyDLL(None, use_errno=True)  # holds the GIL: a fork within a call must not lose it
+_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL: a fork within a call must hold it
 _CLONE_NEWNS = 0x20000
 _CLONE_NEWPID = 0x20000000
 _CLONE_NEWUSER = 0x10000000
@@ -51,11 +50,11 @@ _PACKAGES = "/packages"
 _GIVEN = "--package="
 _FILES = 64
 _THREADS = 32
-_SPARES = 5  # namespaces that are made anew for a program because their first process was killed
+_SPARES = 5  # attempts to create namespaces for a program whose first process was killed
 _TMP_FLAGS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
 _TMP_OPTIONS = "size={},nr_inodes=1024,mode=1777"
-# Of x86-64. Files, memory, time, threads' locks, signals within the PID namespace; what acts on
-# others is left out.
+# x86-64. Files, memory, time, thread locks, and signals within the PID namespace; system calls that
+# affect other processes are excluded.
 _ALLOWED = (
     *range(0, 16),
     *range(17, 26),
@@ -127,8 +126,8 @@ _ALLOWED = (
     334,
     439,
 )
-_Limits = list[tuple[int, tuple[int, int]]]  # what `resource.setrlimit` takes
-# of terminals (isatty), and the flags of a descriptor
+_Limits = list[tuple[int, tuple[int, int]]]  # arguments of `resource.setrlimit`
+# terminals (isatty), and descriptor flags
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 
 
@@ -140,7 +139,7 @@ def _check(result: int, what: str) -> int:
 
 
 def _filter() -> bytes:
-    """The BPF program of the seccomp filter."""
+    """Build the BPF program of the seccomp filter."""
     refuse = 0x00050001
     no_such = 0x00050026
     allow = 0x7FFF0000
@@ -180,19 +179,19 @@ def _filter() -> bytes:
         give(allow),
         give(refuse),
     ]
-    # prlimit64 of itself
+    # prlimit64, of the process itself only
     steps += [unless(equal, 302, 4), load(16), unless(equal, 0, 1), give(allow), give(refuse)]
     steps += [unless(equal, 16, 2 + 2 * len(_IOCTLS)), load(24)]
     for command in _IOCTLS:
         steps += [unless(equal, command, 1), give(allow)]
-    # The kernel tries all numbers when a filter is installed: a binary search is a third of that
-    # time for each program.
+    # The kernel evaluates the filter for all numbers when it is installed: a binary search takes a
+    # third of the time for each program.
     firsts = [number for number in _ALLOWED if number - 1 not in _ALLOWED]
     lasts = [number for number in _ALLOWED if number + 1 not in _ALLOWED]
     return b"".join([*steps, give(refuse), search(list(zip(firsts, lasts, strict=True)))])
 
 
-# Made once, so that a program's process finds them ready.
+# Built once, so that they are ready in each program's process.
 _STEPS = ctypes.create_string_buffer(_filter())
 _FILTER = struct.pack("HxxxxxxQ", len(_STEPS) // 8, ctypes.addressof(_STEPS))
 _NO_CAPABILITIES = struct.pack("Ii", 0x20080522, 0), bytes(24)
@@ -215,8 +214,10 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "
 
 
 def _leave_users() -> None:
-    """Enter the namespaces. Root also maps nobody, whom programs will be; another user is mapped
-    alone."""
+    """Enter the namespaces. Root also maps `nobody`, the user of the programs; another user maps
+    only
+    itself.
+    """
     uid = os.getuid()
     gid = os.getgid()
     pid = os.getpid()
@@ -239,7 +240,7 @@ def _leave_users() -> None:
     if helper > 0:
         os.write(begin[1], b"1")
         if os.read(done[0], 1) != b"1":
-            raise OSError("the map of users could not be written")
+            raise OSError("the user map could not be written")
         os.waitpid(helper, 0)
     else:
         Path("/proc/self/setgroups").write_text("deny")
@@ -250,8 +251,8 @@ def _leave_users() -> None:
 
 
 def _leave_files() -> None:
-    """A root with the interpreter's library, shared libraries and four devices, read-only; nothing
-    else."""
+    """Switch to a read-only root with only the interpreter's library, shared libraries and four
+    devices."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     root = "/tmp"
     packages = [given.removeprefix(_GIVEN) for given in sys.argv if given.startswith(_GIVEN)]
@@ -264,7 +265,7 @@ def _leave_files() -> None:
     kept = [
         folder for folder in folders if not any(folder.startswith(f"{other}/") for other in folders)
     ]
-    # by descriptors: what lies in /tmp itself cannot be seen any more once the new root covers it
+    # opened before mounting: files inside /tmp are hidden once the new root covers it
     opened = {
         folder: os.open(folder, os.O_PATH) for folder in (*kept, *packages) if os.path.isdir(folder)
     }
@@ -275,7 +276,7 @@ def _leave_files() -> None:
         if os.path.islink(link) and not os.path.lexists(root + link):
             os.symlink(os.path.realpath(link), root + link)
     for folder in filter(opened.get, packages):
-        with suppress(OSError):  # one that this user may not read: programs miss its package
+        with suppress(OSError):  # not readable by this user: programs lack this package
             _bind(
                 f"/proc/self/fd/{opened[folder]}",
                 f"{root}{_PACKAGES}/{os.path.basename(folder)}",
@@ -301,7 +302,7 @@ def _bind(source: str, target: str, *, is_folder: bool) -> None:
         Path(target).touch()
     _mount(source, target, None, _MS_BIND | _MS_REC)
     if is_folder:
-        # what is locked must stay
+        # locked flags must be kept
         flags = os.statvfs(source).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
         _mount("none", target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags | _MS_NOSUID)
 
@@ -323,8 +324,9 @@ def _limits(order: dict[str, Any]) -> _Limits:
 
 
 def _be_program(order: dict[str, Any], limits: _Limits, files: list[int]) -> None:
-    """The program itself; does not return."""
-    os.setsid()  # or a signal to its process group would reach processes outside of the namespace
+    """Run the program in this process. Does not return."""
+    # otherwise signals to its process group would reach processes outside the namespace
+    os.setsid()
     for number, file in enumerate(files):
         os.dup2(file, number)
     os.closerange(3, 1 << 16)
@@ -356,9 +358,11 @@ def _be_program(order: dict[str, Any], limits: _Limits, files: list[int]) -> Non
 
 
 def _call(names: dict[str, Any]) -> None:
-    """Call a function or a method of `Solution`, or run statements that leave `_result`. Both come
-    over standard input, and the last line is the result, as JSON or as Python writes it: what is
-    expected of it stays outside."""
+    """Call a function or a method of `Solution`, or run statements that set `_result`.
+
+    The request comes over standard input. The last line of output is the result, as JSON or as a
+    `repr`. The expected value stays outside.
+    """
     request = json.loads(sys.stdin.read())
     if isinstance(request, str):
         exec(compile(request, "test", "exec"), names)
@@ -371,19 +375,18 @@ def _call(names: dict[str, Any]) -> None:
 
 
 def _be_init(requests: socket.socket) -> None:
-    """The first process of a PID namespace, at whose end the kernel kills all others; does not
+    """Run the first process of a PID namespace. When it ends, the kernel kills all others. Does not
     return.
 
-    Each request brings four descriptors, the three of a run and the one on which it says how the
-    run has ended. Before them the first request brings a file with the program, and its message is
-    the limits.
+    Each request has four descriptors: the three of a run, and one for its exit status. The first
+    request also has a file with the program before them, and its message contains the limits.
     """
     try:
         _part_from_parent(requests)
         _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
         for number in (signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
-        left: tuple[int, ...] = ()  # the state of a /tmp that no program has used
+        left: tuple[int, ...] = ()  # the state of an unused /tmp
         while True:
             message, (*files, status), _, _ = socket.recv_fds(requests, 1 << 12, 5)
             try:
@@ -411,7 +414,7 @@ def _be_init(requests: socket.socket) -> None:
 
 
 def _part_from_parent(connection: socket.socket) -> None:
-    """End with the parent, and keep none of its descriptors but the standard ones and this one."""
+    """End with the parent, and close all descriptors except the standard ones and this one."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, 1 << 16)
@@ -426,8 +429,10 @@ def _read_order(message: bytes, file: int) -> tuple[dict[str, Any], _Limits]:
 
 
 def _state_of_tmp() -> tuple[int, ...]:
-    """What is as it was after mounting only if a program has left /tmp as it found it: a name takes
-    an inode, and one that was there, a change of mode or a listing sets a time of the folder."""
+    """Return a state that is unchanged only if no program touched /tmp. Creating a name takes an
+    inode;
+    deleting it, changing a mode or listing the folder sets a timestamp.
+    """
     folder = os.stat("/tmp")
     system = os.statvfs("/tmp")
     times = folder.st_atime_ns, folder.st_mtime_ns, folder.st_ctime_ns
@@ -443,7 +448,7 @@ def _state_of_tmp() -> tuple[int, ...]:
 
 
 def _ended(order: dict[str, Any], limits: _Limits, files: list[int]) -> int:
-    """Run the program once; its exit code. Nothing of it runs on."""
+    """Run the program once and return its exit code. All its processes are killed."""
     program = os.fork()
     if program == 0:
         _be_program(order, limits, files)
@@ -460,9 +465,11 @@ def _ended(order: dict[str, Any], limits: _Limits, files: list[int]) -> int:
 
 
 def _be_nursery(requests: socket.socket) -> None:
-    """The process that the namespaces come from, ahead of the programs. It sees no program, so that
-    none finds anything of another in its memory. It ends them in the order in which it made them;
-    does not return."""
+    """Run the process that creates namespaces ahead of the programs. Does not return.
+
+    It never sees a program, so no program can find another's data in its memory. Namespaces end in
+    the order of their creation.
+    """
     try:
         _part_from_parent(requests)
         inits: list[int] = []
@@ -487,10 +494,10 @@ def _be_nursery(requests: socket.socket) -> None:
 
 
 class _Space:
-    """A PID and a mount namespace in which one program runs, with one input after another.
+    """A PID and a mount namespace for running one program, with one input after another.
 
     Args:
-        nursery: a connection to the process that makes and ends it.
+        nursery: a connection to the process that creates and ends it.
     """
 
     def __init__(self, nursery: socket.socket) -> None:
@@ -501,8 +508,8 @@ class _Space:
             socket.send_fds(nursery, [_NEW], [theirs.fileno()])
 
     def run(self, order: dict[str, Any], given: str, began: float) -> dict[str, Any]:
-        """Run the program, the same one each time, with this standard input to its end or its
-        limits."""
+        """Run the program (the same one each time) with this standard input, until it ends or hits
+        a limit."""
         out = os.pipe()
         err = os.pipe()
         status = os.pipe()
@@ -514,7 +521,7 @@ class _Space:
             message = json.dumps(
                 {name: value for name, value in order.items() if name != "code"}
             ).encode()
-        with suppress(BrokenPipeError):  # an init that was killed says nothing, which is read below
+        with suppress(BrokenPipeError):  # the init was killed, which is detected when reading
             socket.send_fds(self._requests, [message], theirs)
         for file in theirs:
             os.close(file)
@@ -538,24 +545,25 @@ class _Space:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its init was killed: it never writes to its requests, so that only their end can
-        be read."""
+        """True if its init was killed. The init never writes to its requests, so only their end is
+        readable.
+        """
         return bool(select.select([self._requests], [], [], 0)[0])
 
     def close(self, *, waits: bool) -> None:
-        """Kill what runs there. BrokenPipeError: the nursery was killed.
+        """Kill its processes. Raises BrokenPipeError if the nursery was killed.
 
         Args:
-            waits: until it has ended. No program runs there once its end was reported.
+            waits: wait for the end. Not needed once the end of the program was reported.
         """
         self._requests.close()
         self._nursery.send(_END_AND_SAY if waits else _END)
         if waits and not self._nursery.recv(1):
-            raise BrokenPipeError("the process that makes namespaces was killed")
+            raise BrokenPipeError("the process that creates namespaces was killed")
 
 
 def _file_with(text: str) -> int:
-    """A file in memory, at its begin."""
+    """Create an in-memory file with this text, positioned at its start."""
     file = os.memfd_create("text")
     view = memoryview(text.encode(errors="surrogatepass"))
     while view:
@@ -565,7 +573,7 @@ def _file_with(text: str) -> int:
 
 
 def _read(found: dict[int, bytearray], status: int, most: int, deadline: float) -> str:
-    """Read until the program has ended; else the limit that it reached."""
+    """Read the output until the program ends. Returns the limit that it hit, or ""."""
     open_files = set(found)
     while open_files:
         if status not in open_files and not select.select(open_files, [], [], 0)[0]:
@@ -588,21 +596,21 @@ def _read(found: dict[int, bytearray], status: int, most: int, deadline: float) 
 
 
 def main() -> None:
-    """Answer orders, a line of JSON each, until the other end closes."""
+    """Answer requests, one JSON line each, until the other end closes."""
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open("/dev/null", os.O_RDWR), 0)
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-    # a process that has changed its user may not write its own maps otherwise
+    # otherwise a process that has changed its user may not write its own maps
     _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
     as_root = os.getuid() == 0
     sys.path.append(_PACKAGES)
-    # its buffers of each thread are more than a program's memory
+    # its buffers per thread exceed a program's memory
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     lines = control.makefile("rwb")
     try:
         if os.uname().machine != "x86_64":
             raise OSError(
-                f"its system calls are known for x86_64 alone, not for {os.uname().machine}"
+                f"its system calls are known only for x86_64, not for {os.uname().machine}"
             )
         _leave_users()
         _leave_files()
@@ -619,10 +627,10 @@ def main() -> None:
 
 
 def _nursery() -> socket.socket:
-    """Start the process that makes namespaces."""
-    import bisect  # noqa: F401  # programs use it
+    """Start the process that creates namespaces."""
+    import bisect  # noqa: F401  # preloaded for programs
 
-    # makes the interpreter's types of syntax, which each fork would make again
+    # initializes the interpreter's syntax types, which each fork would otherwise do again
     compile("", "program", "exec")
     gc.freeze()
     ours, theirs = socket.socketpair()
@@ -633,7 +641,7 @@ def _nursery() -> socket.socket:
 
 
 def _answer(lines: io.BufferedRWPair, nursery: socket.socket, as_root: bool) -> None:
-    """Run the programs, each in a namespace that was made while an earlier one ran."""
+    """Run the programs, each in a namespace that was created during an earlier one."""
     space = None
     spare = _Space(nursery)
     for line in lines:
@@ -646,7 +654,7 @@ def _answer(lines: io.BufferedRWPair, nursery: socket.socket, as_root: bool) -> 
             space.close(waits=False)
             space = None
         if space is None:
-            # one that is killed at once, as where memory is short, is reported by its run
+            # if it is killed immediately, e.g. for lack of memory, its run reports that
             for _ in range(_SPARES):
                 if not spare.has_ended:
                     break

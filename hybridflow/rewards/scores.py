@@ -1,8 +1,7 @@
-"""The boundary for what a reward returns: a score that is finite in float32 and plain values beside
-it, or a refusal.
+"""Validation of the values that rewards return: a score that is finite in float32, and plain extra
+values.
 
-Nothing behind this boundary checks again: scores, parts of `gdpo` and rewards of turns are finite
-in float32.
+Later code relies on this: scores, parts of `gdpo` and turn rewards are finite in float32.
 """
 
 from __future__ import annotations
@@ -13,17 +12,18 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-# of float32's 3.4e38: differences, sums and products with the size of a group stay finite
+# of float32's 3.4e38: leaves room for differences, sums and products with the group size
 _MOST = 1e30
-# beside the score: lists of numbers, one for each turn or token
+# extra values that are lists of numbers, one per turn or per token
 PART_REWARDS = ("turn_rewards", "token_rewards")
 
 
 def finite_number(value: Any, factor: float = 1.0) -> float | None:
-    """A number (also a boolean, a scalar, 0-d array or 0-d tensor) as a float, if it and its
-    product with `factor` are at most 1e30 in size, which float32 holds with room for sums; None of
-    anything else."""
-    # of numpy and torch; detached and on the host
+    """Convert a number (also a boolean, a scalar, 0-d array or 0-d tensor) to float. Returns None
+    for
+    anything else, and if it or its product with `factor` exceeds 1e30 in magnitude.
+    """
+    # of numpy and torch; detached and moved to the host
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, (numbers.Real, Decimal)):
@@ -40,13 +40,13 @@ def finite_number(value: Any, factor: float = 1.0) -> float | None:
 
 
 def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any]]:
-    """A returned score, or mapping with one under "score", as the score and the values beside it.
+    """Split a returned score, or mapping with a "score", into the score and the extra values.
 
     Args:
-        weight: what the score is multiplied with later (`reward.weight`).
+        weight: factor applied to the score later (`reward.weight`).
 
     Raises:
-        ValueError: there is no finite score of at most 1e30, or rewards of turns or tokens are no
+        ValueError: there is no finite score of at most 1e30, or turn or token rewards are not a
             list of such numbers.
     """
     extra: dict[str, Any] = {}
@@ -80,8 +80,8 @@ def _part_rewards(name: str, values: Any, weight: float) -> list[float]:
 
 
 def shown(value: Any) -> str:
-    """The begin of a value's text, whatever its own methods do."""
+    """Return the start of a value's text, even if its own methods raise."""
     try:
         return repr(str(value)[:120])
     except Exception as error:
-        return f"a {type(value).__name__} without a text ({type(error).__name__})"
+        return f"a {type(value).__name__} without a string form ({type(error).__name__})"

@@ -1,4 +1,4 @@
-"""A budget of seconds for a computation of one's own process."""
+"""A time limit for a computation in the same process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from types import FrameType
 
 
 class OverBudget(BaseException):
-    """The budget is used up. No `Exception`, or libraries that try one method after another would
-    go on."""
+    """The budget is used up. Not an `Exception`, because libraries that try several methods would
+    catch
+    it and continue.
+    """
 
 
 @contextmanager
 def time_budget(seconds: float) -> Iterator[None]:
-    """Raise `OverBudget` within this context once its wall clock has used up `seconds`. Only the
-    main thread of a process can be interrupted; elsewhere, and where an alarm is set already, there
-    is no budget."""
+    """Raise `OverBudget` in this context after `seconds` of wall clock.
+
+    Only the main thread of a process can be interrupted. Elsewhere, or if an alarm is already set,
+    there is no limit.
+    """
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getitimer(signal.ITIMER_REAL)[0]

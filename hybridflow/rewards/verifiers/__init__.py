@@ -1,1 +1,1 @@
-"""Verifiers, one file each; `base.py` says what a verifier is given and how it is registered."""
+"""Verifiers, one file each. `base.py` defines a verifier's interface and the registration."""

@@ -1,8 +1,6 @@
-"""What a verifier is given and returns, and how one is registered for the data sources whose rows
-it scores.
+"""The interface of a verifier, and its registration for data sources.
 
-A built-in verifier is a file of this package that bears its name; one of a user's is named in
-`reward.verifiers`.
+A built-in verifier is a file of this package with the same name; `reward.verifiers` adds your own.
 """
 
 from __future__ import annotations
@@ -18,26 +16,26 @@ from hybridflow.config.registry import Registry
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.scores import checked_score
 
-# the argument of a verifier, and the entry of extra_info, that is the text of the row's prompt
+# verifier argument and entry of extra_info: the text of the row's prompt
 PROMPT = "prompt"
-# the same for whether this text ends inside a thinking, with which the response then begins; None:
-# not known
+# likewise: whether that text ends inside a thinking block, where the response then starts; None:
+# unknown
 THINKING_OPEN = "thinking_open"
-# the argument that is the deadline of the call, `reward.timeout_s`; None: none
+# verifier argument: the deadline of the call, `reward.timeout_s`; None: no deadline
 TIMEOUT = "timeout_s"
-FACTS = {PROMPT, THINKING_OPEN, TIMEOUT}  # of a row or a call: arguments that are no options
+FACTS = {PROMPT, THINKING_OPEN, TIMEOUT}  # arguments about a row or a call, not options
 
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """The score of one response and whatever else is worth recording about it.
+    """The score of one response, with extra values to record.
 
     Attributes:
         score: the reward; finite.
-        extra: more values by name, e.g. the parsed answer. They go into rollout dumps; numbers go
-            into metrics and the report as well. None of them enters the advantage.
-        failure: why there is no score, where the function hung, raised or returned nonsense; the
-            score is 0 then.
+        extra: more values by name, e.g. the parsed answer. They are recorded in rollout dumps, and
+            numbers also in metrics and the report. They do not affect the advantage.
+        failure: why there is no score, if the function hung, raised or returned an invalid value;
+            the score is then 0.
     """
 
     score: float
@@ -50,15 +48,15 @@ class Verifier:
     """Compares the text of a response with the ground truth of its row.
 
     Attributes:
-        function: (response, ground_truth, *, options) -> a score, a dict with one under "score", or
-            a `ScoreResult`. It may be async. Arguments named as in `FACTS` are told about the row
+        function: (response, ground_truth, *, options) -> a score, a dict with a "score", or a
+            `ScoreResult`. It may be async. Arguments named in `FACTS` receive facts about the row
             and the call.
-        data_sources: the values of the column data_source whose rows it scores.
-        runs_in_driver: whether it takes microseconds and cannot hang, so that rows need no process
-            and no deadline.
-        requires: a package that it imports, and that an installation may lack; None: none.
-        truth: reads a ground truth, and raises ValueError for one that the verifier cannot use;
-            every row's is tried before a run starts. None: all are taken.
+        data_sources: values of the column data_source that it scores.
+        runs_in_driver: it takes microseconds and cannot hang, so rows need no process and no
+            deadline.
+        requires: an optional package that it imports; None: none.
+        truth: parses a ground truth and raises ValueError if it is invalid. All rows are checked
+            before a run starts. None: no check.
     """
 
     function: Callable[..., Any]
@@ -69,35 +67,34 @@ class Verifier:
 
     @property
     def options(self) -> set[str]:
-        """Names of the function's keyword-only arguments, which `reward.kwargs` may give."""
+        """Names of the function's keyword-only arguments, which can be set in `reward.kwargs`."""
         return self._keywords() - FACTS
 
     @property
     def facts(self) -> set[str]:
-        """The `FACTS` that the function wants to know."""
+        """The `FACTS` that the function takes."""
         return self._keywords() & FACTS
 
     @property
     def needed(self) -> set[str]:
-        """Names of the options that have no default."""
+        """Names of the options without a default."""
         parameters = inspect.signature(self.function).parameters
         return {
             name for name in self.options if parameters[name].default is inspect.Parameter.empty
         }
 
     def check_truth(self, ground_truth: Any) -> None:
-        """Raise ValueError for a ground truth that cannot be used."""
+        """Raise ValueError if the ground truth is invalid."""
         if self.truth is not None:
             self.truth(ground_truth)
 
     @property
     def is_async(self) -> bool:
-        """Whether the function waits for something, so that a process may have many calls in
-        flight."""
+        """True if the function is async, so that a process may have many calls in flight."""
         return inspect.iscoroutinefunction(self.function)
 
     def given(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Pick what the function takes from these options, among which `FACTS` may be."""
+        """Select the arguments that the function takes from these options and facts."""
         taken = self.options | self.facts
         return {name: value for name, value in options.items() if name in taken}
 
@@ -109,11 +106,11 @@ class Verifier:
 
 
 def result_of(found: Any, weight: float = 1.0) -> ScoreResult:
-    """What a verifier returned (a score, a mapping with one under "score", or a result) as a
+    """Convert the return value of a verifier (a score, a mapping with a "score", or a result) to a
     result.
 
     Raises:
-        ValueError: there is no score that is finite in float32, also times `weight`.
+        ValueError: the score, or its product with `weight`, is not finite in float32.
     """
     score, extra = checked_score(
         {**found.extra, "score": found.score} if isinstance(found, ScoreResult) else found, weight
@@ -122,7 +119,7 @@ def result_of(found: Any, weight: float = 1.0) -> ScoreResult:
 
 
 def text_truth(ground_truth: Any) -> str:
-    """A ground truth that is a text or a number, as text: 72 and 72.0 are "72".
+    """Return a ground truth that is a string or a number as text: 72 and 72.0 are "72".
 
     Raises:
         ValueError: it is neither.
@@ -132,17 +129,18 @@ def text_truth(ground_truth: Any) -> str:
     if isinstance(ground_truth, (int, float)) and not isinstance(ground_truth, bool):
         whole = isinstance(ground_truth, float) and ground_truth.is_integer()
         return str(int(ground_truth)) if whole else str(ground_truth)
-    raise ValueError(f"the ground truth {ground_truth!r} is neither a text nor a number")
+    raise ValueError(f"the ground truth {ground_truth!r} is neither a string nor a number")
 
 
 def check_installed(entry: Verifier, what: str) -> None:
-    """Raise ConfigError when the package that a verifier imports is not installed; `what` names the
-    verifier."""
+    """Raise ConfigError if the package that a verifier imports is not installed. `what` names the
+    verifier in the message.
+    """
     if entry.requires is not None and importlib.util.find_spec(entry.requires) is None:
         package = entry.requires.replace("_", "-")
         raise ConfigError(
             f"{what} needs the python package {package}, which is not installed; install it (pip "
-            f"install {package}), or give a verifier of your own in reward.verifiers"
+            f"install {package}), or add your own verifier to reward.verifiers"
         )
 
 
@@ -157,7 +155,7 @@ def verifier(
     requires: str | None = None,
     truth: Callable[[Any], object] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the verifier of these data sources; see `Verifier` for the
+    """Register a function as the verifier of these data sources. `Verifier` documents the
     arguments."""
     return VERIFIERS.entry(
         name,
@@ -166,11 +164,12 @@ def verifier(
 
 
 def by_data_source(own: Sequence[str] = ()) -> dict[str, Verifier]:
-    """{data source: its verifier}, built-in ones and those of `own` (`path/to/file.py:name`), which
-    win.
+    """Return {data source: its verifier}. Verifiers of `own` (`path/to/file.py:name`) take
+    precedence
+    over built-in ones.
 
     Raises:
-        ConfigError: a file of `own` cannot be imported, or registers no such verifier.
+        ConfigError: a file of `own` cannot be imported, or does not register the verifier.
     """
     entries = [VERIFIERS.get(name) for name in (*VERIFIERS.names(), *own)]
     return {source: entry for entry in entries for source in entry.data_sources}

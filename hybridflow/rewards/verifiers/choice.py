@@ -9,7 +9,7 @@ from typing import Any
 from hybridflow.rewards.reading import last_box, last_section, read_response
 from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
-_REACH = 120  # characters behind a word that announces an answer
+_REACH = 120  # characters searched after a word that announces an answer
 _ANNOUNCED = re.compile(
     r"(?i:\b(?:answer|choice|respuesta|réponse|antwort|risposta|resposta|ответ)\b)|答案|答え|정답|[选選]"
 )
@@ -18,15 +18,15 @@ _SUBJECT = re.compile(
     r"be)\s(?:the\s)?(?:only\s|best\s|most\s)?"
     r"(?:correct|right|accurate|answer|best)\b"
 )
-# characters, and statements in them, that are looked at
+# limits of the search: characters at the end, and statements in them
 _NEAR_END = 20_000
 _MOST_STATEMENTS = 200
 _NAMED = re.compile(r"(?i:\boption\b)")
-# what may stand between the announcement and its letter, and ends with a verb or a colon
+# text between the announcement and its letter; ends with a verb or a colon
 _VERB = re.compile(
     r"(?i:[^.\n:：=]{0,40}?(?:\b(?:is|are|be|es|est|ist|was)\b|[:：=]|是|为|為|は|은))"
 )
-# the end of a statement; what follows it discusses
+# end of a statement; the rest is discussion
 _OVER = re.compile(
     r"[.。!！?？\n;；]|"
     r"(?i:,?\s(?:because|since|as|not|rather|instead|over|which|given|so|but|while|whereas)\b)|"
@@ -45,8 +45,8 @@ _RULED_OUT = re.compile(
 
 
 def _letter(ground_truth: Any) -> str:
-    """The letter of a ground truth: "B", "(b)", or the index of an option from 0 on, as MMLU has
-    it."""
+    """Return the letter of a ground truth: "B", "(b)", or the 0-based index of an option, as in
+    MMLU."""
     if (
         isinstance(ground_truth, int)
         and not isinstance(ground_truth, bool)
@@ -56,8 +56,8 @@ def _letter(ground_truth: Any) -> str:
     expected = ground_truth.strip().strip("()").upper() if isinstance(ground_truth, str) else ""
     if not re.fullmatch("[A-Z]", expected):
         raise ValueError(
-            f"the ground truth {ground_truth!r} is not a letter, nor the index of an option from 0 "
-            "on"
+            f"the ground truth {ground_truth!r} is neither a letter nor the 0-based index of an "
+            "option"
         )
     return str(expected)
 
@@ -77,19 +77,19 @@ def _letter(ground_truth: Any) -> str:
 def choice(
     response: str, ground_truth: str | int, *, thinking_open: bool | None = None
 ) -> ScoreResult:
-    r"""1.0 when the response's choice is the ground truth.
+    r"""Return 1.0 if the response's choice is the ground truth.
 
-    The choice is the last of: the letter in the last \boxed{} or <answer>, and the letter behind
+    The choice is the last of: the letter in the last \boxed{} or <answer>, and the letter after
     "answer" or "choice"; without any, the last option that is not ruled out ("option A is wrong");
-    without that, the letter that ends the response or is all of it. Several letters in one
-    statement are no choice, and neither are the words "I" and "a".
+    without that, the letter that ends the response or is all of it. A statement with several
+    letters is no choice, nor are the words "I" and "a".
 
     Args:
-        ground_truth: one letter, or the index of the option from 0 on.
+        ground_truth: one letter, or the 0-based index of the option.
         thinking_open: whether the prompt opened the thinking.
 
     Returns:
-        extra["answer"] holds the letter that was read, or None.
+        extra["answer"] is the parsed letter, or None.
 
     Raises:
         ValueError: the ground truth is neither.
@@ -117,9 +117,11 @@ def _read(text: str) -> str | None:
 
 
 def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | None]]:
-    """The position and the letter of the last "the answer is B" and the last "B is correct"; None
-    where several letters are named, or one is denied. The words before a box announce it, and are
-    no statement of their own."""
+    """Yield position and letter of the last "the answer is B" and the last "B is correct". The
+    letter is
+    None if several are named, or it is denied. Words that announce a box are not a separate
+    statement.
+    """
     near = max(len(text) - _NEAR_END, 0)
     for found in reversed(list(_ANNOUNCED.finditer(text, near))[-_MOST_STATEMENTS:]):
         after = text[found.end() : found.end() + _REACH]
@@ -138,7 +140,7 @@ def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | No
 
 
 def _options(text: str) -> Iterator[str]:
-    """The letters of "option B" that are not ruled out, the last one first."""
+    """Yield the letters of "option B" that are not ruled out, last one first."""
     for found in reversed(
         list(_NAMED.finditer(text, max(len(text) - _NEAR_END, 0)))[-_MOST_STATEMENTS:]
     ):
@@ -151,8 +153,10 @@ def _options(text: str) -> Iterator[str]:
 
 
 def _letters(text: str) -> list[str]:
-    """The letters that a statement names before it ends. Small letters count alone or in
-    parentheses."""
+    """Return the letters that a statement names before it ends. Lower-case letters count only alone
+    or in
+    parentheses.
+    """
     bare = _DECORATION.sub("", text.lstrip(" \t\n*_:：="))
     first = _FIRST.match(bare)
     if first and (first[1].isupper() or "(" in first.group()):

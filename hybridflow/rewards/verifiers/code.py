@@ -1,4 +1,4 @@
-"""A program judged by tests that are run in the sandbox."""
+"""A program verified by running tests in the sandbox."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hybridflow.rewards.sandbox import Limits, Sandbox
 from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
 _LABELS = ("python", "py", "python3", "python2", "py3")
-# of the deadline of a call that tests may use, so that what has passed is still reported
+# share of a call's deadline that tests may use, so that passed tests are still reported
 _SHARE = 0.9
 
 
 def _plausible(ground_truth: Any) -> None:
-    """Refuse what cannot hold tests, without reading megabytes of them."""
+    """Reject values that cannot contain tests, without parsing megabytes of them."""
     if not isinstance(ground_truth, (str, Mapping, Sequence)) or not ground_truth:
-        raise ValueError(f"the ground truth {ground_truth!r} holds no tests")
+        raise ValueError(f"the ground truth {ground_truth!r} contains no tests")
 
 
 @verifier(
@@ -39,36 +39,35 @@ def code(
     timeout_s: float | None = None,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """The share of tests that the program of the response passes.
+    """Return the share of tests that the response's program passes.
 
-    The program is the last fenced block with a label of Python, or without any the last one without
-    a label. A block that never ends was cut, and is no program. The sandbox has the standard
-    library and numpy; `failed_with` names a module that a program misses.
+    The program is the last fenced block labelled as Python, or the last one without a label. An
+    unclosed block was cut off and does not count. The sandbox has the standard library and numpy;
+    `failed_with` names a module that is missing.
 
     Args:
         response: text with the program in a fenced block.
         ground_truth: one of these, or JSON of it. {"inputs": [...], "outputs": [...]}: an input is
-            the program's standard input and an output what it must print, token by token; numbers
-            with a decimal point within 1e-6. A list of {"input", "output"} is the same. With
-            "fn_name" an input is the list of arguments of this function or method of `Solution` (or
-            JSON, an argument a line), and an output its result. {"asserts": [...]} (or "test_list",
-            as in MBPP, or the list alone, or its text): each assert is a test. {"test": ...,
-            "entry_point": ...}, as in HumanEval: the asserts of its `check`. "setup" (or
-            "test_setup_code", "test_imports") runs before each.
-        partial_credit: False counts 1.0 for all tests passed, else 0.0. The first test that fails
-            then ends it.
-        test_timeout_s: wall clock of a test.
-        max_slow_tests: after so many tests that ran out of time the rest count as failed.
-        timeout_s: deadline of the call. Tests that it leaves no time for count as failed, and the
-            others count.
+            the program's standard input and an output its expected output, compared by token;
+            numbers with a decimal point within 1e-6. A list of {"input", "output"} is the same.
+            With "fn_name" an input is the list of arguments of this function or method of
+            `Solution` (or JSON, one argument per line), and an output its result. {"asserts":
+            [...]} (or "test_list", as in MBPP, or only the list, or its text): each assert is a
+            test. {"test": ..., "entry_point": ...}, as in HumanEval: the asserts of its `check`.
+            "setup" (or "test_setup_code", "test_imports") runs before each.
+        partial_credit: False gives 1.0 if all tests pass, else 0.0, and stops at the first failing
+            test.
+        test_timeout_s: wall clock limit of a test.
+        max_slow_tests: after this many timeouts, the remaining tests count as failed.
+        timeout_s: deadline of the call. Tests that do not fit count as failed.
         thinking_open: whether the prompt opened the thinking.
 
     Returns:
-        extra: `passed` and `tests` (counts), `failed_with` (how the first failing test ended).
+        extra: `passed` and `tests` (counts), `failed_with` (reason of the first failure).
 
     Raises:
-        ValueError: the ground truth holds no tests.
-        ResourceError: this machine forbids what the sandbox needs.
+        ValueError: the ground truth contains no tests.
+        ResourceError: this machine does not support the sandbox.
     """
     ends = None if timeout_s is None else time.monotonic() + _SHARE * timeout_s
     tests = read_tests(ground_truth)
@@ -92,7 +91,7 @@ def code(
 
 
 def program_of(answer: str) -> str | None:
-    """The program of an answer, or None."""
+    """Return the program of an answer, or None."""
     blocks = fenced_blocks(answer)
     labelled = [block for block in blocks if block.label in _LABELS]
     chosen = labelled or [block for block in blocks if not block.label]
@@ -100,8 +99,10 @@ def program_of(answer: str) -> str | None:
 
 
 def _whole(block: Block) -> str:
-    """The text of a block; where it is no Python and a longer one is, a fence was part of the
-    program."""
+    """Return the text of a block. If it is not valid Python but a longer one is, the program
+    contains a
+    fence.
+    """
     return next((text for text in (block.text, *block.longer) if _is_python(text)), block.text)
 
 
@@ -119,7 +120,7 @@ def _sandbox() -> Sandbox:
 
 
 def _failure(program: str, test: ProgramTest, timeout_s: float, *, goes_on: bool) -> str | None:
-    """How one test failed, or None."""
+    """Run one test. Returns the reason of a failure, or None."""
     result = _sandbox().run(
         program, test.given, Limits(timeout_s=timeout_s), calls=test.calls, goes_on=goes_on
     )

@@ -1,4 +1,4 @@
-"""The form of a response, whatever it says."""
+"""The format of a response, regardless of its content."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def format(
     sections: tuple[str, ...] = ("think", "answer"),
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """1.0 when the response is these sections and nothing else, each once and with something
-    inside: <think>...</think> <answer>...</answer>.
+    """Return 1.0 if the response consists of exactly these sections, each once and not empty:
+    <think>...</think> <answer>...</answer>.
 
     Args:
         sections: names of the tags, in order.
-        thinking_open: whether the prompt ends with the first tag, so that the response begins
-            behind it. None: not known, and a response without it is taken for one that does.
+        thinking_open: whether the prompt ends with the first tag, so that the response starts after
+            it. None: unknown; a response without the tag is then assumed to start after it.
     """
     tags = [tag for name in sections for tag in (f"<{name}>", f"</{name}>")]
     text = response.strip()
     if thinking_open or (thinking_open is None and tags[0] not in text):
         text = tags[0] + text.removeprefix(tags[0])
     known = "|".join(map(re.escape, tags))
-    between = re.split(known, text)  # before, within, between and behind the sections
+    between = re.split(known, text)  # before, within, between and after the sections
     right = re.findall(known, text) == tags and not any(part.strip() for part in between[::2])
     return ScoreResult(float(right and all(part.strip() for part in between[1::2])))

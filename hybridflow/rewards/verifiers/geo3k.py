@@ -1,5 +1,4 @@
-"""Geometry3K: the answer counts most, and that the response thinks first and boxes it counts a
-little."""
+"""Geometry3K: mostly the correctness of the answer, plus a small share for its format."""
 
 from __future__ import annotations
 
@@ -18,8 +17,9 @@ def geo3k(
     comparison_s: float = 5.0,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    r"""The `math` score, and `format_share` of the whole for a thinking that ends before a \boxed{}
-    answer."""
+    r"""Return the `math` score, with `format_share` of the total for a thinking that ends before a
+    \boxed{} answer.
+    """
     judged = math(
         response,
         ground_truth,

@@ -9,20 +9,19 @@ from hybridflow.rewards.reading import last_box, read_response
 from hybridflow.rewards.verifiers.base import ScoreResult, text_truth, verifier
 
 _MARK = "####"
-# ASCII digits on purpose: \d would take digits of other scripts. Commas only between digits.
+# ASCII digits only: \d would match digits of other scripts. Commas only between digits.
 _NUMBER = r"[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+"
 _LEADING_NUMBER = re.compile(
     r"(?P<sign>[-+\u2212]?)\s{0,4}\$?\s{0,4}"
     rf"(?P<inner>[-+\u2212]?)\s{{0,4}}(?P<digits>{_NUMBER})"
 )
-# a number after the answer that is part of a unit (m2), or counts what the words before it are
-# about (for 2 eggs)
+# a number after the answer that belongs to a unit (m2), or to the words before it (for 2 eggs)
 _BELONGING_NUMBER = re.compile(
     r"^(?:[kcm]?m|ft|in|yd)[23]\b|(?<![A-Za-z0-9])(?!x[0-9])[A-Za-z]+[0-9]+\b|"
     rf"\b(?:after|at|by|during|every|for|from|in|of|on|over|per|with|within) \$?(?:{_NUMBER})\b"
 )
 _ANY_NUMBER = re.compile(rf"(?P<sign>(?<![0-9])[-\u2212])?\s?\$?(?P<digits>{_NUMBER})")
-# what Markdown, LaTeX and currencies put around a number
+# Markdown, LaTeX and currency decoration around a number
 _DECORATION = re.compile(
     r"[*`]|\\[()\[\],!]|\\text(?:bf|rm|it)?(?=\{)|(?<!\d)[{}]|[{}](?!\d)|^answer\s?:\s?",
     re.IGNORECASE,
@@ -41,23 +40,24 @@ def _expected(ground_truth: object) -> str:
 def gsm8k(
     response: str, ground_truth: str, *, flexible: bool = False, thinking_open: bool | None = None
 ) -> ScoreResult:
-    r"""1.0 when the response's final answer equals the ground truth as an exact decimal number
-    ("72" = "72.0" = "+72").
+    r"""Return 1.0 if the final answer equals the ground truth as an exact decimal number ("72" =
+    "72.0" =
+    "+72").
 
-    The strict reading wants the data set's "####". What is put around the number behind it does not
-    change it, and is allowed: bold type, a box, dollars and other currencies, parentheses,
-    "Answer:". Words before the number are not, nor an approximation ("~72"). verl's strict reading
-    takes neither, its flexible one is `flexible`.
+    The strict mode requires the dataset's "####". Decoration around the number after it is allowed:
+    bold type, a box, dollars and other currencies, parentheses, "Answer:". Words before the number
+    are not, nor an approximation ("~72"). verl's strict mode accepts neither; its flexible mode is
+    `flexible`.
 
     Args:
         response: text with the final answer after "####".
         ground_truth: a number, or a number as text.
-        flexible: where nothing can be read after a "####", take the number in the last box, or the
-            last number of the whole text. A last box that never ends has none.
+        flexible: if no number follows a "####", use the number in the last box, or the last number
+            of the whole text. An unclosed last box has none.
         thinking_open: whether the prompt opened the thinking.
 
     Returns:
-        extra["answer"] holds the number that was read in canonical form, or None.
+        extra["answer"] is the parsed number in canonical form, or None.
 
     Raises:
         ValueError: the ground truth is not a number.
@@ -72,12 +72,14 @@ def gsm8k(
 
 
 def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
-    """The final answer of a response as plain digits, e.g. "-1234.5", or None.
+    """Extract the final answer of a response as plain digits, e.g. "-1234.5", or None.
 
-    Read from the last "####" that has digits on its line (a later one without is a heading, not an
-    answer): an optional sign and "$", then one number with or without thousands commas. Words, a
-    unit ("540 m2") or a full stop may follow, and a number that belongs to them ("18 dollars for 2
-    eggs"). Another answer may not ("3 or 4", "3/4", "18 (or 25)"): guessing twice is no answer.
+    Uses the last "####" with digits on its line (one without is a heading): an optional sign and
+    "$", then one number with or without thousands separators. Words, a unit ("540 m2"), a full
+    stop,
+    and a number that belongs to them ("18 dollars for 2 eggs") may follow. Another answer may not
+    ("3
+    or 4", "3/4", "18 (or 25)").
     """
     lines = (_first_line(after) for after in reversed(text.split(_MARK)[1:]))
     found = _leading_number(next((line for line in lines if re.search("[0-9]", line)), ""))
@@ -98,7 +100,7 @@ def _first_line(text: str) -> str:
 
 
 def _bare(line: str) -> str:
-    """A line without what decorates its number."""
+    """Return a line without decoration around its number."""
     box = last_box(line)
     if box is not None:
         line = (box.content or "") if not re.search("[0-9]", line[: box.start]) else line

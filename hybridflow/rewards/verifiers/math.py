@@ -1,5 +1,6 @@
-"""Mathematics: an answer that is equal to the ground truth, however it is written, by the package
-math-verify."""
+"""Mathematics: equality of the answer with the ground truth in any notation, using the package
+math-verify.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ _SOURCES = (
     *("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
 )
 
-_TRUTHS = 4096  # ground truths that a process keeps as it has read them
-_RECORDED = 200  # characters of an answer that are kept
-_PRECISE = 7  # digits of a decimal that may stand for a fraction, as math-verify rounds
+_TRUTHS = 4096  # parsed ground truths cached per process
+_RECORDED = 200  # characters of an answer that are recorded
+_PRECISE = 7  # digits of a decimal that may stand for a fraction, like math-verify's rounding
 # of an integer that a comparison may compute: a larger power cannot be interrupted
 _MOST_DIGITS = 10_000
-# operations that an answer leaves to the reader
+# operations that an answer leaves unevaluated
 _UNDONE = re.compile(
     r"\\(?:sum|prod|int|lim|binom|[bp]?mod|equiv|gcd|lcm|lfloor|lceil|det|max|min)(?![A-Za-z])|"
     r"!|\\operatorname"
@@ -56,28 +57,29 @@ def math(
     comparison_s: float = 5.0,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    r"""1.0 when the answer of the response equals the ground truth: 1/2, 0.5 and \frac{1}{2} are
-    one number.
+    r"""Return 1.0 if the answer of the response equals the ground truth: 1/2, 0.5 and \frac{1}{2}
+    are
+    equal.
 
-    The answer is the content of the last \boxed{}; without any, what follows the last "the answer
-    is"; without that, the last expression of the last sentence. A box or a thinking that never ends
-    was cut, and has no answer. Several numbers where one is asked for are no answer either.
+    The answer is the content of the last \boxed{}; without any, the text after the last "the answer
+    is"; without that, the last expression of the last sentence. An unclosed box or thinking was cut
+    off and has no answer. Several numbers are wrong if one is expected.
 
     Args:
         response: text with the answer.
         ground_truth: the answer in LaTeX or as plain text.
-        literal: a ground truth that is a number wants a number that is worked out: an integer,
-            decimal, fraction, root or multiple of pi, and not 6+1, 13! or \sum_{i=1}^7 1. False:
-            the value alone counts.
-        comparison_s: seconds that a comparison may take; an answer that needs more is wrong.
+        literal: if the ground truth is a number, the answer must be an evaluated number: an
+            integer, decimal, fraction, root or multiple of pi, and not 6+1, 13! or \sum_{i=1}^7 1.
+            False: only the value counts.
+        comparison_s: time limit of a comparison in seconds; an answer that exceeds it is wrong.
         thinking_open: whether the prompt opened the thinking.
 
     Returns:
-        extra["answer"] holds the answer that was read, or None; a rational number in its lowest
-        terms, so that 0.5 and 1/2 are one vote of maj@k.
+        extra["answer"] is the parsed answer, or None; rational numbers are in lowest terms, so that
+        0.5 and 1/2 are the same vote of maj@k.
 
     Raises:
-        ValueError: nothing can be read from the ground truth.
+        ValueError: the ground truth cannot be parsed.
     """
     truth = text_truth(ground_truth)
     found = expressions.stated_answer(read_response(response, bool(thinking_open)).answer)
@@ -142,7 +144,7 @@ def _same_number(wanted: str, given: str) -> bool:
     if one == other or (("%" in wanted) != ("%" in given) and one * 100 in (other, other * 10000)):
         return True
     texts = (wanted, given)
-    # a long decimal stands for the fraction that it begins
+    # a long decimal may stand for a fraction
     precise = any(
         "." in text and len(re.sub(r"\D", "", text).lstrip("0")) >= _PRECISE for text in texts
     )
@@ -152,7 +154,7 @@ def _same_number(wanted: str, given: str) -> bool:
 
 
 def _same_name_and_unit(expected: str, given: str) -> bool:
-    """Whether names (x = 5, y = 5) and units (cm, m) do not contradict each other."""
+    """Return True unless names (x = 5, y = 5) or units (cm, m) contradict each other."""
     rest, name = expressions.without_name(expected)
     given_rest, given_name = expressions.without_name(given)
     unit = expressions.without_unit(rest)[1]
@@ -171,14 +173,13 @@ def _bare(text: str) -> str:
 
 
 def _letters(text: str, with_name: bool) -> set[str]:
-    """The variables of an expression; small and capital letters differ, as they do not for
-    math-verify."""
+    """Return the variables of an expression, case-sensitive unlike math-verify."""
     rest = text if with_name else expressions.without_name(text)[0]
     return {sign for sign in _COMMAND.sub(" ", rest) if sign.isalpha()}
 
 
 def _verified(truth: str, found: str) -> bool:
-    """Whether math-verify finds both equal."""
+    """Return True if math-verify considers both equal."""
     parse, verify = _functions()
     with cheap_prediction():
         expected = parse(boxed(truth))
@@ -189,13 +190,14 @@ def _verified(truth: str, found: str) -> bool:
 
 
 def _expected(truth: str) -> None:
-    """Raise ValueError where nothing can be read from a ground truth."""
+    """Raise ValueError if a ground truth is empty."""
     if not expressions.plain(truth):
-        raise ValueError(f"the ground truth {truth!r} is no expression")
+        raise ValueError(f"the ground truth {truth!r} is not an expression")
 
 
 def _is_costly(expression: Any) -> bool:
-    """Whether computing an expression makes integers of more than `_MOST_DIGITS` digits."""
+    """Return True if evaluating an expression creates integers of more than `_MOST_DIGITS`
+    digits."""
     import sympy
 
     return isinstance(expression, (sympy.Basic, sympy.MatrixBase)) and any(
@@ -204,7 +206,7 @@ def _is_costly(expression: Any) -> bool:
 
 
 def _digits(expression: Any) -> float:
-    """An upper bound of the decimal digits of a power or factorial of numbers."""
+    """Return an upper bound of the decimal digits of a power or factorial of numbers."""
     import sympy
 
     limit = float(_MOST_DIGITS)
@@ -227,13 +229,15 @@ def _digits(expression: Any) -> float:
 
 @functools.cache
 def _functions() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
-    """How an expression is read, and two are compared. `time_budget` is in place of math-verify's
-    own deadlines, which do not reach through its handlers of errors. The samples of a prompt have
-    one ground truth, which is read once."""
+    """Return math-verify's functions that parse an expression and compare two.
+
+    Their timeouts are replaced by `time_budget`, because math-verify's own error handlers swallow
+    them. Parsed ground truths are cached, because the samples of a prompt share one.
+    """
     from math_verify import LatexExtractionConfig, parse, verify
 
     parser()
-    for part in ("parser", "grader"):  # they warn that calls have no deadline of math-verify's
+    for part in ("parser", "grader"):  # they warn that calls have no timeout of math-verify's
         logging.getLogger(f"math_verify.{part}").setLevel(logging.ERROR)
     read = functools.partial(
         parse, extraction_config=[LatexExtractionConfig()], parsing_timeout=None

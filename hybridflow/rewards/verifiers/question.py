@@ -1,4 +1,4 @@
-"""Open questions: the text of the answer is one of the known answers."""
+"""Open questions: the answer must be one of the known answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _targets(ground_truth: Any) -> list[str]:
     )
     if not targets or not all(isinstance(one, str) for one in targets):
         raise ValueError(
-            f'the ground truth {ground_truth!r} is no {{"target": an answer, or a list of them}}'
+            f'the ground truth {ground_truth!r} is not {{"target": an answer, or a list of them}}'
         )
     return targets
 
@@ -35,15 +35,16 @@ def question(
     *,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """1.0 when the last <answer> of the response is one of the targets; case, punctuation, articles
-    and white space aside (the exact match of SQuAD, arXiv 1606.05250).
+    """Return 1.0 if the last <answer> of the response is one of the targets, ignoring case,
+    punctuation,
+    articles and white space (the exact match of SQuAD, arXiv 1606.05250).
 
     Args:
         ground_truth: {"target": an answer, or a list of them}.
         thinking_open: whether the prompt opened the thinking.
 
     Returns:
-        extra["answer"] holds the answer that was read, or None.
+        extra["answer"] is the parsed answer, or None.
     """
     found = last_section(read_response(response, bool(thinking_open)).answer, "answer")
     answer = found.strip() if found is not None else None

@@ -14,7 +14,7 @@ def _pattern(ground_truth: Any) -> re.Pattern[str]:
         return re.compile(text_truth(ground_truth), re.DOTALL)
     except re.error as error:
         raise ValueError(
-            f"the ground truth {ground_truth!r} is no regular expression: {error}"
+            f"the ground truth {ground_truth!r} is not a regular expression: {error}"
         ) from error
 
 
@@ -27,16 +27,17 @@ def regex(
     with_thinking: bool = False,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    """1.0 when the ground truth, a regular expression, is found in the answer. A dot matches a
-    line's end too.
+    """Return 1.0 if the ground truth, a regular expression, is found in the answer. A dot also
+    matches
+    line breaks.
 
     Args:
-        whole: when it matches all of the answer, white space at both ends aside.
-        with_thinking: look at the response as it is, its thinking and markers included.
+        whole: it must match the whole answer, ignoring white space at both ends.
+        with_thinking: search the whole response, including its thinking and markers.
         thinking_open: whether the prompt opened the thinking.
 
     Raises:
-        ValueError: the ground truth is no regular expression.
+        ValueError: the ground truth is not a regular expression.
     """
     pattern = _pattern(ground_truth)
     text = response if with_thinking else read_response(response, bool(thinking_open)).answer

@@ -303,7 +303,7 @@ def test_credentials_of_the_job_do_not_reach_rewards_and_values_keep_their_types
             "types": ["bytes", "date", "datetime", "int"],
         }
         with pytest.raises(
-            DataError, match="a value of type complex; rewards are given plain data alone"
+            DataError, match="a value of type complex; rewards accept only plain data"
         ):
             manager.score(["a"], ["b"], ["c"], [{"k": 1j}])
 

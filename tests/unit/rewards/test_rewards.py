@@ -186,7 +186,7 @@ def test_a_ground_truth_the_verifier_cannot_use_is_named(truth):
 
 def test_unknown_arguments_for_the_built_in_verifiers_are_refused():
     with pytest.raises(
-        ConfigError, match=r"reward\.kwargs\.flexibel is taken by no verifier .*flexible"
+        ConfigError, match=r"reward\.kwargs\.flexibel is not an option of any verifier .*flexible"
     ):
         RewardManager(RewardConfig(processes=0, kwargs={"flexibel": True}))
 

@@ -84,7 +84,7 @@ def test_choice(response: str, letter: str | None) -> None:
 
 def test_a_choice_needs_a_letter() -> None:
     assert score("choice", "Answer: C", "(c)") == 1
-    with pytest.raises(ValueError, match="'12' is not a letter"):
+    with pytest.raises(ValueError, match="'12' is neither a letter"):
         score("choice", "Answer: C", "12")
 
 
@@ -122,7 +122,7 @@ def test_regex() -> None:
         score("regex", " 42\n", r"\d+", whole=True) == 1
         and score("regex", "42 x", r"\d+", whole=True) == 0
     )
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         score("regex", "x", "(")
 
 
@@ -178,7 +178,8 @@ def test_a_combination_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reward\.combine\.gsm8k='much': the weight"):
         RewardManager(RewardConfig(processes=0, combine={"gsm8k": "much"}))
     with pytest.raises(
-        ConfigError, match=r"reward\.kwargs\.loud is taken by no verifier \(they take: flexible"
+        ConfigError,
+        match=r"reward\.kwargs\.loud is not an option of any verifier \(their options: flexible",
     ):
         RewardManager(RewardConfig(processes=0, combine={"gsm8k": 1.0}, kwargs={"loud": True}))
     with pytest.raises(ConfigError, match=r"reward\.combine=.*with reward\.path=mine\.py"):
