@@ -1,6 +1,5 @@
 """Parsing of tool calls from an answer, after its thinking, with arguments converted to the types
-that the tools declare.
-"""
+that the tools declare."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def read_calls(
     call_format: str, answer: str, tools: Mapping[str, Schema], *, thinking_open: bool = False
 ) -> list[Call]:
     """Parse the calls in an answer, in order. Text inside the thinking is never parsed as a call,
-    and a
-    thinking marker inside an argument does not open a thinking.
+    and a thinking marker inside an argument does not open a thinking.
 
     Args:
         call_format: `rollout.agent.call_format`.

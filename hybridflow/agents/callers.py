@@ -21,8 +21,7 @@ _LINGER_S = 5.0  # time to read the last answer after a key is revoked
 
 class Callers:
     """Open connections: unauthenticated ones, and those of each key. Each holds a file descriptor
-    of
-    this process.
+    of this process.
 
     Unauthenticated connections share 256 slots, and each key has 16. When they are full, a new
     connection closes the one of the same group that has been idle longest. A client that is closed
@@ -36,9 +35,7 @@ class Callers:
 
     async def listen(self, host: str, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Server:
         """Start a server on a free port of the host. Connections count as unauthenticated until
-        `know` is
-        called.
-        """
+        `know` is called."""
         listener = socket.create_server((host, 0))
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
@@ -83,9 +80,7 @@ def _counted(protocol: asyncio.Protocol, callers: Callers) -> asyncio.Protocol:
 
 class _Counted:
     """The protocol of one connection. Reports opening and closing to `Callers`, and forwards
-    everything
-    else.
-    """
+    everything else."""
 
     def __init__(self, protocol: asyncio.Protocol, callers: Callers) -> None:
         self._protocol = protocol

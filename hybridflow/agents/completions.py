@@ -60,8 +60,7 @@ class _Served:
 
 class CompletionServer:
     """An HTTP server that runs in the event loop that starts it. Agent loops get an endpoint from
-    `Conversation.serve`.
-    """
+    `Conversation.serve`."""
 
     def __init__(self) -> None:
         self._served: dict[str, _Served] = {}
@@ -231,9 +230,7 @@ def _compare(
     conversation: Conversation, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
 ) -> None:
     """Reject messages that do not render to the prompt of the row. A `developer` message may stand
-    for
-    the system message.
-    """
+    for the system message."""
     shown = conversation.tokenizer.decode(conversation.prompt)
     asked = sum(len(one["content"]) + 1 for one in messages) + len(json.dumps(tools))
     # encoding megabytes would block the other conversations
@@ -379,8 +376,7 @@ async def _go_on(request: web.Request) -> None:
 
 def _is_ours(record: logging.LogRecord) -> bool:
     """Filter log records: drop malformed requests and lost connections, with which unauthenticated
-    clients could fill the log.
-    """
+    clients could fill the log."""
     from aiohttp.http_exceptions import HttpProcessingError
 
     return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, OSError)))

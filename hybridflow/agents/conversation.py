@@ -50,8 +50,7 @@ Sample = Callable[[Sequence[int], int], Awaitable[Sampled]]
 
 class ConversationOver(Exception):
     """The conversation has no room for another token, or has reached its number of answers. Ends an
-    agent loop that does not catch it.
-    """
+    agent loop that does not catch it."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,7 @@ class Conversation:
 
         Args:
             calls: the calls of the last answer whose results the texts are, for templates that
-                render
-                their names or ids.
+                render their names or ids.
 
         Raises:
             ConversationOver: the last answer was cut off, or there is no room for the texts and
@@ -202,8 +200,7 @@ class Conversation:
         """Return an id for a call of the last answer.
 
         It has nine letters and digits, as some templates require, and is the same if the
-        conversation is
-        replayed.
+        conversation is replayed.
         """
         return f"c{self.answered:04d}{number:04d}"
 
@@ -220,8 +217,7 @@ class Conversation:
 
     def serve(self) -> AbstractAsyncContextManager[Endpoint]:
         """Create an endpoint of OpenAI's chat completions. Enter it with `async with`: the client's
-        requests
-        become the answers and observations of this conversation.
+        requests become the answers and observations of this conversation.
 
         Raises:
             ConversationOver: (at the end of the block) the conversation ended.
@@ -231,15 +227,12 @@ class Conversation:
 
     def reward(self, value: float) -> None:
         """Add to the conversation's score, for the last answer. Requires a loop registered with
-        `gives_rewards=True`.
-        """
+        `gives_rewards=True`."""
         self.rewards.append(float(value))
 
     def need(self, tokens: int) -> None:
         """Raise ConversationOver if there is no room for this many tokens, and mark the
-        conversation as cut
-        off.
-        """
+        conversation as cut off."""
         if tokens > self.room:
             self.finish_reason = "length"
             raise ConversationOver("no room is left")

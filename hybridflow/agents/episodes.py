@@ -1,6 +1,5 @@
 """Environments in separate processes. Each process hosts many episodes, and gets the requests for
-them in one message.
-"""
+them in one message."""
 
 from __future__ import annotations
 
@@ -31,9 +30,7 @@ _END_S = 10.0  # for a killed process to exit
 
 class EpisodeError(HybridFlowError):
     """An environment raised, returned an invalid step or timed out, or its process exited. The
-    episode
-    is lost.
-    """
+    episode is lost."""
 
 
 class Episodes:
@@ -156,9 +153,7 @@ class _Process:
 
     def tell(self, message: dict[str, Any]) -> None:
         """Queue a message; the messages of one iteration of the event loop are sent together.
-        Raises
-        ValueError for values that JSON cannot represent.
-        """
+        Raises ValueError for values that JSON cannot represent."""
         if self.ended:
             return
         self._lines.queue(message)
@@ -189,9 +184,7 @@ class _Process:
 
     def _watch(self) -> None:
         """Kill the process if it has been silent for too long with requests pending; otherwise
-        check again
-        at the deadline.
-        """
+        check again at the deadline."""
         self._timer = None
         if self._left_s() <= 0:
             self._hear()  # messages that arrived while the event loop was blocked
@@ -241,9 +234,7 @@ class _Process:
 
     def end(self, why: str) -> None:
         """Kill the process for the reason `why`, and fail all pending requests. An empty reason
-        means that
-        it exited by itself.
-        """
+        means that it exited by itself."""
         if self.ended:
             return
         if not self._loop.is_closed():

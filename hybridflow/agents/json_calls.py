@@ -23,8 +23,7 @@ _MORE = "the call is not valid JSON (text follows the value)"
 @dataclass(frozen=True)
 class JsonCalls:
     """A call format defined by its markers. Each value is parsed to its end, so its strings may
-    contain
-    markers.
+    contain markers.
 
     Attributes:
         begin: opens a call.
@@ -48,9 +47,7 @@ class JsonCalls:
 
     def __call__(self, text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
         """Parse the first `MOST_CALLS` calls of the text. Stops after `MOST_UNREAD` that are
-        unparsable or
-        not closed.
-        """
+        unparsable or not closed."""
         del tools
         calls = list[Call]()
         unread = 0
@@ -74,9 +71,7 @@ class JsonCalls:
 
     def _call(self, header: re.Match[str], text: str) -> tuple[Call, int]:
         """Parse the call after a header. Returns it and the end of its value, or the value's start
-        if it
-        cannot be parsed.
-        """
+        if it cannot be parsed."""
         groups = header.groupdict()
         number = (groups.get("id") or "").strip()
         named = self.name_in_id.fullmatch(number) if self.name_in_id else None

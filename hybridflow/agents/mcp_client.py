@@ -208,8 +208,7 @@ class _Server:
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool and return its result as text. Raises TimeoutError after
-        `rollout.agent.tool_timeout_s`.
-        """
+        `rollout.agent.tool_timeout_s`."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 client = await self._connected()
@@ -318,8 +317,7 @@ class _Bounded(httpx2.AsyncByteStream):
 @cache
 def _events() -> asyncio.AbstractEventLoop:
     """Return the event loop of the connections. Its thread starts the programs, and runs as long as
-    this process.
-    """
+    this process."""
     events = asyncio.new_event_loop()
     threading.Thread(target=events.run_forever, name="mcp", daemon=True).start()
     atexit.register(close_all)

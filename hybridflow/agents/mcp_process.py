@@ -1,6 +1,5 @@
 """A Model Context Protocol server run as a program: JSON messages, one per line, over its standard
-input and output.
-"""
+input and output."""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ class TaggedCalls:
 
     def __call__(self, text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
         """Parse the first `MOST_CALLS` calls of the text. A call that is unparsable or not closed
-        gets a
-        `problem`.
-        """
+        gets a `problem`."""
         del tools
         place = text.find(self.section)
         calls: list[Call] = []

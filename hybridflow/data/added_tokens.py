@@ -1,6 +1,5 @@
 """Search for a tokenizer's added tokens (special tokens and other additions to its vocabulary) in
-text.
-"""
+text."""
 
 from __future__ import annotations
 

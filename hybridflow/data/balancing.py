@@ -24,9 +24,7 @@ _ENOUGH = 2e-4  # relative to the mean: a smaller imbalance is not worth another
 @dataclass(frozen=True)
 class SequenceCost:
     """The cost of a forward pass over one sequence: `per_token` for each token, and `per_pair` for
-    each
-    pair of tokens (attention).
-    """
+    each pair of tokens (attention)."""
 
     per_token: float
     per_pair: float
@@ -34,12 +32,10 @@ class SequenceCost:
     @classmethod
     def of_model(cls, hf_config: Mapping[str, Any]) -> SequenceCost:
         """Count multiplications, from the shape in a Hugging Face config: matrices per token, and
-        attention
-        scores and values per causal pair.
+        attention scores and values per causal pair.
 
         Missing fields default to those of a plain dense model. A config without a shape costs by
-        tokens
-        only.
+        tokens only.
         """
         hidden = int(hf_config.get("hidden_size", 0))
         layers = int(hf_config.get("num_hidden_layers", 0))
@@ -62,9 +58,7 @@ class SequenceCost:
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
         """Return the cost of each sequence [B] f64, in tokens of a short sequence: `lengths` plus
-        the
-        quadratic part.
-        """
+        the quadratic part."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return tokens + (self.per_pair / self.per_token) * tokens * tokens
 
@@ -120,9 +114,7 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
 
 def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the rank of each item [B]: the next item (in descending order) goes to the cheapest
-    rank.
-    Ties go to the rank with fewer items, then to the lower rank.
-    """
+    rank. Ties go to the rank with fewer items, then to the lower rank."""
     owner = []
     heap = [(0.0, 0, rank) for rank in range(num_ranks)]
     for cost in weights.tolist():
@@ -134,8 +126,7 @@ def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the rank of each item [B], with equal counts: of each `num_ranks` items (in descending
-    order), the most expensive goes to the cheapest rank.
-    """
+    order), the most expensive goes to the cheapest rank."""
     loads = np.zeros(num_ranks)
     rows = []
     for costs in weights.reshape(-1, num_ranks):
@@ -146,9 +137,7 @@ def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: bool) -> None:
     """Improve `owner` in place: each round swaps between the most expensive rank and the cheapest,
-    the
-    second of each, and so on.
-    """
+    the second of each, and so on."""
     loads = np.bincount(owner, weights, num_ranks)
     fruitless = 0
     accepted = loads.mean() * (1 + _ENOUGH)
@@ -173,8 +162,7 @@ def _trade(
     moves: bool,
 ) -> int:
     """For each pair i, apply the best swap of one item of `high[i]` for one of `low[i]` (or, with
-    `moves`, for none). Returns the number applied.
-    """
+    `moves`, for none). Returns the number applied."""
     pair_of = np.full(len(loads), -1)
     pair_of[high] = pair_of[low] = np.arange(len(high))
     is_low = np.isin(owner, low)
@@ -197,8 +185,7 @@ def _nearest(
     pairs: np.ndarray, costs: np.ndarray, wanted_pairs: np.ndarray, wanted: np.ndarray, step: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each wanted cost, return the item of its pair with the nearest cost, and the distance
-    (inf if
-    there is none).
+    (inf if there is none).
 
     `step` exceeds every difference of two costs.
     """
@@ -225,9 +212,7 @@ def _apply(
     found: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> int:
     """Apply each pair's best swap if it makes the more expensive rank cheaper. An index of -1 in
-    `take`
-    means no item. Returns the number applied.
-    """
+    `take` means no item. Returns the number applied."""
     high, low = ranks
     give, take, missed = found
     order = np.lexsort((give, missed))

@@ -182,16 +182,14 @@ class ChatTemplate:
 
         Args:
             exchanges: all exchanges after the first user message. Only the messages of the last one
-                are
-                written; of the others, only roles, calls and ids matter.
+                are written; of the others, only roles, calls and ids matter.
             last: the stop token that ended the answer, as text; None if something else ended it.
-                The
-                template's own end token is omitted if it is this one, since it has been sampled.
+                The template's own end token is omitted if it is this one, since it has been
+                sampled.
 
         Raises:
             DataError: the template rejects the messages, or does not show them and the answer
-                exactly
-                once, in order.
+                exactly once, in order.
         """
         frame = self._frame(exchanges)
         shown = self._shown(frame)
@@ -249,9 +247,7 @@ class ChatTemplate:
     @cached_property
     def closing_token(self) -> str | None:
         """The added token directly after an answer that is followed by a message: the end of the
-        answer, or
-        the header of the next role. None if there is none.
-        """
+        answer, or the header of the next role. None if there is none."""
         found = next(self._added.find(self._behind_answer(_OPENING)), None)
         return found.token if found is not None and found.begin == 0 else None
 
@@ -267,9 +263,7 @@ class ChatTemplate:
     @property
     def ends_answer(self) -> str | None:
         """The token that ends an answer: the first after it at which generation stops, else the
-        last one
-        that the template writes. None if there is none.
-        """
+        last one that the template writes. None if there is none."""
         found = [one.token for one in self._added.find(self.closes_answer)]
         return next(
             (token for token in found if token in self._stops), found[-1] if found else None
@@ -287,9 +281,7 @@ class ChatTemplate:
     @cached_property
     def example_call(self) -> str:
         """An answer that calls the tool `lookup` with {"key": "value"}, as the template writes it.
-        Empty if
-        it writes no calls.
-        """
+        Empty if it writes no calls."""
         for as_text in (False, True):
             call = _call("lookup", "call00000", {"key": "value"}, as_text)
             try:
@@ -363,9 +355,7 @@ class ChatTemplate:
 
     def _end_of_answer(self, text: str, count: int) -> tuple[int, int]:
         """Return the position after the first placeholder of the last answer, and the end of that
-        answer:
-        after its content, or at the stop token after its calls.
-        """
+        answer: after its content, or at the stop token after its calls."""
         marks = [(found[1], int(found[2]), found) for found in _MARK.finditer(text)]
         said = [found for kind, _, found in marks if kind == "A"]
         called = [found for kind, _, found in marks if kind == "V"]
@@ -407,9 +397,7 @@ class ChatTemplate:
 
     def _shown(self, frame: _Frame) -> dict[str, str] | None:
         """Return each content as the template writes it, by placeholder. None if a content changes
-        the text
-        around it.
-        """
+        the text around it."""
         shown: dict[str, str] = {}
         for number, content in enumerate(frame.contents):
             before, mark, after = frame.text[frame.answer :].partition(_mark("T", number))
@@ -488,9 +476,7 @@ def common_beginning(one: str, other: str) -> str:
 
 def _first_seen(text: str) -> int:
     """Return the position after the first placeholder of the last answer. The text before it may
-    depend
-    on the messages that follow.
-    """
+    depend on the messages that follow."""
     return next(found.end() for found in _MARK.finditer(text) if found[1] in "AV")
 
 
@@ -529,9 +515,7 @@ def _forms(exchanges: Sequence[Exchange]) -> Iterator[_Form]:
 
 def _marked(exchange: Exchange, form: _Form, names: dict[str, str], earlier: int) -> list[Message]:
     """Return an answer and its following messages with placeholders, and add those of names and ids
-    to
-    `names`. `earlier` is the number of later exchanges; earlier ones get other placeholders.
-    """
+    to `names`. `earlier` is the number of later exchanges; earlier ones get other placeholders."""
     results = [one for one in exchange.messages if one["role"] == "tool"]
     calls = exchange.calls or (
         [ShownCall("tool", f"call{n:05d}") for n in range(len(results))] if form.invents else []

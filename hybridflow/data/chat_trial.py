@@ -52,9 +52,7 @@ _FAILED = 4
 
 def trial(calls: Sequence[Callable[[], object]]) -> str:
     """Run the calls in a child process with limits. Returns the problem as the rest of a sentence,
-    or ""
-    if all calls return.
-    """
+    or "" if all calls return."""
     child = os.fork()
     if child == 0:
         _run(calls)

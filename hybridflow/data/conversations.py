@@ -146,9 +146,7 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 def _turn(tokenizer: Tokenizer, messages: Messages, place: int, tools: Messages | None) -> _Turn:
     """Render the answer at `place`. Raises DataError if it is not shown, or not after its
-    generation
-    prompt.
-    """
+    generation prompt."""
     prompt = whole_text(tokenizer.render(messages[:place], True, tools))
     text = whole_text(tokenizer.render(messages[: place + 1], False, tools))
     if not text.startswith(prompt):
@@ -212,9 +210,7 @@ def _rows(tokenizer: Tokenizer, answers: Sequence[_Turn]) -> list[LearnedRow]:
 
 def _end_in(text: str, turn: _Turn, tokenizer: Tokenizer) -> int | None:
     """Return the end of the turn in a longer conversation, or None if it is rendered differently or
-    not
-    closed there.
-    """
+    not closed there."""
     if not text.startswith(turn.text[: turn.end]):
         return None
     if turn.is_closed:
@@ -239,8 +235,7 @@ def _row(
 
 def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the message with the arguments of its calls as objects (`json.loads`) or as text
-    (`json.dumps`).
-    """
+    (`json.dumps`)."""
     if not message.get("tool_calls"):
         return dict(message)
     calls = []

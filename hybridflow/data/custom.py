@@ -24,9 +24,7 @@ _METHODS = ("__len__", "batch", "data_sources")
 
 class Prompts(Protocol):
     """The protocol of a dataset of prompts. `PromptDataset` is the built-in implementation and may
-    be
-    subclassed.
-    """
+    be subclassed."""
 
     def __len__(self) -> int: ...
 
@@ -71,8 +69,7 @@ def open_prompts(
 
 def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | PreferenceDataset:
     """Open the training data: prompts to be answered by engines, or with `data.answers=pairs`
-    prompts
-    with recorded answers.
+    prompts with recorded answers.
 
     Raises:
         ConfigError: a step would contain a row more than once.

@@ -1,6 +1,5 @@
 """In-memory datasets: parquet rows are validated and tokenized once at the start of a job, and
-returned as `DataProto` batches.
-"""
+returned as `DataProto` batches."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ _PAIRS = SftConfig()
 
 class _Dataset:
     """Rows of data files as token ids: a prompt and answers, each ending with one end token of the
-    chat
-    template.
+    chat template.
 
     A prompt whose last message is the assistant's is rejected, because the answer would be part of
     the question. With `data.continue_final_message` that message is the beginning of the answer,
@@ -121,8 +119,7 @@ class _Dataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
         """Return the rows at `indices` [B], in that order; an index may repeat. Column `index`
-        (int64 [B])
-        is the row number in this dataset.
+        (int64 [B]) is the row number in this dataset.
 
         Raises:
             IndexError: an index is negative or beyond the dataset.

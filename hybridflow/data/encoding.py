@@ -67,9 +67,7 @@ class Encoder(Protocol):
 @dataclass(frozen=True)
 class AnswerEncoder:
     """Encodes a prompt and its `answers` {column of tokens: column of the row}, each ending with
-    one end
-    token. Answers that must differ are those of a preference pair.
-    """
+    one end token. Answers that must differ are those of a preference pair."""
 
     tokenizer: Tokenizer
     config: DataConfig
@@ -122,9 +120,7 @@ class AnswerEncoder:
 @dataclass(frozen=True)
 class ConversationEncoder:
     """Encodes whole conversations. `response_ids` starts at the first token of the first learned
-    turn,
-    and `response_mask` marks the tokens of learned turns.
-    """
+    turn, and `response_mask` marks the tokens of learned turns."""
 
     tokenizer: Tokenizer
     config: DataConfig

@@ -1,6 +1,5 @@
 """Readers of data files with validation: every error names the file, the column, the row and the
-expected value.
-"""
+expected value."""
 
 from __future__ import annotations
 

@@ -102,8 +102,7 @@ def values_of(
 
 def supports_of(batch: DataProto, rows: np.ndarray, keep: np.ndarray | slice) -> Supports | None:
     """Return the sampler's supports at the participating tokens of these rows; None if the batch
-    has
-    none.
+    has none.
 
     Raises:
         ValueError: the number of tokens in a row's supports does not match their sizes.
@@ -136,9 +135,7 @@ def unpack(
     dtype: type = np.float32,
 ) -> Jagged:
     """Combine per-response-token results [n, ...] of all micro-batches into one jagged column in
-    the
-    order of the batch.
-    """
+    the order of the batch."""
     tail = values_per_micro[0].shape[1:]
     rows: list[np.ndarray] = [np.zeros((0, *tail), dtype)] * num_samples
     for values, micro in zip(values_per_micro, micro_batches, strict=True):

@@ -32,8 +32,8 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.nda
             sequence.
 
     Returns:
-        Index arrays int64, ascending inside a bin; bins in order of their smallest index. Empty
-        if there are no sequences.
+        Index arrays int64, ascending inside a bin; bins in order of their smallest index. Empty if
+        there are no sequences.
 
     Raises:
         ConfigError: a single sequence exceeds the budget.
@@ -66,8 +66,7 @@ def pack_alike(
     lengths: Lengths, max_tokens: int, largest: Callable[[int], int]
 ) -> list[np.ndarray]:
     """Run `pack` on one of several ranks, with the same number of micro-batches on each: the
-    maximum
-    that any rank needs.
+    maximum that any rank needs.
 
     A rank with fewer sequences gets empty micro-batches at the end, so that it still takes part in
     every collective. The ranks agree on the number among themselves, because only they know the
@@ -133,9 +132,7 @@ def update_order(
 
 def _best_fit_decreasing(sizes: np.ndarray, max_tokens: int) -> np.ndarray:
     """Return the bin number of each sequence [B]: longest first, each into the fullest bin that has
-    room
-    for it.
-    """
+    room for it."""
     bin_of = np.empty(len(sizes), dtype=np.int64)
     rooms: list[tuple[int, int]] = []  # (free tokens, bin), ascending
     used = 0

@@ -34,8 +34,7 @@ def whole_text(text: str) -> str:
 
 class PlainText:
     """Encodes pieces of a prompt like the whole text, except that added tokens in literal pieces
-    stay
-    text.
+    stay text.
 
     Args:
         hf_tokenizer: a Hugging Face tokenizer.
@@ -89,9 +88,7 @@ class PlainText:
 
     def _cut(self, text: str, most: int, unsure: int) -> str | None:
         """Truncate the text to its first `most` tokens. Returns None if it does not have more than
-        `most +
-        unsure` tokens.
-        """
+        `most + unsure` tokens."""
         if self._backend is None:
             ids = self._ids(text)
             return (

@@ -149,8 +149,7 @@ def _checked(what: str, values: np.ndarray | None, num_rows: int) -> np.ndarray 
 
 def _drawn(weights: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Draw as many rows as there are weights, in ascending order. A row's count is its expectation
-    rounded up or down (systematic sampling).
-    """
+    rounded up or down (systematic sampling)."""
     ends = np.cumsum(weights) * (len(weights) / weights.sum())
     ends[-1] = len(weights)
     return np.searchsorted(ends, np.arange(len(weights)) + random.random(), side="right").clip(

@@ -58,8 +58,8 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
     """Read the tokenizer of the folder.
 
     Raises:
-        DataError: a file is missing or invalid, or the tokenizer is neither Kimi's nor
-            Moonlight's, so that its split pattern is defined only by its code.
+        DataError: a file is missing or invalid, or the tokenizer is neither Kimi's nor Moonlight's,
+            so that its split pattern is defined only by its code.
     """
     file = folder / "tokenizer_config.json"
     try:
@@ -91,9 +91,7 @@ def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
 
 def parts_of(text: str) -> Iterator[str]:
     """Yield the parts of the text that are encoded separately: at most 400,000 characters, without
-    a run
-    of blanks or of other characters longer than 25,000.
-    """
+    a run of blanks or of other characters longer than 25,000."""
     for start in range(0, len(text), _MOST_CHARACTERS):
         part = text[start : start + _MOST_CHARACTERS]
         begin = 0
@@ -192,8 +190,7 @@ def _tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
 
 def _special_tokens(file: Path, config: dict[str, Any], first: int) -> list[Any]:
     """Return the special tokens in order of their ids: names from `added_tokens_decoder`, and
-    placeholders for the other reserved ids.
-    """
+    placeholders for the other reserved ids."""
     from tokenizers import AddedToken
 
     named: dict[int, str] = {}

@@ -1,9 +1,8 @@
 """A cache of tokenized datasets, keyed by the contents of everything they depend on: files,
 tokenizer, chat template, settings, code.
 
-The cache is a folder of parquet files that only this user can access. Files are written
-atomically, so runs can share it. It is limited to 8 GiB with LRU eviction, and can be deleted at
-any time.
+The cache is a folder of parquet files that only this user can access. Files are written atomically,
+so runs can share it. It is limited to 8 GiB with LRU eviction, and can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ _PACKAGES = ("transformers", "tokenizers", "jinja2")
 
 class TokenCache:
     """The cache entry of a dataset. If the cache is unusable, the run continues without it and logs
-    a
-    warning.
+    a warning.
 
     Args:
         path: file of the entry; None: no caching.
@@ -111,8 +109,7 @@ def _private(folder: Path) -> Path | None:
 
 def _make_room(folder: Path) -> None:
     """Remove leftovers of killed runs, and the least recently used entries beyond `_MOST_BYTES` in
-    total.
-    """
+    total."""
     left = 0
     found = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
     found.sort(key=lambda one: -one[0].st_mtime)

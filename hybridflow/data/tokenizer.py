@@ -1,6 +1,5 @@
 """The tokenizer interface of the project: text and chat messages in, token ids out. Reads local
-folders only.
-"""
+folders only."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ class Tokenizer:
         vocab_size: one more than the largest token id, special tokens included. The model's
             embedding may be larger.
         stop_ids: sorted ids at which generation stops: `eos_id`, those of config.json and
-            generation_config.json, and the token that the chat template writes after an
-            assistant's text.
+            generation_config.json, and the token that the chat template writes after an assistant's
+            text.
         tools: tool declarations for the chat template.
         template_kwargs: extra arguments of the chat template (`with_template`).
     """
@@ -69,9 +68,7 @@ class Tokenizer:
 
     def identity(self) -> str | None:
         """Return a hash of everything that token ids depend on, other than text and messages. None
-        if the
-        tokenizer does not expose it.
-        """
+        if the tokenizer does not expose it."""
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -116,8 +113,7 @@ class Tokenizer:
         """Return the token ids of the text without added special tokens.
 
         A special token spelled out in the text ("<|end|>") becomes that token. An unpaired
-        surrogate
-        becomes U+FFFD.
+        surrogate becomes U+FFFD.
         """
         return self._encode(whole_text(text))
 
@@ -154,8 +150,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render chat messages [{role, content}, ...] as a prompt that ends where the assistant's
-        answer
-        starts, or continues if the last message is the assistant's.
+        answer starts, or continues if the last message is the assistant's.
 
         Args:
             tools: declarations to show; None: those of the run.
@@ -201,9 +196,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render chat messages, followed by the generation prompt if `opens_answer`. Errors are
-        those of
-        `render_chat`.
-        """
+        those of `render_chat`."""
         return self._render(messages, tools, add_generation_prompt=opens_answer)
 
     def encode_chat(
@@ -212,9 +205,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Return the token ids of chat messages, ending where the assistant's answer starts.
-        Arguments and
-        errors are those of `render_chat`.
-        """
+        Arguments and errors are those of `render_chat`."""
         return self.encode(self.render_chat(messages, tools))
 
     @cached_property
@@ -225,8 +216,7 @@ class Tokenizer:
 
     def continuation(self, exchanges: Sequence[Exchange], last: int | None = None) -> list[int]:
         """Return the token ids between the last answer of a conversation and the next one, as the
-        chat
-        template writes them. Earlier tokens are neither needed nor recomputed.
+        chat template writes them. Earlier tokens are neither needed nor recomputed.
 
         Special tokens spelled out in a message stay text, so that a tool cannot impersonate another
         role.
@@ -235,8 +225,7 @@ class Tokenizer:
             exchanges: answers and the messages after them; the messages of the last one are
                 written.
             last: the last token of the answer. The template's own end token is written only if it
-                is a
-                different one.
+                is a different one.
 
         Raises:
             DataError: the template rejects the messages, or omits them or the answer.
@@ -251,9 +240,7 @@ class Tokenizer:
     @cached_property
     def end_id(self) -> int:
         """The id that ends an answer in training: the chat template's end token if generation stops
-        at it,
-        else `eos_id`.
-        """
+        at it, else `eos_id`."""
         end = self.template.ends_answer if self._hf.chat_template else None
         found = self.eos_id if end is None else int(self._hf.convert_tokens_to_ids(end))
         return found if found in self.stop_ids else self.eos_id
@@ -270,8 +257,7 @@ class Tokenizer:
         """Decode token ids, without stop ids at the end and padding after them.
 
         Other special tokens stay visible, and an id without a token becomes U+FFFD, so that a
-        response
-        with garbage between the right characters does not look correct.
+        response with garbage between the right characters does not look correct.
         """
         kept = list(map(int, ids))
         end = len(kept)
@@ -392,9 +378,7 @@ def _read(folder: Path) -> Any:
 
 def _listed_stop_ids(path: Path) -> set[int]:
     """Return the eos_token_id of a config (an int or a list). Chat models often stop at more than
-    one
-    token.
-    """
+    one token."""
     if not path.is_file():
         return set()
     try:

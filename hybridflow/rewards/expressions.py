@@ -36,10 +36,8 @@ _OPENED = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
 
 def stated_answer(answer: str) -> str | None:
     """Extract the result that an answer states: its last box; else the text after the last "the
-    answer
-    is"; else the last expression of its last sentence. None if there is none, or if the last box is
-    not closed.
-    """
+    answer is"; else the last expression of its last sentence. None if there is none, or if the last
+    box is not closed."""
     box = last_box(answer)
     if box is not None:
         return box.content
@@ -139,8 +137,7 @@ def readable(text: str) -> bool:
 
 def plain(text: str) -> str:
     """Remove decoration from an answer: spaces, LaTeX sizes and variants, currencies, degrees,
-    thousands separators.
-    """
+    thousands separators."""
     text = _END_OF_SENTENCE.sub("", text.strip().strip("*").strip()).strip()
     for begin, end in _OPENED.items():
         if text.startswith(begin) and text.endswith(end) and len(text) > len(begin):
@@ -152,9 +149,7 @@ def plain(text: str) -> str:
 
 def words(text: str) -> str | None:
     """Return a name or phrase without digits and operators ("east", "No solution", "(C)", "CAT",
-    "星期三"),
-    or None.
-    """
+    "星期三"), or None."""
     bare = text.strip().strip("$").strip()
     was_wrapped = _WRAPPED.search(bare) is not None
     while bare != (inner := _WRAPPED.sub(r" \1 ", bare)):
@@ -233,9 +228,7 @@ _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>|\\in(?![A-Za-z])"
 
 def rational(text: str) -> Fraction | None:
     """Return the exact value of a literal without roots and pi; a percent sign divides by 100. None
-    for
-    any other text.
-    """
+    for any other text."""
     found = _RATIONAL_PATTERN.fullmatch(
         text if " " in text and "/" in text else text.replace(" ", "")
     )
@@ -252,9 +245,7 @@ def rational(text: str) -> Fraction | None:
 
 def canonical(text: str) -> str:
     """Return a canonical text, equal for answers that differ only in decoration, and for equal
-    rational
-    numbers.
-    """
+    rational numbers."""
     bare = without_unit(without_name(plain(text))[0])[0] if readable(text) else text
     value = rational(bare)
     return (
@@ -277,9 +268,8 @@ def is_literal(text: str) -> bool:
 
 def literals(text: str) -> list[str] | None:
     """Return the literals of an answer that consists only of literals: the number itself, or the
-    parts of
-    a pair, set, interval, union, matrix or inequality. None if any part is not a literal.
-    """
+    parts of a pair, set, interval, union, matrix or inequality. None if any part is not a
+    literal."""
     text = without_name(text)[0]
     bare = without_unit(text)[0]
     whole = bare if _MIXED.fullmatch(bare) else bare.replace(" ", "")

@@ -110,8 +110,7 @@ class Scoring:
 
     def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
         """Score the rows of one call: a single row, or the rows of a group. Rows without a response
-        (None)
-        only have their ground truths checked.
+        (None) only have their ground truths checked.
 
         Must be called outside an event loop, so that the function may run one.
         """
@@ -203,8 +202,7 @@ class Scoring:
 
 def matching(source: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
     """Return the entry of `known` that matches a data source: the same name, or the longest pattern
-    ending in `*`.
-    """
+    ending in `*`."""
     if source in known:
         return source
     patterns = [
@@ -254,8 +252,7 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
 
 def checked(who: str, found: Any, weight: float = 1.0) -> Outcome:
     """Convert the return value of a function or verifier to an outcome. `who` starts the text of a
-    failure.
-    """
+    failure."""
     try:
         result = result_of(found, weight)
     except ValueError as error:
@@ -270,8 +267,7 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 @contextmanager
 def leaving_no_alarm() -> Iterator[None]:
     """Disarm timers that a call left running, and restore its signal handlers. A later alarm would
-    interrupt another call.
-    """
+    interrupt another call."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,5 @@
 """The process that owns the reward pool: it loads the scoring code once, forks the pool's
-processes,
-distributes rows, and kills and replaces processes that exceed the deadline.
+processes, distributes rows, and kills and replaces processes that exceed the deadline.
 
 `python -m hybridflow.rewards.host SOCKET` exchanges JSON lines over an inherited socket. First it
 receives the `reward` section and answers {"ready": data sources} or {"refused": text}. Then {"id":

@@ -1,7 +1,5 @@
 """JSON lines over a socket, and the start of processes that use them. Bytes and dates, which
-parquet
-columns may contain, keep their types.
-"""
+parquet columns may contain, keep their types."""
 
 from __future__ import annotations
 
@@ -82,8 +80,7 @@ class Lines:
 
 def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[bytes], Lines]:
     """Start `python -m module DESCRIPTOR`, connected to this process and without the job's
-    credentials.
-    Returns the process and this end of the connection.
+    credentials. Returns the process and this end of the connection.
 
     It prints to `log_path`; None: to the output of this process.
     """
@@ -106,8 +103,7 @@ def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[
 
 def connection_of(argv: Sequence[str]) -> Lines:
     """Open the connection inside a process started by `start_process`, and ignore Ctrl-C, which the
-    driver handles.
-    """
+    driver handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     print_whole_lines()
     return Lines(socket.socket(fileno=int(argv[0])))

@@ -1,6 +1,5 @@
 """`RewardManager`: scores responses with the verifier of each row's data source or with a custom
-function, in a pool of processes.
-"""
+function, in a pool of processes."""
 
 from __future__ import annotations
 
@@ -25,9 +24,7 @@ _TRUTHS = 4096  # ground truths checked per call of the pool
 @dataclass(frozen=True)
 class Submitted:
     """Rows being scored. Each call has its number in the pool, or its rows if they are scored in
-    this
-    process when collected, and the positions of its rows.
-    """
+    this process when collected, and the positions of its rows."""
 
     calls: Sequence[tuple[int | list[Row], list[int]]]
 
@@ -63,8 +60,7 @@ class RewardManager:
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
         """Wait until the scoring code is loaded, and check that all data sources have a verifier.
-        Call it
-        with the dataset's sources before the first rollout.
+        Call it with the dataset's sources before the first rollout.
 
         Raises:
             DataError: a data source has no verifier.
@@ -120,10 +116,8 @@ class RewardManager:
 
         Raises:
             DataError: a data source has no verifier; or a row failed and `reward.on_failure` is
-                "stop",
-                or all rows failed. Names the first such row, and for a custom function its file,
-                name
-                and line.
+                "stop", or all rows failed. Names the first such row, and for a custom function its
+                file, name and line.
         """
         [results] = asyncio.run(
             self.collect(
@@ -188,9 +182,7 @@ class RewardManager:
 
     async def collect(self, parts: Sequence[Submitted]) -> list[list[ScoreResult]]:
         """Wait for the results of each part, in the order of its rows. Calls that run in this
-        process start
-        together.
-        """
+        process start together."""
         calls = [call for part in parts for call, _ in part.calls]
         pooled = [call for call in calls if isinstance(call, int)]
         here = [call for call in calls if not isinstance(call, int)]
@@ -215,9 +207,7 @@ class RewardManager:
 
     def forget(self, submitted: Submitted) -> None:
         """Discard these rows without collecting their scores. Running calls finish, and their
-        results are
-        dropped.
-        """
+        results are dropped."""
         if self._pool is not None:
             self._pool.forget([call for call, _ in submitted.calls if isinstance(call, int)])
 
@@ -255,9 +245,7 @@ class RewardManager:
 
     def _loaded(self) -> tuple[list[str] | None, bool]:
         """Return the data sources with a verifier (None: a function scores all), and whether calls
-        are per
-        group.
-        """
+        are per group."""
         if self._scoring is not None:
             return self._scoring.sources, self._scoring.by_group
         pool = self._started_pool()
@@ -265,9 +253,7 @@ class RewardManager:
 
     def _runs_here(self, source: str, text: str) -> bool:
         """Return True if this process scores a text itself: with processes=0 always, else short
-        texts with
-        a fast verifier.
-        """
+        texts with a fast verifier."""
         quick = len(text) <= DRIVER_CHARACTERS
         return self._scoring is not None and (
             self.config.processes == 0 or (quick and self._scoring.runs_in_driver(source))

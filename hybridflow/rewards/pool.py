@@ -88,9 +88,7 @@ class RewardPool:
 
     def submit(self, rows: list[Row]) -> int:
         """Start a call with these rows. Returns its number. Raises ValueError for a type that JSON
-        cannot
-        represent.
-        """
+        cannot represent."""
         self.start()
         self._submitted += 1
         self._jobs[self._submitted] = rows

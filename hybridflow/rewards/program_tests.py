@@ -98,9 +98,7 @@ def _of_program(given: Any, wanted: Any) -> ProgramTest:
 
 def same_output(said: str, expected: str) -> bool:
     """Compare the tokens of two outputs. Numbers with a decimal point are compared with a
-    tolerance; an
-    expected integer also matches 4.0, exactly.
-    """
+    tolerance; an expected integer also matches 4.0, exactly."""
     tokens = said.split()
     wanted = expected.split()
     return len(tokens) == len(wanted) and all(map(_same_token, tokens, wanted))
@@ -125,8 +123,7 @@ def _same_token(token: str, wanted: str) -> bool:
 
 def _of_function(name: str) -> Callable[[Any, Any], ProgramTest]:
     """Return a constructor of function tests: an input is the list of arguments, or JSON with one
-    argument per line.
-    """
+    argument per line."""
 
     def make(given: Any, wanted: Any) -> ProgramTest:
         arguments = (
@@ -231,18 +228,14 @@ def _result(statements: str, expected: Any) -> ProgramTest:
 
 def _statements(text: str) -> ProgramTest:
     """Test that statements run to completion. A random value, unknown to the program, is returned
-    after
-    them.
-    """
+    after them."""
     mark = secrets.token_hex(16)
     return _result(f"{text}\n_result = {mark!r}", mark)
 
 
 def _of_check(test: str, entry_point: str, setup: str) -> list[ProgramTest]:
     """Build tests from HumanEval's format, a function `check` with asserts about `candidate`. Each
-    assert
-    is a separate test if `check` contains nothing else.
-    """
+    assert is a separate test if `check` contains nothing else."""
     try:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

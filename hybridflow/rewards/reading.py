@@ -53,8 +53,7 @@ class Reading:
 
 def opens_thinking(prompt: str) -> bool:
     """Return True if the prompt ends with an opening marker, so that the response starts inside its
-    thinking.
-    """
+    thinking."""
     return prompt.rstrip().endswith(tuple(_OPENERS))
 
 

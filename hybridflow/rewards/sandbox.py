@@ -47,9 +47,7 @@ class ProgramResult:
 
 def _packages() -> list[str]:
     """Return arguments for the folders of numpy, which programs of public datasets import, and of
-    the
-    libraries in its wheel.
-    """
+    the libraries in its wheel."""
     found = importlib.util.find_spec("numpy")
     folder = Path(str(found and found.origin)).parent
     return [
@@ -59,8 +57,7 @@ def _packages() -> list[str]:
 
 class Sandbox:
     """Starts the process from which programs are forked (`sandbox_process`), so that a program does
-    not
-    need to start an interpreter. The process ends with the thread that created this object.
+    not need to start an interpreter. The process ends with the thread that created this object.
 
     Raises:
         ResourceError: this machine does not allow user namespaces or another required feature.
@@ -108,22 +105,18 @@ class Sandbox:
         goes_on: bool = False,
     ) -> ProgramResult:
         """Run a Python program with this standard input. A sandbox that has died is restarted in
-        this
-        thread.
+        this thread.
 
         Args:
             code: the program.
             stdin: its standard input.
             limits: limits of this run; None: the defaults.
             calls: call a function of the program afterwards. The standard input is [name,
-                [argument,
-                ...]] as JSON, and the result is the last line printed, as JSON. Alternatively, the
-                standard input is a JSON string of statements that set `_result`, and the last line
-                is
-                its `repr` as JSON.
+                [argument, ...]] as JSON, and the result is the last line printed, as JSON.
+                Alternatively, the standard input is a JSON string of statements that set `_result`,
+                and the last line is its `repr` as JSON.
             goes_on: the same program is expected to run next, and reuses the namespaces. This costs
-                one
-                fork; the process and /tmp are new in any case.
+                one fork; the process and /tmp are new in any case.
         """
         limits = limits or Limits()
         if self.has_ended:

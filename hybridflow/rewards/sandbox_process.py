@@ -215,9 +215,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "
 
 def _leave_users() -> None:
     """Enter the namespaces. Root also maps `nobody`, the user of the programs; another user maps
-    only
-    itself.
-    """
+    only itself."""
     uid = os.getuid()
     gid = os.getgid()
     pid = os.getpid()
@@ -430,9 +428,7 @@ def _read_order(message: bytes, file: int) -> tuple[dict[str, Any], _Limits]:
 
 def _state_of_tmp() -> tuple[int, ...]:
     """Return a state that is unchanged only if no program touched /tmp. Creating a name takes an
-    inode;
-    deleting it, changing a mode or listing the folder sets a timestamp.
-    """
+    inode; deleting it, changing a mode or listing the folder sets a timestamp."""
     folder = os.stat("/tmp")
     system = os.statvfs("/tmp")
     times = folder.st_atime_ns, folder.st_mtime_ns, folder.st_ctime_ns
@@ -546,8 +542,7 @@ class _Space:
     @property
     def has_ended(self) -> bool:
         """True if its init was killed. The init never writes to its requests, so only their end is
-        readable.
-        """
+        readable."""
         return bool(select.select([self._requests], [], [], 0)[0])
 
     def close(self, *, waits: bool) -> None:

@@ -20,9 +20,7 @@ PART_REWARDS = ("turn_rewards", "token_rewards")
 
 def finite_number(value: Any, factor: float = 1.0) -> float | None:
     """Convert a number (also a boolean, a scalar, 0-d array or 0-d tensor) to float. Returns None
-    for
-    anything else, and if it or its product with `factor` exceeds 1e30 in magnitude.
-    """
+    for anything else, and if it or its product with `factor` exceeds 1e30 in magnitude."""
     # of numpy and torch; detached and moved to the host
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()

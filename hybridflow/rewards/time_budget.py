@@ -11,9 +11,7 @@ from types import FrameType
 
 class OverBudget(BaseException):
     """The budget is used up. Not an `Exception`, because libraries that try several methods would
-    catch
-    it and continue.
-    """
+    catch it and continue."""
 
 
 @contextmanager

@@ -31,15 +31,11 @@ class Step:
 
 class Environment(Protocol):
     """One episode, run in a separate process. Any randomness must be derived from the row, so that
-    a
-    resumed run gets the same episodes.
-    """
+    a resumed run gets the same episodes."""
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Start the episode. `row` has data_source, ground_truth and extra_info of the prompt,
-        which shows
-        the first state.
-        """
+        which shows the first state."""
 
     def step(self, answer: str) -> Step:
         """Apply the policy's answer."""

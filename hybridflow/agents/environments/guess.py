@@ -1,6 +1,5 @@
 """A number-guessing game: wrong guesses are answered with `+` (the number is larger) or `-` (it is
-smaller).
-"""
+smaller)."""
 
 from __future__ import annotations
 

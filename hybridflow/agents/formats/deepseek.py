@@ -1,7 +1,5 @@
 """DeepSeek's call format, between the tokens of a tool call: `function SEP name, ```json block`
-(V3,
-R1) and `name SEP json` (V3.1).
-"""
+(V3, R1) and `name SEP json` (V3.1)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The call format of DeepSeek-V3.2 and later: invoke tags whose parameters are marked as text or
-JSON.
-"""
+JSON."""
 
 from __future__ import annotations
 

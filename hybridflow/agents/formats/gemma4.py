@@ -1,6 +1,5 @@
 """Gemma 4's call format: call:NAME and an object with unquoted keys, whose strings are enclosed in
-<|"|>.
-"""
+<|"|>."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ _STRING = "\0"  # placeholder for a string; a NUL cannot occur in JSON or in a k
 
 def _object_at(text: str, place: int) -> tuple[Any, int]:
     """Parse the object from `place` to the next call mark outside strings. Returns it and the start
-    of
-    that mark.
+    of that mark.
 
     Raises:
         ValueError: there is no object.
@@ -44,9 +42,7 @@ def _object_at(text: str, place: int) -> tuple[Any, int]:
 
 def _as_json(text: str) -> str:
     """Convert the object to JSON by quoting its keys and strings. It may have thousands of strings,
-    so
-    the text is split in a few passes.
-    """
+    so the text is split in a few passes."""
     parts = text.split(_QUOTE)
     outside = _STRING.join(parts[::2])
     if outside.count(_STRING) > len(parts) // 2:

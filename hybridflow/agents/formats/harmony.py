@@ -24,8 +24,7 @@ _SPACE = re.compile(r"\s*")
 @call_format("harmony")
 def harmony(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """Parse every message to a function, except in the analysis channel. Stops after `MOST_UNREAD`
-    unparsable calls.
-    """
+    unparsable calls."""
     del tools
     calls = list[Call]()
     unread = 0

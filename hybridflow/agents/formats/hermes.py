@@ -1,6 +1,5 @@
 """The call format of Hermes and Qwen models: <tool_call>{"name": ..., "arguments":
-{...}}</tool_call>.
-"""
+{...}}</tool_call>."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The call format of Llama 3.1 and later: the whole answer is {"name": ..., "parameters": {...}},
-or
-several of them separated by semicolons, optionally after <|python_tag|>.
-"""
+or several of them separated by semicolons, optionally after <|python_tag|>."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ def llama(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """Parse the objects of an answer that starts with one.
 
     Without the tag, an answer with another start, or whose object has no "name", or names no tool
-    and
-    has no parameters, contains no calls. With the tag it must contain a call.
+    and has no parameters, contains no calls. With the tag it must contain a call.
     """
     rest = text.strip()
     offset = len(text) - len(text.lstrip())

@@ -1,6 +1,5 @@
 """MiniMax-M3's call format: tags prefixed by a mark, <invoke name="..."> with a tag for each
-argument, whose lists and objects are tags as well.
-"""
+argument, whose lists and objects are tags as well."""
 
 from __future__ import annotations
 
@@ -37,9 +36,7 @@ class _Open:
 @call_format("minimax_m3")
 def minimax_m3(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """Parse the first `MOST_CALLS` calls of the section. A closing tag that does not match the open
-    one
-    is text.
-    """
+    one is text."""
     del tools
     place = text.find(_SECTION)
     calls = list[Call]()

@@ -1,6 +1,5 @@
 """Mistral's call format: [TOOL_CALLS] and a list of objects, or for each call a name, [ARGS] and an
-object.
-"""
+object."""
 
 from __future__ import annotations
 

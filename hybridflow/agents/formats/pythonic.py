@@ -17,9 +17,8 @@ _MOST = 100_000  # characters of a list that are parsed
 @call_format("pythonic")
 def pythonic(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """Parse the list of calls between <|python_start|> or <|tool_call_start|> and the last end
-    marker,
-    or the whole answer. A list without markers whose first call names no tool is a plain answer.
-    """
+    marker, or the whole answer. A list without markers whose first call names no tool is a plain
+    answer."""
     started = _START.search(text)
     begin = started.end() if started else 0
     first = _LIST.match(text, begin)

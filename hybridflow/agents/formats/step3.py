@@ -1,6 +1,5 @@
 """Step-3's call format: <steptml:invoke name="..."> with <steptml:parameter name="..."> for each
-argument.
-"""
+argument."""
 
 from __future__ import annotations
 

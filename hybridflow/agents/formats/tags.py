@@ -11,9 +11,7 @@ from hybridflow.agents.formats.base import MOST_CALLS, Call, call_format
 @call_format("tags")
 def tags(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """Parse the first `MOST_CALLS` pairs of tags named after a tool. A call ends at the last
-    closing tag
-    before the next call, so its text may contain one.
-    """
+    closing tag before the next call, so its text may contain one."""
     names = "|".join(map(re.escape, sorted(tools, key=len, reverse=True)))
     calls: list[Call] = []
     opened: re.Match[str] | None = None

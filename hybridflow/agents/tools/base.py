@@ -30,8 +30,7 @@ _MOST_CHARACTERS = 1 << 16  # of a result, before it is truncated to tokens
 
 class ToolLostError(HybridFlowError):
     """The process that runs a tool has ended, through no fault of the policy. The conversation that
-    called it is lost.
-    """
+    called it is lost."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +149,7 @@ class Toolbox:
 
     def calls(self, answer: str) -> list[Call]:
         """Parse the calls in an answer, in order, ignoring its thinking. Arguments have the types
-        that the
-        tools declare.
-        """
+        that the tools declare."""
         return read_calls(self._format, answer, self._declared, thinking_open=self._thinking_open)
 
     async def results(self, calls: Sequence[Call]) -> list[str]:

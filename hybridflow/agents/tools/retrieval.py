@@ -1,6 +1,5 @@
 """Search in the user's documents: the passages ranked highest by BM25 (Robertson and Zaragoza,
-2009).
-"""
+2009)."""
 
 from __future__ import annotations
 
@@ -197,9 +196,7 @@ def _rows(file: Path, options: Options) -> Iterator[object]:
 
 def _parts(text: str, most: int) -> Iterator[str]:
     """Merge paragraphs into passages of at most `most` characters. Longer paragraphs are cut
-    between
-    words.
-    """
+    between words."""
     part = ""
     for paragraph in filter(None, map(str.strip, re.split(r"\n\s*\n", text))):
         for piece in _cut(paragraph, most):

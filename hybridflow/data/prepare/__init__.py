@@ -46,8 +46,7 @@ def prepare(
     task: str, out: Path, source: Path | None = None, options: Mapping[str, object] | None = None
 ) -> PreparedData:
     """Prepare a dataset in the folder `out`. Returns immediately if it already contains this
-    dataset
-    intact.
+    dataset intact.
 
     `out` is written atomically: a temporary folder next to it is filled, its manifest written last,
     then renamed. An `out` that was prepared for another request, or whose files were changed since,

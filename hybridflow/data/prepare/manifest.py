@@ -37,9 +37,7 @@ def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[st
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of `folder`. None if there is no valid one; no file in the folder is then
-    known
-    to be ours.
-    """
+    known to be ours."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):

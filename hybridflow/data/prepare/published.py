@@ -133,8 +133,7 @@ class Published:
 
 def register(name: str, published: Published, tokenizer: bool = False) -> None:
     """Register the task `name`, which writes train.parquet and test.parquet if the dataset has
-    these
-    splits.
+    these splits.
 
     Args:
         tokenizer: also write a byte-level tokenizer, for models of random weights.
@@ -168,9 +167,7 @@ class _Reads:
 
     def place(self, name: str, published: Published, source: Path | None) -> Path | None:
         """Return the folder of a dataset, or None for the cache. Evaluation datasets that the
-        folder lacks
-        come from the cache.
-        """
+        folder lacks come from the cache."""
         if (
             source is None
             or name == self.name

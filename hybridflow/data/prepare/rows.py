@@ -1,6 +1,5 @@
-"""The row formats: prompts {data_source, prompt, ability, reward_model, extra_info},
-demonstrations {prompt, response}, pairs {prompt, chosen, rejected}.
-"""
+"""The row formats: prompts {data_source, prompt, ability, reward_model, extra_info}, demonstrations
+{prompt, response}, pairs {prompt, chosen, rejected}."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Tiny generated tokenizers in Hugging Face format: characters for arithmetic, bytes for text.
-Nothing is downloaded.
-"""
+Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -55,9 +54,7 @@ def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str
 
 def write_byte_tokenizer(folder: Path) -> None:
     """Write a tokenizer with one token per byte of UTF-8: ids 0-4 are pad, end of turn (eos) and
-    the
-    roles, followed by the 256 bytes. No BOS.
-    """
+    the roles, followed by the 256 bytes. No BOS."""
     _save(byte_level([PAD, END, *ROLES]), folder, ROLE_TEMPLATE, eos=END, unk=None)
 
 

@@ -134,8 +134,7 @@ def text_truth(ground_truth: Any) -> str:
 
 def check_installed(entry: Verifier, what: str) -> None:
     """Raise ConfigError if the package that a verifier imports is not installed. `what` names the
-    verifier in the message.
-    """
+    verifier in the message."""
     if entry.requires is not None and importlib.util.find_spec(entry.requires) is None:
         package = entry.requires.replace("_", "-")
         raise ConfigError(
@@ -165,8 +164,7 @@ def verifier(
 
 def by_data_source(own: Sequence[str] = ()) -> dict[str, Verifier]:
     """Return {data source: its verifier}. Verifiers of `own` (`path/to/file.py:name`) take
-    precedence
-    over built-in ones.
+    precedence over built-in ones.
 
     Raises:
         ConfigError: a file of `own` cannot be imported, or does not register the verifier.

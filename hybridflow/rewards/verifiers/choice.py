@@ -118,10 +118,8 @@ def _read(text: str) -> str | None:
 
 def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | None]]:
     """Yield position and letter of the last "the answer is B" and the last "B is correct". The
-    letter is
-    None if several are named, or it is denied. Words that announce a box are not a separate
-    statement.
-    """
+    letter is None if several are named, or it is denied. Words that announce a box are not a
+    separate statement."""
     near = max(len(text) - _NEAR_END, 0)
     for found in reversed(list(_ANNOUNCED.finditer(text, near))[-_MOST_STATEMENTS:]):
         after = text[found.end() : found.end() + _REACH]
@@ -154,9 +152,7 @@ def _options(text: str) -> Iterator[str]:
 
 def _letters(text: str) -> list[str]:
     """Return the letters that a statement names before it ends. Lower-case letters count only alone
-    or in
-    parentheses.
-    """
+    or in parentheses."""
     bare = _DECORATION.sub("", text.lstrip(" \t\n*_:：="))
     first = _FIRST.match(bare)
     if first and (first[1].isupper() or "(" in first.group()):

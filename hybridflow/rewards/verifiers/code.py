@@ -100,9 +100,7 @@ def program_of(answer: str) -> str | None:
 
 def _whole(block: Block) -> str:
     """Return the text of a block. If it is not valid Python but a longer one is, the program
-    contains a
-    fence.
-    """
+    contains a fence."""
     return next((text for text in (block.text, *block.longer) if _is_python(text)), block.text)
 
 

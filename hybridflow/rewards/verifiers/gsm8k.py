@@ -40,9 +40,8 @@ def _expected(ground_truth: object) -> str:
 def gsm8k(
     response: str, ground_truth: str, *, flexible: bool = False, thinking_open: bool | None = None
 ) -> ScoreResult:
-    r"""Return 1.0 if the final answer equals the ground truth as an exact decimal number ("72" =
-    "72.0" =
-    "+72").
+    """Return 1.0 if the final answer equals the ground truth as an exact decimal number ("72" =
+    "72.0" = "+72").
 
     The strict mode requires the dataset's "####". Decoration around the number after it is allowed:
     bold type, a box, dollars and other currencies, parentheses, "Answer:". Words before the number
@@ -76,10 +75,8 @@ def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
 
     Uses the last "####" with digits on its line (one without is a heading): an optional sign and
     "$", then one number with or without thousands separators. Words, a unit ("540 m2"), a full
-    stop,
-    and a number that belongs to them ("18 dollars for 2 eggs") may follow. Another answer may not
-    ("3
-    or 4", "3/4", "18 (or 25)").
+    stop, and a number that belongs to them ("18 dollars for 2 eggs") may follow. Another answer may
+    not ("3 or 4", "3/4", "18 (or 25)").
     """
     lines = (_first_line(after) for after in reversed(text.split(_MARK)[1:]))
     found = _leading_number(next((line for line in lines if re.search("[0-9]", line)), ""))

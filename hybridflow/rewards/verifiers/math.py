@@ -1,6 +1,5 @@
 """Mathematics: equality of the answer with the ground truth in any notation, using the package
-math-verify.
-"""
+math-verify."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ def question(
     thinking_open: bool | None = None,
 ) -> ScoreResult:
     """Return 1.0 if the last <answer> of the response is one of the targets, ignoring case,
-    punctuation,
-    articles and white space (the exact match of SQuAD, arXiv 1606.05250).
+    punctuation, articles and white space (the exact match of SQuAD, arXiv 1606.05250).
 
     Args:
         ground_truth: {"target": an answer, or a list of them}.

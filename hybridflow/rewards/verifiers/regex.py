@@ -28,8 +28,7 @@ def regex(
     thinking_open: bool | None = None,
 ) -> ScoreResult:
     """Return 1.0 if the ground truth, a regular expression, is found in the answer. A dot also
-    matches
-    line breaks.
+    matches line breaks.
 
     Args:
         whole: it must match the whole answer, ignoring white space at both ends.

@@ -1,8 +1,8 @@
 """Integer arithmetic written as characters: the prompt is "12+34", the answer "46" (or "64" least
 significant digit first).
 
-Every pair of operands is one problem. The held-out problems depend only on the operands' range
-and `holdout_seed`, not on `seed`: runs with different seeds are validated on the same problems and
+Every pair of operands is one problem. The held-out problems depend only on the operands' range and
+`holdout_seed`, not on `seed`: runs with different seeds are validated on the same problems and
 never train on them.
 """
 
@@ -80,9 +80,9 @@ class ArithmeticOptions:
         num_pairs: preference pairs (right answer, wrong answer), for a reward model: pairs.parquet
             on prompts that are not held out, several per prompt if there are more pairs than
             prompts; pairs_test.parquet on the held-out ones. 0 writes neither.
-        pair_errors: the errors of wrong answers. "any": one to all digits are redrawn; "near":
-            they are moved by one or two, like the answers of a half-trained model. Only "near"
-            teaches a reward model to rank such a model's answers.
+        pair_errors: the errors of wrong answers. "any": one to all digits are redrawn; "near": they
+            are moved by one or two, like the answers of a half-trained model. Only "near" teaches a
+            reward model to rank such a model's answers.
         hold_out_swapped: with a pair (a, b) held out, keep (b, a) out of training too.
         seed: draws the training prompts and demonstrations.
         holdout_seed: draws the held-out pairs.
@@ -135,9 +135,7 @@ class ArithmeticOptions:
 
 def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[str, int]:
     """Write train.parquet, test.parquet, tokenizer/ and optionally demonstrations and pairs.
-    Returns the
-    rows per parquet file.
-    """
+    Returns the rows per parquet file."""
     del source  # the data is generated
     held_out = _held_out(options)
     forbidden = (
@@ -178,9 +176,7 @@ def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[st
 
 def _call_demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the two rows of a conversation with a calculator call: the call, and the answer after
-    its
-    result.
-    """
+    its result."""
     question = row["prompt"][0]
     answer = str(row["reward_model"]["ground_truth"])
     call = f"<{CALCULATOR}>{question['content']}</{CALCULATOR}>"
@@ -209,9 +205,7 @@ def _span(options: ArithmeticOptions) -> int:
 
 def _held_out(options: ArithmeticOptions) -> np.ndarray:
     """Return the pair numbers [num_test] int64 that are held out; pair number = (a - min) * span +
-    (b -
-    min).
-    """
+    (b - min)."""
     total = _span(options) ** 2
     if options.num_test >= total:
         raise ConfigError(
@@ -233,9 +227,7 @@ def _draw(
     options: ArithmeticOptions, forbidden: np.ndarray, count: int, *, stream: int, option: str
 ) -> np.ndarray:
     """Draw distinct pair numbers [count] int64 in random order, none of them in the sorted
-    `forbidden`;
-    count -1 means all.
-    """
+    `forbidden`; count -1 means all."""
     total = _span(options) ** 2
     free = total - len(forbidden)
     wanted = free if count == -1 else count
@@ -272,9 +264,7 @@ def _prompts(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[
 
 def _preferences(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[dict[str, Any]]:
     """Build preference rows: the right answer is chosen, and one to all digits of the rejected one
-    are
-    wrong according to `pair_errors`.
-    """
+    are wrong according to `pair_errors`."""
     rng = np.random.default_rng([options.seed, 3])
     rows = []
     for row in _prompts(pairs, split, options):

@@ -52,9 +52,7 @@ class GuessOptions:
 
 def write(options: GuessOptions, out: Path, source: Path | None) -> dict[str, int]:
     """Write train.parquet, test.parquet, tokenizer/ and optionally sft.parquet. Returns the rows
-    per
-    file.
-    """
+    per file."""
     del source  # the data is generated
     rng = np.random.default_rng(options.seed)
     rows = {}

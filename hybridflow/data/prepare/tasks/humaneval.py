@@ -1,6 +1,5 @@
 """HumanEval (openai/openai_humaneval): Python functions to complete, verified by the calls that
-their tests assert.
-"""
+their tests assert."""
 
 from __future__ import annotations
 
@@ -17,9 +16,7 @@ _ASK = (
 
 def convert(row: Row) -> Prompt | None:
     """Convert a row {prompt, test, entry_point}. Returns None if a test is not a comparison of a
-    call
-    with a plain value.
-    """
+    call with a plain value."""
     found = calls_of(row.text("test"), ("candidate",))
     if found is None:
         return None

@@ -76,9 +76,7 @@ class ProgramsOptions:
 
 def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str, int]:
     """Write train.parquet, test.parquet, tokenizer/ and optionally sft.parquet. Returns the rows
-    per
-    file.
-    """
+    per file."""
     del source  # the data is generated
     total = (len(_OPERATIONS) * _LARGEST) ** options.num_steps
     held_out = np.random.default_rng(options.holdout_seed).choice(

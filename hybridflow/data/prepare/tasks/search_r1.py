@@ -1,6 +1,5 @@
 """NQ and HotpotQA in the version of Search-R1 (PeterJinGo/nq_hotpotqa_train): questions to answer
-with a search tool.
-"""
+with a search tool."""
 
 from __future__ import annotations
 
