@@ -1,4 +1,4 @@
-"""Asking an engine for tokens without waiting: each answer is told as it ends."""
+"""Asynchronous generation requests: each response is reported as soon as it ends."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NOTHING = Completion([], [], "abort", ())
 
 @dataclass(frozen=True)
 class TokenRequests:
-    """Prompts that an engine is asked for together.
+    """A batch of prompts for one engine.
 
     Attributes:
         prompts: token ids of each.
-        max_new_tokens: upper bound on the length of each response.
+        max_new_tokens: maximum length of each response.
         stop_token_ids: a response ends with, and includes, the first of these.
-        extras: what to bring besides tokens and log-probs.
+        extras: data to return in addition to tokens and log-probs.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -35,35 +35,36 @@ class TokenRequests:
 
 
 class Asking(Protocol):
-    """Requests under way."""
+    """The protocol of requests in flight."""
 
-    # ends after the last answer was told; has the error where some were not answered
+    # resolves after the last response was reported; has an error if some were not answered
     done: Future[None]
 
     def so_far(self, number: int) -> Completion:
-        """What has come of a response by now, without its experts; `abort` where it has not ended.
-        Called at any time, in any thread."""
+        """Return the response so far, without its experts; its reason is `abort` if it has not
+        ended. Thread-safe."""
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Have the engine end these responses. They are told as any other, `abort` with what has
-        come of them, unless they end by themselves first."""
+        """Tell the engine to end these responses. They are reported like any other, as `abort` with
+        the tokens so far, unless they end by themselves first."""
 
     def give_up(self) -> None:
-        """End what is under way; `done` has an EngineError soon after, unless everything was
+        """Abort all requests in flight. `done` then gets an EngineError, unless everything was
         answered."""
 
 
 @runtime_checkable
 class Streams(Protocol):
-    """What an engine has that answers many requests at once, each as it ends."""
+    """The protocol of an engine that handles many requests concurrently and reports each as it
+    ends."""
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
-        """Send the requests and return. `told` is called, in another thread, with the number of
-        each prompt and its response."""
+        """Send the requests and return. `told` is called in another thread with each prompt's
+        number and response."""
 
 
 def ask(engine: Engine, requests: TokenRequests, told: Told) -> Asking:
-    """Ask the engine, in a thread of its own if it can only `generate`."""
+    """Send requests to the engine, from a separate thread if it only supports `generate`."""
     return (
         engine.ask(requests, told)
         if isinstance(engine, Streams)
@@ -79,23 +80,20 @@ def generated(
     stop_token_ids: Sequence[int],
     extras: Extras,
 ) -> list[Completion]:
-    """The answers of `Engine.generate`, whose keywords are given where they are asked for.
+    """Return the responses of `Engine.generate`. Keywords for extras are passed only if requested.
 
     Raises:
-        EngineError: an answer does not say what its tokens were sampled among, and that was asked
-            for.
+        EngineError: a response lacks its support although it was requested.
     """
     wanted = {f"with_{name}": True for name, value in extras._asdict().items() if value}
     found = engine.generate(prompts, sampling, most, stop_token_ids, **wanted)
     if extras.support and any(one.support is None for one in found):
-        raise EngineError(
-            "does not say what its tokens were sampled among", engine=engine.spec.name
-        )
+        raise EngineError("did not return the support of its tokens", engine=engine.spec.name)
     return found
 
 
 class _InThread:
-    """Calls of `generate`, one for each bound on the length, in one thread."""
+    """Calls of `generate` in one thread, one for each length limit."""
 
     def __init__(self, engine: Engine, requests: TokenRequests, told: Told) -> None:
         self._engine = engine
@@ -111,18 +109,18 @@ class _InThread:
         return self._begun.get(number, _NOTHING)
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """A call of `generate` that has begun goes on to its end; those of later calls are not
-        asked for."""
+        """Drop these prompts from calls that have not started. A running call of `generate` cannot
+        be aborted."""
         self._aborted |= set(numbers)
 
     def give_up(self) -> None:
-        self._end(EngineError("the requests were given up", engine=self._engine.spec.name))
+        self._end(EngineError("the requests were aborted", engine=self._engine.spec.name))
 
     def _run(self) -> None:
         try:
             for limit in sorted(set(self._requests.max_new_tokens)):
                 self._generate(limit)
-        except Exception as error:  # whatever it is, the one who asked is waiting for it
+        except Exception as error:  # any error must reach the waiting caller
             self._end(error)
         else:
             self._end(None)

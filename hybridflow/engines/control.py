@@ -1,5 +1,5 @@
-"""What an engine's worker says to our code inside the engine's ranks. Each kind of engine has a way
-of its own to bring the message there."""
+"""Messages from an engine's worker to our code inside the engine's ranks. Each kind of engine has
+its own way to deliver them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 DESCRIBE = "describe"
 RECEIVE = "receive"
-PauseMode = Literal["abort", "retract", "in_place"]  # what happens to requests under way
+PauseMode = Literal["abort", "retract", "in_place"]  # treatment of requests in flight
 
 
 @dataclass(frozen=True)
 class Control:
-    """What the engine's ranks are to do.
+    """A command to the engine's ranks.
 
     Attributes:
         action: DESCRIBE or RECEIVE.
-        host, port: of the sync's store. timeout_s: bounds each wait.
-        report: prefix of the keys under which the ranks report.
-        first_rank: number in the plan of the engine's first rank. ranks: how many it has.
-        order: what to receive.
+        host, port: address of the sync's store. timeout_s: limit of each wait.
+        report: prefix of the keys for the ranks' reports.
+        first_rank: number of the engine's first rank in the plan. ranks: its number of ranks.
+        order: the weights to receive.
     """
 
     action: str
@@ -38,13 +38,13 @@ class Control:
     order: Order | None = None
 
     def to_json(self) -> str:
-        """As one line."""
+        """Serialize to one line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Control:
         """The inverse of `to_json`."""
-        # needs torch, which clients of an engine do without
+        # needs torch, which clients of an engine avoid importing
         from hybridflow.sync.session import Order
 
         data: Mapping[str, Any] = json.loads(text)

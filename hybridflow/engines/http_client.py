@@ -1,5 +1,4 @@
-"""What HTTP clients of engines' servers have in common: asking for tokens, and calls with
-deadlines."""
+"""The shared base of HTTP clients of engine servers: generation, and calls with deadlines."""
 
 from __future__ import annotations
 
@@ -17,28 +16,27 @@ from hybridflow.errors import EngineError, EngineSilent
 
 
 def direct_session() -> requests.Session:
-    """A session that asks this machine's servers without a proxy, which must neither see nor break
-    such calls."""
+    """Create a session that bypasses proxies, which must neither see nor break calls to this
+    machine."""
     session = requests.Session()
     session.trust_env = False
     return session
 
 
 class ServerClient:
-    """Speaks to one engine. Safe to use from several threads.
+    """Client of one engine. Thread-safe.
 
     Args:
         url: base address, e.g. `ServerProcess.url`.
         admin_key: bearer key of the engine.
-        request_timeout_s: deadline of each call, in seconds; of prompts under way, how long nothing
-            at all may come.
+        request_timeout_s: deadline of each call in seconds; for prompts in flight, the maximum time
+            without any data.
         name: the engine's name in error messages; defaults to the address.
-        batch_size: prompts in one HTTP request; a longer list goes out as several. 0: as the kind
-            of server has it.
+        batch_size: maximum prompts per HTTP request. 0: the default of the kind of server.
     """
 
-    streams: type[TokenStreams]  # how this kind of server is asked for tokens
-    together = 1024  # prompts in one HTTP request
+    streams: type[TokenStreams]  # the token protocol of this kind of server
+    together = 1024  # prompts per HTTP request
 
     def __init__(
         self,
@@ -60,15 +58,15 @@ class ServerClient:
         )
 
     def with_timeout(self, request_timeout_s: float) -> Self:
-        """The same engine with another deadline."""
+        """Return a client of the same engine with another deadline."""
         key = self._headers["Authorization"].removeprefix("Bearer ")
         return type(self)(
             self.url, key, request_timeout_s, name=self.name, batch_size=self.batch_size
         )
 
     def _parameters(self, requests: TokenRequests, limit: int) -> dict[str, Any]:
-        """How to sample a response of at most `limit` tokens, as the server takes it. EngineError:
-        it cannot."""
+        """Return the server's parameters for sampling at most `limit` tokens. Raises EngineError
+        for unsupported settings."""
         raise NotImplementedError
 
     def generate(
@@ -79,12 +77,12 @@ class ServerClient:
         stop_token_ids: Sequence[int] = (),
         extras: Extras = NO_EXTRAS,
     ) -> list[Completion]:
-        """One response for each prompt (`Engine.generate`). Repeat a prompt to sample it several
-        times.
+        """Generate one response per prompt (`Engine.generate`). Repeat a prompt to sample it
+        several times.
 
         Raises:
-            EngineError: refused, malformed, or nothing came for `request_timeout_s`; with what has
-                come (`begun`).
+            EngineError: rejected, malformed, or no data for `request_timeout_s`; with the responses
+                so far (`begun`).
         """
         found: list[Completion | None] = [None] * len(prompts)
         limits = [max_new_tokens] * len(prompts)
@@ -99,10 +97,10 @@ class ServerClient:
         return [completion for completion in found if completion is not None]
 
     def ask(self, requests: TokenRequests, told: Told) -> Asked:
-        """Send the requests and return; see `TokenStreams.ask`.
+        """Send the requests and return, like `TokenStreams.ask`.
 
         Raises:
-            EngineError: a prompt has no tokens.
+            EngineError: a prompt is empty.
         """
         rows = [[int(token) for token in prompt] for prompt in requests.prompts]
         empty = [i for i, row in enumerate(rows) if not row]
@@ -114,7 +112,7 @@ class ServerClient:
         return asked
 
     def close(self) -> None:
-        """Give up the prompts under way."""
+        """Abort the prompts in flight."""
         self.tokens.close()
 
     # ---- transport
@@ -125,7 +123,7 @@ class ServerClient:
             return answer.json()
         except ValueError as error:
             raise EngineError(
-                f"{path} answered no JSON: {answer.text[:200]!r}", engine=self.name
+                f"{path} returned invalid JSON: {answer.text[:200]!r}", engine=self.name
             ) from error
 
     def _request(self, path: str, body: dict[str, Any]) -> requests.Response:

@@ -1,12 +1,12 @@
-"""Discover where an engine keeps its weights: run its own loader on tensors without storage and
-record the copies instead of making them.
+"""Discovery of an engine's weight layout: run its own loader on tensors without storage, and record
+the copies instead of making them.
 
 `trace_layout` calls the model's `load_weights` with a meta tensor for each HF tensor. A dispatch
-mode follows every view that the loader takes of them; `copy_` into a parameter is recorded as (HF
-rectangle) -> (rectangle of the buffer) and not carried out, and so are `zero_` and `fill_`, by
-which loaders clear padding: the live weights of a running engine are not touched. Sources put
-together by `cat` or `stack` (DeepSeek's fused latent projection) are taken apart again. Pure torch:
-works on any module, on its device or on meta.
+mode follows every view that the loader takes. `copy_` into a parameter is recorded as (HF
+rectangle) -> (rectangle of the buffer) and not executed; likewise `zero_` and `fill_`, with which
+loaders clear padding. The live weights of a running engine are not touched. Sources joined by `cat`
+or `stack` (DeepSeek's fused latent projection) are split again. Pure torch: works on any module, on
+its device or on meta.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 @dataclass(frozen=True)
 class TracedPiece:
-    """`source[start : +shape]` of the HF tensor goes to `buffer[local_start : +local_shape]`; both
-    have the same elements in order.
+    """`source[start : +shape]` of the HF tensor is copied to `buffer[local_start : +local_shape]`,
+    with the same elements in order.
 
     `source` is None for elements that the loader fills with a constant, `fill`.
     """
@@ -46,19 +46,19 @@ class TracedPiece:
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """What the loader did: buffers {name: (shape, dtype)}, pieces in the order of the copies, and
-    buffers that nothing was written to."""
+    """The traced copies: buffers {name: (shape, dtype)}, pieces in the order of the copies, and
+    buffers that were not written."""
 
     buffers: dict[str, tuple[Shape, str]]
     pieces: tuple[TracedPiece, ...]
     untouched: tuple[str, ...]
 
     def rank_layout(self, catalog: Catalog) -> RankLayout:
-        """The layout of this rank for the slice plan: written buffers, their pieces, and as padding
-        what a loader clears and never fills.
+        """Return the layout of this rank for the slice plan: written buffers, their pieces, and as
+        padding the elements that the loader clears but never fills.
 
         Raises:
-            WeightSyncError: a tensor has more dimensions than the plan handles.
+            WeightSyncError: a tensor has more dimensions than the plan supports.
         """
         index = catalog.index()
         names = tuple(name for name in self.buffers if name not in self.untouched)
@@ -79,8 +79,8 @@ class TracedLayout:
                     rest = [part for box in rest for part in subtract(box, cut)]
                 if rest and piece.fill:
                     raise WeightSyncError(
-                        f"the loader fills a part of {piece.buffer} with {piece.fill} and nothing "
-                        "else; only zero is planned"
+                        f"the loader fills a part of {piece.buffer} only with the constant "
+                        f"{piece.fill}; only zero is supported"
                     )
                 written[piece.buffer] += rest
                 for start, size in rest:
@@ -109,12 +109,11 @@ def trace_layout(
     """Trace `load_weights` (of `module` or of a wrapper) for the HF tensors {name: shape}.
 
     Args:
-        dtype: of the tensors; `dtypes` has those that are of another in the checkpoint (block-wise
-            fp8 and its scales).
+        dtype: dtype of the tensors; `dtypes` has the exceptions (block-wise fp8 and its scales).
 
     Raises:
-        WeightSyncError: the loader copies from something that is no HF tensor, or in other than
-        rectangles; the message names both ends.
+        WeightSyncError: the loader copies from something other than an HF tensor, or in other than
+            rectangles; the message names both ends.
     """
     buffers = dict(module.named_parameters(remove_duplicate=True)) | dict(module.named_buffers())
     kinds = dtypes or {}
@@ -136,8 +135,8 @@ def trace_layout(
 
 @dataclass
 class _Joined:
-    """A tensor that `cat` or `stack` made of others along an axis; parts are (offset along the
-    axis, length, part)."""
+    """The result of `cat` or `stack` along an axis; parts are (offset along the axis, length,
+    part)."""
 
     axis: int
     stacked: bool
@@ -155,9 +154,9 @@ class _Recorder(TorchDispatchMode):
         self.to_storage = {_storage(tensor): name for name, tensor in buffers.items()}
         self.joined: dict[int, tuple[_Joined, Shape]] = {}
         self.pieces: list[TracedPiece] = []
-        # storages that the loader made of zeros and has not written to: padding
+        # storages created as zeros and not written since: padding
         self.zeros: set[int] = set()
-        # a storage's address names it only as long as it exists
+        # keeps tensors alive, because a storage's address identifies it only while it exists
         self._keep: list[Any] = list(sources.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,23 +184,23 @@ class _Recorder(TorchDispatchMode):
             self._alias(args[0], result)
         return result
 
-    # ---- what the loader does to sources
+    # ---- operations on sources
 
     def _join(
         self, parts: Sequence[torch.Tensor], axis: int, stacked: bool, result: torch.Tensor
     ) -> None:
-        """Remember what the result of `cat` or `stack` is made of."""
+        """Record the parts of a `cat` or `stack`."""
         self._keep.append((list(parts), result))
         join = _Joined(axis % result.ndim, stacked, list(parts))
         self.joined[_storage(result)] = (join, tuple(result.shape))
 
     def _alias(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
-        """A converted or cloned tensor stands for what it was made of."""
+        """Record that a converted or cloned tensor has the contents of the original."""
         if _storage(tensor) in self.from_storage or _storage(tensor) in self.joined:
             self._keep.append((tensor, result))
             self.joined[_storage(result)] = (_Joined(0, False, [tensor]), tuple(result.shape))
 
-    # ---- what it does to buffers
+    # ---- operations on buffers
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if not target.numel():  # a rank whose rows of a small vocabulary are all padding
@@ -239,16 +238,16 @@ class _Recorder(TorchDispatchMode):
         )
         if place is None:
             raise WeightSyncError(
-                f"the loader writes {name or 'a constant'} to {buffer} in other than a rectangle: "
-                f"stride {view.stride()}"
+                f"the loader writes {name or 'a constant'} to {buffer} in a shape that is not a "
+                f"rectangle: stride {view.stride()}"
             )
         self.pieces.append(TracedPiece(name, start, shape, buffer, *place, fill))
 
     def _resolve(
         self, tensor: torch.Tensor, buffer: str
     ) -> Iterator[tuple[str | None, Shape, Shape, list[tuple[int, int]]]]:
-        """(HF name, start, shape, part of `tensor` that it is) for every HF tensor that `tensor`
-        shows; no name: zeros."""
+        """Yield (HF name, start, shape, region of `tensor`) for every HF tensor visible in
+        `tensor`. The name is None for zeros."""
         key = _storage(tensor)
         if key in self.zeros:
             if tensor.numel():
@@ -259,22 +258,22 @@ class _Recorder(TorchDispatchMode):
             place = _rectangle(tensor, self.shapes[name], 0)
             if place is None:
                 raise WeightSyncError(
-                    f"the loader takes other than a rectangle of {name} for {buffer}: stride "
-                    f"{tensor.stride()}"
+                    f"the loader reads a shape that is not a rectangle from {name} for {buffer}: "
+                    f"stride {tensor.stride()}"
                 )
             yield name, *place, [(0, size) for size in tensor.shape]
             return
         if key not in self.joined:
             raise WeightSyncError(
-                f"the loader fills {buffer} from something that is no HF tensor (shape "
+                f"the loader fills {buffer} from something other than an HF tensor (shape "
                 f"{tuple(tensor.shape)})"
             )
         join, shape = self.joined[key]
         place = _rectangle(tensor, shape, 0)
         if place is None or len(shape) != tensor.ndim:
             raise WeightSyncError(
-                f"the loader takes other than a rectangle of joined tensors for {buffer}: stride "
-                f"{tensor.stride()}"
+                f"the loader reads a shape that is not a rectangle from joined tensors for "
+                f"{buffer}: stride {tensor.stride()}"
             )
         yield from self._resolve_parts(join, *place, buffer)
 
@@ -308,8 +307,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _rectangle(view: torch.Tensor, full: Shape, base: int) -> tuple[Shape, Shape] | None:
-    """(start, shape) of the rectangle of a contiguous tensor of shape `full` that a view shows, or
-    None if it shows something else.
+    """Return (start, shape) of the rectangle that a view covers in a contiguous tensor of shape
+    `full`, or None if it is not a rectangle.
 
     Axes of length one may be missing from or added to the view.
     """

@@ -1,14 +1,14 @@
-"""One engine over several nodes: the worker on its first node says when the engine starts and where
-its servers meet; the others follow.
+"""One engine over several nodes: the worker on its first node decides about starts and the
+rendezvous; the other nodes follow.
 
-Each node has a server of its own (`EngineSpec.node_rank`). The first node's worker keeps a store,
-as long as it runs:
+Each node has a separate server (`EngineSpec.node_rank`). The first node's worker keeps a store
+while it runs:
 
-    start/N         where the servers of the engine's N-th start meet ("host:port")
+    start/N         rendezvous of the engine's N-th start ("host:port")
     lost/N/NODE     why the server of another node has ended
-    end             nobody need follow any longer
+    end             the other nodes stop following
 
-The first node alone decides about starts, so an engine is always started again as a whole.
+Only the first node decides about starts, so an engine is always restarted as a whole.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class FirstNode:
     """The store that the other nodes of an engine follow.
 
     Args:
-        spec: of the first node's server.
-        host: an address of this machine that the other nodes reach; loopback when there is one
-            machine.
+        spec: spec of the first node's server.
+        host: an address of this machine that the other nodes reach; loopback for a single machine.
     """
 
     def __init__(self, spec: EngineSpec, host: str) -> None:
@@ -42,12 +41,11 @@ class FirstNode:
         self.address: tuple[str, int] = (host, self._store.port)
 
     def begin(self, start: int, meet_at: str) -> None:
-        """Have the other nodes stop their servers and start new ones that meet at `meet_at`."""
+        """Tell the other nodes to stop their servers and start new ones that meet at `meet_at`."""
         self._store.set(f"start/{start}", meet_at)
 
     def check(self, start: int) -> None:
-        """Raise EngineError, which names the node and the reason, when a server of another node has
-        ended."""
+        """Raise EngineError with node and reason if a server of another node has ended."""
         for node in range(1, self.spec.nnodes):
             key = f"lost/{start}/{node}"
             if self._store.check([key]):
@@ -57,22 +55,22 @@ class FirstNode:
                 )
 
     def end(self) -> None:
-        """Have the other nodes stop their servers for good."""
+        """Tell the other nodes to stop their servers for good."""
         self._store.set("end", "1")
 
 
 class OtherNode:
-    """The server of another node of an engine, which a thread starts, replaces and stops as the
-    first node says.
+    """The server of another node of an engine. A thread starts, replaces and stops it as directed
+    by the first node.
 
     Args:
         kind: name in `ENGINES`.
         spec: with this node's `node_rank`.
-        log_path: of the first start; restarts log beside it (`log_of_start`).
+        log_path: log of the first start; later starts log next to it (`log_of_start`).
         host, port: `FirstNode.address`.
 
     Raises:
-        EngineError: nobody answers there within the spec's `start_timeout_s`.
+        EngineError: no answer from there within the spec's `start_timeout_s`.
     """
 
     def __init__(self, kind: str, spec: EngineSpec, log_path: Path, host: str, port: int) -> None:
@@ -96,7 +94,7 @@ class OtherNode:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the server and follow no longer."""
+        """Stop the server and the thread."""
         self._stopping.set()
         self._thread.join(self.spec.start_timeout_s)
 
@@ -135,6 +133,6 @@ class OtherNode:
         self.server.start()
 
     def _report(self, reason: str) -> None:
-        if self._reported < self._number:  # once a start
+        if self._reported < self._number:  # once per start
             self._reported = self._number
             self._store.set(f"lost/{self._number}/{self.spec.node_rank}", reason)

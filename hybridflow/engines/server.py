@@ -1,6 +1,6 @@
 """An engine that is a server with an HTTP interface on loopback: its start as a child of this
-process, its liveness and its end. Each kind of server says its command, its environment and the
-request by which it is known to answer."""
+process, its liveness and its end. Each kind of server provides its command, its environment and a
+probe request."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from hybridflow.process.surroundings import SAFE_PATH, without_proxy
 HOST = "127.0.0.1"
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
-# bytes of the servers' own names for sockets: a uuid (vllm/utils/network_utils.py)
+# bytes of the servers' socket names: a uuid (vllm/utils/network_utils.py)
 _SOCKET_ROOM = 45
-# SGLang looks at SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
+# SGLang checks for SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
 GRACE_S = {"cpu": 0.0, "cuda": 8.0}
 INHERITED_BY_RANKS = (
     "RANK",
@@ -49,8 +49,8 @@ INHERITED_BY_RANKS = (
 
 
 def has_weights(model_path: str) -> bool:
-    """True when the folder holds weight files (a name that is no folder is a hub name and has
-    them)."""
+    """Return True if the folder contains weight files. A name that is not a folder is a hub id and
+    has them."""
     folder = Path(model_path)
     return not folder.is_dir() or any(
         next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin", "*.pt")
@@ -58,7 +58,7 @@ def has_weights(model_path: str) -> bool:
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:
-    """`{"tp-size": 2, "flag": True}` as `--tp-size 2 --flag`; False and None are left out."""
+    """Format `{"tp-size": 2, "flag": True}` as `--tp-size 2 --flag`. False and None are omitted."""
     words: list[str] = []
     for name, value in arguments.items():
         if value is None or value is False:
@@ -74,14 +74,14 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
 
 
 def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
-    """The caller's environment without its own distributed rank, kept on loopback, for a server of
-    any kind."""
+    """Return the base environment of a server: the caller's, without its distributed rank,
+    restricted to loopback."""
     env = {
         k: v
         for k, v in without_credentials().items()
         if k not in INHERITED_BY_RANKS and not k.startswith("TORCHELASTIC_")
     }
-    env |= without_proxy(env)  # a server's own calls of its address, and its ranks' of each other
+    env |= without_proxy(env)  # for a server's calls of its own address, and calls among its ranks
     env |= SAFE_PATH
     env |= {
         VARIABLE: job_secret(),  # the ranks meet the trainer's in its store
@@ -99,15 +99,15 @@ def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
 
 
 def reserve_port(ports: range) -> tuple[int, ExitStack]:
-    """One of `ports` that nobody listens on, and a lock on it that lasts until it is closed.
+    """Return an unused port of `ports`, and a lock on it that is held until closed.
 
-    The lock is two abstract unix sockets, which keep two engines of this machine from choosing the
-    same port before either listens. Every engine of the machine knows the name of the first, and so
-    does anybody who wants to take all of them; then the second counts alone, whose name only this
-    job can know in advance.
+    The lock is two abstract unix sockets, which prevent two engines of this machine from choosing
+    the same port before either listens. The name of the first is known to all engines of the
+    machine, and thus to an attacker who wants to take all of them; in that case only the second
+    counts, whose name is known only to this job.
 
     Raises:
-        EngineError: none found.
+        EngineError: no port is free.
     """
     tried = random.SystemRandom().sample(ports, min(len(ports), 200))
     for is_known in (True, False):
@@ -123,18 +123,18 @@ def reserve_port(ports: range) -> tuple[int, ExitStack]:
                     probe.bind((HOST, port))
                 return port, lock.pop_all()
     raise EngineError(
-        f"no free port between {ports.start} and {ports.stop}; end what listens there"
+        f"no free port between {ports.start} and {ports.stop}; stop the processes listening there"
     )
 
 
 class ServerProcess:
-    """One server. `start` returns at once: call it for all engines, then `wait_ready` for each.
+    """One server. `start` returns immediately: call it for all engines, then `wait_ready` for each.
 
     Args:
-        spec: what to serve.
+        spec: the engine's spec.
         log_path: receives the output of all its processes; its folder is created.
-        check: called by `check_alive` as well; raises EngineError when something that the engine
-            needs elsewhere is lost.
+        check: also called by `check_alive`; raises EngineError if something that the engine needs
+            elsewhere is lost.
     """
 
     def __init__(
@@ -150,25 +150,25 @@ class ServerProcess:
         self._guard: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._store: Any = None
 
-    # ---- what a kind of server says
+    # ---- implemented by each kind of server
 
     def _prepare(self) -> None:
-        """Called before anything is started."""
+        """Prepare the start. Called before any process is started."""
 
     def _command(self) -> list[str]:
-        """What follows the interpreter: `-m`, the server's module and its arguments."""
+        """Return the interpreter's arguments: `-m`, the server's module and its arguments."""
         raise NotImplementedError
 
     def _environment(self) -> dict[str, str]:
-        """The environment of the server's processes."""
+        """Return the environment of the server's processes."""
         raise NotImplementedError
 
     def _fill(self, folder: Path) -> None:
-        """Write the private files that the server reads; the folder has its final name when the
-        server starts."""
+        """Write the server's private files. The folder has its final name when the server
+        starts."""
 
     def _one_token(self) -> tuple[str, dict[str, Any]]:
-        """Path and body of a request for one token, by which a server is known to answer."""
+        """Return path and body of a request for one token, which probes that the server answers."""
         raise NotImplementedError
 
     # ---- start and end
@@ -185,13 +185,13 @@ class ServerProcess:
         return self._guard.pid if self._guard else 0
 
     def start(self) -> None:
-        """Start the processes; does not wait for them. The engine ends with this process, however
-        that one ends."""
+        """Start the processes without waiting for them. They end with this process, even if it is
+        killed."""
         if self._guard is not None:
             raise EngineError("already started", engine=self.spec.name)
         self._prepare()
         self.port, self._lock = reserve_port(self.spec.ports)
-        # made once the guard watches, which knows its name alone
+        # created once the guard watches; until then it knows only the name
         name = f"hf-engine-{secrets.token_hex(4)}"
         self._folder = str(parent_of_private(len(name), _SOCKET_ROOM) / name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +204,7 @@ class ServerProcess:
             self._folder,
             "--",
         ]
-        # a server may print its arguments, keys included, to its log: readable by this user only
+        # a server may log its arguments, keys included: readable by this user only
         with (
             open(
                 self.log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)
@@ -213,7 +213,7 @@ class ServerProcess:
         ):
             files = (nothing.fileno(), log.fileno(), log.fileno())
             if self.spec.fork_server and not self.spec.python:
-                with suppress(OSError):  # it has ended: what it would have spared takes its time
+                with suppress(OSError):  # the fork server has ended: start without it
                     self._guard = fork(
                         self.spec.fork_server, [*watch, *command], env, files, leader=True
                     )
@@ -244,15 +244,15 @@ class ServerProcess:
             raise
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Wait until the engine has answered a one-token request (of several nodes the first; the
-        others until theirs have loaded).
+        """Wait until the engine has answered a one-token request (on nodes other than the first,
+        until it has loaded).
 
         Args:
             timeout_s: seconds from now; None: the spec's `start_timeout_s`.
 
         Raises:
-            EngineError: it ended or was not ready in time. Carries the log's tail; nothing is left
-                running.
+            EngineError: it ended or was not ready in time. Includes the end of the log; nothing is
+                left running.
         """
         limit = self.spec.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
@@ -270,15 +270,15 @@ class ServerProcess:
         except BaseException:
             self.stop()
             raise
-        # The guard looks for shared memory every few seconds. An engine that is killed before the
-        # next look would leave its own behind.
+        # The guard scans for shared memory every few seconds. An engine killed before the next scan
+        # would leave its files behind.
         guard.note_shared_memory(
             self._folder, guard.shared_memory_of(guard.session_members(self.pid))
         )
 
     def _answers(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> bool:
         if listeners_at(HOST, self.port) != {os.getuid()}:
-            return False  # it does not listen yet, and another user who does would be sent its key
+            return False  # it does not listen yet; if another user listens, do not send our key
         headers = {"Authorization": f"Bearer {self.admin_key}"}
         try:
             with direct_session() as session:
@@ -290,17 +290,17 @@ class ServerProcess:
                     headers=headers,
                 )
         except requests.RequestException:
-            return False  # not listening yet: the caller looks at liveness and deadline
+            return False  # not listening yet: the caller checks liveness and deadline
         return answer.status_code == 200
 
     def check_alive(self) -> None:
-        """Raise when the engine is not running. Costs a system call.
+        """Raise if the engine is not running. Costs one system call.
 
-        A server ends its main process when one of its children dies, so the main process stands for
-        all.
+        A server ends its main process when one of its children dies, so only the main process is
+        checked.
 
         Raises:
-            EngineError: it was never started or has ended. Carries the log's tail.
+            EngineError: it was never started or has ended. Includes the end of the log.
         """
         if self._guard is None:
             raise EngineError("not started", engine=self.spec.name)
@@ -312,7 +312,7 @@ class ServerProcess:
         self._check()
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """The last lines of the log without the key, empty when there is none."""
+        """Return the last lines of the log without the key; empty if there is none."""
         if not self.log_path.exists():
             return ""
         with open(self.log_path, "rb") as log:
@@ -321,11 +321,11 @@ class ServerProcess:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> None:
-        """End all processes of the engine, within about 10 s, and remove its temporary files. Safe
+        """End all processes of the engine within about 10 s, and remove its temporary files. Safe
         to call again.
 
-        On CPU they are killed at once: an engine holds nothing that is not sent to it again. On
-        CUDA they get a few seconds to release the device memory themselves.
+        On CPU they are killed immediately, since an engine has no state worth saving. On CUDA they
+        get a few seconds to release the device memory themselves.
 
         Raises:
             EngineError: a process could not be ended.
@@ -351,7 +351,7 @@ class ServerProcess:
         self._store = None
         if still_there:
             raise EngineError(
-                f"processes {still_there} cannot be ended",
+                f"processes {still_there} could not be killed",
                 engine=self.spec.name,
                 log_tail=self.log_tail(),
             )

@@ -1,5 +1,5 @@
-"""One engine over its restarts: an engine that has ended or does not answer is stopped and started
-again in the background."""
+"""One engine over its restarts: an engine that has died or hangs is stopped and restarted in the
+background."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class EngineState:
-    """The state of an engine. Weights sent before the last of its `restarts` are lost."""
+    """The state of an engine. Weights sent before its latest restart are lost."""
 
     name: str
     state: str  # up | starting | failed
     restarts: int
-    reason: str = ""  # why it is not up, or was not before its last restart
-    has_weights: bool = False  # whether it can answer prompts; filled in by its worker
+    reason: str = ""  # why it is not up, or was not before its latest restart
+    has_weights: bool = False  # whether it can answer prompts; set by its worker
 
 
 class EngineSupervisor:
-    """Starts an engine, watches it and replaces it. Its methods are called from one thread.
+    """Starts an engine, watches it and restarts it. Not thread-safe.
 
     Args:
         kind: name in `ENGINES`.
-        spec: what to serve.
-        log_path: of the first start; restarts log beside it (`log_of_start`).
-        prepare: called with each engine that was started again before it counts as up; raises one
-            of our errors to fail it.
-        max_restarts: how many times within an hour; then the engine is given up.
-        nodes: of an engine over several nodes: tells the others to start when this one does, and
+        spec: the engine's spec.
+        log_path: log of the first start; later starts log next to it (`log_of_start`).
+        prepare: called with each restarted engine before it counts as up; raises a HybridFlowError
+            to fail it.
+        max_restarts: restarts per hour before the engine is given up.
+        nodes: for an engine over several nodes: tells the others to start with this one, and
             whether they run.
     """
 
@@ -66,7 +66,7 @@ class EngineSupervisor:
         self.engine = self._start()
 
     def state(self) -> EngineState:
-        """The engine's state now; an engine that has ended is started again."""
+        """Return the engine's current state. Restarts an engine that has died."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
         if self._thread is None and not self._failure:
@@ -78,8 +78,8 @@ class EngineSupervisor:
         return EngineState(self.spec.name, kind, self.restarts, self._failure or self._reason)
 
     def restart(self, reason: str) -> None:
-        """Stop what is left of the engine and start it again in the background; `state` tells when
-        it is up."""
+        """Stop the rest of the engine and restart it in the background. `state` reports when it is
+        up."""
         if self._thread is not None or self._failure:
             return
         if not self._limit.take():
@@ -97,7 +97,7 @@ class EngineSupervisor:
         self._thread.start()
 
     def wait_restarted(self, timeout_s: float) -> EngineState:
-        """Wait for a restart in progress, if there is one."""
+        """Wait for a restart in progress, if any."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self.state()
@@ -135,4 +135,4 @@ class EngineSupervisor:
             self.engine.wait_ready()
             self._prepare(self.engine)
         except (HybridFlowError, OSError) as error:
-            self._failure = self._failure or f"could not be started again: {error}"
+            self._failure = self._failure or f"could not be restarted: {error}"

@@ -1,10 +1,9 @@
-"""Prompts on their way through one server: answers come back token by token over server-sent
-events.
+"""Prompts in flight at one server: responses arrive token by token over server-sent events.
 
-All requests share one event loop in one thread. Where a kind of server takes several prompts in one
-HTTP request, those that are asked together travel together, which keeps their order in the
-scheduler; the server answers each as it goes on. A kind says how it is asked, how its events read,
-and how a request is aborted.
+All requests share one event loop in one thread. If the kind of server accepts several prompts in
+one HTTP request, a batch is sent in one, which keeps its order in the scheduler; the server streams
+all responses concurrently. Each kind of server defines the request, the parsing of events, and
+aborts.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ Value = TypeVar("Value")
 
 
 class Answer:
-    """What has come of one response. The loop's thread writes it; others may read it at any
-    time."""
+    """A partial response. Written by the loop's thread, readable from any thread."""
 
     __slots__ = ("_heard", "_log_probs", "_supports", "_tokens", "routes")
 
@@ -43,14 +41,14 @@ class Answer:
         self._tokens: list[np.ndarray] = []
         self._log_probs: list[np.ndarray] = []
         self._supports: list[Supports] = []
-        # of the last event, in one assignment: entries of the lists, the weights that made them,
-        # and why it ended
+        # of the last event, in one assignment: number of list entries, their weight versions, and
+        # the finish reason
         self._heard: tuple[int, tuple[WeightSpan, ...], str] = (0, (), "")
         self.routes: str | None = None
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended; empty while it goes on."""
+        """The finish reason; empty while the response is running."""
         return self._heard[2]
 
     def add(
@@ -61,13 +59,12 @@ class Answer:
         spans: Sequence[Mapping[str, Any]],
         supports: Supports | None = None,
     ) -> None:
-        """Take the tokens of one event, which come after those of the earlier ones.
+        """Append the tokens of one event.
 
         Args:
-            reason: why the response ended; empty while it goes on.
-            spans: {version, start, end} of all tokens so far; of one without an end, all that have
-                come.
-            supports: what the tokens were sampled among, where that was asked for.
+            reason: the finish reason; empty while the response is running.
+            spans: {version, start, end} of all tokens so far; without an end, up to the last token.
+            supports: the tokens' supports, if requested.
         """
         if reason and reason not in FINISH_REASONS:
             raise ValueError(f"finish reason {reason!r}")
@@ -78,7 +75,7 @@ class Answer:
         if missing := [f"{count} {what}" for count, what in known if count != len(tokens)]:
             if reason != "abort":
                 raise ValueError(f"{missing[0]} for {len(tokens)} tokens")
-            # of a request that waited, the server repeats a token
+            # the server repeats a token of a request that waited
             tokens = tokens[:0]
             log_probs = log_probs[:0]
         if len(tokens):
@@ -92,8 +89,7 @@ class Answer:
         self._heard = (len(self._tokens), made_by, reason)
 
     def continued(self, version: str) -> list[dict[str, Any]]:
-        """The spans so far, for `add`, where the next tokens are made by the weights of
-        `version`."""
+        """Return the spans so far, for `add`, extended by tokens of the weights of `version`."""
         known = [vars(span) for span in self._heard[1]]
         if known and known[-1]["version"] == version:
             return [*known[:-1], {"version": version, "start": known[-1]["start"]}]
@@ -103,7 +99,7 @@ class Answer:
         return sum(map(len, self._tokens[: self._heard[0]]))
 
     def completion(self, prompt_tokens: int, extras: Extras) -> Completion:
-        """The response as far as it has come; one that has not ended is `abort`."""
+        """Return the response so far. If it has not ended, its finish reason is `abort`."""
         count, spans, reason = self._heard
         ids = np.concatenate([np.empty(0, np.int64), *self._tokens[:count]])
         log_probs = np.concatenate([np.empty(0, np.float32), *self._log_probs[:count]])
@@ -112,7 +108,7 @@ class Answer:
         return Completion(ids, log_probs, reason or "abort", spans, routes, supports)
 
     def _routes(self, rows: int) -> np.ndarray | None:
-        """The experts of each token but the last (base64 of int32,
+        """Decode the experts of each token but the last (base64 of int32,
         sglang/srt/state_capturer/routed_experts.py:166)."""
         if self.routes is None:
             if not len(self) or self.finish_reason == "abort":
@@ -128,8 +124,8 @@ class Answer:
 
 
 class Asked:
-    """Prompts that were asked together. `told` is called in the loop's thread with the number of
-    each that has ended and its completion; `done` holds an error, if there was one."""
+    """A batch of prompts in flight. `told` is called in the loop's thread with the number and
+    completion of each response that has ended; `done` has an error if there was one."""
 
     def __init__(
         self,
@@ -143,31 +139,32 @@ class Asked:
         self.extras = extras
         self.told = told
         stem = secrets.token_hex(8)
-        # of one length: SGLang aborts every request whose name begins with the one it is given
+        # of equal length: SGLang aborts every request whose name starts with the given one
         # (sglang/srt/managers/scheduler.py:5688)
         self.names = [f"{stem}-{number:08}" for number in range(len(prompts))]
-        # those that the server has begun to answer, or others sent with them
+        # requests that the server has started to answer, or others of the same HTTP request
         self.known: set[str] = set()
-        self.early: set[str] = set()  # those that were aborted before
+        self.early: set[str] = set()  # requests that were aborted earlier than that
         self.answers = [Answer() for _ in prompts]
         self.done: Future[None] = Future()
-        # of `TokenStreams.ask`
+        # set by `TokenStreams.ask`
         self.streams: TokenStreams | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.task: asyncio.Task[None] | None = None
         self.unwanted = False
 
     def so_far(self, number: int) -> Completion:
-        """What has come of a response, without its experts; `abort` where it has not ended."""
+        """Return a response so far, without its experts; its reason is `abort` if it has not
+        ended."""
         return self.answers[number].completion(0, Extras(support=self.extras.support))
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Have the engine end these responses; return when it has been told."""
+        """Tell the engine to end these responses. Returns once it has been told."""
         assert self.streams is not None
         self.streams.abort(self, [self.names[number] for number in numbers])
 
     def give_up(self) -> None:
-        """Wait for no more answers; what has not ended is aborted at the engine, and `done` has an
+        """Stop waiting. Unfinished responses are aborted at the engine, and `done` gets an
         EngineError."""
         if self.loop is not None:
             with suppress(RuntimeError):  # the loop has ended, and all requests with it
@@ -180,15 +177,15 @@ class Asked:
 
 
 class TokenStreams:
-    """The requests for tokens to one engine; a kind of server has a class of its own.
+    """Token requests to one engine. Each kind of server has a subclass.
 
     Args:
         url: base address.
         headers: sent with each request.
-        name: the engine's, for errors.
-        silence_s: an engine from which nothing at all has come for so long, while it was asked for
-            something, is silent. How long an answer takes does not matter.
-        batch_size: prompts in one HTTP request.
+        name: the engine's name, for errors.
+        silence_s: an engine that sends no data at all for this long while requests are in flight
+            counts as silent. The duration of a response does not matter.
+        batch_size: prompts per HTTP request.
     """
 
     def __init__(
@@ -208,15 +205,15 @@ class TokenStreams:
     _loop: asyncio.AbstractEventLoop | None
     path = "/generate"
 
-    # ---- what a kind of server says
+    # ---- implemented by each kind of server
 
     def _body(self, asked: Asked, numbers: range) -> dict[str, Any]:
-        """The request for these prompts."""
+        """Return the request body for these prompts."""
         raise NotImplementedError
 
     def _read(self, asked: Asked, event: Any, names: Mapping[str, int]) -> str:
-        """Add what an event brings to its answer; returns whose it is. EngineError where the server
-        refuses; any error of a wrong form is told as such.
+        """Add an event to its response and return the request's name. Raises EngineError if the
+        server rejected it; any parse error is reported as a malformed event.
 
         Args:
             names: {name: number} of the prompts of the request.
@@ -224,34 +221,34 @@ class TokenStreams:
         raise NotImplementedError
 
     async def _call_off(self, names: Sequence[str]) -> None:
-        """Tell the server (`_tell`) that nobody waits for these requests any longer."""
+        """Tell the server (`_tell`) to abort these requests."""
         raise NotImplementedError
 
-    # ---- what callers ask
+    # ---- called from other threads
 
     def ask(self, asked: Asked) -> None:
-        """Send the prompts and return; `asked.done` ends when all are answered.
+        """Send the prompts and return; `asked.done` resolves when all are answered.
 
-        Its error is EngineError: refused or malformed; EngineSilent: no connection, or silent. What
-        was not answered by then is aborted at the engine.
+        Its error is EngineError (rejected or malformed) or EngineSilent (no connection, or silent).
+        Unanswered prompts are then aborted at the engine.
         """
         asked.streams = self
         self._schedule(self._answer(asked))
-        asked.loop = self._loop  # none if all has been given up meanwhile
+        asked.loop = self._loop  # None if everything was aborted in the meantime
 
     def abort(self, asked: Asked, names: Sequence[str]) -> None:
-        """Have the engine end these requests; they are answered with what they have. Returns when
-        it has been told."""
+        """Tell the engine to end these requests; they are answered with the tokens so far. Returns
+        once it has been told."""
         task = self._schedule(self._abort_known(asked, names))
         with suppress(TimeoutError, CancelledError):
             task.result(2 * _ABORT_S)
 
     def heard(self) -> None:
-        """Count silence from now on: the engine was kept from answering."""
+        """Restart the silence timer: the engine was blocked."""
         self._heard = time.monotonic()
 
     def close(self) -> None:
-        """Give all requests up and end the thread."""
+        """Abort all requests and stop the thread."""
         with self._lock:
             loop = self._loop
             thread = self._thread
@@ -281,10 +278,10 @@ class TokenStreams:
             if asked.unwanted:
                 raise asyncio.CancelledError
             await asyncio.gather(*tasks)
-        except BaseException as error:  # also a cancellation: whoever waits must hear of it
+        except BaseException as error:  # includes cancellation: waiting callers must be notified
             for task in tasks:
                 task.cancel()
-            given_up = EngineError("the requests were given up", engine=self.name)
+            given_up = EngineError("the requests were aborted", engine=self.name)
             asked.done.set_exception(error if isinstance(error, EngineError) else given_up)
             if not isinstance(error, EngineError | asyncio.CancelledError):
                 raise
@@ -292,7 +289,7 @@ class TokenStreams:
             asked.done.set_result(None)
 
     async def _exchange(self, asked: Asked, numbers: range) -> None:
-        """One HTTP request and its events."""
+        """Send one HTTP request and handle its events."""
         names = {asked.names[number]: number for number in numbers}
         body = self._body(asked, numbers)
         open_names = set(names)
@@ -304,7 +301,7 @@ class TokenStreams:
                 self._take(asked, event, names, open_names)
             if open_names:
                 raise EngineError(
-                    f"{self.path} ended with {len(open_names)} prompts not answered",
+                    f"{self.path} ended with {len(open_names)} prompts unanswered",
                     engine=self.name,
                 )
         except aiohttp.ClientError as error:
@@ -326,12 +323,12 @@ class TokenStreams:
                 asked.told(number, completion)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(
-                f"{self.path} answered something unexpected: {type(error).__name__}: {error}",
+                f"{self.path} returned a malformed event: {type(error).__name__}: {error}",
                 engine=self.name,
             ) from error
 
     async def _events(self, body: bytes) -> AsyncIterator[Any]:
-        """The events of one answer, parsed."""
+        """Yield the parsed events of one HTTP response."""
         asked_at = time.monotonic()
         session = self._open_session()
         headers = self.headers | {"Content-Type": "application/json"}
@@ -360,7 +357,7 @@ class TokenStreams:
                     yield self._parsed(event)
                 if not data and not ended:
                     raise EngineSilent(
-                        f"{self.path}: the connection ended before its answers", engine=self.name
+                        f"{self.path}: the connection closed before the answers", engine=self.name
                     )
         finally:
             response.close()
@@ -370,11 +367,11 @@ class TokenStreams:
             return orjson.loads(event.removeprefix(b"data: "))
         except ValueError as error:
             raise EngineError(
-                f"{self.path} answered no JSON: {event[:200]!r}", engine=self.name
+                f"{self.path} returned invalid JSON: {event[:200]!r}", engine=self.name
             ) from error
 
     async def _heard_within(self, coming: Awaitable[Value], asked_at: float) -> Value:
-        """What comes, unless nothing of any request comes for `silence_s`."""
+        """Await data. Raises EngineSilent if no request receives any for `silence_s`."""
         waiting = asyncio.ensure_future(coming)
         try:
             while True:
@@ -391,17 +388,17 @@ class TokenStreams:
             waiting.cancel()
 
     async def _abort_known(self, asked: Asked, names: Sequence[str]) -> None:
-        # a server ignores a name that it does not know, and is told again
+        # a server ignores unknown names, so it is told again later
         asked.early |= set(names) - asked.known
         await self._abort(names)
 
     async def _abort(self, names: Sequence[str]) -> None:
-        """Have an engine that still runs give up requests that nobody waits for any longer."""
+        """Abort requests at a live engine that are no longer needed."""
         with suppress(aiohttp.ClientError, TimeoutError):
             await self._call_off(names)
 
     async def _tell(self, path: str, body: dict[str, Any]) -> None:
-        """Send something whose answer nobody needs."""
+        """Send a message and ignore its answer."""
         session = self._open_session()
         timeout = aiohttp.ClientTimeout(total=_ABORT_S)
         async with session.post(
@@ -411,8 +408,8 @@ class TokenStreams:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # a proxy of the environment must not see, nor break, calls to this machine: trust_env
-            # stays off
+            # environment proxies must not see or break calls to this machine, so trust_env stays
+            # off
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.silence_s),
@@ -431,7 +428,7 @@ class TokenStreams:
             self._session = None
 
     def _schedule(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        # `close` ends all that the loop has been given by then: nothing may be given to it later
+        # `close` ends everything scheduled by then, so nothing may be scheduled later
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

@@ -1,8 +1,8 @@
-"""Runs inside every rank of an engine: describes where the weights lie, and receives new ones.
+"""Runs inside every rank of an engine: describes its weight layout, and receives new weights.
 
-The engine's loader is traced (`layout_tracer`), and what comes is written to the places that it
-would write to. What goes wrong is reported through the sync's store, because an answer of the
-engine's server does not tell it.
+The engine's loader is traced (`layout_tracer`), and incoming weights are written to the locations
+that it would write to. Errors are reported through the sync's store, because the answer of the
+engine's server does not contain them.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ _log = logging.getLogger(__name__)
 
 
 class _CalledOff(WeightSyncError):
-    """Another rank, a sender or the engine's worker had given the order up before."""
+    """Another rank, a sender or the engine's worker cancelled the order first."""
 
 
 class WeightReceiver:
-    """One engine rank: its traced layout, its schedule and its open session, kept from sync to
-    sync.
+    """One engine rank: its traced layout, its schedule and its open session, kept across syncs.
 
     Args:
         model: has `load_weights`, the engine's own loader.
-        rank: tells the number of this process in the engine.
-        finish: called with the model after its last weight was written.
+        rank: returns the number of this process in the engine.
+        finish: called with the model after the last weight was written.
     """
 
     def __init__(
@@ -66,10 +65,10 @@ class WeightReceiver:
         self._thread: threading.Thread | None = None
 
     def take(self, control: Control, in_background: bool) -> None:
-        """`handle`; in the background a message to receive is left to a thread."""
+        """Handle a message. With `in_background`, receiving is left to a thread."""
         if not in_background or control.action != RECEIVE:
             return self.handle(control)
-        # these are a thread's own, and weights that were made in inference mode may not be written
+        # these modes are per thread, and weights created in inference mode may not be written
         # outside of it
         modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
         before = self._thread
@@ -81,17 +80,17 @@ class WeightReceiver:
                 platform.set_device(device.index or 0)
                 if before is not None:
                     before.join()  # it has reported already, or this engine is given up
-                platform.synchronize()  # what was started before the pause has computed
+                platform.synchronize()  # wait for kernels started before the pause
                 with torch.inference_mode(modes[0]), torch.set_grad_enabled(modes[1]):
                     self.handle(control, platform.synchronize)
-            except BaseException:  # as in `load`
+            except BaseException:  # like `load`
                 _log.exception("a weight-sync message could not be answered")
 
         self._thread = threading.Thread(target=work, name="receive-weights", daemon=True)
         return self._thread.start()
 
     def handle(self, control: Control, finish: Callable[[], None] | None = None) -> None:
-        """Do what is asked, then `finish`, and report."""
+        """Execute the command, then `finish`, and report."""
         started = time.perf_counter()
         rank = control.first_rank + self._rank()
         store = session.connect(control.host, control.port, control.timeout_s)
@@ -120,23 +119,22 @@ class WeightReceiver:
             self._describe(store, layout)
             return 0
         if control.order is None:
-            raise WeightSyncError("a message to receive came without an order")
+            raise WeightSyncError("a message to receive weights has no order")
         board = Board.open(control.order, store)
         try:
             return self._receive(board, rank)
         except BaseException as problem:
             was_called_off = board.decision() == ABORT
             board.decide(ABORT)
-            # nobody need wait for this rank any longer: what was decided tells them
+            # tell the other ranks not to wait for this one; the decision informs them
             board.staged(rank)
             if was_called_off and not isinstance(problem, _CalledOff):
                 raise _CalledOff(
-                    "called off before it was committed (what this rank saw of it: "
-                    f"{problem_of(problem)})"
+                    f"cancelled before it was committed (error of this rank: {problem_of(problem)})"
                 ) from problem
             raise
 
-    # ---- where the weights lie
+    # ---- layout
 
     def _describe(self, store: Any, layout: RankLayout) -> None:
         post_layout(
@@ -152,8 +150,8 @@ class WeightReceiver:
         }
 
     def _traced(self, store: Any, timeout_s: float) -> RankLayout:
-        """The layout, traced anew when any buffer has moved (repacked weights, memory that was
-        released and taken again)."""
+        """Return the layout. It is traced again if any buffer has moved (repacked weights, memory
+        released and allocated again)."""
         pointers = {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
         if self._layout is None or pointers != self._pointers:
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
@@ -184,12 +182,12 @@ class WeightReceiver:
         return received.stats.payload_bytes
 
     def _agree_to_commit(self, board: Board, rank: int) -> None:
-        """Return when every rank of the engine has everything and all will copy; raise when none
-        will."""
+        """Return when every rank of the engine has staged everything and all will copy. Raises if
+        the order is cancelled."""
         board.staged(rank)
         board.wait_all_staged(board.order.endpoint.timeout_s)
         if board.decide(COMMIT) != COMMIT:
-            raise _CalledOff("called off before it was committed")
+            raise _CalledOff("cancelled before it was committed")
 
     def _scheduled(self, board: Board, rank: int) -> Schedule:
         order = board.order
@@ -201,13 +199,12 @@ class WeightReceiver:
             )
         if layout_digest(self._schedule.layout) != self._digest:
             raise WeightSyncError(
-                "the weights no longer lie as they did when the plan was made; start the engine "
-                "again"
+                "the weight layout has changed since the plan was made; restart the engine"
             )
         return self._schedule
 
     def _opened(self, order: Order, rank: int) -> ReceiveChannel:
-        """The session's channel; that of an earlier session is given up."""
+        """Return the session's channel. The channel of an earlier session is closed."""
         if self._channel is None or self._session != order.endpoint.session:
             self._give_up()
             self._channel = open_receiver(order.endpoint, rank, _device(self.model))
@@ -223,8 +220,8 @@ class WeightReceiver:
             channel.abort()
 
     def _clear_padding(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Zero what the loader would: no message fills it, and an engine that started without
-        weights has noise there."""
+        """Zero the padding, like the loader. No message fills it, and it is uninitialised in an
+        engine that started without weights."""
         layout = self._layout
         if layout is None:
             return

@@ -1,10 +1,10 @@
-"""One engine's part of a weight sync, which its worker drives over HTTP: all weights or none, never
-a token from a mixture.
+"""One engine's part of a weight sync, driven by its worker over HTTP: all weights or none, never a
+token from a mixture.
 
-The engine is paused before anything is written, and goes on only after every rank has reported
-success, under the new version's name. After any failure it stays paused under its old version's
-name, for the next order. The server's own answer decides nothing: SGLang's says success even when
-the loader has failed.
+The engine is paused before anything is written, and resumes under the new version's name only after
+every rank has reported success. After any failure it stays paused under its old version's name,
+until the next order. The server's own answer is ignored: SGLang's reports success even if the
+loader failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from hybridflow.sync.session import (
 
 
 class EngineClient(Protocol):
-    """What a transaction asks of an engine's server. Calls have deadlines and raise EngineError."""
+    """The protocol of an engine's server in a transaction. Calls have deadlines and raise
+    EngineError."""
 
     def pause(self, mode: PauseMode) -> None:
         """Stop generating."""
@@ -46,11 +47,11 @@ class EngineClient(Protocol):
         """Close the session."""
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Bring the message to our code in every rank and wait until all have handled it; forget
+        """Deliver the message to our code in every rank and wait until all have handled it; drop
         cached prefixes."""
 
     def set_weight_version(self, version: int | str) -> None:
-        """Name the weights that make later tokens."""
+        """Name the weights that generate later tokens."""
 
 
 class _Unusable(WeightSyncError):
@@ -59,15 +60,15 @@ class _Unusable(WeightSyncError):
 
 
 def _report_deadline(timeout_s: float, stages: int) -> float:
-    """Seconds after the server's answer by which ranks report. With several pipeline stages it
-    answers once the first has handled the message."""
+    """Return the deadline in seconds for the ranks' reports after the server's answer. With several
+    pipeline stages the server answers once the first stage has handled the message."""
     return answer_deadline(timeout_s) if stages > 1 else REPORT_GRACE_S
 
 
 def describe(
     client: EngineClient, spec: EngineSpec, host: str, port: int, timeout_s: float
 ) -> EngineLayout:
-    """Have all ranks of an engine trace and post their layouts. For an engine that has no requests.
+    """Make all ranks of an engine trace and post their layouts. The engine must have no requests.
 
     Raises:
         WeightSyncError: a rank could not trace its loader or did not report; names engine and rank.
@@ -88,11 +89,11 @@ def describe(
 
 
 def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> Outcome:
-    """Carry out an order. Raises none of our errors: the outcome has the engine's status.
+    """Execute an order. Never raises a HybridFlowError: the outcome has the engine's status.
 
     Args:
-        plan: digest of the plan that this engine was described for.
-        stages: of the engine's pipeline.
+        plan: digest of the plan for which this engine was described.
+        stages: pipeline stages of the engine.
     """
     started = time.perf_counter()
     board = None
@@ -104,7 +105,7 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
         reports = _transact(client, board, _report_deadline(order.endpoint.timeout_s, stages))
     except (WeightSyncError, EngineError, StoreError) as error:
         if board is not None:
-            with suppress(StoreError):  # without the store there is nobody to tell
+            with suppress(StoreError):  # without the store no peer can be told
                 board.call_off(str(error))
         if isinstance(error, EngineSilent | _Unusable):
             status = "lost"
@@ -116,7 +117,7 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
             0,
             time.perf_counter() - started,
         )
-    # the keys end with the store; what became of it is told by the rank that holds it
+    # the keys end with the store; the rank that keeps it reports errors
     with suppress(StoreError):
         board.clear()
     nbytes = sum(report.nbytes for report in reports.values())
@@ -124,8 +125,8 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
 
 
 def _compare(board: Board, plan: str) -> None:
-    """Refuse, before anything is paused, an order whose senders hold another plan or version than
-    the order."""
+    """Reject an order whose plan or version differs from the senders', before pausing the
+    engine."""
     order = board.order
     if order.plan != plan:
         raise WeightSyncError(
@@ -135,19 +136,18 @@ def _compare(board: Board, plan: str) -> None:
     for sender, announced in board.announcements(order.endpoint.timeout_s).items():
         if announced.plan != plan:
             raise WeightSyncError(
-                f"trainer rank {sender} holds plan {announced.plan[:12]}, {order.engine} plan "
+                f"trainer rank {sender} has plan {announced.plan[:12]}, {order.engine} has plan "
                 f"{plan[:12]}; plan again"
             )
         if announced.version != order.version:
             raise WeightSyncError(
-                f"trainer rank {sender} holds weight version {announced.version}, not "
-                f"{order.version}"
+                f"trainer rank {sender} has weight version {announced.version}, not {order.version}"
             )
 
 
 def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, RankReport]:
-    """Pause, have the ranks receive, resume. `report_s`: how long after the server's answer reports
-    may come."""
+    """Pause the engine, let the ranks receive, and resume. `report_s` is the deadline for reports
+    after the server's answer."""
     order = board.order
     endpoint = board.order.endpoint
     refusal = ""
@@ -164,10 +164,9 @@ def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, 
     )
     client.pause(cast(PauseMode, order.pause))
     client.begin_weight_update()
-    board.go()  # not before: senders would wait for an engine that finishes its requests
+    board.go()  # only now, as senders would otherwise wait while the engine finishes its requests
     try:
-        # requests that were paused in place keep their KV cache, and SGLang answers 400 when asked
-        # to forget it
+        # requests paused in place keep their KV cache, and SGLang answers 400 to a flush
         client.call_ranks(control, flush_cache=order.pause != "in_place")
     except EngineSilent:
         raise
@@ -190,7 +189,7 @@ def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, 
 def _check_reports(
     engine: str, ranks: tuple[int, ...] | range, reports: Mapping[int, RankReport], refusal: str
 ) -> None:
-    """Raise unless every rank has reported success."""
+    """Raise unless every rank reported success."""
     causes_first = sorted(reports.values(), key=lambda report: report.called_off)
     faults = [f"{engine} {report.error}" for report in causes_first if report.error]
     silent = [str(rank) for rank in ranks if rank not in reports]

@@ -1,8 +1,7 @@
-"""The engine `hf`: transformers' model and its `generate`, without a server or a process of its
-own.
+"""The engine `hf`: transformers' model and its `generate`, in the trainer's process.
 
-It is slow next to a server that batches continuously: a batch of prompts is answered until its
-longest response ends. It is there for debugging and for the smallest machine.
+It is slower than a server with continuous batching, because a batch runs until its longest response
+ends. Intended for debugging and for the smallest machines.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
     from hybridflow.sync.schedule import EngineLayout
 
 _WHY = (
-    "the engine hf takes weights in the trainer's process alone; choose cluster=in-process, or "
+    "the engine hf runs only in the trainer's process; set cluster=in-process, or choose "
     "another rollout.engine"
 )
 
 
 class HfEngine:
-    """One engine. Its calls compute in the caller's thread."""
+    """An engine that computes in the caller's thread."""
 
     def __init__(self, spec: EngineSpec, log_path: Path, check: Callable[[], None]) -> None:
         self.spec = spec
@@ -49,10 +48,10 @@ class HfEngine:
     # ---- start and stop
 
     def start(self) -> None:
-        """Build the model; its weights have no values yet.
+        """Build the model, without weight values.
 
         Raises:
-            ModelError: transformers' model has other tensors than the family's map.
+            ModelError: transformers' model does not have the tensors of the family's map.
         """
         config = json.loads(
             (Path(self.spec.model_path) / "config.json").read_text(encoding="utf-8")
@@ -68,25 +67,26 @@ class HfEngine:
                 "use another rollout.engine"
             )
         self._model = model.eval().requires_grad_(False)
-        # a response ends with the stop tokens that were asked for
+        # a response ends only at the requested stop tokens
         self._model.generation_config.eos_token_id = None
 
     def wait_ready(self) -> None:
-        """Return at once: a started engine is ready. EngineError when it was not started."""
+        """Return immediately, since a started engine is ready. Raises EngineError if it was not
+        started."""
         self.check_alive()
 
     def check_alive(self) -> None:
-        """EngineError when it was not started or has been stopped."""
+        """Raise EngineError if it was not started or has been stopped."""
         self._check()
         if self._model is None:
             raise EngineError("is not running", engine=self.spec.name)
 
     def log_tail(self) -> str:
-        """Return no text: the engine writes to the log of this process."""
+        """Return an empty string: the engine logs to this process's log."""
         return ""
 
     def stop(self) -> None:
-        """Give the model up."""
+        """Release the model."""
         self._model = None
         self._version = None
 
@@ -103,20 +103,20 @@ class HfEngine:
         with_routes: bool = False,
         with_support: bool = False,
     ) -> list[Completion]:
-        """One response for each prompt, in order; see `Engine.generate`.
+        """Generate one response per prompt, in order, as documented in `Engine.generate`.
 
-        What is sampled follows from seed, version of the weights and prompts alone, so that a
-        resumed run samples what an uninterrupted one does.
+        Sampling depends only on seed, weight version and prompts, so a resumed run samples the same
+        tokens as an uninterrupted one.
         """
         self.check_alive()
         if self._version is None:
-            raise EngineError("holds no whole weights", engine=self.spec.name)
+            raise EngineError("has no complete weights", engine=self.spec.name)
         if with_routes:
             raise EngineError("does not return the experts of tokens", engine=self.spec.name)
         for name in ("frequency_penalty", "presence_penalty", "stop"):
             if value := getattr(sampling, name):
                 raise EngineError(
-                    f"knows no {name}={value} of rollout.sampling; leave it out",
+                    f"does not support rollout.sampling.{name}={value}; remove it",
                     engine=self.spec.name,
                 )
         self._check_prompts(prompts)
@@ -134,15 +134,15 @@ class HfEngine:
         return found
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Raise EngineError for what transformers would end on, or answer without sense."""
+        """Raise EngineError for prompts that transformers would crash on or answer incorrectly."""
         config = self._model.config.get_text_config()
         check_tokens(prompts, config.vocab_size, self.spec.name)
         longest = config.max_position_embeddings
         for number, prompt in enumerate(prompts):
             if len(prompt) >= longest:
                 said = (
-                    f"prompt {number} has {len(prompt)} tokens, and with an answer the model has "
-                    f"room for {longest}"
+                    f"prompt {number} has {len(prompt)} tokens, but the model has room for only "
+                    f"{longest} including the answer"
                 )
                 raise EngineError(said, engine=self.spec.name)
 
@@ -200,9 +200,9 @@ class HfEngine:
     def _read_once(
         self, prompts: Sequence[Sequence[int]], ids: torch.Tensor, mask: torch.Tensor
     ) -> dict[str, DynamicCache]:
-        """What `generate` takes for prompts that are there several times (the samples of a group):
-        keys and values of all tokens but the last, computed once for each different prompt. Nothing
-        where that saves nothing."""
+        """Return arguments for `generate` that share the prefill of repeated prompts (the samples
+        of a group): keys and values of all tokens but the last, computed once per distinct prompt.
+        Empty if no prompt is repeated."""
         from transformers import DynamicCache
 
         numbers: dict[tuple[int, ...], int] = {}
@@ -249,8 +249,8 @@ class HfEngine:
     # ---- weights and memory
 
     def take(self, version: str, fill: Callable[[Mapping[str, torch.Tensor]], int]) -> int:
-        """Take a version of the weights, which `fill` writes into this model's tensors; returns
-        what it returns."""
+        """Let `fill` write a version of the weights into this model's tensors. Returns its
+        result."""
         self.check_alive()
         self._version = None
         written = fill(dict(checkpoint_tensors(self._model)))
@@ -258,30 +258,29 @@ class HfEngine:
         return written
 
     def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
-        """EngineError: its weights do not come over a wire."""
+        """Raise EngineError: this engine does not receive weights over the network."""
         raise EngineError(_WHY, engine=self.spec.name)
 
     def receive(self, order: Order, plan: str) -> Outcome:
-        """Refuses the order: its weights do not come over a wire."""
+        """Refuse the order: this engine does not receive weights over the network."""
         return refuse(order, _WHY)
 
     def sleep(self) -> None:
         """Do nothing: the engine shares the trainer's device and keeps its memory."""
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Do nothing: `sleep` gave no memory back."""
+        """Do nothing: `sleep` released no memory."""
 
 
 class _LogProbs:
-    """Sees the logits of each step before the sampler cuts them, and keeps the log-prob of the
-    token that was taken.
+    """Records the log-prob of each sampled token, from the logits before top-k and top-p.
 
-    A `LogitsProcessor` of transformers: the token of a step is the last one of the ids in the next.
+    A `LogitsProcessor` of transformers: the token of a step is the last id in the next call.
     """
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
-        self._last: torch.Tensor | None = None  # [b, v] of the newest step
+        self._last: torch.Tensor | None = None  # [b, v] of the latest step
         self._taken: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -290,8 +289,8 @@ class _LogProbs:
         return scores
 
     def of(self, sequences: torch.Tensor) -> torch.Tensor:
-        """[b, t] log-probs of all tokens that were generated; `sequences` is what `generate`
-        returned."""
+        """Return [b, t] log-probs of all generated tokens; `sequences` is the result of
+        `generate`."""
         self._take(sequences)
         return torch.stack(self._taken, dim=1)
 
@@ -303,8 +302,8 @@ class _LogProbs:
 def _among(
     scores: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, list[Supports | None]]:
-    """[b, t] log-probs of the tokens among those that the sampler left, and each row's supports;
-    `scores` [b, t, v] are -inf elsewhere."""
+    """Return [b, t] log-probs of the tokens within the sampler's support, and each row's supports;
+    `scores` [b, t, v] are -inf outside the support."""
     left = scores.isfinite()
     log_probs = scores.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     rows: list[Supports | None] = [
@@ -314,12 +313,13 @@ def _among(
     return log_probs, rows
 
 
-# transformers holds the experts of a layer as one tensor: gate above up, and down
+# transformers stores the experts of a layer as one tensor: gate above up, and down
 _EXPERTS = re.compile(r"(?P<layer>.*\.)mlp\.experts\.(?P<part>gate_up|down)_proj$")
 
 
 def checkpoint_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of transformers' model by their names in a checkpoint, as views of its memory."""
+    """Yield the tensors of transformers' model by their checkpoint names, as views of its
+    memory."""
     saved = model.state_dict().keys()
     named = [
         *model.named_parameters(),

@@ -2,10 +2,10 @@
 deadline.
 
 Log-probabilities: SGLang returns, for each generated token, log softmax(logits / temperature) over
-the whole vocabulary, taken *before* top-k, top-p and min-p cut the distribution
-(sglang/srt/layers/sampler.py, standard path). At temperature 0 it is log softmax(logits). Where the
-support is asked for (`return_sampling_mask`, which needs a finite top_k), it is normalised over
-that instead: what the sampler drew from.
+the whole vocabulary, taken *before* top-k, top-p and min-p are applied
+(sglang/srt/layers/sampler.py, standard path). At temperature 0 it is log softmax(logits). With
+`return_sampling_mask` (which needs a finite top_k), it is normalised over the sampler's support
+instead.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hybridflow.engines.sglang.token_stream import SglangStreams
 from hybridflow.engines.sglang.weight_control import LOADER, payload
 from hybridflow.errors import EngineError
 
-_SETTLE_S = 30  # for the scheduler to let go of a batch that has been answered
+_SETTLE_S = 30  # for the scheduler to release an answered batch
 
 
 class EngineClient(ServerClient):
-    """Speaks to one server of SGLang."""
+    """Client of one SGLang server."""
 
     streams = SglangStreams
 
@@ -49,16 +49,15 @@ class EngineClient(ServerClient):
     # ---- memory
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Give the device memory of these parts back; their contents are lost. No request may be
-        running.
+        """Release the device memory of these parts, with their contents. No request may be running.
 
-        On CPU SGLang answers well and frees nothing: its memory saver needs CUDA's virtual memory
-        calls.
+        On CPU SGLang reports success but frees nothing: its memory saver needs CUDA's virtual
+        memory calls.
         """
         self._request("/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take the memory of these parts again; weights must then be sent before the next
+        """Allocate the memory of these parts again. Weights must be sent before the next
         request."""
         self._request("/resume_memory_occupation", {"tags": list(tags)})
 
@@ -68,9 +67,8 @@ class EngineClient(ServerClient):
         """Stop generating.
 
         Args:
-            mode: what happens to running requests. abort: they end; retract: they wait, and their
-                KV cache is computed anew; in_place: they wait and keep it, although it was made by
-                the old weights.
+            mode: treatment of running requests. abort: they end; retract: they wait, and their KV
+                cache is recomputed; in_place: they wait and keep their KV cache of the old weights.
         """
         self._post("/pause_generation", {"mode": mode})
 
@@ -84,22 +82,21 @@ class EngineClient(ServerClient):
         self._post("/begin_weight_update", {})
 
     def end_weight_update(self) -> None:
-        """Close the session. A session left open refuses the next `begin_weight_update`."""
+        """Close the session. While a session is open, the next `begin_weight_update` fails."""
         self._post("/end_weight_update", {})
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Bring a message to our code in every tensor-parallel rank and wait until all have handled
-        it. They report through the sync's store.
+        """Deliver a message to our code in every tensor-parallel rank, and wait until all have
+        handled it. They report through the sync's store.
 
         Needs an open session.
 
         Args:
             control: the message.
-            flush_cache: forget cached prefixes, which belong to the old weights. Fails with
-                requests held by `pause("in_place")`.
+            flush_cache: drop cached prefixes, which belong to the old weights. Fails with requests
+                paused by `pause("in_place")`.
 
-        `weight_version` is left out: SGLang would take the new name on even when the loader has
-        failed.
+        `weight_version` is omitted: SGLang would adopt the new name even if the loader failed.
         """
         body = {
             "serialized_named_tensors": payload(control),
@@ -109,20 +106,20 @@ class EngineClient(ServerClient):
         self._post("/update_weights_from_tensor", body)
 
     def set_weight_version(self, version: int | str) -> None:
-        """Name the weights now loaded; later tokens carry it in `Completion.weight_versions`."""
+        """Name the loaded weights; later tokens carry the name in `Completion.weight_versions`."""
         self._post(
             "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
         )
 
     def flush_cache(self) -> None:
-        """Forget cached prefixes. Refused while requests are running; the last batch of those that
-        have been answered may take a moment."""
+        """Drop cached prefixes. Rejected while requests are running; the last answered batch may
+        take a moment to finish."""
         self._request(f"/flush_cache?timeout={_SETTLE_S}", {})
 
     # ---- control calls
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """A control call: SGLang answers `{success, message}`, with 200 or 400."""
+        """Make a control call: SGLang answers `{success, message}`, with 200 or 400."""
         answer = self._call(path, body)
         if not isinstance(answer, dict):
             raise EngineError(f"{path} failed: answered {type(answer).__name__}", engine=self.name)

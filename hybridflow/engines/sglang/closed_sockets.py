@@ -1,10 +1,10 @@
-"""Closes what SGLang's processes tell each other to whoever is not of the job. Part of the plugin,
-in every process.
+"""Protects the communication among SGLang's processes from outsiders. Part of the plugin, in every
+process.
 
-SGLang unpickles what comes over its ZeroMQ sockets (sglang/srt/managers/io_struct.py:2742) and over
+SGLang unpickles messages from its ZeroMQ sockets (sglang/srt/managers/io_struct.py:2742) and
 collectives. Its sockets are files in the engine's private folder, except with data-parallel
-attention, over several nodes, and where a tensor-parallel group broadcasts: there they are TCP
-ports that anybody on the machine reaches.
+attention, over several nodes, and for broadcasts in a tensor-parallel group: these use TCP ports
+that anyone on the machine can reach.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hybridflow.process.rendezvous import client_store
 from hybridflow.process.secret import digest
 from hybridflow.process.signed_objects import sign_objects
 
-SCHEME = "hybridflow"  # of the address at which the ranks of an engine over several nodes meet
+SCHEME = "hybridflow"  # of the rendezvous address of an engine over several nodes
 
 
 def close_sockets() -> None:
-    """Have every ZeroMQ socket over TCP use CURVE, torch's object collectives sign, and ranks meet
-    in the job's store."""
+    """Encrypt every ZeroMQ socket over TCP with CURVE, sign torch's object collectives, and use the
+    job's store for the ranks' rendezvous."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from torch.distributed import register_rendezvous_handler
 
@@ -33,8 +33,11 @@ def close_sockets() -> None:
 
 
 def keys() -> tuple[bytes, bytes]:
-    """The public and the secret key of all sockets of the job. Both are kept: CurveZMQ never sends
-    the public key of the end that listens, and nobody can greet it without."""
+    """Return the public and the secret key of all sockets of the job.
+
+    Both are secret: CurveZMQ never sends the public key of the listening end, and no client can
+    connect without it.
+    """
     import zmq
     from zmq.utils import z85
 
@@ -43,7 +46,7 @@ def keys() -> tuple[bytes, bytes]:
 
 
 def bind(original: Callable[..., Any], socket: Any, address: str, *args: Any, **kwargs: Any) -> Any:
-    """Listen, with CURVE where the address is TCP."""
+    """Listen, with CURVE on TCP addresses."""
     if address.startswith("tcp:"):
         socket.curve_publickey, socket.curve_secretkey = keys()
         socket.curve_server = True
@@ -53,7 +56,7 @@ def bind(original: Callable[..., Any], socket: Any, address: str, *args: Any, **
 def connect(
     original: Callable[..., Any], socket: Any, address: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Connect, with CURVE where the address is TCP."""
+    """Connect, with CURVE on TCP addresses."""
     if address.startswith("tcp:"):
         public, secret = keys()
         socket.curve_publickey = public
@@ -65,7 +68,7 @@ def connect(
 def meet(
     url: str, timeout: timedelta = timedelta(minutes=10), **_: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """torch's rendezvous handler for hybridflow://HOST:PORT?rank=R&world_size=N."""
+    """Handle torch's rendezvous for hybridflow://HOST:PORT?rank=R&world_size=N."""
     from urllib.parse import parse_qs, urlparse
 
     from hybridflow.process.torch_store import TorchStore

@@ -1,5 +1,4 @@
-"""One SGLang server as an engine (`engines.base.Engine`): the server and its HTTP client
-together."""
+"""One SGLang server as an engine (`engines.base.Engine`): the server and its HTTP client."""
 
 from __future__ import annotations
 
@@ -18,17 +17,18 @@ from hybridflow.process.rendezvous import master_store
 
 
 class SglangEngine(ServedEngine):
-    """One server of SGLang."""
+    """One SGLang server."""
 
     client_class = EngineClient
 
     def sleep(self) -> None:
-        """On CPU the server agrees and frees nothing."""
+        """Release memory. On CPU the server reports success but frees nothing."""
         self.client.flush_cache()
         self.client.release_memory(("kv_cache", "weights", *self._graphs))
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Weights are empty until the next sync. Graphs come back with the cache that they read."""
+        """Allocate memory. Weights are empty until the next sync; graphs return with the KV cache
+        that they read."""
         self.client.resume_memory((*tags, *(self._graphs if "kv_cache" in tags else ())))
 
     @property
@@ -51,11 +51,11 @@ class SglangEngine(ServedEngine):
         return environment(self.spec, self._folder)
 
     def _fill(self, folder: Path) -> None:
-        """The keys travel in a private file: a command line is readable by every user of the
-        machine.
+        """Write the keys to a private file, because any user of the machine can read a command
+        line.
 
         `admin-api-key` protects weights and control, `api-key` generation
-        (sglang/srt/utils/auth.py:74): one key for both.
+        (sglang/srt/utils/auth.py:74): both use the same key.
         """
         path = folder / KEYS
         path.touch(mode=0o600)

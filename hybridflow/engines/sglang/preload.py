@@ -1,5 +1,5 @@
-"""What a server of SGLang imports before it knows its model; importing this module imports it, for
-processes that fork servers (`process.fork_server`)."""
+"""The imports of an SGLang server that do not depend on its model. Fork servers
+(`process.fork_server`) import this module."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 from hybridflow.device.platform import Platform
 from hybridflow.engines.sglang.server import sglang_environment
 
-# their tokenizer and configuration lie in the run's folder
+# tokenizer and configuration are in the run's folder
 os.environ.update(sglang_environment(Platform.detect().kind), HF_HUB_OFFLINE="1")
 
 from sglang.srt.plugins import load_plugins
 
-load_plugins()  # before what they change is imported, as sglang/launch_server.py does
+load_plugins()  # before importing the patched modules, like sglang/launch_server.py
 
 import sglang.launch_server  # noqa: E402
 import sglang.srt.entrypoints.http_server  # noqa: E402, F401

@@ -15,8 +15,7 @@ from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 
 KEYS = "keys.yaml"
-# the file of srt/models that has the class of an architecture; of others SGLang looks through all
-# files
+# file of srt/models that defines an architecture's class; for others SGLang searches all files
 MODEL_FILES = {
     "DeepseekV3ForCausalLM": "deepseek_v2",
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -30,7 +29,7 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
-    """SGLang's arguments for the spec, by name, before they become a command line."""
+    """Return SGLang's arguments for the spec, by name, before they become a command line."""
     arguments: dict[str, Any] = {
         "model-path": spec.model_path,
         "host": HOST,
@@ -41,14 +40,15 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         "max-running-requests": spec.max_running_requests,
         "max-total-tokens": spec.max_total_tokens,
         "random-seed": spec.seed,
-        # we send and receive token ids; also spares the detokenizer's work per token
+        # we send and receive token ids; this also avoids the detokenizer's work
         "skip-tokenizer-init": not spec.tokenizes,
-        "incremental-streaming-output": True,  # an event holds the tokens since the one before
+        # an event contains only the tokens since the previous one
+        "incremental-streaming-output": True,
         "skip-server-warmup": True,  # wait_ready makes its own one-token request
         "grammar-backend": "none",
         "log-level-http": "warning",
         "custom-weight-loader": [LOADER],
-        # an idle scheduler polls in a busy loop otherwise and takes a core from the trainer
+        # otherwise an idle scheduler busy-polls and takes a core from the trainer
         "sleep-on-idle": True,
     }
     if spec.device == "cpu":
@@ -60,9 +60,9 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
     if spec.max_support:
         arguments["sampling-mask-max-tokens"] = spec.max_support
     if spec.memory_saver and spec.device == "cuda":
-        arguments["enable-memory-saver"] = True  # on CPU the server would die at its start
-        # those of the default backend cannot give their memory back, and the server dies at its
-        # start (sglang/srt/model_executor/runner_backend/breakable_cuda_graph_backend.py:92)
+        arguments["enable-memory-saver"] = True  # on CPU the server would crash at start-up
+        # graphs of the default backend cannot release their memory, and the server crashes at
+        # start-up (sglang/srt/model_executor/runner_backend/breakable_cuda_graph_backend.py:92)
         arguments["cuda-graph-backend-prefill"] = "disabled"
     if not has_weights(spec.model_path):
         arguments["load-format"] = "dummy"
@@ -82,11 +82,10 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
 
 
 def core_binding(ranks: int, cores: list[int]) -> str:
-    """SGLANG_CPU_OMP_THREADS_BIND: cores of each rank, `0,1|2,3`. Ranks share cores when there are
-    fewer cores than ranks.
+    """Return SGLANG_CPU_OMP_THREADS_BIND, the cores of each rank: `0,1|2,3`. Ranks share cores if
+    there are fewer cores than ranks.
 
-    Why: on CPU SGLang gives one NUMA node to each rank and refuses more ranks than nodes unless
-    told the cores.
+    On CPU SGLang otherwise assigns one NUMA node to each rank, and rejects more ranks than nodes.
     """
     share = max(1, len(cores) // ranks)
     parts = [
@@ -96,12 +95,11 @@ def core_binding(ranks: int, cores: list[int]) -> str:
 
 
 def unused_model_files(model_path: str) -> list[str]:
-    """Names of SGLang's model files but that of this model's architecture; empty when that is not
-    in `MODEL_FILES`.
+    """Return the names of SGLang's model files except that of this model's architecture; empty if
+    the architecture is not in `MODEL_FILES`.
 
-    SGLang imports every one of its model files to find one class
-    (sglang/srt/models/registry.py:118), about a second of processor time a start. It skips those
-    that SGLANG_DISABLED_MODEL_ARCHS names.
+    SGLang imports every model file to find one class (sglang/srt/models/registry.py:118), which
+    takes about a second of processor time per start. It skips those in SGLANG_DISABLED_MODEL_ARCHS.
     """
     config = Path(model_path) / "config.json"
     package = importlib.util.find_spec("sglang")
@@ -110,7 +108,7 @@ def unused_model_files(model_path: str) -> list[str]:
     try:
         architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
     except (ValueError, AttributeError):
-        return []  # SGLang says what is wrong with it
+        return []  # SGLang reports the error
     used = {MODEL_FILES.get(name) for name in architectures}
     files = {
         path.stem
@@ -120,41 +118,41 @@ def unused_model_files(model_path: str) -> list[str]:
 
 
 def sglang_environment(device: str) -> dict[str, str]:
-    """What is the same for all servers of SGLang. SGLang and its libraries read some of it when
-    they are imported."""
+    """Return the environment variables that all SGLang servers share. Some are read by SGLang and
+    its libraries at import."""
     env = {
         "TOKENIZERS_PARALLELISM": "false",
-        # /health would sleep a second and generate a token each time
+        # Otherwise each /health request sleeps a second and generates a token
         # (sglang/srt/entrypoints/http_server.py:721).
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     if device == "cpu":
-        # Ranks compare free memory before they load (sglang/srt/distributed/bootstrap.py:441); a
-        # host's moves with whatever starts on it.
+        # Ranks compare free memory before loading (sglang/srt/distributed/bootstrap.py:441), but a
+        # host's free memory fluctuates.
         env |= {"CUDA_VISIBLE_DEVICES": "", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
-        # torch.compile on a CPU needs a C++ tool chain and minutes of warm-up
+        # torch.compile on a CPU needs a C++ toolchain and minutes of warm-up
         env["TORCH_COMPILE_DISABLE"] = os.environ.get("TORCH_COMPILE_DISABLE", "1")
     return env
 
 
 def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
-    """Environment of the server: the caller's, without its own distributed rank, kept on
+    """Return the server's environment: the caller's, without its distributed rank, restricted to
     loopback."""
     env = common_environment(spec, folder) | sglang_environment(spec.device)
-    # torch's TCPStore listens on every interface whatever its host name says; a file needs no
+    # torch's TCPStore listens on every interface regardless of its host name; a file needs no
     # listener (sglang/srt/distributed/bootstrap.py:238).
     env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/rendezvous"
-    # Where other ranks find this one's queues. Left to SGLang, it is the address towards the
-    # internet, and every interface where there is no way there (sglang/srt/utils/network.py:391).
+    # Address of this rank's queues for other ranks. SGLang's default is the address towards the
+    # internet, or every interface without a route (sglang/srt/utils/network.py:391).
     env["SGLANG_HOST_IP"] = spec.host
-    # torch_memory_saver refuses expandable segments, which trainers want
+    # torch_memory_saver rejects expandable segments, which trainers use
     for name in ALLOCATOR_SETTINGS:
         env.pop(name, None)
-    # it permutes expert weights after each load without undoing it first: orders that describe or
-    # fail permute twice (sglang/srt/layers/quantization/unquant.py:936)
+    # it permutes expert weights after each load without undoing it first, so orders that only
+    # describe, or fail, permute twice (sglang/srt/layers/quantization/unquant.py:936)
     env["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
     if spec.memory_saver and spec.device == "cuda":
-        # graphs hold gigabytes, and go with `Engine.sleep`
+        # graphs take gigabytes, and are released by `Engine.sleep`
         env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     if unused := unused_model_files(spec.model_path):
         env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused))
@@ -164,16 +162,17 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
             "SGLANG_CPU_OMP_THREADS_BIND", core_binding(ranks_here, sorted(os.sched_getaffinity(0)))
         )
     if spec.nnodes > 1:
-        # the ranks of all nodes meet in the job's store that the first node's server keeps
-        # (`SglangEngine._prepare`). Left to SGLang, rank 0 would serve torch's store, which listens
-        # on every interface and answers anybody
+        # the ranks of all nodes meet in the job's store on the first node's server
+        # (`SglangEngine._prepare`). By default rank 0 would serve torch's store, which listens on
+        # every interface and answers anyone
         host, port = meeting_address(spec)
         env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{SCHEME}://{host}:{port}"
     return env
 
 
 def meeting_address(spec: EngineSpec) -> tuple[str, int]:
-    """Where the ranks of an engine over several nodes meet. EngineError: the spec does not say."""
+    """Parse the rendezvous address of an engine over several nodes. Raises EngineError if the spec
+    has none."""
     host, _, port = spec.dist_init_addr.rpartition(":")
     if not host or not port.isdigit():
         raise EngineError(

@@ -1,4 +1,4 @@
-"""How SGLang is asked for tokens (`engines.token_stream`). Log-probabilities come packed
+"""SGLang's token protocol (`engines.token_stream`). Log-probabilities arrive packed
 (`packed_answers`)."""
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from hybridflow.engines.sglang.packed_answers import LOG_PROBS, SUPPORT_IDS, SUP
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError
 
-EVENT_TOKENS = 256  # an answer is heard of at its first token, after so many more, and at its end
-_REFUSED = 400  # status of a request that SGLang ends with an error of its own, as HTTP has them
-# how the error begins of a request whose next token has a support that is larger than
-# --sampling-mask-max-tokens: that token is not taken, and those before it are right
+EVENT_TOKENS = 256  # an event is sent at the first token, after this many more, and at the end
+_REFUSED = 400  # from this status on, SGLang ended the request with an error
+# start of the error message if the next token's support is larger than --sampling-mask-max-tokens:
+# that token is dropped, and the earlier ones are valid
 # (managers/scheduler_components/batch_result_processor.py:1333)
 _OVERFLOW = "Sampling support exceeds"
 
 
 class SglangStreams(TokenStreams):
-    """The requests for tokens to one SGLang server."""
+    """Token requests to one SGLang server."""
 
     def _body(self, asked: Asked, numbers: range) -> dict[str, Any]:
         body: dict[str, Any] = {

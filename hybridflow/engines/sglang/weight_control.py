@@ -1,9 +1,9 @@
-"""How an engine's worker brings a message to our code inside SGLang's ranks: through SGLang's own
-update endpoint.
+"""Delivery of a message from an engine's worker to our code inside SGLang's ranks, through SGLang's
+own update endpoint.
 
-`/update_weights_from_tensor` hands every tensor-parallel rank a list of (name, tensor) and calls
-the function that `load_format` names on it (`weight_receiver.load`). The message is JSON in place
-of the name; the tensor is one byte that nobody reads.
+`/update_weights_from_tensor` passes a list of (name, tensor) to every tensor-parallel rank and
+calls the function named by `load_format` on it (`weight_receiver.load`). The message is JSON in
+place of the name; the tensor is an unused byte.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ LOADER = "hybridflow.engines.sglang.weight_receiver.load"
 
 
 def payload(control: Control) -> list[str]:
-    """`serialized_named_tensors` for SGLang, one entry a rank.
+    """Return `serialized_named_tensors` for SGLang, one entry per rank.
 
-    SGLang takes pickles here and nothing else (sglang/srt/managers/tp_worker.py:194); its endpoint,
-    behind the admin key, unpickles them with an allow-list. We only write them.
+    SGLang accepts only pickles here (sglang/srt/managers/tp_worker.py:194); its endpoint, behind
+    the admin key, unpickles them with an allow-list. We only write them.
     """
     import torch
 

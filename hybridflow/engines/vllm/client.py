@@ -1,9 +1,9 @@
 """HTTP client of one vLLM server: token ids in and out, and the control calls of a weight sync.
 
-Log-probabilities: the server runs with `--logprobs-mode processed_logprobs`, which are those of the
-distribution that was sampled from. That is log softmax(logits / temperature) where nothing cuts it,
-and log softmax(logits) at temperature 0. With top-k or top-p they would be those of the cut
-distribution, which is not what `Completion` promises, so such requests are refused.
+Log-probabilities: the server runs with `--logprobs-mode processed_logprobs`, i.e. those of the
+distribution that was sampled from: log softmax(logits / temperature) without truncation, and log
+softmax(logits) at temperature 0. With top-k or top-p they would be those of the truncated
+distribution, unlike `Completion` specifies, so such requests are rejected.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError
 
 RPC = "take_weight_message"  # of `worker.WeightExtension`
-# what vLLM puts before the name of a request (scale_out/token_in_token_out/serving.py)
+# prefix that vLLM adds to request names (scale_out/token_in_token_out/serving.py)
 _PREFIX = "generate-tokens-"
 _PAUSE = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
 class VllmStreams(TokenStreams):
-    """The requests for tokens to one vLLM server, a prompt each."""
+    """Token requests to one vLLM server, one prompt each."""
 
     path = "/inference/v1/generate"
-    version = ""  # of the weights that make the tokens now: vLLM tells it with the last token alone
+    version = ""  # of the current weights: vLLM reports it only with the last token
 
     def _body(self, asked: Asked, numbers: range) -> dict[str, Any]:
         (number,) = numbers
@@ -64,7 +64,7 @@ class VllmStreams(TokenStreams):
 
 
 class VllmClient(ServerClient):
-    """Speaks to one vLLM server, which takes one prompt in an HTTP request."""
+    """Client of one vLLM server, with one prompt per HTTP request."""
 
     streams = VllmStreams
     together = 1
@@ -75,7 +75,7 @@ class VllmClient(ServerClient):
             raise EngineError("does not return the experts of tokens", engine=self.name)
         if sampling.stop:
             raise EngineError(
-                f"ends no answer behind a text, stop={list(sampling.stop)}; leave it out",
+                f"does not support stop strings, stop={list(sampling.stop)}; remove them",
                 engine=self.name,
             )
         if sampling.temperature > 0 and (
@@ -83,8 +83,9 @@ class VllmClient(ServerClient):
         ):
             raise EngineError(
                 f"vLLM's log-probs with top_p={sampling.top_p} and top_k={sampling.top_k} are "
-                "those of the cut distribution, which a trainer does not compute; set top_p=1 and "
-                "top_k=-1 in rollout.sampling and rollout.val_sampling, or another rollout.engine",
+                "those of the truncated distribution, which a trainer does not compute; set "
+                "top_p=1 and top_k=-1 in rollout.sampling and rollout.val_sampling, or choose "
+                "another rollout.engine",
                 engine=self.name,
             )
         return {
@@ -93,9 +94,9 @@ class VllmClient(ServerClient):
             "presence_penalty": sampling.presence_penalty,
             "repetition_penalty": sampling.repetition_penalty,
             "max_tokens": int(limit),
-            "logprobs": 0,  # that of the token itself
+            "logprobs": 0,  # only the sampled token's
             "stop_token_ids": [int(token) for token in requests.stop_token_ids],
-            # a response ends with the stop tokens that were asked for, and no other
+            # a response ends only at the requested stop tokens
             "ignore_eos": True,
             "detokenize": False,
         }
@@ -103,20 +104,20 @@ class VllmClient(ServerClient):
     # ---- memory
 
     def release_memory(self) -> None:
-        """Give the device memory of weights and KV cache back. On CPU vLLM agrees and frees
+        """Release the device memory of weights and KV cache. On CPU vLLM reports success but frees
         nothing."""
         self._request("/sleep?level=2", {})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take the memory of these parts again; weights must then be sent before the next
+        """Allocate the memory of these parts again. Weights must be sent before the next
         request."""
         self._request("/wake_up?" + "&".join(f"tags={tag}" for tag in tags), {})
 
     # ---- weights
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop generating; see `Order.pause`. Requests that are retracted lose their KV cache in
-        `call_ranks`."""
+        """Stop generating; `Order.pause` documents the modes. Retracted requests lose their KV
+        cache in `call_ranks`."""
         self._request(f"/pause?mode={_PAUSE[mode]}", {})
 
     def resume(self) -> None:
@@ -124,19 +125,18 @@ class VllmClient(ServerClient):
         self._request("/resume", {})
 
     def begin_weight_update(self) -> None:
-        """Do nothing: vLLM needs no session for the call of `call_ranks`."""
+        """Do nothing: vLLM needs no session for `call_ranks`."""
 
     def end_weight_update(self) -> None:
-        """Do nothing, as `begin_weight_update`."""
+        """Do nothing, like `begin_weight_update`."""
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Bring a message to our code in every rank and wait until all have handled it; they report
-        through the sync's store.
+        """Deliver a message to our code in every rank, and wait until all have handled it. They
+        report through the sync's store.
 
         Args:
             control: the message.
-            flush_cache: forget the KV cache, which belongs to the old weights, also of requests
-                that wait.
+            flush_cache: drop the KV cache of the old weights, also of waiting requests.
         """
         self._request("/collective_rpc", {"method": RPC, "args": [control.to_json()]})
         if flush_cache and not self._call(
@@ -148,5 +148,5 @@ class VllmClient(ServerClient):
             )
 
     def set_weight_version(self, version: int | str) -> None:
-        """Name the weights now loaded; later tokens carry it in `Completion.weight_versions`."""
+        """Name the loaded weights; later tokens carry the name in `Completion.weight_versions`."""
         self._request("/update_weight_version", {"new_version": str(version)})

@@ -1,7 +1,7 @@
-"""The door of a vLLM server: no path answers without the engine's key.
+"""Authentication for a vLLM server: every path requires the engine's key.
 
-vLLM's own `--api-key` guards the paths under `/v1`, `/v2` and `/inference`, and leaves those that
-change weights and memory open (vllm/entrypoints/serve/middleware/authenticate.py:14). `Door` is its
+vLLM's own `--api-key` protects the paths under `/v1`, `/v2` and `/inference`, but not those that
+change weights and memory (vllm/entrypoints/serve/middleware/authenticate.py:14). `Door` is its
 `--middleware`; standard library only.
 """
 
@@ -17,15 +17,15 @@ _App = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
 class Door:
-    """An ASGI application around another, which answers 401 where the key is missing or wrong."""
+    """An ASGI wrapper that answers 401 if the key is missing or wrong."""
 
     def __init__(self, app: _App) -> None:
         self._app = app
         self._expected = f"Bearer {os.environ[KEY]}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Pass a request with the key on. A connection that is no HTTP request (a web socket) is
-        not answered."""
+        """Forward a request with the right key. Other connections than HTTP (web sockets) are not
+        answered."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         shown = next((value for name, value in scope["headers"] if name == b"authorization"), b"")

@@ -1,4 +1,4 @@
-"""One vLLM server as an engine (`engines.base.Engine`): the server and its HTTP client together."""
+"""One vLLM server as an engine (`engines.base.Engine`): the server and its HTTP client."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from hybridflow.sync.session import Order, Outcome
 
 
 class VllmEngine(ServedEngine):
-    """One server of vLLM, in the interpreter `EngineSpec.python`."""
+    """One vLLM server, in the interpreter `EngineSpec.python`."""
 
     client_class = VllmClient
 
     def receive(self, order: Order, plan: str) -> Outcome:
-        """`ServedEngine.receive`; later tokens are of the order's version."""
+        """Receive weights like `ServedEngine.receive`, and record the version for later tokens."""
         outcome = super().receive(order, plan)
         if outcome.status == "served":
             self.client.tokens.version = str(order.version)
         return outcome
 
     def sleep(self) -> None:
-        """On CPU the server agrees and frees nothing."""
+        """Release memory. On CPU the server reports success but frees nothing."""
         self.client.release_memory()
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Weights are empty until the next sync."""
+        """Allocate memory. Weights are empty until the next sync."""
         self.client.resume_memory(tags)
 
     # ---- the server

@@ -1,4 +1,4 @@
-"""What this kind of engine refuses, and the command line and the environment of one vLLM server."""
+"""Checks, command line and environment of one vLLM server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hybridflow.engines.vllm.door import KEY
 from hybridflow.errors import EngineError
 from hybridflow.process.surroundings import SAFE_PATH
 
-BLOCK_TOKENS = 32  # of the KV cache; the smallest that vLLM's attention on CPUs takes
-# modules; the last three are what our code in the ranks imports
+BLOCK_TOKENS = 32  # of the KV cache; the minimum of vLLM's attention on CPUs
+# modules; the last three are imported by our code in the ranks
 NEEDED = ("vllm", "torch", "numpy", "xxhash")
 IMPORTS = "imports"  # folder with a link to this package
 _LOOK = f"import importlib.util as u; print(*(n for n in {NEEDED} if u.find_spec(n) is None))"
@@ -22,7 +22,7 @@ _LOOK_S = 60.0
 
 
 def check_spec(spec: EngineSpec) -> None:
-    """Raise EngineError for what this kind cannot do; names the key and what to set."""
+    """Raise EngineError for unsupported settings, with the key and the remedy."""
     other = "choose another rollout.engine"
     sizes = {
         "rollout.nodes_per_engine": spec.nnodes,
@@ -38,20 +38,20 @@ def check_spec(spec: EngineSpec) -> None:
             )
     if spec.return_routed_experts:
         raise EngineError(
-            "vLLM does not return the experts of tokens here; set actor.router_replay to none or "
+            "vLLM does not return the experts of tokens; set actor.router_replay to none or "
             f"r2, or {other}",
             engine=spec.name,
         )
     if model_config(spec).get("quantization_config"):
-        said = f"vLLM takes no quantised weights here; set rollout.quantization=null, or {other}"
+        said = f"vLLM does not support quantised weights; set rollout.quantization=null, or {other}"
         raise EngineError(said, engine=spec.name)
 
 
 def check_python(spec: EngineSpec) -> None:
-    """Raise EngineError where the interpreter of the server lacks a module. Takes some 50 ms."""
+    """Raise EngineError if the server's interpreter lacks a module. Takes about 50 ms."""
     python = spec.python or sys.executable
     remedy = (
-        "install vLLM and xxhash in an environment of their own, and set rollout.python to its "
+        "install vLLM and xxhash in a separate environment, and set rollout.python to its "
         "interpreter (docs/adr/0050-vllm-as-a-kind-of-engine.md)"
     )
     try:
@@ -75,7 +75,7 @@ def check_python(spec: EngineSpec) -> None:
 
 
 def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
-    """vLLM's arguments for the spec, by name, before they become a command line."""
+    """Return vLLM's arguments for the spec, by name, before they become a command line."""
     longest = model_config(spec).get("max_position_embeddings") or spec.max_total_tokens
     blocks = -(-spec.max_total_tokens // BLOCK_TOKENS)
     arguments: dict[str, Any] = {
@@ -90,10 +90,10 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         "block-size": BLOCK_TOKENS,
         "seed": spec.seed,
         "skip-tokenizer-init": True,  # we send and receive token ids
-        "generation-config": "vllm",  # the model's own sampling settings are not ours
-        "enable-scale-out": True,  # the path of token ids in and out
+        "generation-config": "vllm",  # the model's own sampling settings are not used
+        "enable-scale-out": True,  # the path for token ids in and out
         "logprobs-mode": "processed_logprobs",
-        # an answer is heard of at its first token, after so many more, and at its end
+        # an event is sent at the first token, after this many more, and at the end
         "stream-interval": 64,
         "middleware": "hybridflow.engines.vllm.door.Door",
         "worker-extension-cls": "hybridflow.engines.vllm.worker.WeightExtension",
@@ -103,12 +103,12 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
     if not spec.cache_prefixes:
         arguments["no-enable-prefix-caching"] = True
     if spec.ranks == 1:
-        # in the process of the scheduler: its rank meets nobody, and listens for nobody
+        # a single rank in the scheduler's process: no rendezvous, no listener
         arguments["distributed-executor-backend"] = "uni"
     if spec.device == "cpu":
-        arguments["enforce-eager"] = True  # compiling on a CPU needs a C++ tool chain and minutes
-        # vLLM keeps one that it never fills. On a GPU the memory fraction decides: a number would
-        # be taken as it is, also where the memory does not hold it
+        arguments["enforce-eager"] = True  # compiling on a CPU needs a C++ toolchain and minutes
+        # vLLM keeps one block unused. On a GPU the memory fraction decides: a number would be used
+        # even if memory is insufficient
         arguments["num-gpu-blocks-override"] = blocks + 1
     if spec.memory_saver and spec.device == "cuda":
         arguments["enable-sleep-mode"] = True
@@ -118,23 +118,23 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
 
 
 def environment(spec: EngineSpec, folder: str, key: str) -> dict[str, str]:
-    """Environment of the server: the caller's, without its own distributed rank, kept on
+    """Return the server's environment: the caller's, without its distributed rank, restricted to
     loopback."""
     env = common_environment(spec, folder)
     env |= {
         KEY: key,  # not in the command line, which every user of the machine can read
-        # nothing of this process's environment but the package: vLLM's has a torch of its own
+        # only this package is shared: vLLM's environment has a separate torch
         "PYTHONPATH": os.path.join(folder, IMPORTS),
-        "VLLM_SERVER_DEV_MODE": "1",  # pause, sleep and collective_rpc; `door` guards them
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, sleep and collective_rpc; protected by `door`
         "VLLM_HOST_IP": HOST,
         "VLLM_NO_USAGE_STATS": "1",
-        # the caller's environment may say otherwise: pickles in calls
+        # the caller's environment may enable pickles in calls
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if spec.device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
-        # GiB; how much is taken is said by the number of blocks
+        # GiB; the number of blocks decides how much is used
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         # engines of one machine would share the first cores
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -1,11 +1,10 @@
-"""Runs inside every rank of a vLLM server, as its `--worker-extension-cls`: takes new weights.
+"""The `--worker-extension-cls` inside every rank of a vLLM server: receives new weights.
 
-vLLM may lay weights out otherwise than its loader wrote them: on a CPU it packs each linear layer
+vLLM may store weights in another layout than its loader wrote: on a CPU it packs each linear layer
 for oneDNN and drops the parameter (vllm/model_executor/layers/utils.py,
-`dispatch_cpu_unquantized_gemm`). A loader that is traced says nothing of such a layout. So slices
-go to the places of the traced loader where every layer is known to compute with what its loader
-wrote, and otherwise the rank receives whole tensors and hands them to vLLM's own reload, which lays
-them out anew.
+`dispatch_cpu_unquantized_gemm`). Tracing the loader does not reveal such a layout. If every layer
+is known to compute with its parameters as loaded, slices are written to the traced locations.
+Otherwise the rank receives whole tensors and passes them to vLLM's own reload.
 """
 
 from __future__ import annotations
@@ -26,30 +25,32 @@ from hybridflow.sync.session import Board
 from hybridflow.sync.stream import receive_stream
 
 _log = logging.getLogger(__name__)
-# what vLLM does to the weights of these after a load changes nothing on a GPU
+# vLLM's processing of these weights after a load changes nothing on a GPU
 _AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
 class WeightExtension:
-    """vLLM makes it a base class of its worker. Its attributes must not have the names of the
-    worker's own."""
+    """A base class that vLLM adds to its worker. Its attributes must not clash with the
+    worker's."""
 
     _weight_receiver: WeightReceiver | None = None
 
     def take_weight_message(self, text: str) -> None:
-        """What `collective_rpc` calls, with a `Control` as JSON. Never raises: an error in a rank
-        would end the server."""
+        """Handle a `Control` as JSON. Called by `collective_rpc`; never raises, because an error in
+        a rank would end the server."""
         try:
             if self._weight_receiver is None:
                 self._weight_receiver = receiver_of(self)
             self._weight_receiver.handle(Control.from_json(text))
         except BaseException:
-            # a report that cannot be posted is missed: the engine's worker takes it for a failure
+            # a report that cannot be posted is missing, which the engine's worker treats as a
+            # failure
             _log.exception("a weight-sync message could not be answered")
 
 
 def receiver_of(worker: Any) -> WeightReceiver:
-    """What receives for the rank of vLLM's worker: slices where it can, else whole tensors."""
+    """Create the receiver for the rank of vLLM's worker: for slices if possible, else for whole
+    tensors."""
     model = worker.model_runner.get_model()
     if computes_with_what_was_loaded(model):
         return WeightReceiver(model, lambda: int(worker.rank))
@@ -57,14 +58,14 @@ def receiver_of(worker: Any) -> WeightReceiver:
 
 
 def computes_with_what_was_loaded(model: torch.nn.Module) -> bool:
-    """Whether every layer computes with its parameters as the loader wrote them."""
+    """Return True if every layer computes with its parameters as the loader wrote them."""
     if next(model.parameters()).device.type == "cpu":
         return False
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in _AS_LOADED:
             return False
-        # attention of one kind computes scales there, that of DeepSeek other weights
+        # one kind of attention computes scales there, DeepSeek's computes other weights
         if (
             hasattr(module, "process_weights_after_loading")
             and type(module).__name__ != "Attention"
@@ -74,10 +75,10 @@ def computes_with_what_was_loaded(model: torch.nn.Module) -> bool:
 
 
 class WholeTensors(WeightReceiver):
-    """Receives every tensor of the checkpoint whole, and has vLLM load them.
+    """Receives every tensor of the checkpoint whole, and passes them to vLLM's loader.
 
-    The rank holds a second copy of the whole model, not of its part alone, during a sync. All
-    tensors are received and verified before vLLM loads the first. Where vLLM fails after that the
+    During a sync the rank holds a second copy of the whole model, not only of its own shard. All
+    tensors are received and verified before vLLM loads the first. If vLLM fails after that, the
     engine stays paused.
     """
 
@@ -87,7 +88,7 @@ class WholeTensors(WeightReceiver):
         self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def _traced(self, store: Any, timeout_s: float) -> RankLayout:
-        """Each tensor of the catalog is a buffer by its own name."""
+        """Return a layout in which each tensor of the catalog is a separate buffer."""
         if self._layout is None:
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
             shapes = {name: tuple(shape) for name, shape in catalog["tensors"].items()}
@@ -115,7 +116,7 @@ class WholeTensors(WeightReceiver):
             name: torch.empty(shape, dtype=dtype, device=device)
             for name, (shape, dtype) in self._tensors.items()
         }
-        # these tensors are nobody's yet: nothing need be staged before it is written to them
+        # these tensors are not in use yet, so nothing needs staging
         received = receive_stream(schedule.messages, channel, self._staging, False, given)
         self._agree_to_commit(board, rank)
         self._worker.reload_weights(weights_iterator=iter(given.items()), is_checkpoint_format=True)

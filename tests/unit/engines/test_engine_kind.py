@@ -154,7 +154,7 @@ def test_a_restart_that_fails_is_told(world: World) -> None:
     with pytest.raises(EnginesLostError, match=r"(?s)engine-0 is \w+: .*engine-1 is \w+: "):
         world.answers()
     assert world.settled() == ["failed", "failed"]
-    assert "could not be started again: engine engine-0: ended" in world.states()[0].reason
+    assert "could not be restarted: engine engine-0: ended" in world.states()[0].reason
 
 
 def test_one_without_weights_answers_nobody(world: World) -> None:

@@ -222,7 +222,7 @@ def test_an_engine_without_whole_weights_does_not_answer(tmp_path: Path) -> None
         raise ValueError("torn")
 
     for attempt in range(2):
-        with pytest.raises(EngineError, match="holds no whole weights"):
+        with pytest.raises(EngineError, match="has no complete weights"):
             engine.generate(PROMPTS, SamplingConfig(), 2, [])
         if not attempt:
             fill(engine)

@@ -280,7 +280,7 @@ def test_the_server_is_given_what_the_spec_says_and_no_key_on_its_command_line(
 
 def test_a_token_that_the_model_lacks_never_reaches_the_server(tmp_path: Path) -> None:
     engine = VllmEngine(spec(tmp_path), tmp_path / "engine.log")
-    with pytest.raises(EngineError, match="prompt 1 has token 96, and the model has 96"):
+    with pytest.raises(EngineError, match="prompt 1 has token 96, but the model has 96"):
         engine.generate([[1], [2, 96]], GREEDY, 4)
 
 

@@ -87,7 +87,7 @@ def test_an_answer_without_usable_routes_is_an_error(stub: Any, encoded: str | N
         "/generate", [answer_of([5, 6], **({} if encoded is None else {"routed_experts": encoded}))]
     )
     client = EngineClient(stub.url, "key of the stub", 5.0, name="e")
-    with pytest.raises(EngineError, match="engine e: /generate answered something unexpected"):
+    with pytest.raises(EngineError, match="engine e: /generate returned a malformed event"):
         client.generate([[1, 2, 3]], SamplingConfig(), 4, extras=Extras(routes=True))
     client.close()
 

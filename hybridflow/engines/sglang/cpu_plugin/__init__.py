@@ -2,10 +2,10 @@
 sgl_kernel.
 
 SGLang finds `activate` through the entry point group `sglang.srt.platforms`
-(sglang/srt/platforms/__init__.py, `_resolve_platform`). Its in-tree CPU platform is switched on by
-SGLANG_USE_CPU_ENGINE=1, which imports compiled sgl_kernel operators that the package index does not
-offer for plain CPU machines; whoever sets that variable has them, and then this plugin stays out of
-the way.
+(sglang/srt/platforms/__init__.py, `_resolve_platform`). Its in-tree CPU platform is enabled by
+SGLANG_USE_CPU_ENGINE=1 and imports compiled sgl_kernel operators, which the package index does not
+offer for plain CPU machines. If that variable is set, they are assumed to be installed, and this
+plugin is inactive.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLATFORM_CLASS = "hybridflow.engines.sglang.cpu_plugin.platform.CpuNativePlatfor
 
 
 def wanted() -> bool:
-    """True when this process has no accelerator and the user did not ask for SGLang's own CPU
+    """Return True if this process has no accelerator and the user did not request SGLang's own CPU
     engine."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return False
@@ -26,7 +26,7 @@ def wanted() -> bool:
 
 
 def activate() -> str | None:
-    """Entry point: the platform class to use, or None to leave the choice to SGLang."""
+    """Entry point: returns the platform class to use, or None to leave the choice to SGLang."""
     if not wanted():
         return None
     from hybridflow.engines.sglang.cpu_plugin import torchvision_stand_in

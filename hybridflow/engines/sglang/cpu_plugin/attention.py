@@ -1,12 +1,12 @@
-"""SGLang's torch-native attention with a batch at a time instead of a sequence at a time. Imported
-only inside SGLang processes.
+"""SGLang's torch-native attention, batched instead of one sequence at a time. Imported only inside
+SGLang processes.
 
 Upstream loops over the sequences of a batch in Python, in every layer
 (sglang/srt/layers/attention/torch_native_backend.py, `_run_sdpa_forward_extend` and
-`_run_sdpa_forward_decode`): with a hundred short sequences that loop is most of an engine's time.
-Here sequences of similar length are padded to one block and go through one call. What the padded
-form does not cover (cross attention, a cache of its own for sliding windows, other cache dtypes,
-very long sequences) is left to upstream.
+`_run_sdpa_forward_decode`): with a hundred short sequences that loop takes most of an engine's
+time. Here sequences of similar length are padded into one block and computed in one call. Cases
+that this does not cover (cross attention, a separate cache for sliding windows, other cache dtypes,
+very long sequences) are left to upstream.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from hybridflow.engines.sglang.cpu_plugin.padded import BLOCK_SCORES, Block, mak
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """Drop-in for "torch_native"."""
+    """Drop-in replacement for "torch_native"."""
 
-    # of this forward pass, for each sliding window
+    # of this forward pass, by sliding window
     _blocks: dict[int | None, list[Block]] | None = None
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """Length of the sequences that data-parallel attention pads a batch with, so that all ranks
-        run the same shape."""
+        """Return the length of the sequences that data-parallel attention pads a batch with, so
+        that all ranks run the same shape."""
         return 1
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Called once before each forward pass: the blocks of the last one are forgotten, its
-        layers share the new ones."""
+        """Discard the blocks of the last forward pass. Called once before each pass; its layers
+        share the new blocks."""
         super().init_forward_metadata(forward_batch)
         self._blocks = None
 
-    # upstream gives tensors by position and options by name
+    # upstream passes tensors by position and options by name
 
     def _run_sdpa_forward_extend(
         self,
@@ -120,7 +120,7 @@ class BatchedAttention(TorchNativeAttnBackend):
 
 
 def create_batched_attention(runner: Any) -> BatchedAttention:
-    """Factory in the form SGLang's registry wants."""
+    """Create the attention backend, as SGLang's registry expects."""
     if runner.use_mla_backend:
         use_absorbed_latents()
     use_host_copies()
@@ -128,8 +128,8 @@ def create_batched_attention(runner: Any) -> BatchedAttention:
 
 
 def use_host_copies() -> None:
-    """Data-parallel attention copies by a triton kernel and through pinned memory unless
-    `is_cpu()`, which this platform is not.
+    """Disable the triton kernel and pinned memory that data-parallel attention uses for copies
+    unless `is_cpu()`, which is false on this platform.
 
     sglang/srt/layers/dp_attention.py:644, sglang/srt/model_executor/forward_batch_info.py:1948 and
     2015 (the only readers of the flag).
@@ -142,13 +142,13 @@ def use_host_copies() -> None:
 
 
 def use_absorbed_latents() -> None:
-    """Let latent attention (DeepSeek) run absorbed, prompts too: one key head of latent + rotary
-    width, values its first columns.
+    """Make latent attention (DeepSeek) run absorbed, also for prompts: one key head of latent +
+    rotary width, with its first columns as values.
 
-    For a backend that it does not know SGLang takes the rule of "triton"
-    (deepseek_common/attention_backend_handler.py:56): a prompt without cached prefix goes to
-    attention with keys and values of all heads as arguments, which "torch_native" ignores, since it
-    reads the cache, and the cache has latents.
+    For an unknown backend SGLang uses the rule of "triton"
+    (deepseek_common/attention_backend_handler.py:56): a prompt without cached prefix passes keys
+    and values of all heads as arguments. "torch_native" ignores these and reads the cache, which
+    contains latents.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (

@@ -1,4 +1,4 @@
-"""General SGLang plugin (entry point group `sglang.srt.plugins`): small repairs of paths that
+"""General SGLang plugin (entry point group `sglang.srt.plugins`): small fixes of paths that
 upstream only runs on accelerators."""
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ def register() -> None:
 
 
 def fork_children(_: Any, server_args: Any) -> None:
-    """Let the scheduler and the detokenizer start by fork.
+    """Start the scheduler and the detokenizer by fork.
 
-    sglang/srt/entrypoints/engine.py:1995 asks for spawn because CUDA does not survive a fork; each
-    child then imports SGLang anew (about 8 CPU seconds each). Without CUDA the imports are shared,
-    which makes a start about twice as fast and halves the memory. With several data-parallel ranks
-    the children are started by a process that already runs threads: that one keeps spawn.
+    sglang/srt/entrypoints/engine.py:1995 requests spawn because CUDA does not survive a fork; each
+    child then imports SGLang again (about 8 CPU seconds each). Without CUDA the imports can be
+    shared, which makes a start about twice as fast and halves the memory. With several
+    data-parallel ranks the children are started by a process that already runs threads, so spawn is
+    kept.
     """
     import multiprocessing
 
@@ -61,28 +62,27 @@ def fork_children(_: Any, server_args: Any) -> None:
 
 
 def all_gather_into_tensor(group: Any, output: Any, input: Any) -> None:
-    """Data-parallel attention: upstream's custom operator is registered for accelerators
-    (distributed/parallel_state.py:1372)."""
+    """Replace upstream's custom operator for data-parallel attention, which is registered only for
+    accelerators (distributed/parallel_state.py:1372)."""
     group._all_gather_into_tensor(output, input)
 
 
 def reduce_scatter_tensor(group: Any, output: Any, input: Any) -> None:
-    """The reduce-scatter that SGLang asks of its groups on a CPU
-    (distributed/parallel_state.py:1151)."""
+    """Replace the reduce-scatter of SGLang's groups on CPU (distributed/parallel_state.py:1151)."""
     group._reduce_scatter_tensor(output, input)
 
 
 def reduce_scatterv(group: Any, input_: Any, output: Any = None, sizes: Any = None) -> Any:
-    """With experts divided too: upstream asks NCCL (distributed/parallel_state.py:1265), its own
-    other way is an all-reduce and a cut."""
+    """Replace the reduce-scatter used with expert parallelism: upstream uses NCCL
+    (distributed/parallel_state.py:1265); its own fallback is an all-reduce and a slice."""
     return group._deterministic_reduce_scatterv(input_, output, sizes)
 
 
 def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Latent attention without scaled rotary embedding (Moonlight).
+    """Support latent attention without scaled rotary embedding (Moonlight).
 
-    sglang/srt/layers/rotary_embedding/factory.py:478 knows only YaRN on CPU; the factory of the
-    other devices has the plain one. Arguments: head_size, rotary_dim, max_position, base,
+    sglang/srt/layers/rotary_embedding/factory.py:478 supports only YaRN on CPU; the factory for
+    other devices also has the plain one. Arguments: head_size, rotary_dim, max_position, base,
     is_neox_style, rope_scaling, dtype, partial_rotary_factor, device.
     """
     from sglang.srt.layers.rotary_embedding.factory import get_rope
@@ -96,10 +96,10 @@ def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def allocate_host_buffer(dims: Any, dtype: Any, device: str, *_: Any, **__: Any) -> Any:
-    """Host buffer for `--enable-return-routed-experts`.
+    """Allocate the host buffer for `--enable-return-routed-experts`.
 
     Upstream registers the memory with the CUDA driver (sglang/srt/mem_cache/pool_host/common.py,
-    ALLOC_MEMORY_FUNCS): there is none here.
+    ALLOC_MEMORY_FUNCS), which is absent here.
     """
     import torch
 
@@ -109,10 +109,10 @@ def allocate_host_buffer(dims: Any, dtype: Any, device: str, *_: Any, **__: Any)
 def skip_foreign_experts(
     original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, moe_runner_config: Any
 ) -> Any:
-    """Expert parallelism (`--ep-size` > 1): experts held by other ranks arrive as id -1.
+    """Support expert parallelism (`--ep-size` > 1), where experts of other ranks have id -1.
 
-    sglang/srt/layers/moe/fused_moe_native.py:77 scatters by expert id and fails on -1; here those
-    (token, slot) pairs add nothing, the sum over ranks happens afterwards as on an accelerator.
+    sglang/srt/layers/moe/fused_moe_native.py:77 scatters by expert id and fails on -1. Here those
+    (token, slot) pairs add nothing; the sum over ranks follows as on an accelerator.
     """
     import torch
     from torch.nn import functional

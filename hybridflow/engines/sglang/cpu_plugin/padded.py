@@ -1,4 +1,4 @@
-"""Attention of many sequences of unlike lengths in a few calls: similar ones are padded to one
+"""Attention of many sequences of different lengths in a few calls: similar ones are padded into one
 block. Torch only."""
 
 from __future__ import annotations
@@ -8,24 +8,24 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-# sequences x queries x keys of one padded block; bounds the mask and what padding wastes
+# sequences x queries x keys of one padded block; limits the mask and the padding waste
 BLOCK_SCORES = 1 << 20
-BLOCK_KEYS = 1 << 14  # sequences x keys; bounds the copy of the KV cache
+BLOCK_KEYS = 1 << 14  # sequences x keys; limits the copy of the KV cache
 
 
 class Block:
-    """Sequences computed together: where their queries are, where their keys are, who sees whom.
+    """Sequences computed together: the indices of their queries and keys, and the visibility mask.
 
-    Everything that all layers of a forward pass share is prepared here once; a layer gathers its
-    keys and values, makes one call, and puts the rows back.
+    Everything that all layers of a forward pass share is prepared once. Each layer gathers its keys
+    and values, makes one call, and scatters the rows back.
 
     Args:
         rows: `[n, t]` index of each query in the flat batch; padding repeats the sequence's last
             query.
         keys: `[n, l]` slot of each key in the KV cache; padding repeats the sequence's first key,
-            so no foreign value is ever read.
-        visible: `[n, t, l]` True where a query sees a key.
-        valid: `[n, t]` True where a query is not padding.
+            so no value of another sequence is ever read.
+        visible: `[n, t, l]` True if a query sees a key.
+        valid: `[n, t]` True if a query is not padding.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Block:
     ) -> None:
         """Write the attention of this block's queries to `output`.
 
-        The query heads that share a key head are laid out as further queries of it: nothing is
+        Query heads that share a key head are treated as additional queries of it, so nothing is
         repeated for grouped-query attention.
 
         Args:
@@ -76,14 +76,15 @@ class Block:
         output.index_copy_(0, self._targets, out)
 
     def _gathered(self, cache: torch.Tensor) -> torch.Tensor:
-        """The block's keys or values, `[n, kv heads, l, width]`. Whole rows of the cache are
-        copied: indexing by two axes costs about three times as much."""
+        """Return the block's keys or values, `[n, kv heads, l, width]`.
+
+        Copies whole rows of the cache: indexing by two axes costs about three times as much.
+        """
         rows = cache.reshape(len(cache), -1).index_select(0, self._keys)
         return rows.view(self.shape[0], self.length, *cache.shape[1:]).transpose(1, 2)
 
     def _mask(self, shared: int, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to the scores, `[n, 1, shared * t, l]`: 0 where a query sees a key, else
-        -inf."""
+        """Return the additive mask `[n, 1, shared * t, l]`: 0 if a query sees a key, else -inf."""
         if (shared, dtype) not in self._masks:
             added = torch.zeros(self._visible.shape, dtype=dtype).masked_fill_(
                 ~self._visible, float("-inf")
@@ -93,8 +94,8 @@ class Block:
 
 
 def group_by_length(queries: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Indices of sequences, longest first, in groups of bounded padded size (one sequence always
-    fits)."""
+    """Yield groups of sequence indices, longest first, of bounded padded size. A single sequence
+    always fits."""
     order = sorted(
         (i for i in range(len(lengths)) if queries[i] > 0), key=lambda i: (-lengths[i], -queries[i])
     )
@@ -120,10 +121,10 @@ def make_blocks(
     lengths: list[int],
     window: int | None = None,
 ) -> list[Block]:
-    """Blocks for a batch whose sequence i has `lengths[i]` keys, the last `queries[i]` of which are
-    its queries.
+    """Build the blocks of a batch in which sequence i has `lengths[i]` keys, the last `queries[i]`
+    of which are its queries.
 
-    A query sees its own key and those before it, with a window the `window` keys before it.
+    A query sees its own key and those before it; with a window, only the `window` keys before it.
     """
     starts = torch.tensor([0, *queries]).cumsum(0)
     blocks = []

@@ -1,5 +1,5 @@
-"""The platform object SGLang asks about devices, backends and capabilities. Imported only inside
-SGLang processes."""
+"""The platform object that SGLang queries about devices, backends and capabilities. Imported only
+inside SGLang processes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
 class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
-    """CPU as an out-of-tree device: with `is_cpu()` true SGLang would take its sgl_kernel paths,
-    with OOT it takes the native ones."""
+    """CPU as an out-of-tree device: with `is_cpu()` true SGLang would use its sgl_kernel paths,
+    with OOT it uses the native ones."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
-    # no triton, no graphs: every field at its conservative default
+    # no triton, no graphs: every field has its conservative default
     capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
-        """Attention written in plain torch operators."""
+        """Return attention implemented with plain torch operators."""
         return "torch_native"
 
     def get_dispatch_key_name(self) -> str:
-        """Custom operators dispatch to their `forward_native` method."""
+        """Return the key with which custom operators dispatch to `forward_native`."""
         return "native"
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
-        """There is no device to pin host memory for."""
+        """Return False: there is no device to pin host memory for."""
         return False

@@ -1,9 +1,9 @@
 """Stand-in for the three torchvision modules that SGLang imports at module scope and never calls
 for a text model.
 
-Why: sglang/srt/configs/deepseek_ocr.py:7-8 imports `InterpolationMode` and `functional`
-unconditionally, and that file is part of SGLang's model-config registry. The torchvision of the
-package index is built for CUDA torch and fails to import beside CPU torch.
+sglang/srt/configs/deepseek_ocr.py:7-8 imports `InterpolationMode` and `functional` unconditionally,
+and that file is part of SGLang's model-config registry. The package index's torchvision is built
+for CUDA torch and cannot be imported with CPU torch.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def install() -> None:
     """Register the stand-in unless a real torchvision exists. Safe to call again."""
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         return
-    # transformers decides by find_spec and caches the answer
-    # (transformers/utils/import_utils.py:847-856). Asked after the stand-in is registered it would
-    # say "installed" and then fail on the parts that are missing; so let it look first.
+    # transformers checks with find_spec and caches the answer
+    # (transformers/utils/import_utils.py:847-856). With the stand-in registered it would find it
+    # and then fail on missing parts, so trigger its check first.
     from transformers.utils import is_torchvision_available, is_torchvision_v2_available
 
     is_torchvision_available()
