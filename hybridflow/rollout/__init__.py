@@ -1,1 +1,2 @@
-"""Rollouts as the driver sees them: weight sync, recovery of engines, evaluation."""
+"""Rollouts from the driver's side: requests, conversations, weight sync, engine recovery and
+evaluation."""

@@ -1,8 +1,8 @@
-"""What several answers to each held-out prompt say: mean@k, best@k, worst@k, pass@k and maj@k.
+"""Statistics over several answers per held-out prompt: mean@k, best@k, worst@k, pass@k and maj@k.
 
-Each is the expectation over k answers drawn without replacement from the N that were sampled
-(maj@k: the mean over the N // k blocks of k answers), so that a figure for k < N is that of a
-validation with k answers.
+Each is the expectation over k answers drawn without replacement from the N samples (maj@k: the mean
+over the N // k blocks of k answers), so a value for k < N is comparable to a validation with k
+answers.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from typing import Any
 
 import numpy as np
 
-_RIGHT = "\0right"  # the vote of answers that are right, however they are written
-_ANSWER = ("answer", "pred")  # names under which rewards return what they read from a response
+_RIGHT = "\0right"  # the vote of all correct answers, in any notation
+_ANSWER = ("answer", "pred")  # names under which rewards return the parsed answer
 
 
 def answer_statistics(
     scores: np.ndarray, samples: int, extras: Sequence[Mapping[str, Any] | None] | None = None
 ) -> dict[str, float]:
-    """mean@N, and for k of 2, 4, 8, ... and N best@k and worst@k; pass@k (the share of prompts
-    solved by one of k) where every score is 0 or 1, and maj@k where the reward returned an `answer`
-    or `pred` for every row.
+    """Compute mean@N and, for k = 2, 4, 8, ... and N, best@k and worst@k.
+
+    Also pass@k (the share of prompts solved by one of k) if every score is 0 or 1, and maj@k if the
+    reward returned an `answer` or `pred` for every row.
 
     Args:
-        scores: [P * N] the N answers of each prompt one after another.
+        scores: [P * N] the N answers of each prompt, consecutively.
         samples: N.
-        extras: [P * N] what the reward returned beside the scores.
+        extras: [P * N] the reward's extra values.
     """
     scores_PN = np.asarray(scores, np.float64).reshape(-1, samples)
     answers = _answers(extras)
     is_binary = np.isin(scores_PN, (0.0, 1.0)).all()
-    # right answers equal the ground truth, and so each other: 0.5 and 1/2
+    # correct answers equal the ground truth, and so each other: 0.5 and 1/2
     if answers is not None and is_binary:
         answers = [
             _RIGHT if score else answer
@@ -54,10 +55,10 @@ def answer_statistics(
 
 
 def best_of(scores_PN: np.ndarray, k: int) -> np.ndarray:
-    """[P] expected largest of k of the N scores, drawn without replacement.
+    """Return [P] the expected maximum of k of the N scores, drawn without replacement.
 
-    The i-th smallest score is the largest of C(i - 1, k - 1) of the C(N, k) draws. With scores of 0
-    and 1 it is the unbiased pass@k, 1 - C(N - c, k) / C(N, k) for c right answers (Chen et al.,
+    The i-th smallest score is the maximum of C(i - 1, k - 1) of the C(N, k) draws. With scores of 0
+    and 1 this is the unbiased pass@k, 1 - C(N - c, k) / C(N, k) for c correct answers (Chen et al.,
     arXiv 2107.03374, equation 1).
     """
     samples = scores_PN.shape[1]
@@ -66,8 +67,8 @@ def best_of(scores_PN: np.ndarray, k: int) -> np.ndarray:
 
 
 def majority(scores: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
-    """Mean score of the most frequent answer of k; over the blocks of k answers, and over answers
-    that are equally frequent."""
+    """Return the mean score of the most frequent of k answers, averaged over the blocks of k
+    answers and over ties."""
     found = []
     for start in range(0, len(scores) - k + 1, k):
         votes: dict[Hashable, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Answers that another engine goes on with, after the one that had begun them was lost."""
+"""Responses that continue on another engine after the first one was lost."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _OF_TOKENS = ("response_ids", "response_mask", "rollout_log_probs", "response_ve
 
 
 def free_routes(config: RunConfig, tokens: int) -> np.ndarray:
-    """Experts of the policy's layers for so many tokens, of which none is known
-    (`batch.routes`)."""
+    """Return unknown experts of the policy's layers for this many tokens (`batch.routes`)."""
     sizes = derived.hf_config(config.model)
     return unknown_routes(
         tokens, int(sizes["num_hidden_layers"]), int(sizes["num_experts_per_tok"])
@@ -23,8 +22,7 @@ def free_routes(config: RunConfig, tokens: int) -> np.ndarray:
 
 
 def continued(prompts: DataProto, answers: DataProto) -> DataProto:
-    """prompt_ids of each row with the tokens of its answer so far behind them; the other columns
-    stay."""
+    """Append each row's response so far to its prompt_ids. Other columns are unchanged."""
     asked = prompts.jagged("prompt_ids")
     begun = answers.jagged("response_ids")
     rows = [np.concatenate([prompt, tokens]) for prompt, tokens in zip(asked, begun, strict=True)]
@@ -32,7 +30,7 @@ def continued(prompts: DataProto, answers: DataProto) -> DataProto:
 
 
 def joined(begun: DataProto, rest: DataProto) -> DataProto:
-    """The answers of `begun`, which were cut short, with what `rest` adds to each, in order."""
+    """Append the continuations `rest` to the interrupted responses `begun`, in order."""
     columns: dict[str, Any] = {"finish_reason": rest["finish_reason"]}
     for name in (*_OF_TOKENS, *(SUPPORT if all(name in rest for name in SUPPORT) else ())):
         before = begun.jagged(name)
@@ -41,7 +39,8 @@ def joined(begun: DataProto, rest: DataProto) -> DataProto:
         columns[name] = Jagged.from_rows(rows, before.values.dtype)
     versions = [str(row[-1]) if len(row) else "" for row in columns["response_versions"]]
     columns["weight_version"] = np.array(versions, dtype=object)
-    # the engine that went on has read prompt and beginning, and knows the experts of all of it
+    # the second engine has processed the prompt and the first part, and returns the experts of all
+    # tokens
     if ROUTES in rest:
         columns[ROUTES] = rest.jagged(ROUTES)
     return DataProto.from_columns(columns)

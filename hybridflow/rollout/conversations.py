@@ -1,7 +1,7 @@
-"""Conversations over the engines: an agent loop for each prompt, all at the same time.
+"""Conversations over the engines: one agent loop per prompt, all running concurrently.
 
-A conversation is a task of the driver's event loop: there is no thread for a conversation. What
-they ask goes to the engines request by request, and tools go on beside them.
+A conversation is a task of the driver's event loop, not a thread. Its requests go to the engines
+one by one, and tools run in the meantime.
 """
 
 from __future__ import annotations
@@ -51,32 +51,30 @@ from hybridflow.rollout.requests import Request, Requests
 from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
-# besides those of `Rollouts.batch`: what the reward sees as the response (the last answer), the
-# messages after the prompt, the number of answers and of tools called, what went wrong in the agent
-# loop (None: nothing), and the rewards that the loop gave, where it gives any
+# in addition to those of `Rollouts.batch`: the response for the reward (the last answer), the
+# messages after the prompt, the number of answers and of tool calls, the error of the agent loop
+# (None: no error), and the loop's rewards, if it gives any
 COLUMNS = ("answer_text", "messages", "turns", "tool_calls", "agent_failure")
 TURN_REWARDS = "turn_rewards"
 _SAMPLED = ("response_ids", "rollout_log_probs", "response_versions")
 _ROW = ("data_source", "ground_truth", "extra_info")
 SINGLE_TURN = "single_turn"  # the loop that needs no conversation
 _POLL_S = 0.25
-# while no engine works, the longest wait for environments and programs that are at work, and
-# between two looks at them
+# while no engine is busy: maximum wait for busy environments and programs, and polling interval
 _TOGETHER_S = 2.0
 _STEP_S = 0.001
-_SETTLED = 10  # times that the event loop goes round without another conversation asking
+_SETTLED = 10  # iterations of the event loop without a new request
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Sample:
-    """A conversation with its task.
+    """A conversation and its task.
 
     Attributes:
-        before: answers that an earlier process was given, and this one has not come to yet.
-        answers: those that it was given, each with the number of tokens that it follows, as a row
-            of a batch.
-        request: the tokens that it waits for now.
+        before: recorded answers of an earlier process that have not been replayed yet.
+        answers: the answers so far, each with the number of tokens before it, as a row of a batch.
+        request: the pending request.
     """
 
     number: int
@@ -95,13 +93,13 @@ class _Sample:
 
 
 class Conversations:
-    """`Engines` whose answers are conversations: an agent loop for each, a task of the driver's
+    """`Engines` whose samples are conversations: an agent loop each, as a task of the driver's
     event loop.
 
     Args:
-        engines: answer what conversations ask.
+        engines: answer the conversations' requests.
         tokenizer: its chat template continues a conversation.
-        logs: the folder for what environments print; None: with this process.
+        logs: folder for the output of environments; None: the output of this process.
 
     Raises:
         ConfigError: an entry of `rollout.agent` cannot be found.
@@ -138,7 +136,7 @@ class Conversations:
         shown = format_of(template.example_call) if found.tools and template.example_call else None
         if shown not in (None, chosen) and chosen in FORMATS.names():
             _log.warning(
-                "rollout.agent.call_format=%s, and the chat template writes calls as %s: the "
+                "rollout.agent.call_format=%s, but the chat template writes calls as %s: the "
                 "policy may never call a tool; set rollout.agent.call_format=%s",
                 *(chosen, shown, shown),
             )
@@ -147,12 +145,11 @@ class Conversations:
     def begin(
         self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
     ) -> list[_Sample]:
-        """Begin a conversation for each prompt.
+        """Start a conversation for each prompt.
 
         Args:
-            begun: the answers of such conversations, with `row` [b]. Agent loops run from the
-                beginning, and are given these answers for as long as they show the policy what it
-                was shown before.
+            begun: recorded answers of such conversations, with `row` [b]. Agent loops run from the
+                start, and get these answers as long as the policy is shown the same tokens.
         """
         rows = prompts.select(
             [name for name in ("prompt_ids", "uid", VAL_SET, ROOM, *_ROW) if name in prompts]
@@ -169,7 +166,7 @@ class Conversations:
         self._next_number += len(rows)
         samples = []
         for row, ids in enumerate(rows.jagged("prompt_ids")):
-            # the samples of a prompt begin alike, and an engine computes that once
+            # samples of a prompt share a prefix, which an engine then computes once
             group = None if uids[row] is None else (first, uids[row])
             one = _Sample(first + row, training, val_sets[row], group, recorded.get(row, deque()))
             one.conversation = Conversation(
@@ -183,7 +180,7 @@ class Conversations:
                 endpoint=self._completions.endpoint,
             )
             one.task = asyncio.ensure_future(self._hold(one))
-            # not by the task itself: one that is cancelled before it begins runs nothing
+            # not in the task itself: a task cancelled before its start runs no code
             one.task.add_done_callback(partial(self._note_end, one))
             self._going_on[one.number] = one
             samples.append(one)
@@ -191,11 +188,11 @@ class Conversations:
         return samples
 
     async def advance(self) -> None:
-        """Let conversations go on: ask the engines, and wait a moment for them or for what works
-        beside them.
+        """Advance the conversations: send requests, and wait briefly for engines, tools or
+        environments.
 
         Raises:
-            HybridFlowError: what `Requests.advance` raises.
+            HybridFlowError: errors of `Requests.advance`.
         """
         await self._settle()
         if self.engines.is_idle:
@@ -207,13 +204,13 @@ class Conversations:
             await self._settle()
 
     async def answers(self, samples: Sequence[_Sample]) -> DataProto:
-        """`Rollouts.answers`."""
+        """Wait until all samples have ended, and return their batch."""
         while not all(one.done() for one in samples):
             await self.advance()
         return await in_thread(partial(self.batch, samples))
 
     def batch(self, samples: Sequence[_Sample]) -> DataProto:
-        """The conversations, in this order.
+        """Return the conversations, in this order.
 
         Raises:
             HybridFlowError: the agent loop failed in all of them.
@@ -246,17 +243,17 @@ class Conversations:
         )
 
     def shown(self, samples: Sequence[_Sample]) -> DataProto:
-        """The conversations as `batch` returns them, without the experts of their tokens."""
+        """Return the conversations like `batch`, without the experts of their tokens."""
         return as_batch(
             [one.conversation for one in samples], with_rewards=self._agent_loop.gives_rewards
         )
 
     async def begun(self, samples: Sequence[_Sample]) -> DataProto | None:
-        """The answers of these conversations, in order, with `shown`, which tells what the policy
-        had been shown."""
+        """Return the answers of these conversations so far, in order, with a digest `shown` of the
+        tokens that preceded each."""
         asking = [(one, one.request) for one in samples if one.request is not None]
         now = await self.engines.begun([request for _, request in asking])
-        # by the number of a conversation: the row of the answer that it waits for
+        # by conversation number: the row of its pending answer
         at: dict[int, int] = {}
         for row, place in enumerate([] if now is None else now["sample"].tolist()):
             at[asking[place][0].number] = row
@@ -276,7 +273,7 @@ class Conversations:
         return DataProto.concat(parts) if parts else None
 
     async def abort(self, samples: Sequence[_Sample]) -> None:
-        """End these conversations, and what they ask of engines."""
+        """Abort these conversations and their requests."""
         for one in samples:
             if not one.done():
                 one.conversation.end, one.conversation.finish_reason = "aborted", "abort"
@@ -284,24 +281,24 @@ class Conversations:
         await self.engines.drop_unwanted()
 
     async def forget(self) -> None:
-        """End all conversations."""
+        """Abort all conversations."""
         await _cancel(list(self._going_on.values()))
         await self.engines.forget()
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring the weights to the engines."""
+        """Send the weights to the engines."""
         return await self.engines.sync(version)
 
     async def sleep(self) -> None:
-        """Have the engines release their memory."""
+        """Release the engines' memory."""
         await self.engines.sleep()
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Have the engines reallocate the memory of these parts."""
+        """Reallocate the engines' memory of these parts."""
         await self.engines.wake(tags)
 
     async def close(self) -> None:
-        """End the conversations and the server for programs."""
+        """Abort the conversations and stop the completions server."""
         await _cancel(list(self._going_on.values()))
         await self._completions.close()
 
@@ -316,7 +313,7 @@ class Conversations:
         except (EpisodeError, ToolLostError) as error:
             conversation.failure = str(error)
         except (Exception, SystemExit) as error:
-            # of the user's loop: this conversation is lost, the run goes on
+            # raised by the user's loop: only this conversation fails
             conversation.failure = describe_error(
                 error, Path(inspect.getfile(self._agent_loop.function))
             )
@@ -325,15 +322,16 @@ class Conversations:
 
     def _note_end(self, one: _Sample, _: asyncio.Task[None]) -> None:
         del self._going_on[one.number]
-        self.engines.asked.set()  # `_wait` looks again
+        self.engines.asked.set()  # wakes `_wait`
 
     async def _sample(self, one: _Sample, tokens: Sequence[int], most: int) -> Sampled:
-        """`conversation.Sample`: the next answer of this conversation."""
+        """Sample the next answer of this conversation (`conversation.Sample`)."""
         begun = None
         if one.before:
             again = one.before.popleft()
             if again["shown"][0] != _digest(tokens) or again.lengths("response_ids")[0] > most:
-                # a tool or an environment said something else: the policy is asked from here on
+                # a tool or an environment responded differently: stop replaying and sample from
+                # here on
                 one.before.clear()
             elif again["finish_reason"][0] == CUT_SHORT:
                 begun = again.drop(["row", "shown"])
@@ -357,9 +355,11 @@ class Conversations:
         return _sampled(answer, row, len(tokens), most)
 
     async def _settle(self) -> None:
-        """Let every conversation that can go on at once do so. While no engine works, environments
-        and programs are waited for, so that what follows their steps goes to the engines
-        together."""
+        """Run every conversation until it is blocked.
+
+        While no engine is busy, also wait for environments and programs, so that the requests after
+        their steps are sent together.
+        """
         quiet = 0
         before = -1
         end = time.monotonic() + _TOGETHER_S
@@ -378,7 +378,7 @@ class Conversations:
         )
 
     async def _wait(self, seconds: float) -> None:
-        """Until a conversation asks or ends, or so long."""
+        """Wait until a conversation sends a request or ends, at most this many seconds."""
         self.engines.asked.clear()
         if not self._going_on:
             return
@@ -387,7 +387,7 @@ class Conversations:
             self._moved_at = time.monotonic()
 
     def _end_idle(self) -> None:
-        """End conversations that do nothing, once that has lasted for `rollout.agent.timeout_s`."""
+        """Abort all conversations if nothing has happened for `rollout.agent.timeout_s`."""
         if time.monotonic() - self._moved_at < self.agent.timeout_s or not self.engines.is_idle:
             return
         for one in self._going_on.values():
@@ -402,7 +402,7 @@ async def _cancel(samples: Sequence[_Sample]) -> None:
 
 
 def _recorded(begun: DataProto | None) -> dict[int, deque[DataProto]]:
-    """The answers of each conversation, by its row of the prompts."""
+    """Group recorded answers by conversation, i.e. by their row of the prompts."""
     found: dict[int, deque[DataProto]] = {}
     for place, row in enumerate([] if begun is None else begun["row"].tolist()):
         assert begun is not None
@@ -411,12 +411,12 @@ def _recorded(begun: DataProto | None) -> dict[int, deque[DataProto]]:
 
 
 def _digest(tokens: Sequence[int]) -> str:
-    """A digest of the tokens that an answer follows."""
+    """Return a digest of the tokens before an answer."""
     return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()
 
 
 def _sampled(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
-    """An answer to so many tokens, cut to its room."""
+    """Return an answer, truncated to `most` tokens; `asked` tokens precede it."""
     ids, log_probs, versions = (answers.jagged(name).row(row) for name in _SAMPLED)
     reason = "length" if len(ids) > most else str(answers["finish_reason"][row])
     routes = answers.jagged(ROUTES).row(row)[: asked + most] if ROUTES in answers else None
@@ -427,8 +427,8 @@ def _sampled(answers: DataProto, row: int, asked: int, most: int) -> Sampled:
 
 
 def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
-    """Experts `[prompt and conversation, layers, k]`; of what follows the last request they are not
-    known."""
+    """Return experts `[prompt and conversation, layers, k]`. Those after the last request are
+    unknown."""
     routes = free_routes(config, len(conversation.prompt) + len(conversation.tokens))
     if conversation.routes is not None and conversation.failure is None:
         routes[: len(conversation.routes)] = conversation.routes
@@ -436,8 +436,8 @@ def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
 
 
 def as_batch(conversations: Sequence[Conversation], *, with_rewards: bool = False) -> DataProto:
-    """A row for each conversation. Nothing of one that failed was sampled as far as training is
-    concerned."""
+    """Build a batch with one row per conversation. Failed ones have no sampled tokens, so they are
+    not trained on."""
     masks = [np.array(one.mask, np.bool_) & (one.failure is None) for one in conversations]
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([one.tokens for one in conversations], np.int64),
@@ -469,8 +469,8 @@ def _last_answer(conversation: Conversation) -> str:
 def conversing(
     engines: Requests, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None
 ) -> Engines:
-    """The engines, with conversations over them where `rollout.agent.loop` holds any; the arguments
-    are those of `Conversations`."""
+    """Wrap the engines in `Conversations` if `rollout.agent.loop` needs them. The arguments are
+    those of `Conversations`."""
     return (
         Conversations(engines, tokenizer, config, logs)
         if config.rollout.agent.loop != SINGLE_TURN

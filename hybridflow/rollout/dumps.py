@@ -1,5 +1,4 @@
-"""Dumps of a step's samples: written for people, and read back to train on them again instead of
-generating."""
+"""Dumps of a step's samples, for inspection and for training on them again without generation."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from hybridflow.observe.rollouts import (
     list_dumps,
 )
 
-# large, and neither people nor training need them
+# large, and not needed for inspection or training
 _NOT_DUMPED = (
     "entropy_coefs",
     "entropys",
@@ -32,7 +31,7 @@ _NOT_DUMPED = (
     "teacher_top_log_probs",
     "teacher_top_ids",
 )
-# without these there is nothing to train on
+# required for training
 _NEEDED = (
     *(
         "uid",
@@ -52,7 +51,7 @@ _NEEDED = (
         "weight_version",
     ),
 )
-_MOST_LOG_PROB = 0.1  # of a probability of one, rounded
+_MOST_LOG_PROB = 0.1  # tolerance above log-prob 0, for rounding
 _CONVERSATION = ("messages", "turns", "tool_calls", "agent_failure")
 _MODEL_FACTS = (
     "model_type",
@@ -65,8 +64,8 @@ _MODEL_FACTS = (
 
 
 def identity(hf_config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a dump says about the run that wrote it, so that no other model is trained on its
-    tokens."""
+    """Return the properties of a run's model and tokenizer that a dump records, so that no other
+    model is trained on its tokens."""
     facts = {name: hf_config[name] for name in _MODEL_FACTS if hf_config.get(name) is not None}
     return {**facts, "tokenizer": tokenizer.digest()}
 
@@ -78,11 +77,12 @@ def dump_batch(
     tokenizer: Tokenizer,
     made_with: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write what happened to each sample, for people and for `read_batch`: `folder/step_N.parquet`.
+    """Write the samples of a step to `folder/step_N.parquet`, for inspection and for `read_batch`.
+
     Token columns are read a few rows at a time.
 
     Args:
-        made_with: see `identity`.
+        made_with: the run's `identity`.
     """
     names = [name for name in batch.columns if name not in _NOT_DUMPED]
     pieces = batch.pieces(names)
@@ -92,7 +92,7 @@ def dump_batch(
 
 
 def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The rows of one piece."""
+    """Build the rows of one piece."""
     prompts = batch.jagged("prompt_ids")
     mask = batch.jagged(RESPONSE_MASK)
     rows: dict[str, Any] = {
@@ -135,14 +135,13 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def _failures(batch: DataProto) -> list[str | None]:
-    """The text with which the scoring of a row failed; what a reward itself calls "failure" is
-    none."""
+    """Return the scoring errors of rows. A value that a reward itself returns as "failure" is not
+    one."""
     return batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
 
 
 def _extras(batch: DataProto) -> list[dict[str, Any]]:
-    """What the reward returned beside the score; of a row that failed, for people, the text of the
-    failure."""
+    """Return the reward's extra values, plus the error text for rows that failed."""
     extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [None] * len(batch)
     texts = _failures(batch)
     return [
@@ -156,7 +155,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _runs(values: np.ndarray) -> list[list[int]]:
-    """[value, length] of each run of equal values: thousands of tokens have one or two versions."""
+    """Run-length encode values as [value, length]: thousands of tokens have one or two versions."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     lengths = np.diff(starts, append=len(values))
     return np.stack([values[starts], lengths], 1).tolist()
@@ -171,8 +170,8 @@ class Dumps:
     Args:
         path: a folder of dumps, or the file of one step.
         made_with: `identity` of this run.
-        rows: samples of a step.
-        with_support: whether the run needs what each token was sampled among.
+        rows: samples per step.
+        with_support: the run needs the sampler's supports.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class Dumps:
             }
 
     def last_after(self, step: int) -> int:
-        """The last of the steps that follow `step` without a gap.
+        """Return the last step of the consecutive dumps after `step`.
 
         Raises:
             DataError: there is no dump of the next step.
@@ -200,20 +199,20 @@ class Dumps:
         if last == step:
             there = ", ".join(map(str, sorted(self._files))) or "none"
             raise DataError(
-                f"trainer.rollouts_from={self.path}: this run goes on with step {step + 1}, and "
+                f"trainer.rollouts_from={self.path}: this run continues with step {step + 1}, but "
                 f"there is no dump of it (steps with a dump: {there}); begin from the checkpoint "
                 "of the step before the first dump"
             )
         return last
 
     def check(self, after: int) -> None:
-        """Before anything is started, read the dump of the step after this one; errors as in the
-        methods below."""
+        """Read the dump of the step after this one, before anything is started. Errors are those of
+        the methods below."""
         self.last_after(after)
         self.batch(after + 1)
 
     def batch(self, step: int) -> DataProto:
-        """What the step was given to train on; errors as in `read_batch`."""
+        """Return the batch of a step. Errors are those of `read_batch`."""
         batch = read_batch(self._files[step], self.made_with)
         if len(batch) != self.rows:
             raise DataError(
@@ -232,11 +231,11 @@ class Dumps:
 
 
 def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
-    """The batch of a dump as it was before the step trained on it: prompts, responses and scores.
+    """Read the batch of a dump as it was before training: prompts, responses and scores.
 
     Raises:
-        DataError: the file is missing, cut off or damaged; has no tokens; or is of another model or
-            tokenizer than `made_with` says.
+        DataError: the file is missing, truncated or damaged; has no tokens; or belongs to another
+            model or tokenizer than `made_with`.
     """
     held = read_parquet(path)
     if missing := [name for name in _NEEDED if name not in held]:
@@ -259,8 +258,8 @@ def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
 
 
 def _check_tokens(held: DataProto, vocab_size: int) -> None:
-    """ValueError for tokens that the model does not have, and for numbers that no engine gives. A
-    file may be whole and not hold what a run writes."""
+    """Raise ValueError for tokens outside the vocabulary and for invalid numbers. An intact file
+    may still not be a dump."""
     for name in ("prompt_ids", "response_ids"):
         ids = held.jagged(name).values
         if not np.issubdtype(ids.dtype, np.integer):
@@ -305,8 +304,7 @@ def _trained_columns(held: DataProto) -> dict[str, Column]:
         columns |= {name: held[name] for name in _CONVERSATION}
     if "reward_extra" in held:
         extras = [json.loads(text) for text in held["reward_extra"].tolist()]
-        # a dump of an older version has the failures among what the reward returned, and nowhere
-        # else
+        # dumps of older versions have failures only among the reward's extra values
         failures = (
             held["reward_failure"].tolist()
             if "reward_failure" in held
@@ -322,7 +320,7 @@ def _trained_columns(held: DataProto) -> dict[str, Column]:
 
 
 def _from_runs(runs: Jagged, lengths: np.ndarray, kind: type) -> Jagged:
-    """A value for each token, from rows of [value, tokens in a row]."""
+    """Decode rows of [value, run length] to one value per token."""
     pairs = runs.values.reshape(-1, 2)
     if (pairs[:, 1] < 1).any() or (pairs[:, 1] > lengths.max(initial=0)).any():
         raise ValueError("a run of tokens is longer than any response, or empty")

@@ -33,40 +33,42 @@ SCORING = DataflowStep(
     ("response_text", "scores"),
 )
 
-# ReMax compares with the answer that validation's sampling gives, which has to be the greedy one
+# ReMax compares with the answer sampled with validation's settings, which must be greedy
 GREEDY = DataflowStep("greedy answers", ("prompt_ids",), ("greedy_scores",))
 
-# at the end of a prompt, which hold a marker that opens the thinking, spelled out or not
+# at the end of a prompt: enough for a marker that opens the thinking, spelled out or not
 _MARKER_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """Rows whose scoring has begun: their texts, and what is collected for them, or what an agent
-    loop gave."""
+    """Rows being scored: their texts, and the submitted rows or the agent loop's results."""
 
     texts: Sequence[str]
     rows: Submitted | Sequence[ScoreResult]
 
 
 class Scorer:
-    """Decodes responses and asks the reward function."""
+    """Decodes responses and scores them with the reward function."""
 
     def __init__(self, rewards: RewardManager, tokenizer: Tokenizer) -> None:
         self.rewards = rewards
         self.tokenizer = tokenizer
 
     async def score(self, batch: DataProto) -> DataProto:
-        """Columns response_text (objects) and scores [B] f32, as `SCORING` declares, reward_extra
-        (objects: {name: value}) where the reward returns more than a score, reward_failure
-        (objects: text or None) where rows failed."""
+        """Score a batch.
+
+        Returns the columns response_text (objects) and scores [B] f32, as `SCORING` declares;
+        reward_extra (objects: {name: value}) if the reward returns more than a score;
+        reward_failure (objects: text or None) if rows failed.
+        """
         return await self.finish(self.begin(batch, len(batch)))
 
     def begin(self, batch: DataProto, size: int) -> list[Scoring]:
-        """Begin to score a batch, in parts of `size` rows, for `finish`."""
+        """Start scoring a batch, in parts of `size` rows, for `finish`."""
         columns = [batch[name].tolist() for name in ("data_source", "ground_truth", "extra_info")]
         given = batch[TURN_REWARDS].tolist() if TURN_REWARDS in batch else None
-        # of conversations the last answer counts; how it came about is at hand
+        # for conversations only the last answer is scored
         if "answer_text" in batch:
             texts = batch["answer_text"].tolist()
             columns[2] = [
@@ -101,11 +103,12 @@ class Scorer:
         return parts
 
     def _facts(self, batch: DataProto) -> list[dict[str, Any]]:
-        """What the reward wants to know about the prompt of each row."""
+        """Return the facts about each row's prompt that the reward needs."""
         reads_prompt = self.rewards.reads_prompt
         reads_thinking = self.rewards.reads_thinking
         found: list[dict[str, Any]] = [{} for _ in range(len(batch))]
-        known: dict[tuple[int, ...], bool] = {}  # the samples of a prompt end in the same tokens
+        # the samples of a prompt have the same tokens at its end
+        known: dict[tuple[int, ...], bool] = {}
         for facts, row in (
             zip(found, batch.jagged("prompt_ids"), strict=True)
             if reads_prompt or reads_thinking
@@ -121,11 +124,11 @@ class Scorer:
         return found
 
     async def finish(self, parts: Sequence[Scoring]) -> DataProto:
-        """The columns of `score` for the rows of all parts, in order; waits for those that are not
-        scored yet.
+        """Wait until all parts are scored, and return the columns of `score` for their rows, in
+        order.
 
         Raises:
-            DataError: what `RewardManager.check` raises.
+            DataError: as for `RewardManager.check`.
         """
         texts = [text for part in parts for text in part.texts]
         submitted = [part.rows for part in parts if isinstance(part.rows, Submitted)]
@@ -150,21 +153,20 @@ class Scorer:
         return DataProto.from_columns(found_columns)
 
     def check_failures(self, batch: DataProto) -> None:
-        """Raise DataError for rows that failed after they were scored, as `RewardManager.check`
-        does."""
+        """Raise DataError for rows that failed after scoring, like `RewardManager.check`."""
         self.rewards.check(
             [ScoreResult(0.0, failure=text) for text in batch["reward_failure"].tolist()]
         )
 
     def forget(self, parts: Sequence[Scoring]) -> None:
-        """Nobody finishes these parts."""
+        """Discard these parts without collecting their scores."""
         for part in parts:
             if isinstance(part.rows, Submitted):
                 self.rewards.forget(part.rows)
 
 
 def _loop_result(rewards: Sequence[float], weight: float) -> ScoreResult:
-    """The score of a conversation whose loop rewards its turns."""
+    """Return the score of a conversation whose loop rewards its turns."""
     try:
         return result_of({"score": sum(rewards), TURN_REWARDS: rewards}, weight)
     except ValueError as error:
@@ -172,12 +174,12 @@ def _loop_result(rewards: Sequence[float], weight: float) -> ScoreResult:
 
 
 def _loop_scores(config: RewardConfig) -> bool:
-    """Whether the rewards that an agent loop gives, if it does, are the score."""
+    """Return True if rewards given by an agent loop are the score."""
     return config.path is None and not config.combine
 
 
 def sources_to_score(config: RunConfig, *datasets: Prompts | PreferenceDataset) -> list[str]:
-    """The data sources whose rows need a verifier: none where the agent loop gives the rewards."""
+    """Return the data sources that need a verifier: none if the agent loop gives the rewards."""
     if LOOPS.get(config.rollout.agent.loop).gives_rewards and _loop_scores(config.reward):
         return []
     return [source for dataset in datasets for source in dataset.data_sources]
@@ -186,19 +188,19 @@ def sources_to_score(config: RunConfig, *datasets: Prompts | PreferenceDataset) 
 def check_truths(
     rewards: RewardManager, config: RunConfig, *datasets: Prompts | PreferenceDataset
 ) -> None:
-    """Raise DataError for a ground truth that its verifier cannot use; names file and row."""
+    """Raise DataError, with file and row, for a ground truth that its verifier cannot use."""
     for dataset in datasets:
         if not sources_to_score(config, dataset):
             continue
         rows = dataset.batch(np.arange(len(dataset)))
-        # a dataset of one's own
+        # custom datasets
         places = getattr(dataset, "places", [f"row {row}" for row in range(len(dataset))])
         rewards.check_truths(rows["data_source"].tolist(), rows["ground_truth"].tolist(), places)
 
 
 def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
-    """{name: its prompts} of the validation sets that have files; `open_prompts` says what it
-    raises."""
+    """Open the validation sets that have files, as {name: prompts}. Errors are those of
+    `open_prompts`."""
     return {
         name: open_prompts(
             wanted.files,
@@ -212,11 +214,11 @@ def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]
 
 
 class Validator:
-    """Answers the prompts of each validation set and scores them.
+    """Generates and scores the answers of each validation set.
 
     Args:
         datasets: {name: its prompts}, from `open_val_sets`.
-        folder: of the run.
+        folder: the run folder.
     """
 
     def __init__(
@@ -228,8 +230,8 @@ class Validator:
         self.sets = val_sets(config)
 
     async def run(self, engines: Rollouts, step: int) -> dict[str, float]:
-        """The metrics of each set, which begin with "val", or with "val-NAME" for an entry of
-        `data.val_sets`. All sets are asked for at once. Nothing without a set."""
+        """Validate all sets concurrently. Returns their metrics, with the prefix "val", or
+        "val-NAME" for an entry of `data.val_sets`; empty without a set."""
         asked = {name: self._prompts(name) for name in self.datasets}
         samples = {name: engines.begin(prompts, training=False) for name, prompts in asked.items()}
         metrics: dict[str, float] = {}
@@ -241,7 +243,7 @@ class Validator:
         return metrics
 
     def _prompts(self, name: str) -> DataProto:
-        """The prompts of a set, each as often as it is answered."""
+        """Return the prompts of a set, repeated for its number of samples."""
         dataset = self.datasets[name]
         samples = self.sets[name].samples
         batch = dataset.batch(np.arange(len(dataset)))
@@ -255,9 +257,9 @@ class Validator:
 
     @staticmethod
     def _metrics(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
-        """score (mean score), accuracy (the same where every score is 0 or 1) and, with several
-        answers to a prompt, `answer_statistics`, all by data source too; lengths and means of what
-        the reward returned beside the score."""
+        """Compute score (mean score), accuracy (the same if every score is 0 or 1) and, with
+        several answers per prompt, `answer_statistics`, all also by data source; lengths, and means
+        of the reward's extra values."""
         metrics = {f"{prefix}/response_length/mean": float(np.mean(batch.lengths("response_ids")))}
         parts = {
             f"/{source}": batch["data_source"] == source
@@ -280,8 +282,7 @@ class Validator:
 
 
 def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
-    """With these rows failed as well, [B] a text or None: their score is 0, and nothing beside it
-    counts."""
+    """Mark further rows as failed, [B] a text or None. Their score becomes 0."""
     before = batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
     merged = [old if old is not None else new for old, new in zip(before, texts, strict=True)]
     scores = np.where([text is None for text in texts], batch["scores"], np.float32(0.0))
@@ -289,8 +290,9 @@ def with_failures(batch: DataProto, texts: Sequence[str | None]) -> DataProto:
 
 
 def without_failed(batch: DataProto, policy: str) -> DataProto:
-    """With the policy `drop` (`reward.on_failure`), rows whose scoring failed have no sampled token
-    left and, so that the mean of their group stays as it is, the mean score of its other rows."""
+    """With `reward.on_failure` = `drop`, exclude failed rows from training: they keep no sampled
+    token, and get the mean score of their group's other rows, which leaves the group's mean
+    unchanged."""
     if policy != "drop" or "reward_failure" not in batch:
         return batch
     failed = np.array([text is not None for text in batch["reward_failure"]])
@@ -303,8 +305,8 @@ def without_failed(batch: DataProto, policy: str) -> DataProto:
 
 
 def failures(batch: DataProto) -> list[str]:
-    """A line for each text with which scoring failed, the most frequent first: the number of rows
-    and the first one."""
+    """Return one line per distinct scoring error, most frequent first, with the row count and the
+    first row."""
     rows: dict[str, list[int]] = {}
     for row, text in enumerate(
         batch["reward_failure"].tolist() if "reward_failure" in batch else ()
@@ -319,9 +321,8 @@ def failures(batch: DataProto) -> list[str]:
 
 
 def extra_metrics(batch: DataProto) -> dict[str, float]:
-    """reward_extra/NAME/mean, /max and /min over the rows whose reward returned a finite number (or
-    true, false) of this name beside the score, and reward/failed, the share of rows whose scoring
-    failed."""
+    """Compute reward_extra/NAME/mean, /max and /min over the rows whose reward returned a finite
+    number or boolean of this name, and reward/failed, the share of rows whose scoring failed."""
     failed = (
         [text is not None for text in batch["reward_failure"].tolist()]
         if "reward_failure" in batch
@@ -345,7 +346,7 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _conversation_metrics(batch: DataProto) -> dict[str, float]:
-    """agent/turns/mean and /max, agent/tool_calls/mean, and agent/failed, the share of
+    """Compute agent/turns/mean and /max, agent/tool_calls/mean, and agent/failed, the share of
     conversations whose loop failed."""
     if "turns" not in batch:
         return {}

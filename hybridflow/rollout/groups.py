@@ -1,20 +1,20 @@
-"""Which groups of answers a step trains: a buffer between engines that go on and a policy that
-moves.
+"""Selection of the groups that a step trains: a buffer between engines that generate continuously
+and a policy that changes.
 
-A group is a prompt with its samples. As a step begins, prompts for this one and some steps more are
-handed out, and it takes the groups that have ended. An answer has the time of
-`trainer.max_staleness` steps; a step waits for one that takes longer, so that no token that is
-trained is more than so many versions old. With 0 a step waits for all that it hands out.
+A group is a prompt with its samples. At the start of a step, prompts for it and for some later
+steps are submitted, and the step takes groups that have finished. An answer may take the time of
+`trainer.max_staleness` steps; a step waits for one that takes longer, so no trained token is older
+than that many versions. With 0 a step waits for everything that it submits.
 
-For how many steps prompts are handed out in advance is `trainer.steps_ahead`. Without a number it
-is the mean time in which the groups that were trained last had ended, in steps that wait for
-nothing: by Little's law the groups of so many steps are under way when a step begins, so that those
-of one more have ended. Samples are thus no older than it takes to keep the trainer busy.
+The prefetch depth is `trainer.steps_ahead`. By default it is the mean time, in steps without
+waiting, that the groups trained last took to finish: by Little's law the groups of that many steps
+are in flight when a step starts, so those of one more step have finished. Samples are thus no older
+than needed to keep the trainer busy.
 
-With `trainer.tail_batching` (RollPacker, arXiv 2509.21009) a step of a synchronous run hands out
-more prompts than it trains, takes the groups that end first and cuts the others off. As soon as a
-step's worth of prompts has been cut off, one step (a long round) answers just these, from their
-first token on, and waits for all of them.
+With `trainer.tail_batching` (RollPacker, arXiv 2509.21009) a step of a synchronous run submits more
+prompts than it trains, takes the groups that finish first and aborts the others. Once a step's
+worth of prompts has been aborted, one step (a long round) generates only these, from their first
+token on, and waits for all of them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from hybridflow.rollout.protocols import Rollouts, Sample
 from hybridflow.rollout.requests import concat
 from hybridflow.single_controller import in_thread
 
-# for so small a share of a step's groups that end late, prompts are not handed out a whole step
-# earlier
+# tolerate this share of late groups before prefetching another step
 _LATE = 0.1
 
 
 @dataclass(eq=False)
 class _Group:
-    """Rows of `prompts` that were handed out with the weights of `version`, for a row of the
-    dataset. `scoring` begins when the last of the `samples` has ended, `steps` after they were
-    handed out at `since`, in the time of `_StepClock`."""
+    """Rows of `prompts` submitted at weight `version`, for one row of the dataset.
+
+    `scoring` starts when the last of the `samples` has ended, `steps` after the submission at
+    `since`, in the time of `_StepClock`.
+    """
 
     index: int
     version: int
@@ -63,29 +64,30 @@ class _Group:
 
 
 class _StepClock:
-    """Time in steps: one for what the trainer does between two batches, and what it waits for
-    answers in proportion."""
+    """Time in steps: one per training phase between two batches, plus waiting time in
+    proportion."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.time = 0.0
         self._version = -1
-        self._training: float | None = None  # seconds, of the last step
+        self._training: float | None = None  # seconds of the last training phase
         self._mark = clock()
 
     def step_begins(self, version: int) -> None:
-        """The trainer asks for a batch; more than one for the same weights belong to one step."""
+        """Record that the trainer requests a batch. Several requests for the same weights belong to
+        one step."""
         if self._version not in (-1, version):
             self._training = max(self._clock() - self._mark, 1e-3)
             self.time += 1
         self._version = version
 
     def wait_begins(self) -> None:
-        """From now on the trainer waits."""
+        """Record that the trainer starts waiting."""
         self._mark = self._clock()
 
     def waited(self) -> None:
-        """The trainer has waited until now."""
+        """Record that the trainer has waited until now."""
         now = self._clock()
         if self._training is not None:
             self.time += (now - self._mark) / self._training
@@ -93,11 +95,11 @@ class _StepClock:
 
 
 class Groups:
-    """The groups that are not yet trained.
+    """The groups that have not been trained yet.
 
     Args:
-        keep: moves token columns that the driver makes to where workers and engines read them.
-        scorer: scores each group as soon as it has ended, while engines answer others.
+        keep: moves token columns created by the driver to the store of workers and engines.
+        scorer: scores each group as soon as it ends, while engines generate others.
         clock: seconds.
     """
 
@@ -117,9 +119,9 @@ class Groups:
         self.scorer = scorer
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._left: list[_Group] = []
-        # rows of the dataset that are handed out before those of the sampler
+        # dataset rows to submit before those of the sampler
         self._next: list[int] = []
-        self._cut_off: list[int] = []  # rows of the dataset that wait for a long round
+        self._cut_off: list[int] = []  # dataset rows that wait for a long round
         # versions of the first of `_next`, and their answers
         self._begun: tuple[list[int], DataProto] | None = None
         self._scored: list[Scoring] = []  # of the groups of the last batch
@@ -129,18 +131,18 @@ class Groups:
         self.metrics: dict[str, float] = {}
 
     async def next_batch(self, version: int) -> DataProto:
-        """Prompts and answers of `data.train_batch_size` groups for the step that begins with these
-        weights; `uid` tells the samples of one prompt.
+        """Return prompts and answers of `data.train_batch_size` groups for the step that starts
+        with these weights. `uid` identifies the samples of one prompt.
 
         Raises:
-            HybridFlowError: what `Rollouts.advance` raises.
+            HybridFlowError: errors of `Rollouts.advance`.
         """
         self._steps.step_begins(version)
         self._hand_out(version)
         if self.config.trainer.max_staleness and self._left and not self._left[-1].done():
             await (
                 self.engines.advance()
-            )  # engines begin what was handed out now, also where the step has its groups already
+            )  # start the new prompts even if the step already has its groups
         self._begin_scoring()
         self._steps.wait_begins()
         while (chosen := self._ready(version)) is None:
@@ -151,7 +153,7 @@ class Groups:
         taken = set(map(id, chosen))
         self._left = [group for group in self._left if id(group) not in taken]
         if self.config.trainer.tail_batching:
-            # before the step begins: its places are idle, its memory may be wanted
+            # before the step starts: its slots are idle, and its memory may be needed
             await self._cut_off_rest()
         age = np.array([version - group.version for group in chosen])
         if self.config.trainer.max_staleness:
@@ -163,21 +165,21 @@ class Groups:
             }
         prompts = concat([group.prompts.rows(group.rows) for group in chosen])
         samples = [one for group in chosen for one in group.samples]
-        # of conversations: it takes a while
+        # slow for conversations
         answered = await in_thread(partial(self.engines.batch, samples))
         self._scored = [group.scoring for group in chosen if group.scoring is not None]
         uid = np.repeat(np.arange(len(chosen), dtype=np.int64), self.config.rollout.n)
         return self.keep(prompts.with_columns(uid=uid).union(answered))
 
     async def scores(self) -> DataProto:
-        """The scores of the batch that `next_batch` returned last, as `Scorer.score` returns them;
-        waits for those that are not there yet. They can be taken once."""
+        """Wait for the scores of the last `next_batch` and return them, as from `Scorer.score`. Can
+        be called once per batch."""
         scored = self._scored
         self._scored = []
         return await self.scorer.finish(scored)
 
     async def forget(self) -> None:
-        """Have the engines give up what is not trained; `restore` hands it out again."""
+        """Abort everything that has not been trained. `restore` submits it again."""
         self._forget_scoring()
         self.scorer.forget(self._scored)
         self._scored = []
@@ -188,8 +190,8 @@ class Groups:
         await self.engines.forget()
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, JSON-able: the order of the prompts, and those that are handed out
-        and not trained."""
+        """Return a JSON-serializable state for `restore`: the order of the prompts, and those
+        submitted but not trained."""
         left = [group.index for group in self._left]
         state = {
             "sampler": self.sampler.state(),
@@ -199,9 +201,12 @@ class Groups:
         return state | self._kind() | {"versions": [group.version for group in self._left]}
 
     async def begun(self) -> DataProto | None:
-        """What has come of the prompts that are handed out and not trained, to be taken together
-        with `state`: their place in it (`group`), the sample, and the answer as far as it has come.
-        None where nothing has."""
+        """Return the partial answers of submitted, untrained prompts, to be taken together with
+        `state`.
+
+        Columns are the place in that state (`group`), the sample, and the answer so far. None if
+        there are none.
+        """
         samples = [one for group in self._left for one in group.samples]
         begun = await self.engines.begun(samples) if samples else None
         if begun is None:
@@ -212,17 +217,18 @@ class Groups:
     async def restore(
         self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0
     ) -> None:
-        """Go on where `state` was taken, or without it at the first prompt. Prompts that were
-        handed out then are handed out again, and go on from `begun`: none is lost, and none is
-        trained twice.
+        """Continue from `state`, or from the first prompt without it.
+
+        Prompts in flight then are submitted again and continue from `begun`: none is lost, and none
+        is trained twice.
 
         Args:
-            begun: what `begun` returned then. It is left out as far as this run would train it too
-                late, or has answers of another kind.
-            version: of the weights that the next step begins with.
+            begun: the result of `begun` at that time. Answers that would be too old for this run,
+                or are of another kind, are dropped.
+            version: version of the weights at the start of the next step.
 
         Raises:
-            CheckpointError: the dataset or its order is another one.
+            CheckpointError: the dataset or its order is different.
         """
         await self.forget()
         state = state or self._first
@@ -246,7 +252,7 @@ class Groups:
             )
 
     def _kind(self) -> dict[str, Any]:
-        """What must be the same for answers to go on."""
+        """Return the settings that must be equal for answers to be continued."""
         routes = derived.needs_engine_routes(self.config)
         return {
             "n": self.config.rollout.n,
@@ -255,13 +261,13 @@ class Groups:
         }
 
     def _kept(self, made_by: int, versions: list[int], version: int) -> int:
-        """The version of a group that was handed out with that of `made_by`; -1 where it could be
-        trained later than allowed, behind all groups that are as old."""
+        """Return the version of a group that was submitted at that of `made_by`; -1 if it could be
+        trained too late, after all groups of the same age."""
         steps = (sum(one <= made_by for one in versions) - 1) // self.config.data.train_batch_size
         return made_by if version + steps - made_by <= self.config.trainer.max_staleness else -1
 
     def _hand_out(self, version: int) -> None:
-        """Submit prompts until as many are handed out as the version allows."""
+        """Submit prompts up to the number that the version allows."""
         size = self.config.data.train_batch_size
         n = self.config.rollout.n
         trainer = self.config.trainer
@@ -283,8 +289,8 @@ class Groups:
             )
 
     def _taken_up(self, count: int, version: int) -> tuple[list[int], DataProto | None]:
-        """The versions of so many prompts that are handed out now, and what an earlier process had
-        begun of them."""
+        """Return the versions of this many prompts being submitted, and the partial answers that an
+        earlier process recorded for them."""
         if self._begun is None:
             return [version] * count, None
         kept, begun = self._begun
@@ -299,7 +305,7 @@ class Groups:
         ) else None
 
     def _begin_scoring(self) -> None:
-        """Begin to score the groups that have ended since the last call."""
+        """Start scoring the groups that have ended since the last call."""
         new = [group for group in self._left if group.scoring is None and group.done()]
         if not new:
             return
@@ -314,7 +320,7 @@ class Groups:
         self.scorer.forget([group.scoring for group in self._left if group.scoring is not None])
 
     def _drawn(self, count: int) -> list[int]:
-        """The next so many rows of the dataset; none where `count` is not positive."""
+        """Return the next `count` rows of the dataset; empty if it is not positive."""
         while len(self._next) < count:
             self._next += next(self.sampler).tolist()
         count = max(count, 0)
@@ -323,9 +329,12 @@ class Groups:
         return rows
 
     def _round(self, still: int) -> list[int]:
-        """The rows of a round with tail batching, where `still` prompts are to be trained: those
-        that were cut off as soon as they fill a step, else new ones; never more in all than are
-        still trained."""
+        """Return the rows of a round with tail batching, where `still` prompts remain to be
+        trained.
+
+        These are the aborted ones once they fill a step, else new ones; never more in total than
+        remain to be trained.
+        """
         size = self.config.data.train_batch_size
         waiting = len(self._cut_off)
         new = (
@@ -338,7 +347,7 @@ class Groups:
         return rows
 
     async def _cut_off_rest(self) -> None:
-        """Abort the groups that the step does not train; they wait for a long round."""
+        """Abort the groups that the step does not train. They wait for a long round."""
         await self.engines.abort([one for group in self._left for one in group.samples])
         self._forget_scoring()
         self._cut_off += [group.index for group in self._left]
@@ -346,11 +355,11 @@ class Groups:
         self.metrics["rollout/prompts_cut_off"] = float(len(self._cut_off))
 
     def _ready(self, version: int) -> list[_Group] | None:
-        """The groups that the step trains, in the order in which they were handed out; None while
-        it has to wait.
+        """Return the groups that the step trains, in order of submission; None while it has to
+        wait.
 
-        Of the groups that were handed out with the oldest weights it takes as many as cannot be
-        trained in time otherwise, and then those that have ended.
+        Of the groups submitted with the oldest weights, it takes those that would otherwise be too
+        late, then those that have ended.
         """
         size = self.config.data.train_batch_size
         ended = {id(group) for group in self._left if group.scoring is not None}
@@ -366,25 +375,22 @@ class Groups:
         return [group for group in self._left if id(group) in found]
 
     def _due(self, oldest_first: Sequence[_Group], version: int) -> int:
-        """How many of these groups this step must train, so that each can be trained before it is
-        too old."""
+        """Return how many of these groups this step must train, so that none becomes too old."""
         size = self.config.data.train_batch_size
         most = self.config.trainer.max_staleness
-        # the group in place n must be among the first n + 1, of which later steps can train `size`
-        # each
+        # the n-th group must be among the first n, and later steps can train `size` each
         places = enumerate(oldest_first, start=1)
         return max(
             [number - size * (group.version + most - version) for number, group in places] + [0]
         )
 
     def _first_ahead(self) -> int:
-        """For how many steps prompts are handed out in advance before it is known how many are
-        needed."""
+        """Return the prefetch depth in steps before the generation time is known."""
         trainer = self.config.trainer
         return min(trainer.max_staleness, 1) if trainer.steps_ahead is None else trainer.steps_ahead
 
     def _follow(self, trained: Sequence[_Group]) -> None:
-        """Hand prompts out for as many steps in advance as these groups took in the mean."""
+        """Set the prefetch depth to the mean number of steps that these groups took."""
         if self.config.trainer.steps_ahead is None:
             steps = math.ceil(np.mean([group.steps for group in trained]) - _LATE)
             self._ahead = max(self._first_ahead(), min(steps, self.config.trainer.max_staleness))

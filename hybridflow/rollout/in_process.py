@@ -1,4 +1,4 @@
-"""The loop's rollout service and weight sync over an engine in the trainer's process."""
+"""The loop's rollout service and weight sync for an engine in the trainer's process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 
 
 class InProcessRollouts(Requests):
-    """`Rollouts` and `WeightSync`. The engine computes in the driver's thread, while that waits for
-    answers.
+    """`Rollouts` and `WeightSync` over one engine, which computes in the driver's thread while
+    answers are awaited.
 
     Args:
-        engine: a started one.
-        copy_weights: writes the policy's present weights into the tensors that it is given; returns
-            the bytes.
+        engine: a started engine.
+        copy_weights: writes the policy's current weights into the given tensors; returns the bytes.
         stop_ids: tokens that end a response.
     """
 
@@ -53,14 +52,14 @@ class InProcessRollouts(Requests):
         return SyncReport(version, time.perf_counter() - started, nbytes, {})
 
     async def sleep(self) -> None:
-        """Have the engine release its memory."""
+        """Release the engine's memory."""
         self.engine.sleep()
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Have the engine reallocate the memory of these parts."""
+        """Reallocate the engine's memory of these parts."""
         self.engine.wake(tags)
 
-    # ---- the one engine, as `Requests` sees it
+    # ---- the engine interface of `Requests`
 
     def _serving(self) -> Sequence[int]:
         return [0]
@@ -71,8 +70,8 @@ class InProcessRollouts(Requests):
     async def _collect(
         self, training: bool, engines: Sequence[int], wait_s: float
     ) -> Sequence[DataProto]:
-        """Answer the requests that were asked together first; with tail batching as many as the
-        engine runs at a time, so that what is cut off has not been computed."""
+        """Run the oldest batch of requests. With tail batching, run as many as the engine handles
+        at a time, so that aborted ones cost nothing."""
         number = next(
             (n for n, (asked_training, _) in enumerate(self._asked) if asked_training == training),
             None,
@@ -94,10 +93,10 @@ class InProcessRollouts(Requests):
         return [response_columns(completions, extras).with_columns(ticket=part["ticket"])]
 
     async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
-        return []  # the engine answers while it is waited for: nothing is under way
+        return []  # the engine runs only inside `_collect`, so nothing is in flight
 
     async def _leave_out_lost(self, answers: int) -> None:
-        raise EngineError(f"{answers} answers were cut short by the engine of this process")
+        raise EngineError(f"{answers} answers were interrupted in the engine of this process")
 
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
         wanted = [ticket for part in tickets.values() for ticket in part]

@@ -1,4 +1,5 @@
-"""Which engine gets which requests: pure arithmetic over the tokens that each still owes."""
+"""Assignment of requests to engines: pure arithmetic on the tokens that each still has to
+generate."""
 
 from __future__ import annotations
 
@@ -6,15 +7,15 @@ from collections.abc import Mapping, Sequence
 
 
 def shares(tokens: Sequence[int], owed: Mapping[int, int]) -> list[int]:
-    """The engine of each piece of work, in order.
+    """Return the engine of each piece of work, in order.
 
-    Engines are filled one after another up to the level at which all would owe equally much, so
-    that pieces that lie together stay together and equal pieces on idle engines are cut as evenly
-    as whole pieces allow.
+    Engines are filled one after another to the level at which all have equal work, so that
+    consecutive pieces stay together, and equal pieces on idle engines are split as evenly as whole
+    pieces allow.
 
     Args:
-        tokens: what each piece may come to.
-        owed: what each engine owes already.
+        tokens: maximum tokens of each piece.
+        owed: tokens that each engine still has to generate.
     """
     load = dict(owed)
     level = _level(sum(tokens), list(owed.values()))
@@ -30,10 +31,10 @@ def shares(tokens: Sequence[int], owed: Mapping[int, int]) -> list[int]:
 
 
 def _level(added: int, owed: Sequence[int]) -> float:
-    """The height that loads reach when `added` is poured over them, lowest first."""
+    """Return the level that loads reach when `added` is distributed over them, lowest first."""
     loads = sorted(owed)
     heights = [(added + sum(loads[:count])) / count for count in range(1, len(loads) + 1)]
-    # over the lowest so many, as long as the next of them lies below
+    # over the smallest `count` loads, as long as the next one is below the level
     return next(
         height
         for height, above in zip(heights, [*loads[1:], float("inf")], strict=True)

@@ -1,5 +1,4 @@
-"""What the loop sees of rollouts: engines that answer prompts, and the sync that brings them
-weights."""
+"""The loop's interface to rollouts: engines that answer prompts, and the sync of their weights."""
 
 from __future__ import annotations
 
@@ -9,64 +8,62 @@ from typing import Any, Protocol
 
 from hybridflow.batch import DataProto
 
-# column of prompts that may not be answered with as many tokens as others [B]: the most
+# optional column [B]: per-prompt limit on response tokens
 ROOM = "room"
 
 
 class Sample(Protocol):
-    """An answer to a prompt that was begun."""
+    """A prompt's answer in progress."""
 
     def done(self) -> bool:
         """Return whether it has ended."""
 
 
 class Rollouts(Protocol):
-    """Engines that answer prompts; methods take the samples that `begin` returned.
+    """Engines that answer prompts; methods take the samples returned by `begin`.
 
-    Engines work on what they were asked by themselves. They are asked for more, and their answers
-    come in, while somebody waits in `advance` or `answers`.
+    Engines work in the background. New requests are sent and answers received only while a caller
+    awaits `advance` or `answers`.
     """
 
     def begin(
         self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
     ) -> Sequence[Sample]:
-        """Begin an answer to each row.
+        """Start an answer for each row.
 
         Args:
-            prompts: with prompt_ids; rows of one `uid` are the samples of one prompt, which one
-                engine gets. With `ROOM` where answers have less room than
-                `data.max_response_length`.
-            training: sample as `rollout.sampling` says, with routed_experts when they are replayed;
-                else as `rollout.val_sampling` says, or with a column `VAL_SET` as the entries of
-                `data.val_sets` say that it names.
-            begun: what `begun` returned of samples like these, perhaps in another process, with
-                `row` [b], their row of `prompts`: they go on from there.
+            prompts: with prompt_ids. Rows with the same `uid` are samples of one prompt and go to
+                the same engine. `ROOM` limits responses further than `data.max_response_length`.
+            training: sample with `rollout.sampling`, and return routed_experts if they are
+                replayed; else with `rollout.val_sampling`, or with the entry of `data.val_sets`
+                named in the column `VAL_SET`.
+            begun: result of `begun` for such samples, possibly from another process, with `row`
+                [b], their row of `prompts`: they continue from there.
         """
 
     async def advance(self) -> None:
-        """Wait a moment for answers, and send what engines have room for."""
+        """Wait briefly for answers, and send requests that engines have room for."""
 
     async def answers(self, samples: Sequence[Any]) -> DataProto:
-        """`batch`, once all of the samples have ended."""
+        """Wait until all samples have ended, and return their `batch`."""
 
     def batch(self, samples: Sequence[Any]) -> DataProto:
-        """The answers of samples that have ended, in their order: response_ids, response_mask,
-        rollout_log_probs, response_versions, finish_reason, weight_version; of conversations also
+        """Return the answers of samples that have ended, in order: response_ids, response_mask,
+        rollout_log_probs, response_versions, finish_reason, weight_version; for conversations also
         `conversations.COLUMNS`."""
 
     def shown(self, samples: Sequence[Any]) -> DataProto:
-        """What `batch` returns of samples that have ended, as far as a reward reads it."""
+        """Return the part of `batch` that rewards read."""
 
     async def begun(self, samples: Sequence[Any]) -> DataProto | None:
-        """The answers so far of samples that go on, for `begin`: rows with `sample` [b], their
-        place among the samples. None where no answer has begun."""
+        """Return the partial answers of running samples, for `begin`: rows with `sample` [b], their
+        position among the samples. None if no answer has started."""
 
     async def abort(self, samples: Sequence[Any]) -> None:
-        """End these samples, and give their places at the engines to others. Their answers are
-        lost."""
+        """Abort these samples and free their slots at the engines. Their answers are lost."""
 
     async def forget(self) -> None:
-        """End all samples."""
+        """Abort all samples."""
 
     async def sleep(self) -> None:
         """Release the device memory."""
@@ -75,13 +72,13 @@ class Rollouts(Protocol):
         """Reallocate the memory of `weights` or `kv_cache`; weights come with the next sync."""
 
     async def close(self) -> None:
-        """End the tasks of this process; engines are not told."""
+        """Stop the tasks of this process, without telling the engines."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a sync did: seconds, bytes of weights that reached engines, and for each engine that was
-    left out, why."""
+    """The result of a sync: seconds, bytes of weights that reached engines, and the reason for each
+    engine that was left out."""
 
     version: int
     seconds: float
@@ -98,11 +95,11 @@ class SyncReport:
 
 
 class WeightSync(Protocol):
-    """Brings the policy's weights to the engines."""
+    """Transfers the policy's weights to the engines."""
 
     async def sync(self, version: int) -> SyncReport:
-        """After it returns, every engine that gets requests answers with these weights, and says so
-        in weight_version.
+        """Transfer the weights. Afterwards every engine that gets requests uses them, and reports
+        their version as weight_version.
 
         Raises:
             WeightSyncError: no engine could take them.
@@ -110,4 +107,4 @@ class WeightSync(Protocol):
 
 
 class Engines(Rollouts, WeightSync, Protocol):
-    """What answers the prompts of a run, with weights that the run brings it."""
+    """Engines that answer a run's prompts and receive its weights."""

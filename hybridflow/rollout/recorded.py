@@ -1,5 +1,5 @@
-"""Recorded pairs of answers in place of groups that engines answer: a step reads its batch and
-generates nothing."""
+"""Recorded pairs of answers in place of generated groups: a step reads its batch and generates
+nothing."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class RecordedPairs:
         self.num_rows = len(dataset)
 
     async def take(self, step: int, greedy: bool = False) -> DataProto:
-        """The two answers to each of `data.train_batch_size` prompts, chosen before rejected, with
-        the scores 1 and 0, whatever a reward would say; `uid` tells the pairs apart."""
+        """Return both answers to each of `data.train_batch_size` prompts, chosen before rejected,
+        with the fixed scores 1 and 0. `uid` identifies the pairs."""
         if greedy:
-            raise FlowError("samples(greedy=True): no engine answers, as the answers are recorded")
+            raise FlowError("samples(greedy=True): the answers are recorded, so there is no engine")
         pairs = self.dataset.batch(next(self.sampler))
         rows = interleave_pairs(pairs)
         count = len(pairs)
@@ -62,25 +62,25 @@ class RecordedPairs:
         )
 
     def last_after(self, step: int) -> int | None:
-        """Pairs have no end: they come again in the next epoch."""
+        """Return None: pairs repeat in each epoch without an end."""
         return None
 
     def dump(self, folder: Path, step: int, batch: DataProto) -> None:
-        """Write nothing: the pairs are in a file."""
+        """Do nothing: the pairs are already in a file."""
 
     async def forget(self) -> None:
-        """Nothing is handed out."""
+        """Do nothing: no prompt is in flight."""
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, JSON-able."""
+        """Return a JSON-serializable state for `restore`."""
         return {"sampler": self.sampler.state()}
 
     async def begun(self) -> None:
-        """No answer is under way."""
+        """Return None: no answer is in flight."""
 
     async def restore(
         self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0
     ) -> None:
-        """Go on where `state` was taken, or without it at the first pair. CheckpointError: the
-        dataset or its order is another one."""
+        """Continue from `state`, or from the first pair without it. Raises CheckpointError if the
+        dataset or its order is different."""
         self.sampler.restore((state or self._first)["sampler"])

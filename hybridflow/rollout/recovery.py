@@ -1,9 +1,9 @@
-"""Going on in the same step when no engine is left: engines and their workers start again and take
-the same weights.
+"""Recovery within a step when no engine is left: engines and their workers restart and receive the
+same weights.
 
-The policy has not moved since the last sync, so the same version goes to the new engines, and what
-the lost ones had not ended is asked again. While another engine can answer, `EngineGroup` asks that
-one instead.
+The policy has not changed since the last sync, so the new engines get the same version, and
+unfinished requests are sent again. While another engine is alive, `EngineGroup` uses that one
+instead.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class RestartingSync:
-    """`WeightSync` to engines that start again when none is left, in a sync or while they answer
-    (`recover`).
+    """`WeightSync` to engines that are restarted when none is left, during a sync or while they
+    generate (`recover`).
 
     Args:
-        engines, weights: the engines, and the sync that is called.
-        max_restarts: how many times within an hour; 0 lets the first loss end the job.
-        told: about each restart, in one line.
+        engines, weights: the engines, and the wrapped sync.
+        max_restarts: restarts per hour; with 0 the first loss ends the job.
+        told: called with one line for each restart.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class RestartingSync:
         engines.weights = self
 
     async def recover(self, error: HybridFlowError) -> None:
-        """After engines or workers were lost while they answered: bring them back with the weights
-        of the last sync.
+        """Restart engines or workers that were lost while generating, with the weights of the last
+        sync.
 
         Raises:
-            HybridFlowError: the loss, when `max_restarts` are used up; or what went wrong in a
-                restart: engines have `rollout.start_timeout_s` to come up.
+            HybridFlowError: the loss, if `max_restarts` are used up; or the error of a restart:
+                engines have `rollout.start_timeout_s` to start.
         """
         if self._version < 0 or (isinstance(error, WorkerError) and self.engines.workers_alive()):
             raise error
@@ -58,23 +58,23 @@ class RestartingSync:
         await self.weights.sync(self._version)  # waits for engines that are starting
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring the weights to the engines. Workers that are lost start again; `weights` handles
-        the loss of an engine alone."""
+        """Transfer the weights to the engines. Lost workers are restarted; `weights` handles the
+        loss of single engines."""
         self._version = version
         while True:
             try:
                 return await self.weights.sync(version)
             except WorkerError as error:
-                if self.engines.workers_alive():  # a rank of the policy, then
+                if self.engines.workers_alive():  # then a rank of the policy was lost
                     raise
                 await self._restart(error)
 
     async def _restart(self, error: HybridFlowError) -> None:
-        """Start lost workers again; raise `error` when no more restarts are allowed."""
+        """Restart lost workers. Raises `error` if no more restarts are allowed."""
         if not self._restarts.take():
             raise error
         log.info(
-            "no engine is left; they start again (%d more times this hour): %s",
+            "no engine is left, restarting all of them (%d more restarts this hour): %s",
             self._restarts.left,
             error,
         )

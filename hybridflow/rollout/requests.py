@@ -1,10 +1,9 @@
-"""Requests for tokens on their way: waiting, under way at an engine, ended. Each is placed on its
-own.
+"""Requests for tokens: waiting, in flight at an engine, or ended. Each is scheduled separately.
 
-A request waits until an engine has room, goes to the engine that owes the fewest tokens, and with
-it the other samples of its prompt, whose prefix the engine then computes once. One that an engine
-has begun and lost is asked again from its last token on, of another engine. Requests move on in
-rounds (`advance`), while somebody waits for an answer.
+A request waits until an engine has room, and goes to the engine with the fewest pending tokens,
+together with the other samples of its prompt, whose prefix is then computed once. A request lost
+with its engine resumes from its last token on another engine. Requests progress in rounds
+(`advance`), while a caller awaits an answer.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from hybridflow.rollout.protocols import ROOM, SyncReport
 from hybridflow.single_controller import in_thread
 from hybridflow.workers.requests import CUT_SHORT
 
-_POLL_S = 0.25  # the longest time in which an engine that has ended a request waits for the next
-# an engine has the requests that it runs, and as many that wait there for a place
+_POLL_S = 0.25  # maximum time for which an engine has a free slot before it gets the next request
+# an engine gets as many requests as it runs concurrently, times this
 _RUNNING_SETS = 2
 
 
@@ -40,15 +39,14 @@ class Request:
 
     Attributes:
         number: identifies the request to the engine's worker.
-        order: requests that come together are placed in this order, and those of one `group`
+        order: requests of the same round are scheduled in this order, and those of one `group`
             together.
         most: tokens that may still be sampled.
-        prompts, row: the prompt is this row of a batch, which may lie in the object store.
-        tokens: the prompt, where it is in this process instead.
-        begun: what lost engines had sampled of the answer; these tokens are part of the prompt
-            then.
+        prompts, row: the prompt is this row of a batch, which may be in the object store.
+        tokens: the prompt, if it is in this process instead.
+        begun: tokens sampled by lost engines, which are then part of the prompt.
         answer: the answer is this row of a batch; None until it has ended.
-        is_over: settled with the answer, where a task of this process awaits it.
+        is_over: resolved with the answer, if a task of this process awaits it.
     """
 
     number: int
@@ -77,30 +75,30 @@ class Request:
 
 
 class Requests(ABC):
-    """`Engines` whose answers are single requests; the part that is the same over any engines.
+    """`Engines` whose samples are single requests; the part shared by all engine services.
 
     Attributes:
-        recover: awaited with the error when no engine is left, or workers are lost; raises where
-            that is the end.
+        recover: awaited with the error when no engine is left, or workers are lost; raises if there
+            is no recovery.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.recover: Callable[[HybridFlowError], Awaitable[None]] = _give_up
-        self.asked = asyncio.Event()  # a task of this process has asked
+        self.asked = asyncio.Event()  # set when a task of this process adds a request
         self._next_number = 0
         self._new: list[Request] = []
-        self._waiting: deque[list[Request]] = deque()  # those in one list are placed together
+        self._waiting: deque[list[Request]] = deque()  # requests of one list are scheduled together
         self._under_way: dict[int, Request] = {}
-        self._unwanted: list[Request] = []  # under way, and nobody waits for them any longer
+        self._unwanted: list[Request] = []  # in flight, but no longer needed
         self._round: asyncio.Task[None] | None = None
 
-    # ---- asking
+    # ---- new requests
 
     def begin(
         self, prompts: DataProto, *, training: bool, begun: DataProto | None = None
     ) -> list[Request]:
-        """`Rollouts.begin`: a request for each row."""
+        """Create a request for each row (`Rollouts.begin`)."""
         rows = prompts.select(["prompt_ids"])
         uids = prompts["uid"].tolist() if "uid" in prompts else range(len(prompts))
         most = (
@@ -140,14 +138,14 @@ class Requests(ABC):
         group: Hashable = None,
         begun: DataProto | None = None,
     ) -> Request:
-        """Ask for up to `most` tokens after these, for a task that waits in `answer`.
+        """Request up to `most` tokens after these, for a task that awaits `answer`.
 
         Args:
-            order, group: see `Request`.
-            begun: an answer that was cut short; it goes on from there.
+            order, group: as in `Request`.
+            begun: an interrupted answer, which is continued.
         """
         one = self._request(training, val_set, most, group)
-        # an array already now: a round that makes thousands of them holds up all other tasks
+        # converted here, because a round that converts thousands would block all other tasks
         one.tokens = np.asarray(tokens, np.int64)
         one.order = order
         if begun is None or self._goes_on(one, begun, begun):
@@ -157,8 +155,8 @@ class Requests(ABC):
         return one
 
     async def answer(self, request: Request) -> tuple[DataProto, int]:
-        """The row of a batch that is the answer, once it has ended and is in this process; somebody
-        else waits in `advance`. Cancelling it aborts the request."""
+        """Wait for the answer, and return it as (batch, row). Another task must be in `advance`.
+        Cancelling this call aborts the request."""
         try:
             if request.is_over is not None:
                 await request.is_over
@@ -175,38 +173,37 @@ class Requests(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits or is under way."""
+        """True if no request is waiting or in flight."""
         return not (self._new or self._waiting or self._under_way)
 
     @property
     def is_working(self) -> bool:
-        """Whether an engine has a request."""
+        """True if an engine has a request."""
         return bool(self._under_way)
 
     @property
     def num_new(self) -> int:
-        """Requests that were made since the last round."""
+        """Number of requests added since the last round."""
         return len(self._new)
 
     # ---- rounds
 
     async def advance(self) -> None:
-        """Send what engines have room for, and wait a moment for answers. Those who wait at the
-        same time share the round.
+        """Send requests that engines have room for, and wait briefly for answers. Concurrent
+        callers share the round.
 
         Raises:
-            EnginesLostError: no engine is left. The requests wait until one has taken weights
-                again.
-            EngineError: an engine refused a request, and still runs.
+            EnginesLostError: no engine is left. The requests wait until one has received weights.
+            EngineError: a live engine rejected a request.
         """
         if self._round is None or self._round.done():
             self._round = asyncio.ensure_future(self._advance())
-            # somebody has seen it
+            # at least one caller has seen the error
             self._round.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         await asyncio.shield(self._round)
 
     async def answers(self, samples: Sequence[Request]) -> DataProto:
-        """`Rollouts.answers`."""
+        """Wait until all samples have ended, and return their batch."""
         while not all(one.done() for one in samples):
             await self.advance()
         return self.batch(samples)
@@ -230,16 +227,16 @@ class Requests(ABC):
     # ---- answers
 
     def batch(self, samples: Sequence[Request]) -> DataProto:
-        """`Rollouts.batch`."""
+        """Return the answers of samples that have ended (`Rollouts.batch`)."""
         return self._answers(samples)
 
     def shown(self, samples: Sequence[Request]) -> DataProto:
-        """`Rollouts.shown`: the tokens."""
+        """Return only the tokens (`Rollouts.shown`)."""
         return self._answers(samples, ["response_ids"])
 
     async def begun(self, samples: Sequence[Request]) -> DataProto | None:
-        """`Rollouts.begun`: the columns of `batch`, with the finish reason `CUT_SHORT` while an
-        answer goes on."""
+        """Return the columns of `batch` (`Rollouts.begun`), with the finish reason `CUT_SHORT` for
+        running answers."""
         places = {one.number: place for place, one in enumerate(samples)}
         ended = [one for one in samples if one.done()]
         parts = []
@@ -278,10 +275,10 @@ class Requests(ABC):
         found = concat([batch.rows(np.array(rows[key])) for key, batch in batches.items()])
         return found.reorder(np.argsort(np.concatenate([places[key] for key in batches])))
 
-    # ---- ending requests
+    # ---- aborts
 
     async def abort(self, samples: Sequence[Request]) -> None:
-        """`Rollouts.abort`: end these requests wherever they are."""
+        """Abort these requests in any state (`Rollouts.abort`)."""
         numbers = {one.number for one in samples}
         self._new = [one for one in self._new if one.number not in numbers]
         kept = ([one for one in group if one.number not in numbers] for group in self._waiting)
@@ -293,14 +290,14 @@ class Requests(ABC):
             await self._abort(dict(sorted(at_engines.items())))
 
     async def drop_unwanted(self) -> None:
-        """Abort the requests that a task was cancelled over."""
+        """Abort the requests of cancelled tasks."""
         if self._unwanted:
             unwanted = self._unwanted
             self._unwanted = []
             await self.abort(unwanted)
 
     async def forget(self) -> None:
-        """`Rollouts.forget`: give up all requests."""
+        """Abort all requests (`Rollouts.forget`)."""
         engines = sorted({one.engine for one in self._under_way.values()})
         self._new = []
         self._unwanted = []
@@ -309,7 +306,7 @@ class Requests(ABC):
         if engines:
             await self._forget(engines)
 
-    # ---- inside
+    # ---- internals
 
     async def _send(self) -> None:
         self._take_in()
@@ -319,8 +316,8 @@ class Requests(ABC):
         for one in self._under_way.values():
             if one.engine in owed:
                 owed[one.engine] += one.most
-        # an engine alone gets everything: there is no other that might be free earlier
-        # nobody sends more while the policy trains
+        # A single engine gets everything: no other could be free earlier, and none is sent while
+        # the policy trains.
         sets = _RUNNING_SETS * (1 + self.config.trainer.max_staleness)
         room = sets * self.config.rollout.max_running_requests * len(owed) - len(self._under_way)
         groups: list[list[Request]] = []
@@ -332,15 +329,16 @@ class Requests(ABC):
             for one in group:
                 one.engine = engine
                 self._under_way[one.number] = one
-        alike: dict[tuple[bool, str], dict[int, list[Request]]] = {}  # what is sampled in one way
+        # grouped by sampling parameters
+        alike: dict[tuple[bool, str], dict[int, list[Request]]] = {}
         for group in groups:
             for one in group:
                 parts = alike.setdefault((not one.training, one.val_set), {})
                 parts.setdefault(one.engine, []).append(one)
         for (validating, _), parts in sorted(alike.items()):
-            # thousands of requests are placed and brought together: others go on in between
+            # scheduling thousands of requests takes time: let other tasks run in between
             await asyncio.sleep(0)
-            # without those that were given up meanwhile
+            # skip those aborted in the meantime
             left = {
                 engine: [one for one in part if one.number in self._under_way]
                 for engine, part in parts.items()
@@ -352,8 +350,7 @@ class Requests(ABC):
                 )
 
     def _take_in(self) -> None:
-        """Let new requests wait, in their order and not in that in which environments happened to
-        answer."""
+        """Queue new requests in their order, regardless of when environments responded."""
         together: dict[Hashable, list[Request]] = {}
         for one in sorted(self._new, key=lambda one: one.order):
             group = one.number if one.group is None else one.group
@@ -362,8 +359,8 @@ class Requests(ABC):
         self._waiting.extend(together.values())
 
     async def _receive(self, answers: DataProto) -> int:
-        """Take in a batch of answers with their tickets. Returns how many were cut short; those
-        wait again."""
+        """Process a batch of answers with their tickets. Returns the number of interrupted ones,
+        which are queued again."""
         if not len(answers):
             return 0
         numbers = answers["ticket"].tolist()
@@ -375,7 +372,7 @@ class Requests(ABC):
         for row, (number, reason) in enumerate(zip(numbers, reasons, strict=True)):
             one = self._under_way.pop(number, None)
             if one is None:
-                continue  # it was given up
+                continue  # it was aborted
             if one.begun is None and reason != CUT_SHORT:
                 self._end(one, answers, row)
                 continue
@@ -394,10 +391,10 @@ class Requests(ABC):
             one.is_over.set_result(None)
 
     def _goes_on(self, one: Request, begun: DataProto, added: DataProto) -> bool:
-        """Make a request one that goes on from its last token. False where it has ended with
-        that."""
+        """Make a request continue from its last token. Returns False if it has ended with that
+        token."""
         one.most -= int(added.lengths("response_ids")[0])
-        # its engine was lost between the last token and the word that it is the last
+        # the engine was lost after the last token but before reporting the end
         if one.most < 1:
             self._end(one, _ended_as("length", begun))
             return False
@@ -407,61 +404,62 @@ class Requests(ABC):
         return True
 
     def _ask_again(self) -> None:
-        """Let all requests under way wait again: the workers that had them are gone."""
+        """Queue all requests in flight again: their workers are gone."""
         lost = list(self._under_way.values())
         self._under_way = {}
         self._waiting.extendleft([one] for one in reversed(lost))
 
     async def close(self) -> None:
-        """Stop the round in progress, if there is one."""
+        """Cancel the round in progress, if any."""
         if self._round is not None:
             self._round.cancel()
 
     @abstractmethod
     async def sync(self, version: int) -> SyncReport:
-        """`WeightSync.sync`."""
+        """Transfer weights (`WeightSync.sync`)."""
 
     @abstractmethod
     async def sleep(self) -> None:
-        """`Rollouts.sleep`."""
+        """Release memory (`Rollouts.sleep`)."""
 
     @abstractmethod
     async def wake(self, tags: Sequence[str]) -> None:
-        """`Rollouts.wake`."""
+        """Allocate memory (`Rollouts.wake`)."""
 
     @abstractmethod
     def _serving(self) -> Sequence[int]:
-        """The engines that may be asked, one at least; EnginesLostError where there is none."""
+        """Return the engines that accept requests, at least one. Raises EnginesLostError if there
+        is none."""
 
     @abstractmethod
     async def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
-        """Bring each engine its rows: ticket, prompt_ids, max_new_tokens, and of a named set
+        """Send each engine its rows: ticket, prompt_ids, max_new_tokens, and for a named set
         `VAL_SET`."""
 
     @abstractmethod
     async def _collect(
         self, training: bool, engines: Sequence[int], wait_s: float
     ) -> Sequence[DataProto]:
-        """What of these engines has ended, after waiting up to `wait_s` for all: batches with the
-        tickets."""
+        """Return the ended requests of these engines, as batches with tickets, after waiting up to
+        `wait_s`."""
 
     @abstractmethod
     async def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
-        """What has come of all training requests of these engines, which go on; see
-        `RolloutWorker.so_far`."""
+        """Return the partial answers of all training requests of these engines
+        (`RolloutWorker.so_far`)."""
 
     @abstractmethod
     async def _leave_out_lost(self, answers: int) -> None:
-        """Ask no engine again that has cut so many answers short; EnginesLostError where none is
+        """Exclude engines that were lost with this many answers. Raises EnginesLostError if none is
         left."""
 
     @abstractmethod
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
-        """Have each engine end these requests."""
+        """Tell each engine to abort these requests."""
 
     @abstractmethod
     async def _forget(self, engines: Sequence[int]) -> None:
-        """Have these engines give up what they were asked."""
+        """Tell these engines to abort all requests."""
 
 
 async def _give_up(error: HybridFlowError) -> None:
@@ -469,7 +467,7 @@ async def _give_up(error: HybridFlowError) -> None:
 
 
 def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> SamplingConfig:
-    """How the rows that `Requests` asks of an engine at once are sampled."""
+    """Return the sampling settings of rows that are sent to an engine together."""
     return (
         config.rollout.sampling
         if training
@@ -478,16 +476,15 @@ def sampling_for(config: RunConfig, training: bool, asked: DataProto) -> Samplin
 
 
 def extras_for(config: RunConfig, training: bool) -> Extras:
-    """What engines bring besides tokens and log-probs. Validation has no use for any of it, and it
-    is large."""
+    """Return the data that engines return in addition to tokens and log-probs. Validation needs
+    none of it, and it is large."""
     return Extras(
         training and derived.needs_engine_routes(config), training and derived.needs_support(config)
     )
 
 
 def concat(parts: Sequence[DataProto]) -> DataProto:
-    """The rows of all parts. Columns in the store and columns here do not make one column: where
-    both come together, all are fetched."""
+    """Concatenate parts. If some columns are deferred and others are not, all are fetched."""
     return DataProto.concat(
         [part.fetch() for part in parts] if len({part.deferred for part in parts}) > 1 else parts
     )
@@ -498,13 +495,13 @@ def _ended_as(reason: str, answer: DataProto) -> DataProto:
 
 
 def _tokens_of(requests: Sequence[Request]) -> DataProto:
-    """The prompts of requests that a task of this process made."""
+    """Return the prompts of requests made by tasks of this process."""
     ids = Jagged.from_rows([one.tokens for one in requests if one.tokens is not None], np.int64)
     return DataProto.from_columns({"prompt_ids": ids})
 
 
 def _rows(requests: Sequence[Request]) -> DataProto:
-    """What an engine is asked, in this order."""
+    """Return the prompts of requests, in this order."""
     parts: list[DataProto] = []
     start = 0
     for end in range(1, len(requests) + 1):

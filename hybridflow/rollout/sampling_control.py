@@ -1,8 +1,8 @@
-"""Which samples a step trains on: groups without a difference are replaced, answers that were cut
-off are left out.
+"""Selection of a step's samples: groups with equal scores are replaced, truncated answers are
+excluded.
 
-A sample that is left out keeps its row, so that every step has the same number of rows, and has no
-token of its `response_mask` left: it then enters no loss and no statistic.
+An excluded sample keeps its row, so that every step has the same number of rows, but no token of
+its `response_mask`: it then enters no loss and no statistic.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from hybridflow.data.micro_batches import RESPONSE_MASK
 
 
 def sampled_tokens(batch: DataProto) -> np.ndarray:
-    """[B] tokens of each response that the policy sampled and that count."""
+    """Return [B] the number of sampled tokens of each response that count."""
     mask = batch.jagged(RESPONSE_MASK)
     sums = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
     return sums[mask.offsets[1:]] - sums[mask.offsets[:-1]]
 
 
 def without_rows(batch: DataProto, left_out: np.ndarray) -> DataProto:
-    """The batch with no token of the rows `left_out` [B] bool in its response mask."""
+    """Clear the response mask of the rows `left_out` [B] bool."""
     mask = batch.jagged(RESPONSE_MASK)
     kept = mask.values & ~np.repeat(left_out, mask.lengths)
     return batch.with_columns(**{RESPONSE_MASK: Jagged(kept, mask.offsets)})
 
 
 def without_overlong(batch: DataProto) -> DataProto:
-    """Answers that reached the largest length are left out: how they would have ended, and thus
-    their score, is unknown (DAPO, arXiv 2503.14476, section 3.4: overlong filtering)."""
+    """Exclude answers of the maximum length: their end, and thus their score, is unknown (DAPO,
+    arXiv 2503.14476, section 3.4: overlong filtering)."""
     cut_off = batch["finish_reason"] == "length"
     return without_rows(batch, cut_off) if cut_off.any() else batch
 
 
 def groups_that_differ(batch: DataProto) -> np.ndarray:
-    """Ids (`uid`) of the groups in which two samples that count have different scores, in order of
-    appearance.
+    """Return the ids (`uid`) of groups in which two samples that count have different scores, in
+    order of appearance.
 
-    All samples of any other group have the group-relative advantage 0, and teach nothing.
+    In any other group all group-relative advantages are 0.
     """
     counts = sampled_tokens(batch) > 0
     uid = batch["uid"][counts]
@@ -53,17 +53,17 @@ def groups_that_differ(batch: DataProto) -> np.ndarray:
 
 
 def in_order(ids: np.ndarray) -> np.ndarray:
-    """Distinct ids in order of appearance."""
+    """Return the distinct ids in order of appearance."""
     found, first = np.unique(ids, return_index=True)
     return found[np.argsort(first)]
 
 
 class DynamicSampling:
-    """Collects the groups of a step whose samples differ in score, over at most
-    `algorithm.dynamic_sampling` batches (DAPO, arXiv 2503.14476, section 3.2).
+    """Collects groups with different scores for a step, over at most `algorithm.dynamic_sampling`
+    batches (DAPO, arXiv 2503.14476, section 3.2).
 
-    Where these do not suffice, groups without a difference fill the step up: its number of rows is
-    always the same. `metrics` say what was thrown away.
+    If these do not suffice, groups with equal scores fill up the step, so that its number of rows
+    is constant. `metrics` has the amounts discarded.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -74,7 +74,7 @@ class DynamicSampling:
         self._differ: list[np.ndarray] = []
 
     def add(self, batch: DataProto) -> DataProto | None:
-        """The rows of the step, or None where another batch of prompts has to be answered first.
+        """Return the rows of the step, or None if another batch of prompts must be answered first.
 
         Args:
             batch: answered and scored; its `uid` count from 0.
@@ -110,8 +110,8 @@ class DynamicSampling:
 
 
 def _alike(parts: list[DataProto]) -> list[DataProto]:
-    """The batches with the same columns: a reward returns something beside the score, or fails, in
-    some of them."""
+    """Give the batches the same columns: some rewards return extra values, or fail, only in some
+    batches."""
     names = {name for part in parts for name in part.columns}
     found = []
     for part in parts:

@@ -1,5 +1,5 @@
-"""The loop's rollout service over the engines' workers: which of them may be asked, and what
-happens when one is lost."""
+"""The loop's rollout service over the engines' workers: which engines accept requests, and recovery
+when one is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
-_CALL_S = 120.0  # for calls that wait for no engine, but for looking into one that does not answer
+# for calls that do not depend on an engine, except for a probe of one that does not answer
+_CALL_S = 120.0
 _COLLECT = {
     Extras(): RolloutWorker.collect,
     Extras(routes=True): RolloutWorker.collect_with_routes,
@@ -38,9 +39,9 @@ class EngineGroup(Requests):
     """`Engines` over the workers of the engines.
 
     Args:
-        group: one worker for each engine (`RolloutWorker`).
+        group: one worker per engine (`RolloutWorker`).
         stop_ids: tokens that end a response.
-        others: of engines over several nodes, the workers on the nodes but the first
+        others: for engines over several nodes, the workers on all nodes but the first
             (`RolloutNodeWorker`).
     """
 
@@ -55,14 +56,14 @@ class EngineGroup(Requests):
         self.group = group
         self.stop_ids = list(stop_ids)
         self.others = others
-        self.weights: WeightSync | None = None  # known once the policy's ranks are there
+        self.weights: WeightSync | None = None  # set once the policy's ranks are available
         self.stale = dict.fromkeys(range(group.world_size), "no weights yet")
         self._ready: Future | None = group.call(
             RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30
         )
 
     async def check_starting(self) -> None:
-        """Raise at once when an engine has failed to start; return when all is well so far."""
+        """Raise if an engine has failed to start; otherwise return immediately."""
         if self._ready is not None and self._ready.done():
             await self.wait_ready()
 
@@ -73,19 +74,19 @@ class EngineGroup(Requests):
             self._ready = None
 
     def workers_alive(self) -> bool:
-        """Whether every engine's worker still runs, on each of its nodes."""
+        """Return True if every engine's worker is running, on each of its nodes."""
         return self.group.is_alive() and (self.others is None or self.others.is_alive())
 
     async def restart_workers(self) -> None:
-        """Start all workers, and with them all engines, again; the hooks of `WorkerGroup.restart`
-        bring their weight connections back."""
+        """Restart all workers, and with them all engines. The hooks of `WorkerGroup.restart`
+        restore their weight connections."""
         if self.others is not None and not self.others.is_alive():
-            # before the first nodes: it is theirs to say when an engine starts
+            # before the first nodes, which decide when an engine starts
             await self.others.restart()
         await self.group.restart()
 
     async def begin_again(self) -> None:
-        """After the workers were started again: wait for their engines, which hold no weights."""
+        """Wait for the engines of restarted workers. They have no weights yet."""
         self.stale = dict.fromkeys(range(self.group.world_size), "no weights yet")
         self._ask_again()
         self._ready = self.group.call(
@@ -94,12 +95,12 @@ class EngineGroup(Requests):
         await self.wait_ready()
 
     async def states(self, wait_s: float = 0.0) -> list[EngineState]:
-        """The state of each engine, after waiting up to `wait_s` for restarts in progress. Engines
-        that have ended are started again.
+        """Return the state of each engine, after waiting up to `wait_s` for restarts in progress.
+        Engines that have died are restarted.
 
         Raises:
-            WorkerError: a worker is lost. Without that of another node an engine cannot start
-            again, and would wait for it in vain.
+            WorkerError: a worker is lost. Without the worker of another node an engine cannot
+                restart, and would wait in vain.
         """
         if self.others is not None:
             await self.others.call(RolloutNodeWorker.is_following, timeout=60)
@@ -109,19 +110,19 @@ class EngineGroup(Requests):
         return states
 
     def quarantine(self, stale: Mapping[int, str]) -> None:
-        """From now on these engines, and no others, get no requests; `stale` says why."""
+        """Exclude exactly these engines from requests; `stale` has the reasons."""
         for number in sorted(stale.keys() - self.stale.keys()):
-            _log.warning("engine-%d gets no requests: %s", number, stale[number])
+            _log.warning("engine-%d gets no more requests: %s", number, stale[number])
         for number in sorted(self.stale.keys() - stale.keys()):
-            _log.info("engine-%d gets requests", number)
+            _log.info("engine-%d gets requests again", number)
         self.stale = dict(stale)
 
     async def sleep(self) -> None:
-        """Have every engine give its memory back."""
+        """Release the memory of every engine."""
         await self.group.call(RolloutWorker.sleep)
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Have every engine take the memory of these parts again."""
+        """Reallocate the memory of these parts in every engine."""
         await self.group.call(RolloutWorker.wake, list(tags))
 
     async def stop(self) -> None:
@@ -129,11 +130,11 @@ class EngineGroup(Requests):
         await self.group.call(RolloutWorker.stop, timeout=30)
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring the policy's weights to the engines."""
+        """Transfer the policy's weights to the engines."""
         assert self.weights is not None
         return await self.weights.sync(version)
 
-    # ---- the engines, as `Requests` sees them
+    # ---- the engine interface of `Requests`
 
     def _serving(self) -> Sequence[int]:
         healthy = [number for number in range(self.group.world_size) if number not in self.stale]
@@ -164,8 +165,10 @@ class EngineGroup(Requests):
         method = _SO_FAR[extras_for(self.config, training=True)]
         try:
             answers: list[DataProto] = await self.group.call(method, timeout=_CALL_S, only=engines)
-        except WorkerError as error:  # the next round will meet it too
-            _log.warning("what engines have begun cannot be looked at, and is not saved: %s", error)
+        except WorkerError as error:  # the next round will also raise it
+            _log.warning(
+                "the partial answers cannot be read from the engines, and are not saved: %s", error
+            )
             return []
         return answers
 
@@ -181,7 +184,8 @@ class EngineGroup(Requests):
         self.quarantine(self.stale | lost)
         self._serving()
         _log.warning(
-            "%d answers were cut short with their engine; the others go on with them", answers
+            "%d answers were interrupted with their engine; they resume on the remaining engines",
+            answers,
         )
 
     async def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
@@ -194,13 +198,12 @@ class EngineGroup(Requests):
             )
         except WorkerError:
             if self.workers_alive():
-                raise  # what lost workers were asked has ended with them
+                raise  # requests at lost workers have ended with them
 
     async def _forget(self, engines: Sequence[int]) -> None:
         await self.group.call(RolloutWorker.forget_requests, timeout=_CALL_S, only=engines)
 
 
 def collect_method(config: RunConfig) -> Callable[..., Any]:
-    """The worker method that brings answers for training, with what is needed besides tokens and
-    log-probs."""
+    """Return the worker method that collects training answers with the required extras."""
     return _COLLECT[extras_for(config, training=True)]

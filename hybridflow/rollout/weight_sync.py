@@ -1,9 +1,8 @@
-"""A weight sync over all engines: who takes part, what is tried again, and who is left out until
-the next time.
+"""A weight sync to all engines: selection, retries, and exclusion until the next sync.
 
-Each engine is a transaction of its own (`Engine.receive`), driven by its worker while the policy's
-ranks send. An engine whose transaction fails stays paused and gets no requests; the others go on.
-One that has ended is started again by its worker and takes a later order.
+Each engine is a separate transaction (`Engine.receive`), driven by its worker while the policy's
+ranks send. An engine whose transaction fails stays paused and gets no requests; the others
+continue. An engine that has died is restarted by its worker and takes a later order.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from hybridflow.sync.transports.base import TRANSPORTS, Endpoint
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.rollout import RolloutWorker
 
-_MOST_SLOTS = 8  # more of them leave the cache and gain nothing
-_MARGIN_S = 30.0  # over the deadlines inside a call: those have the better messages
+_MOST_SLOTS = 8  # more would not fit into the cache and bring no gain
+_MARGIN_S = 30.0  # added to the deadlines inside a call, whose messages are better
 
 
 class SliceSync:
-    """`WeightSync` by a plan that is proven before the first step: each slice goes from a rank that
-    has it to the engine rank that needs it."""
+    """`WeightSync` using a plan that is proven before the first step: each slice goes from a rank
+    that has it to the engine rank that needs it."""
 
     def __init__(self, policy: WorkerGroup, engines: EngineGroup, config: RunConfig) -> None:
         self.policy = policy
         self.engines = engines
         self.config = config
         self.sync_config = config.rollout.sync
-        # sessions of a resumed job must not meet files of an earlier one
+        # sessions of a resumed job must not clash with files of an earlier one
         self._run = secrets.token_hex(4)
         self._sessions = [0] * config.rollout.num_engines
         self._restarts = [0] * config.rollout.num_engines
-        # follows from the devices of the policy's ranks; the driver's machine may have none
+        # derived from the devices of the policy's ranks; the driver's machine may have none
         self._transport = ""
         self._staged = True
         self._attempts = 0
@@ -52,11 +51,11 @@ class SliceSync:
         self._plan: PlanFacts | None = None
 
     async def prepare(self) -> str:
-        """Make and prove the plan, before the first step and with all engines up. Returns one line
-        about it.
+        """Compute and prove the plan, before the first step and with all engines up. Returns one
+        line about it.
 
         Raises:
-            WeightSyncError: no proven plan exists; nothing can be synced then.
+            WeightSyncError: there is no proven plan, so no sync is possible.
         """
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
         platform = Platform(await self.policy.call(PolicyWorker.device_kind))
@@ -74,14 +73,14 @@ class SliceSync:
         return self._plan.describe()
 
     async def reconnect(self) -> None:
-        """After the policy's ranks or the engines' workers were started again: a new store, new
-        schedules and new sessions."""
+        """Set up a new store, new schedules and new sessions after a restart of the policy's ranks
+        or the engines' workers."""
         self._sessions = [number + 1 for number in self._sessions]
         await self.engines.states(wait_s=self.config.rollout.start_timeout_s)
         await self.prepare()
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring this version to every engine that is up; engines that did not take it are
+        """Send this version to every engine that is up. Engines that did not take it are
         quarantined."""
         if self._plan is None:
             raise RuntimeError("sync before prepare")
@@ -89,19 +88,19 @@ class SliceSync:
         stale, nbytes = await self._round(version)
         nobody = len(stale) == len(self._sessions)
         if nobody and any(state.state == "starting" for state in await self.engines.states()):
-            # better late than not at all
+            # better late than never
             await self.engines.states(wait_s=self.config.rollout.start_timeout_s)
             stale, nbytes = await self._round(version)
         self.engines.quarantine(stale)
         if len(stale) == len(self._sessions):
             reasons = "\n".join(f"  - {why}" for why in stale.values())
-            raise WeightSyncError(f"weight version {version}: no engine could take it\n{reasons}")
+            raise WeightSyncError(f"weight version {version}: no engine received it\n{reasons}")
         named = {_name(number): why for number, why in stale.items()}
         return SyncReport(version, time.perf_counter() - started, nbytes, named)
 
     async def _round(self, version: int) -> tuple[dict[int, str], int]:
-        """Attempts at all engines that are up. Returns why engines did not take the weights, and
-        bytes that reached those that did."""
+        """Try all engines that are up, with retries. Returns the reasons of engines that did not
+        take the weights, and the bytes received by those that did."""
         states = await self.engines.states()
         stale = {
             number: f"{s.name} is {s.state}: {s.reason}"
@@ -109,7 +108,7 @@ class SliceSync:
             if s.state != "up"
         }
         for number, state in enumerate(states):
-            # the session's other end died with the engine's processes
+            # the other end of the session died with the engine's processes
             if state.restarts != self._restarts[number]:
                 self._restarts[number] = state.restarts
                 self._sessions[number] += 1
@@ -126,8 +125,8 @@ class SliceSync:
         return stale, nbytes
 
     async def _attempt(self, numbers: Sequence[int], version: int) -> list[Outcome]:
-        """Have both ends carry out orders to these engines. Returns the engines' outcomes, with the
-        senders' errors."""
+        """Execute orders to these engines at both ends. Returns the engines' outcomes, including
+        the senders' errors."""
         self._attempts += 1
         orders = [self._order(number, version) for number in numbers]
         patience = answer_deadline(self.sync_config.timeout_s)
@@ -139,7 +138,7 @@ class SliceSync:
                 RolloutWorker.receive_weights, orders, timeout=wait, only=numbers
             )
         except HybridFlowError as error:
-            # the engines' workers are lost: nobody else will tell the senders to go on or to stop
+            # the engines' workers are lost, so the senders must be told here to go on or to stop
             for order in orders:
                 refuse(order, str(error).splitlines()[0])
             with suppress(HybridFlowError):
@@ -148,7 +147,8 @@ class SliceSync:
         try:
             sent: list[Outcome] = [outcome for rank in await sending for outcome in rank]
         except HybridFlowError:
-            # a trainer rank is lost: the run ends with its error, the engines' side is in the log
+            # a trainer rank is lost: the run ends with its error, and the engine's error is only
+            # logged
             self.engines.quarantine(
                 {
                     **self.engines.stale,
@@ -159,7 +159,7 @@ class SliceSync:
         for number in {
             outcome.number for outcome in (*received, *sent) if outcome.status != "served"
         }:
-            self._sessions[number] += 1  # either end has given the session up
+            self._sessions[number] += 1  # either end has closed the session
         return [
             _joined(outcome, [one for one in sent if one.number == outcome.number])
             for outcome in received
@@ -186,8 +186,8 @@ class SliceSync:
         )
 
     def _slots(self, number: int) -> int:
-        """Messages in flight: as many as the staging memory takes; all of them where an engine's
-        rank stages in shared memory."""
+        """Return the number of messages in flight: as many as the staging memory allows, or all if
+        the engine's ranks stage in shared memory."""
         assert self._plan is not None
         if TRANSPORTS.get(self._transport).keeps_messages and self._staged:
             return max(2, self._plan.messages[number])
@@ -200,7 +200,7 @@ def _name(number: int) -> str:
 
 
 def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
-    """The engine's outcome; after a failure with what its senders saw."""
+    """Return the engine's outcome, with its senders' errors after a failure."""
     if outcome.status == "served":
         return outcome
     also = [one.error for one in senders if one.error and outcome.error not in one.error]

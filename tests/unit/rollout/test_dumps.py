@@ -145,11 +145,11 @@ def test_steps_without_a_gap(tmp_path: Path) -> None:
         dump_batch(tmp_path, step, batch_of(step), TOKENIZER, MADE_WITH)
     dumps = Dumps(tmp_path, MADE_WITH, 4)
     assert dumps.last_after(1) == 3 and dumps.last_after(4) == 5
-    with pytest.raises(DataError, match=r"goes on with step 4.*steps with a dump: 2, 3, 5"):
+    with pytest.raises(DataError, match=r"continues with step 4.*steps with a dump: 2, 3, 5"):
         dumps.last_after(3)
     one = Dumps(dump_path(tmp_path, 3), MADE_WITH, 4)
     assert one.last_after(2) == 3
-    with pytest.raises(DataError, match=r"goes on with step 2, .*steps with a dump: 3"):
+    with pytest.raises(DataError, match=r"continues with step 2, .*steps with a dump: 3"):
         one.check(1)
 
 

@@ -130,7 +130,7 @@ def test_restarts_are_counted(allowed: int) -> None:
 
 
 def test_a_restart_that_fails_ends_it() -> None:
-    world = World(None, LOST, WeightSyncError("no engine could take it"))
+    world = World(None, LOST, WeightSyncError("no engine received it"))
     with pytest.raises(WeightSyncError):
         answered(world, 5)
     assert world.calls.count("poll") == 1

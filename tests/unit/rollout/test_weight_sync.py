@@ -255,7 +255,7 @@ def test_no_engine_at_all_names_every_reason() -> None:
     ends = Ends([{0: "refused", 1: "refused"}])
     with pytest.raises(
         WeightSyncError,
-        match=r"no engine could take it\n  - engine-0 rank 0: .*\n  - engine-1 rank 1: ",
+        match=r"no engine received it\n  - engine-0 rank 0: .*\n  - engine-1 rank 1: ",
     ):
         block_on(sync_of(ends).sync(1))
     assert set(ends.stale) == {0, 1}
