@@ -26,6 +26,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybridflow.config import role_table
 from hybridflow.config.entries import FLOWS, Flow, NoOptions
 from hybridflow.errors import ConfigError
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from hybridflow.batch import DataProto
 
-ROLES = ("policy", "critic", "reference", "reward_model", "teacher")
+ROLES = tuple("policy" if name == "actor" else name for name in role_table.ROLES)
 Body = Callable[["Run"], Coroutine[Any, Any, None]]
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numbers
 import re
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from hybridflow.batch import DataProto
 from hybridflow.errors import FlowError
+from hybridflow.flows.base import ROLES
 from hybridflow.rollout.sampling_control import without_rows
 from hybridflow.trainer.flow_calls import (
     Noting,
@@ -19,7 +20,6 @@ from hybridflow.trainer.flow_calls import (
     checked_batch,
     checked_calls,
 )
-from hybridflow.trainer.flow_roles import Critic, Reference, RewardModel, Teacher, TrainedPolicy
 
 _METRIC = re.compile(r"[A-Za-z0-9_]+(?:[./-][A-Za-z0-9_]+)*")
 
@@ -70,30 +70,14 @@ class FlowApi:
             f"keep what must survive in run.state{key or '[name]'}, and all else in variables"
         )
 
-    @property
-    def policy(self) -> TrainedPolicy:
-        """The model that is trained."""
-        return cast(TrainedPolicy, self._run.role("policy"))
+    def __getattr__(self, name: str) -> Any:
+        """A role (`flows.base.ROLES`)."""
+        if name not in ROLES:
+            raise AttributeError(f"the run has no {name!r}", name=name, obj=self)
+        return self._run.role(name)
 
-    @property
-    def critic(self) -> Critic:
-        """The value model."""
-        return cast(Critic, self._run.role("critic"))
-
-    @property
-    def reference(self) -> Reference:
-        """The anchor of KL terms."""
-        return cast(Reference, self._run.role("reference"))
-
-    @property
-    def reward_model(self) -> RewardModel:
-        """A model that scores answers."""
-        return cast(RewardModel, self._run.role("reward_model"))
-
-    @property
-    def teacher(self) -> Teacher:
-        """A model that the policy learns from."""
-        return cast(Teacher, self._run.role("teacher"))
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *ROLES]
 
     @property
     def state(self) -> dict[str, Any]:

@@ -15,16 +15,13 @@ from hybridflow.config.registry import describe_error, line_of
 from hybridflow.errors import HybridFlowError, SchemaError
 from hybridflow.trainer.flow_api import FlowApi, Steps
 from hybridflow.trainer.flow_calls import Call, Pending, Updating
-from hybridflow.trainer.flow_roles import Critic, Reference, RewardModel, Teacher, TrainedPolicy
+from hybridflow.trainer.flow_roles import CALLS, TrainedPolicy
 
 _NAMES: Mapping[type, str] = {
     FlowApi: "run",
     Steps: "run.steps()",
     TrainedPolicy: "run.policy",
-    Critic: "run.critic",
-    Reference: "run.reference",
-    RewardModel: "run.reward_model",
-    Teacher: "run.teacher",
+    **{calls: f"run.{name}" for name, calls in CALLS.items()},
     Call: "a call that is not awaited",
     Updating: "a call that is not awaited",
     Pending: "a call that is not awaited",
@@ -118,7 +115,7 @@ def _of_attribute(error: AttributeError) -> str | None:
         return f"{error.obj.__name__!r} is {what}, and has no {name!r}"
     if isinstance(error.obj, DataProto) and (near := _near(name, error.obj.columns)):
         return f"{what} has no {name!r}; a column is read as batch[{near!r}]"
-    near = _near(name, [one for one in dir(kind) if not one.startswith("_")])
+    near = _near(name, [one for one in dir(error.obj) if not one.startswith("_")])
     return f"{what} has no {name!r}" + (f"; did you mean {near!r}?" if near else "")
 
 

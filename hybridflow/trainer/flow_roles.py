@@ -4,18 +4,20 @@ made, and awaited for its columns."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import FlowError
 from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.flow_calls import Call, Noting, Updating, checked_batch
+from hybridflow.trainer.groups import role_pass
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Trained
-from hybridflow.workers.model_role import ModelWorker, teacher_method
+from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
 
 T = TypeVar("T")
@@ -65,12 +67,14 @@ class _Role:
         self.name = name
         self.role = role
 
-    def _compute(self, name: str, batch: DataProto, phase: str, method: Callable[..., Any]) -> Call:
+    def _compute(self, name: str, batch: DataProto) -> Call:
+        """The role's pass over a batch."""
         call = f"{self.name}.{name}"
         checked_batch(batch, call)
         tasks = []
         if self.role is not None:
-            tasks.append(self.run.begin(self.name, phase, self.role.compute(method, batch)))
+            computing = self.role.compute(role_pass(self.name, self.run.config), batch)
+            tasks.append(self.run.begin(self.name, ROLES[self.name].phase, computing))
         return Call(self.run, f"{call}(batch)", batch, tasks)
 
 
@@ -90,9 +94,7 @@ class Reference(_Frozen):
 
     def log_probs(self, batch: DataProto) -> Call:
         """Adds ref_log_probs."""
-        own = derived.has_own_reference(self.run.config)
-        method = (ModelWorker if own else PolicyWorker).compute_ref_log_probs
-        return self._compute("log_probs", batch, "ref", method)
+        return self._compute("log_probs", batch)
 
 
 class Teacher(_Frozen):
@@ -100,8 +102,7 @@ class Teacher(_Frozen):
 
     def log_probs(self, batch: DataProto) -> Call:
         """Adds what the loss reads of the teacher."""
-        method = teacher_method(self.run.config.actor.distillation)
-        return self._compute("log_probs", batch, "teacher", method)
+        return self._compute("log_probs", batch)
 
 
 class RewardModel(_Frozen):
@@ -109,7 +110,7 @@ class RewardModel(_Frozen):
 
     def scores(self, batch: DataProto) -> Call:
         """Adds rm_scores [B]."""
-        return self._compute("scores", batch, "reward_model", ModelWorker.compute_scores)
+        return self._compute("scores", batch)
 
 
 class Critic(_Role):
@@ -117,7 +118,7 @@ class Critic(_Role):
 
     def values(self, batch: DataProto) -> Call:
         """Adds values."""
-        return self._compute("values", batch, "values", ModelWorker.compute_values)
+        return self._compute("values", batch)
 
     def update(self, batch: DataProto) -> Updating:
         """All updates of the step."""
@@ -134,6 +135,15 @@ class Critic(_Role):
         trained.critic = run.begin("critic", "update_critic", learning)
         learned = trained.critic
         return Updating(run, name, lambda: run.devices.finish(learned))
+
+
+# what a flow calls of the roles that it finds beside the policy
+CALLS: dict[str, type[_Role]] = {
+    "critic": Critic,
+    "reference": Reference,
+    "reward_model": RewardModel,
+    "teacher": Teacher,
+}
 
 
 class TrainedPolicy:

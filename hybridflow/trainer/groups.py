@@ -3,6 +3,7 @@ merged."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from hybridflow.batch import ROUTED, ROUTES, SUPPORT, DataProto
 from hybridflow.config import derived
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.custom import COLUMNS
@@ -278,9 +280,12 @@ def check_steps(config: RunConfig) -> None:
     Raises:
         SchemaError: names the step and the column.
     """
-    critic = derived.has_critic(config)
     scored = derived.scores_before_update(config) or derived.scores_later_rows(config)
-    reference = ModelWorker if derived.has_own_reference(config) else PolicyWorker
+    own = [log_prob_method(config)] if scored else []
+    if derived.needs_sum_pi_squared(config):
+        own.append(PolicyWorker.compute_sum_pi_squared)
+    names = sorted(derived.models_in_use(config), key=lambda name: ROLES[name].turn)
+    passes = [own if name == "actor" else [role_pass(name, config)] for name in names]
     generating = (
         DataflowStep("generate", ("prompt_ids",), method_spec(collect_method(config)).writes),
         SCORING,
@@ -288,25 +293,29 @@ def check_steps(config: RunConfig) -> None:
     check_dataflow(
         [
             *([READING] if config.data.answers == "pairs" else generating),
-            *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
-            *([log_prob_method(config)] if scored else []),
-            *(
-                [PolicyWorker.compute_sum_pi_squared]
-                if derived.needs_sum_pi_squared(config)
-                else []
-            ),
-            *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
-            *([teacher_method(config.actor.distillation)] if derived.has_teacher(config) else []),
-            *([ModelWorker.compute_values] if critic else []),
+            *itertools.chain(*passes),
             *([GREEDY] if "greedy_scores" in advantages_step(config).reads else []),
             advantages_step(config),
-            *([ModelWorker.update_critic] if critic else []),
+            *([ModelWorker.update_critic] if "critic" in names else []),
             # of the first update, for those after it
             *([] if scored else [PolicyWorker.take_update_log_probs]),
             update_step(config),
         ],
         available=("uid", *COLUMNS),
     )
+
+
+def role_pass(role: str, config: RunConfig) -> Callable[..., Any]:
+    """The worker method of the pass of a role other than the policy."""
+    if role == "teacher":
+        return teacher_method(config.actor.distillation)
+    if role == "reference" and not derived.has_own_reference(config):
+        return PolicyWorker.compute_ref_log_probs
+    return {
+        "critic": ModelWorker.compute_values,
+        "reference": ModelWorker.compute_ref_log_probs,
+        "reward_model": ModelWorker.compute_scores,
+    }[role]
 
 
 def log_prob_method(config: RunConfig) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.flow_api import FlowApi
 from hybridflow.trainer.flow_calls import Call, Pending, refuse_nonfinite
-from hybridflow.trainer.flow_roles import Critic, Reference, RewardModel, Teacher, TrainedPolicy
+from hybridflow.trainer.flow_roles import CALLS, TrainedPolicy
 from hybridflow.trainer.flow_watch import FlowWatch
 from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy, Role
@@ -114,20 +114,15 @@ class FlowRun:
 
     def _all_roles(self) -> dict[str, Any]:
         config = self.config
-        others = self.trainer.others
-        anchor = others.get("reference") or self.trainer.policy
-        # the samples of a dump have its scores, and pairs need none
-        scores = config.trainer.rollouts_from is None and config.data.answers != "pairs"
+        others = dict(self.trainer.others)
+        if derived.needs_reference(config):
+            others.setdefault("reference", self.trainer.policy)  # whose ranks hold it
+        if config.trainer.rollouts_from is not None or config.data.answers == "pairs":
+            # the samples of a dump have its scores, and pairs need none
+            others.pop("reward_model", None)
         return {
             "policy": TrainedPolicy(self, self.trainer.policy),
-            "critic": Critic(self, "critic", others.get("critic")),
-            "reference": Reference(
-                self, "reference", anchor if derived.needs_reference(config) else None
-            ),
-            "reward_model": RewardModel(
-                self, "reward_model", others.get("reward_model") if scores else None
-            ),
-            "teacher": Teacher(self, "teacher", others.get("teacher")),
+            **{name: calls(self, name, others.get(name)) for name, calls in CALLS.items()},
         }
 
     # ---- what a flow calls (`flow_api`)
