@@ -9,6 +9,7 @@ from pathlib import Path
 from hybridflow.config import check_entries, derived, hub
 from hybridflow.config.derived import Role
 from hybridflow.config.outside_json import read_outside_json
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import ModelConfig, OffloadConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError
 
@@ -27,19 +28,20 @@ def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
             *check_entries.preference_problems(config),
             *check_entries.recorded_problems(config),
         ]
+        for name in derived.models_in_use(config):
+            if name != "actor":
+                found += _role(config, name, files)
         if derived.has_critic(config):
-            found += [*_role(config, "critic", files), *_critic_batches(config)]
+            found += _critic_batches(config)
         elif config.trainer.critic_warmup:
             found.append(
                 f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic; set "
                 "algorithm.adv_estimator=gae or critic_warmup=0"
             )
         if derived.needs_reference(config):
-            found += [*_role(config, "reference", files), *_other_model(config)]
-        if derived.has_reward_model(config):
-            found += [*_role(config, "reward_model", files), *_score_of_last_token(config)]
-        if derived.has_teacher(config):
-            found += [*_role(config, "teacher", files), *(_top_k(config) if files else ())]
+            found += _other_model(config)
+        if derived.has_teacher(config) and files:
+            found += _top_k(config)
     if job == "train-reward" and config.reward_training.steps:
         found += [*_role(config, "reward_model", with_path=False), *_pairs(config)]
     return found
@@ -102,6 +104,13 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
     elif with_path and section.path is not None:
         yield from _vocabulary(config, role, section.path)
     yield from _layout(section, role)
+    reads_last_token = with_path and ROLES[role].head == "score"
+    context = config.actor.parallel.context
+    if reads_last_token and section.placement == "colocated" and context > 1:
+        yield (
+            f"{role}.placement=colocated with actor.parallel.context={context}: no rank holds a "
+            f"sample's last token for sure; set {role}.placement=own"
+        )
 
 
 def _layout(section: Role, role: str) -> Iterator[str]:
@@ -132,15 +141,6 @@ def _layout(section: Role, role: str) -> Iterator[str]:
         )
     if parallel.sequence and parallel.tensor == 1:
         yield f"{role}.parallel.sequence=true needs {role}.parallel.tensor > 1"
-
-
-def _score_of_last_token(config: RunConfig) -> Iterator[str]:
-    context = config.actor.parallel.context
-    if config.reward_model.placement == "colocated" and context > 1:
-        yield (
-            f"reward_model.placement=colocated with actor.parallel.context={context}: no rank "
-            "holds a sample's last token for sure; set reward_model.placement=own"
-        )
 
 
 def _other_model(config: RunConfig) -> Iterator[str]:

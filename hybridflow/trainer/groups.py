@@ -30,7 +30,7 @@ from hybridflow.trainer.advantages import advantages_step
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.losses import policy_loss_columns
-from hybridflow.workers.model_role import ModelWorker, teacher_method
+from hybridflow.workers.model_role import PASSES, ModelWorker, teacher_method
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.role import RoleWorker
 
@@ -311,11 +311,7 @@ def role_pass(role: str, config: RunConfig) -> Callable[..., Any]:
         return teacher_method(config.actor.distillation)
     if role == "reference" and not derived.has_own_reference(config):
         return PolicyWorker.compute_ref_log_probs
-    return {
-        "critic": ModelWorker.compute_values,
-        "reference": ModelWorker.compute_ref_log_probs,
-        "reward_model": ModelWorker.compute_scores,
-    }[role]
+    return PASSES[role]
 
 
 def log_prob_method(config: RunConfig) -> Callable[..., Any]:

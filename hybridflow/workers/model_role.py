@@ -150,6 +150,14 @@ class ModelWorker(RoleWorker):
         return [{"sums": sums, "info": info}]
 
 
+# the forward pass of each role; a teacher's is `teacher_method`
+PASSES: dict[str, Callable[..., DataProto | None]] = {
+    "critic": ModelWorker.compute_values,
+    "reference": ModelWorker.compute_ref_log_probs,
+    "reward_model": ModelWorker.compute_scores,
+}
+
+
 def teacher_method(config: DistillationConfig) -> Callable[..., DataProto | None]:
     """Return the teacher's forward method for the configured loss.
 
