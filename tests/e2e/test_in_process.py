@@ -8,57 +8,18 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
+from tests.e2e.in_process import MAIN, numbers, train
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-# `hybridflow ...` that fails when a library of other processes was imported
-MAIN = """
-import sys
-from hybridflow.cli.main import main
-code = main(sys.argv[1:])
-assert not sys.modules.keys() & {"ray", "sglang"}
-sys.exit(code)
-"""
-# of the time and the machine, not of what is computed
-_CLOCKS = ("timing_s/", "perf/", "sync/seconds", "controller/", "wall_time")
-
-
-def train(output: Path, words: Sequence[str], name: str) -> tuple[str, Path]:
-    """One run with its output and its folder."""
-    command = (sys.executable, "-c", MAIN, "train")
-    with Run(
-        output / f"output-{name}", *words, f"name={name}", f"output_dir={output}", command=command
-    ) as run:
-        exit_code = run.end(120)
-        assert exit_code == 0, run.out + run.err
-        # it is one process, but for git, which is asked for the commit; a helper that it starts has
-        # its command line until the helper's program runs, and none, but the name of its parent's
-        # program, once it has ended
-        programs = {
-            name for name in run.seen.values() if not name.startswith("git ") and name != "python"
-        }
-        assert run.left_behind() == [] and len(programs) == 1
-        return run.out, output / name
-
-
-def numbers(folder: Path) -> list[dict[str, Any]]:
-    """What was computed in each step."""
-    records = [
-        record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "train"
-    ]
-    return [
-        {name: value for name, value in one.items() if not name.startswith(_CLOCKS)}
-        for one in records
-    ]
 
 
 def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[str]) -> None:

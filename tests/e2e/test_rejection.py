@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_in_process import numbers, train
+from tests.e2e.in_process import numbers, train
 
 pytestmark = pytest.mark.slow
 

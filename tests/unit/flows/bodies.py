@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.config.schema import AlgorithmConfig, RunConfig
+from hybridflow.single_controller import block_on
+from hybridflow.trainer.loop import RLTrainer
 
 HEAD = """
 from hybridflow.flows.base import flow
@@ -38,3 +40,9 @@ def own(folder: Path, body: str, roles: tuple[str, ...] = ("policy", "reference"
 
 def following(config: RunConfig, name: str | None) -> RunConfig:
     return replace(config, algorithm=AlgorithmConfig(flow=name))
+
+
+def fitted(trainer: RLTrainer) -> RLTrainer:
+    block_on(trainer.start_from_present_weights())
+    block_on(trainer.fit())
+    return trainer

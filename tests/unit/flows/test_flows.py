@@ -15,15 +15,8 @@ from hybridflow.config.entries import FLOWS
 from hybridflow.errors import ConfigError, FlowError, HybridFlowError
 from hybridflow.single_controller import block_on
 from hybridflow.trainer import flow_watch
-from hybridflow.trainer.loop import RLTrainer
-from tests.unit.flows.bodies import BEGIN, FIRST, GRPO, following, own
+from tests.unit.flows.bodies import BEGIN, FIRST, GRPO, fitted, following, own
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
-
-
-def fitted(trainer: RLTrainer) -> RLTrainer:
-    block_on(trainer.start_from_present_weights())
-    block_on(trainer.fit())
-    return trainer
 
 
 def error_of(tmp_path: Path, body: str, roles: tuple[str, ...] = ("policy", "reference")) -> str:

@@ -18,7 +18,7 @@ from hybridflow.config.schema import ActorConfig, AlgorithmConfig, RunConfig
 from hybridflow.flows.rejection import Options, chosen
 from hybridflow.trainer.flow_check import check_flow
 from hybridflow.workers.losses import PolicyLoss
-from tests.unit.flows.test_flows import fitted
+from tests.unit.flows.bodies import fitted
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
 VOCABULARY = 7
