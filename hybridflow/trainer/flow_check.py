@@ -94,7 +94,7 @@ def _error_of(run: FlowRun) -> BaseException | None:
 async def _outcome(run: FlowRun) -> BaseException | None:
     try:
         await run.follow()
-    except (Exception, SystemExit) as error:  # the event loop would raise the latter itself
+    except BaseException as error:  # the event loop would end with SystemExit and the like
         return error
     return None
 
@@ -122,8 +122,9 @@ def _not_called(run: FlowRun, config: RunConfig) -> FlowError | None:
     """The error of a flow that leaves out what the run's settings ask for: updates, and calls of
     the roles that they start. What the file names and two invented steps do not reach is a
     doubt."""
-    file = inspect.getsourcefile(inspect.unwrap(run.flow.body))
-    text = "" if file is None else Path(file).read_text(encoding="utf-8")
+    code = getattr(inspect.unwrap(run.flow.body), "__code__", None)
+    file = "" if code is None else code.co_filename
+    text = Path(file).read_text(errors="replace") if Path(file).is_file() else ""
     for call, (pattern, why) in _wanted(config).items():
         if any(name.startswith(call) for name in run.called):
             continue

@@ -72,7 +72,8 @@ def message_of(name: str, error: BaseException, step: int = 0) -> str:
             said = f"{type(error).__name__}: {said}"
     if step and not said.startswith(f"step {step}: "):
         said = f"step {step}: {said}"
-    return f"algorithm.flow={name}: {said}{where}"
+    first, newline, rest = said.partition("\n")  # the tail of a log, for example
+    return f"algorithm.flow={name}: {first}{where}{newline}{rest}"
 
 
 def mistake(error: BaseException) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 
 from hybridflow.batch import DataProto
 from hybridflow.config.entries import FLOWS
-from hybridflow.errors import ConfigError, FlowError, HybridFlowError
+from hybridflow.errors import ConfigError, FlowError, HybridFlowError, WorkerError
 from hybridflow.single_controller import block_on
 from hybridflow.trainer import flow_watch
 from tests.unit.flows.bodies import BEGIN, FIRST, GRPO, fitted, following, own
@@ -190,6 +190,21 @@ def test_advantages_of_a_flow_are_trained_on(tmp_path: Path) -> None:
 def test_an_error_of_a_run_names_step_and_line(tmp_path: Path, body: str, message: str) -> None:
     text = error_of(tmp_path, body)
     assert re.search(message, text) and re.search(r"\(line \d+\)$", text), text
+
+
+def test_the_line_comes_before_the_tail_of_a_log(tmp_path: Path) -> None:
+    world = World()
+
+    async def lost(*given: Any) -> Any:
+        raise WorkerError("a rank was lost", log_tail="its last line")
+
+    world.update_and_score = lost  # type: ignore[method-assign]
+    config = following(config_of(tmp_path / "run"), own(tmp_path, GRPO))
+    with pytest.raises(WorkerError) as caught:
+        fitted(trainer_of(config, world))
+    first, *_, last = str(caught.value).splitlines()
+    assert ": step 1: a rank was lost" in first and first.endswith("(line 10)")
+    assert last == "its last line"
 
 
 @pytest.mark.parametrize("wait", ["await asyncio.sleep", "time.sleep"])
