@@ -1,2 +1,1 @@
-"""What a run shows and leaves behind: terminal progress, metrics, timeline, rollout dumps,
-environment, HTML report."""
+"""A run's output: terminal progress, metrics, timeline, rollout dumps, environment, HTML report."""

@@ -21,15 +21,15 @@ TOP = 20
 BOTTOM = 38
 MAX_POINTS = 1500  # points of one line; longer series are drawn as means of neighbours
 MAX_BARS = 80
-_MARKERS_UP_TO = 40  # points that still get a dot each
-_TREND_FROM = 24  # points from which a trend line helps
+_MARKERS_UP_TO = 40  # maximum points for drawing a dot each
+_TREND_FROM = 24  # minimum points for drawing a trend line
 
 Point = tuple[float, float | None]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity over steps. A None is a gap. `color` is a slot of the palette, None the grey of
+    """One quantity over steps. None is a gap. `color` is a slot of the palette; None is the grey of
     "other"."""
 
     label: str
@@ -39,7 +39,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw.
+    """The specification of a chart.
 
     `trend` draws the single series faintly with its moving average on top; `include` are values
     that the y axis must reach; `lines` are horizontal reference lines (value, text), `marks`
@@ -51,7 +51,7 @@ class Chart:
     unit: str = ""
     about: str = ""
     kind: Literal["lines", "stack"] = "lines"
-    phase: str = "train"  # whose steps
+    phase: str = "train"  # the phase of its steps
     log: bool = False
     percent: bool = False
     trend: bool = False
@@ -63,8 +63,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart ready for the page: the SVG, its legend entries (label, CSS colour, faint), and what
-    a reader must know about thinning."""
+    """A chart ready for the page: the SVG, its legend entries (label, CSS colour, faint), and a
+    remark about thinning."""
 
     title: str
     about: str
@@ -74,7 +74,7 @@ class Drawn:
 
 
 def draw(chart: Chart) -> Drawn | None:
-    """Draw a chart; None when none of its series has a value to show."""
+    """Draw a chart. Returns None if no series has a value to show."""
     usable = [_usable(series, chart.log) for series in chart.series]
     usable = [series for series in usable if any(y is not None for _, y in series.points)]
     if not usable:
@@ -103,31 +103,32 @@ def draw(chart: Chart) -> Drawn | None:
 
 
 def line_of(kind: str, x1: float, x2: float, y1: float, y2: float) -> Markup:
-    """A line of the CSS class `kind`."""
+    """Return a line of the CSS class `kind`."""
     return Markup('<line class="{}" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(kind, x1, x2, y1, y2)
 
 
 def text_of(kind: str, x: float, y: float, text: str, anchor: str = "") -> Markup:
-    """A text of the CSS class `kind`; `anchor` says which of its ends or its middle is at `x`."""
+    """Return a text of the CSS class `kind`; `anchor` tells which of its ends or its middle is at
+    `x`."""
     at = Markup(' text-anchor="{}"').format(anchor) if anchor else ""
     return Markup('<text class="{}" x="{}" y="{}"{}>{}</text>').format(kind, x, y, at, text)
 
 
 def bar_of(x: float, y: float, width: float, height: float, color: str) -> Markup:
-    """A filled rectangle, from its upper left corner."""
+    """Return a filled rectangle, from its upper left corner."""
     shape = '<rect class="bar" x="{}" y="{}" width="{}" height="{}" fill="{}"/>'
     return Markup(shape).format(x, y, width, height, color)
 
 
 def dot_of(kind: str, x: float, y: float, radius: float, color: str) -> Markup:
-    """A filled circle of the CSS class `kind`."""
+    """Return a filled circle of the CSS class `kind`."""
     return Markup('<circle class="{}" cx="{}" cy="{}" r="{}" fill="{}"/>').format(
         kind, x, y, radius, color
     )
 
 
 def thin(points: Sequence[Point], size: int) -> list[Point]:
-    """Means of `size` neighbours; a None among them is left out, a bucket of None stays None."""
+    """Return the means of `size` neighbours, ignoring None; a bucket of only None stays None."""
     if size <= 1:
         return list(points)
     found: list[Point] = []
@@ -138,8 +139,8 @@ def thin(points: Sequence[Point], size: int) -> list[Point]:
 
 
 def moving_average(points: Sequence[Point]) -> list[Point]:
-    """Mean of the neighbours on both sides, about an eighth of the series in all; narrower at the
-    ends, where it would lag."""
+    """Return the mean of the neighbours on both sides, about an eighth of the series in all;
+    narrower at the ends, where it would lag."""
     reach = max(2, len(points) // 16)
     found: list[Point] = []
     for index, (x, _) in enumerate(points):
@@ -158,8 +159,8 @@ def _steps_of(series: Sequence[Series]) -> list[float]:
 
 
 def _aligned(series: list[Series]) -> list[Series]:
-    """All with the same steps: a phase that a step did not have took no time. Else bars of sparse
-    phases would stand beside the others."""
+    """Give all series the same steps, with zero for missing phases. Otherwise bars of sparse phases
+    would be misaligned."""
     steps = _steps_of(series)
     aligned: list[Series] = []
     for one in series:
@@ -169,8 +170,8 @@ def _aligned(series: list[Series]) -> list[Series]:
 
 
 def _usable(series: Series, log: bool) -> Series:
-    """Without what cannot be drawn: non-finite values, and on a logarithmic axis zero and below.
-    They become gaps."""
+    """Replace values that cannot be drawn with gaps: non-finite ones, and on a logarithmic axis
+    those not positive."""
     points = []
     for x, y in series.points:
         points.append((x, y if y is not None and math.isfinite(y) and (not log or y > 0) else None))
@@ -212,7 +213,7 @@ def _value_scale(chart: Chart, series: list[Series]) -> scale.Scale:
 
 
 def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, str, bool]]]:
-    """Bars of one x each, the first series at the bottom."""
+    """Draw one bar per x, with the first series at the bottom."""
     columns: dict[float, list[float]] = {}
     for index, one in enumerate(series):
         for at, value in one.points:
@@ -242,7 +243,7 @@ def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
 
 
 def _path(points: Iterable[Point], x: scale.Scale, y: scale.Scale, color: str, kind: str) -> Markup:
-    """Polylines between the gaps; a point alone between two gaps is a dot."""
+    """Draw polylines between the gaps, and a dot for a single point between two gaps."""
     segments: list[list[tuple[float, float]]] = [[]]
     count = 0
     for at, value in points:
@@ -292,8 +293,8 @@ def _mark(at: float, text: str) -> Markup:
 
 
 def _note(px: float, py: float, text: str, rises: bool) -> Markup:
-    """A labelled dot on the curve. The label is under its start when the curve rises from there,
-    above it elsewhere."""
+    """Draw a labelled dot on the curve. The label is below its start if the curve rises from there,
+    otherwise above it."""
     left = px < LEFT + 60
     right = px > WIDTH - RIGHT - 60
     anchor = {(True, False): "start", (False, True): "end"}.get((left, right), "middle")
@@ -310,7 +311,7 @@ def _color(slot: int | None) -> str:
 
 
 def _hover(chart: Chart, series: list[Series]) -> str:
-    """What the page's script shows under the pointer: pixel of each x, and each series' value
+    """Return the data for the page's hover script: the pixel of each x, and each series' value
     there."""
     xs = _steps_of(series)
     gap = (xs[-1] - xs[0]) / max(1, len(xs) - 1) or 1.0

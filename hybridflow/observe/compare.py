@@ -1,4 +1,4 @@
-"""The same step of two runs, compared by its dumps and its metrics."""
+"""Comparison of the same step of two runs, by its dumps and metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import TOKEN_COLUMNS, dump_path
 
 _COLUMNS = ("score", *TOKEN_COLUMNS)
-# of the time, the machine and the engines, not of what the step computed
+# depend on time, machine or engines, not on the computation of the step
 _OTHER_METRICS = (
     *(
         "wall_time",
@@ -35,14 +35,13 @@ _OTHER_METRICS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """A column or metric that both have.
+    """A column or metric that both runs have.
 
     Attributes:
-        values, differing: how many numbers it has, and how many of them are not the same bit for
-            bit.
-        largest: largest absolute difference; NaN where one of the two is NaN alone.
-        first_row: the first row that differs; None where none does, and for a metric.
-        shown: the two values of a metric, or of a column's first number that differs.
+        values, differing: count of numbers, and of those that differ bitwise.
+        largest: largest absolute difference; NaN if only one of the two is NaN.
+        first_row: the first differing row; None if there is none, and for a metric.
+        shown: the two values of a metric, or of a column's first differing number.
     """
 
     name: str
@@ -54,11 +53,11 @@ class Difference:
 
 
 def compare_step(first: Path, second: Path, step: int) -> list[Difference]:
-    """Columns of the dumps of a step, then its metrics, of two run folders.
+    """Compare the columns of a step's dumps, then its metrics, of two run folders.
 
     Raises:
-        DataError: a dump or the step's metrics are missing or cannot be read, or the dumps hold
-            other tokens.
+        DataError: a dump or the step's metrics are missing or unreadable, or the dumps contain
+            different tokens.
     """
     one, two = (read_parquet(dump_path(folder / "rollouts", step)) for folder in (first, second))
     for name in ("prompt_ids", "response_ids"):
@@ -72,8 +71,8 @@ def compare_step(first: Path, second: Path, step: int) -> list[Difference]:
 
 
 def describe(differences: list[Difference]) -> str:
-    """A table with a line for each column and each metric that differs, and how many metrics are
-    the same."""
+    """Format a table with a line per column and per differing metric, and the number of equal
+    metrics."""
     columns = [one for one in differences if one.name in _COLUMNS]
     metrics = [one for one in differences if one.name not in _COLUMNS]
     rows = [("column", "values", "differing", "largest difference", "first row that differs")]
@@ -90,7 +89,7 @@ def describe(differences: list[Difference]) -> str:
         )
     unlike = [one for one in metrics if one.differing]
     same = f"{len(metrics) - len(unlike)} of {len(metrics)} metrics are the same"
-    lines.append(same + ("; not these:" if unlike else ""))
+    lines.append(same + ("; different:" if unlike else ""))
     return "\n".join([*lines, *(f"  {one.name}  {one.shown}" for one in unlike)])
 
 
@@ -103,7 +102,7 @@ def _column(name: str, one: DataProto, two: DataProto) -> Difference:
     second = two[name]
     if isinstance(first, Jagged) and isinstance(second, Jagged):
         if not np.array_equal(first.offsets, second.offsets):
-            raise DataError(f"{name} has other lengths in the two dumps")
+            raise DataError(f"{name} has different lengths in the two dumps")
         rows = np.repeat(np.arange(len(first.offsets) - 1), np.diff(first.offsets))
         a = first.values
         b = second.values

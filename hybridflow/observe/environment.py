@@ -1,5 +1,5 @@
-"""What a run ran on: versions, machine size, commit. Host, user and folder names are left out, so
-that a run folder can be shared."""
+"""The environment of a run: versions, machine size, commit. Host, user and folder names are
+omitted, so that a run folder can be shared."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _GIB = 2**30
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, platform, cores, memory, accelerators and git commit as plain JSON values; unknown
-    values are null or left out."""
+    """Return versions, platform, cores, memory, accelerators and git commit as plain JSON values;
+    unknown values are null or omitted."""
     return {
         "hybridflow": hybridflow.__version__,
         "python": platform.python_version(),
@@ -64,14 +64,14 @@ def write_environment(run_dir: str | Path) -> Path:
 
 
 def note_in_environment(run_dir: str | Path, key: str, facts: Mapping[str, str]) -> None:
-    """Add what is known later than the start of a run to its `environment.json`."""
+    """Add facts to `environment.json` that become known after the start of a run."""
     path = Path(run_dir) / "environment.json"
     found = json.loads(path.read_text(encoding="utf-8")) | {key: dict(facts)}
     path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that a run's numbers depend on, as far as they are installed."""
+    """Return the versions of the installed packages that a run's numbers depend on."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -82,9 +82,11 @@ def package_versions() -> dict[str, str]:
 
 
 def query_gpus() -> tuple[list[str], str]:
-    """`name, memory, driver` of each GPU that nvidia-smi shows (torch would take seconds to
-    import), and why it shows none: the driver's own words where it fails; empty where there is no
-    nvidia-smi, or nothing is wrong."""
+    """Return `name, memory, driver` of each GPU from nvidia-smi (importing torch would take
+    seconds), and the error if there are none.
+
+    The error is the driver's own message, or empty if there is no nvidia-smi or no error.
+    """
     if shutil.which("nvidia-smi") is None:
         return [], ""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -99,8 +101,8 @@ def query_gpus() -> tuple[list[str], str]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit of the checkout that tracks `folder`; None for an installed package, even inside
-    another checkout."""
+    """Return the commit of the checkout that tracks `folder`; None for an installed package, even
+    inside another checkout."""
     if _run(["git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py"]) is None:
         return None
     commit = _run(["git", "-C", str(folder), "rev-parse", "HEAD"])

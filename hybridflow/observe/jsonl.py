@@ -1,5 +1,5 @@
-"""JSON-lines files that survive a kill: lines are appended whole, damaged lines are skipped and
-counted, and a resumed run cuts the file back."""
+"""JSON-lines files that survive a kill: lines are appended atomically, damaged lines are skipped
+and counted, and a resumed run truncates the file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def finite(value: Any) -> Any:
-    """Plain data with None in the place of each number that is not finite: JSON has no form for
-    it."""
+    """Replace non-finite numbers in plain data with None, since JSON cannot represent them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -30,8 +29,8 @@ def finite(value: Any) -> Any:
 
 
 class JsonlWriter:
-    """Appends one JSON object per line and flushes each. A torn last line of a killed process is
-    removed when the file is opened."""
+    """Appends one JSON object per line and flushes each. A truncated last line of a killed process
+    is removed when the file is opened."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -52,13 +51,13 @@ class JsonlWriter:
             self._file.flush()
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the records for which `wanted` is false, and torn lines."""
+        """Drop the records for which `wanted` is false, and damaged lines."""
         with self._lock:
             self._close()
             _keep_records(self.path, wanted)
 
     def close(self) -> None:
-        """Close the file; a later `write` opens it again."""
+        """Close the file; a later `write` reopens it."""
         with self._lock:
             self._close()
 
@@ -72,11 +71,11 @@ class JsonlWriter:
 def read_jsonl(
     path: str | Path, skipped: list[int] | None = None, most_bytes: float = math.inf
 ) -> Iterator[dict[str, Any]]:
-    """The records of a file, in order; a missing file has none.
+    """Yield the records of a file, in order; a missing file has none.
 
     Args:
-        skipped: gets the number, from 1 on, of each line that is not a whole JSON object.
-        most_bytes: reading ends with the line that has this byte.
+        skipped: receives the 1-based number of each line that is not a complete JSON object.
+        most_bytes: stop after the line that contains this byte.
 
     Raises:
         DataError: it is not a regular file.
@@ -84,7 +83,7 @@ def read_jsonl(
     path = Path(path)
     if not path.exists():
         return
-    if not path.is_file():  # a pipe would block, a device never end
+    if not path.is_file():  # a pipe would block, and a device would never end
         raise DataError(f"{path}: not a regular file")
     with path.open("rb") as file:
         for number, line in enumerate(_lines(file, most_bytes), 1):
@@ -96,8 +95,7 @@ def read_jsonl(
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers as people write them: `3, 7-9`; after a few ranges, how many numbers are
-    left."""
+    """Format ascending numbers as ranges: `3, 7-9`; after a few ranges, the count of the rest."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -112,7 +110,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def _lines(file: BinaryIO, most_bytes: float) -> Iterator[bytes | None]:
-    """The lines of the first `most_bytes` of a file; None stands for one that is longer than any
+    """Yield the lines of the first `most_bytes` of a file; None for a line longer than any
     record."""
     read = 0
     while read < most_bytes and (line := file.readline(_MOST_LINE_BYTES)):
@@ -140,7 +138,7 @@ def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
             for record in filter(wanted, read_jsonl(path, skipped)):
                 file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
             file.flush()
-            # or a crash of the machine may leave an empty file under the good name
+            # otherwise a crash of the machine may leave an empty file under the final name
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
@@ -150,16 +148,16 @@ def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def removed_lines(skipped: list[int]) -> str:
-    """Why these lines of a file are not among its records."""
+    """Return the explanation for skipped lines of a file."""
     return (
-        f"line {number_ranges(skipped)} is no whole record and is left out: the run was killed "
-        "while it wrote, or the file was damaged"
+        f"line {number_ranges(skipped)} is not a complete record and is skipped: the run was "
+        "killed while writing it, or the file was damaged"
     )
 
 
 def repair(path: Path) -> None:
-    """Make the file end with a whole line, so that the next record starts a line of its own; a
-    warning names a line that was cut off."""
+    """Make the file end with a complete line, so that the next record starts a new one. Logs a
+    warning with the number of a removed line."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:
@@ -169,7 +167,7 @@ def repair(path: Path) -> None:
         file.seek(0)
         whole, newline, last = file.read().rpartition(b"\n")
         if _parse(last.decode("utf-8", errors="replace")) is not None:
-            file.write(b"\n")  # only the line end is missing
+            file.write(b"\n")  # only the newline is missing
         else:
             file.truncate(len(whole) + len(newline))
             _log.warning("%s: %s", path, removed_lines([whole.count(b"\n") + len(newline) + 1]))
@@ -184,4 +182,4 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")

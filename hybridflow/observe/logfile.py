@@ -1,5 +1,5 @@
 """Python logging into the run folder: all records of HybridFlow and the warnings of libraries. The
-terminal shows warnings only."""
+terminal shows only warnings."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _OURS = "hybridflow_handler"
 
 
 def setup_logging(run_dir: str | Path, level: int | str = logging.INFO) -> Path:
-    """Send logging to `RUN_DIR/hybridflow.log` (appended) and warnings to stderr; returns the file.
+    """Log to `RUN_DIR/hybridflow.log` (appended), and warnings also to stderr. Returns the file.
 
-    `level` holds for HybridFlow's own loggers; other libraries log warnings and above. A second
+    `level` applies to HybridFlow's own loggers; other libraries log warnings and above. A second
     call replaces the first one's handlers.
     """
     path = Path(run_dir) / "hybridflow.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     stop_logging()
     formatter = logging.Formatter(_FORMAT)
-    formatter.converter = time.gmtime  # the clock of every node, whatever its time zone
+    formatter.converter = time.gmtime  # UTC on every node, whatever its time zone
     formatter.default_msec_format = "%s.%03dZ"
     file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     terminal = _CurrentStderr()
@@ -52,19 +52,19 @@ def stop_logging() -> None:
 
 
 class _Printable(logging.Formatter):
-    """Records for a terminal, which text from a file must not steer."""
+    """A formatter for terminals, which escapes control characters from untrusted text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, with escapes in place of control characters."""
+        """Format the line, with control characters escaped."""
         return printable(super().format(record))
 
 
 class _LogFile(logging.FileHandler):
-    """Says once that it cannot be written, as on a full disk, where logging would print a traceback
-    for each record."""
+    """A log file that reports a write error once, e.g. for a full disk, where logging would print a
+    traceback per record."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called by `emit` while it handles the exception."""
+        """Report a write error. Called by `emit` while handling the exception."""
         if self.level <= logging.CRITICAL:
             self.setLevel(logging.CRITICAL + 1)
             print(
@@ -74,13 +74,12 @@ class _LogFile(logging.FileHandler):
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Writes to whatever `sys.stderr` is now: a live progress bar replaces it while it is on
-    screen."""
+    """A handler for the current `sys.stderr`, which a live progress bar replaces temporarily."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Look stderr up before each record."""
+        """Look up stderr and emit the record."""
         self.stream = sys.stderr
         super().emit(record)

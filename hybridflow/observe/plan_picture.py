@@ -1,5 +1,5 @@
-"""Pictures of a plan as inline SVG: what the busiest device holds in each phase, and the phases of
-a step in time."""
+"""Pictures of a plan as inline SVG: memory of the busiest device by phase, and the schedule of a
+step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ RIGHT = 62
 TOP = 22
 ROW = 26
 BAR = 16
-_CHARACTER = 7.5  # width of one in the figure behind a bar
+_CHARACTER = 7.5  # width of a character in the value label of a bar
 _GB = 1e9
-_COLORS = 8  # parts that get a colour of their own; the rest is grey
+_COLORS = 8  # parts with a separate colour; the rest is grey
 
 Phase = Mapping[str, Any]
 
@@ -28,17 +28,16 @@ Phase = Mapping[str, Any]
 def pictures(
     phases: Sequence[Phase], device_bytes: float, measured: Mapping[str, float]
 ) -> list[Drawn]:
-    """Memory bars and the schedule of a step.
+    """Draw memory bars and the schedule of a step.
 
     Args:
-        phases: those of `Plan.figures()`: name, begin, seconds, and the bytes of each part on the
-            busiest device; a run that measured them adds measured_begin. Without begins they come
-            one after another.
-        device_bytes: of a device.
-        measured: seconds of the phases that a run measured.
+        phases: phases of `Plan.figures()`: name, begin, seconds, and the bytes of each part on the
+            busiest device; measured runs add measured_begin. Without begins they are consecutive.
+        device_bytes: memory of a device.
+        measured: measured seconds by phase.
     """
     holding = [phase for phase in phases if phase["memory"]]
-    # a phase that cannot work at all (no room for a KV cache) has no finite time
+    # an infeasible phase (no room for a KV cache) has no finite time
     timed = [phase for phase in phases if math.isfinite(phase["seconds"])]
     return [_memory(holding, device_bytes), _schedule(timed, measured)] if holding else []
 
@@ -50,7 +49,7 @@ def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
             largest[part] = max(largest.get(part, 0.0), size)
     parts = sorted((part for part in largest if largest[part]), key=lambda part: -largest[part])
     colors = {part: f"var(--c{slot})" for slot, part in enumerate(parts[:_COLORS])}
-    # a device whose memory is far larger than what is held would leave nothing to see
+    # a device with far more memory than used would make the bars too small
     peak = max(sum(phase["memory"].values()) for phase in phases)
     limit = device_bytes if device_bytes < 4 * peak else None
     unit, name = (_GB, "GB") if peak >= _GB else (1e6, "MB")
@@ -66,7 +65,9 @@ def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
     if limit:
         at = x(limit / unit)
         body.append(line_of("reference", at, at, TOP - 4, TOP + ROW * len(phases)))
-        body.append(text_of("label", at, TOP - 9, f"{limit / unit:,.0f} {name} a device", "middle"))
+        body.append(
+            text_of("label", at, TOP - 9, f"{limit / unit:,.0f} {name} per device", "middle")
+        )
     legend = [(part, colors[part], False) for part in parts[:_COLORS]]
     if len(parts) > _COLORS:
         legend.append((", ".join(parts[_COLORS:]), "var(--other)", False))
@@ -97,14 +98,16 @@ def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
                 last = max(last, end)
         body.append(_value(x(last), row, texts[row]))
     legend = [("planned", "var(--c0)", False), ("measured", "var(--c1)", False)] if measured else []
-    about = "seconds from the begin of a generation; what lasts beyond a step runs beside the next"
+    about = (
+        "seconds from the start of generation; phases longer than a step overlap with the next step"
+    )
     return _drawn("Schedule of a step", about, body, len(phases), legend)
 
 
 def _spans(
     phases: Sequence[Phase], begin: str, seconds: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """(begin, end) of the phases with these seconds, by name."""
+    """Return (begin, end) by name of the phases in `seconds`."""
     found: dict[str, tuple[float, float]] = {}
     end = 0.0
     for phase in phases:
@@ -121,14 +124,14 @@ def _seconds(value: float) -> str:
 
 
 def _axis(values: Sequence[float], characters: int = 0) -> scale.Scale:
-    """An axis from 0 to the largest value, with room for so many characters behind the longest
-    bar."""
+    """Return an axis from 0 to the largest value, with room for this many characters after the
+    longest bar."""
     right = max(RIGHT, 5 + _CHARACTER * characters)
     return scale.linear([max([*values, 1e-9])], LEFT, WIDTH - right, (0.0,))
 
 
 def _frame(names: Sequence[str], x: scale.Scale) -> Markup:
-    """Grid, ticks and the names of the rows."""
+    """Draw grid, ticks and row names."""
     bottom = TOP + ROW * len(names)
     parts = [line_of("grid", x(tick), x(tick), TOP, bottom) for tick in x.ticks]
     parts += [text_of("tick", x(tick), bottom + 15, x.text(tick), "middle") for tick in x.ticks]
@@ -139,22 +142,22 @@ def _frame(names: Sequence[str], x: scale.Scale) -> Markup:
 
 
 def _middle(row: int) -> float:
-    """The baseline of a text in the middle of a row."""
+    """Return the baseline of a text in the middle of a row."""
     return TOP + ROW * row + ROW / 2 + 4
 
 
 def _bar(
     x: scale.Scale, row: int, start: float, end: float, color: str, part: int = 0, parts: int = 1
 ) -> Markup:
-    """A bar in a row, or one of several above each other; never thinner than a line, so that no
-    phase is lost."""
+    """Draw a bar in a row, or one of several stacked ones, at least one pixel wide so that every
+    phase is visible."""
     height = BAR / parts
     width = max(round(x(end) - x(start), 1), 1)
     return bar_of(x(start), TOP + ROW * row + (ROW - BAR) / 2 + part * height, width, height, color)
 
 
 def _value(at: float, row: int, text: str) -> Markup:
-    """The figure behind a bar."""
+    """Draw the value label of a bar."""
     return text_of("value", at + 5, _middle(row), text)
 
 

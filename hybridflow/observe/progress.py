@@ -27,23 +27,23 @@ from hybridflow.config.outside_text import printable
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-_ETA_WINDOW = 20  # steps whose mean duration predicts the rest
+_ETA_WINDOW = 20  # number of recent steps used for the time estimate
 _PHASES_SHOWN = 4
 _REFRESH_PER_S = 4
 
 
 class Progress:
-    """One bar with the stages around it. The bar appears with the first `update`; until then there
-    are only stages and messages.
+    """One progress bar, and the stages around it. The bar appears with the first `update`; before
+    that there are only stages and messages.
 
     Args:
         total: number of steps; 0 for a part of the job that has only stages.
-        title: what is counted, for example "GRPO".
+        title: name of the steps, for example "GRPO".
         initial: the step that a resumed run continues from.
-        throttle_s: least seconds between two plain lines, except the first and the last; for the
+        throttle_s: minimum seconds between two plain lines, except the first and the last; for the
             short steps of SFT.
         enabled: False shows nothing.
-        stream: where to write; None is stdout.
+        stream: output stream; None is stdout.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Progress:
             self._display = _Live(out, self._state)
         else:
             self._display = _Plain(out, self._state, throttle_s)
-        # A run that ends without leaving the `with` must still restore the cursor.
+        # A run that ends without leaving the `with` block must still restore the cursor.
         atexit.register(self.close)
 
     def update(
@@ -74,19 +74,19 @@ class Progress:
         fields: Mapping[str, float | str],
         phases: Mapping[str, float] | None = None,
     ) -> None:
-        """Show that `step` is done, with its numbers and the seconds of its phases (`timing_s/` in
-        front is dropped)."""
+        """Show that `step` is done, with its numbers and the seconds of its phases (a prefix
+        `timing_s/` is removed)."""
         self._state.advance(step, fields, phases or {})
         self._display.updated()
 
     def message(self, text: str) -> None:
-        """Print a line that stays, above the bar."""
+        """Print a permanent line above the bar."""
         self._display.line(printable(text))
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """A part of the job without steps: a spinner with elapsed seconds, and a line that stays
-        when it ends."""
+        """Show a part of the job without steps: a spinner with elapsed seconds, and a permanent
+        line when it ends."""
         start = time.monotonic()
         self._state.stages.append((title, start))
         self._display.stage_began(title)
@@ -101,7 +101,7 @@ class Progress:
             self._display.stage_ended(title, time.monotonic() - start, outcome)
 
     def close(self) -> None:
-        """Leave the terminal as it was; the last state of the bar stays on it."""
+        """Restore the terminal; the last state of the bar stays visible."""
         self._display.close()
         atexit.unregister(self.close)
 
@@ -113,7 +113,8 @@ class Progress:
 
 
 class State:
-    """What is shown: steps done, the last step's numbers, running stages, and the time left."""
+    """The displayed state: steps done, the last step's numbers, running stages, and the remaining
+    time."""
 
     def __init__(self, total: int, title: str, initial: int = 0) -> None:
         self.total = total
@@ -129,11 +130,11 @@ class State:
     def advance(
         self, step: int, fields: Mapping[str, float | str], phases: Mapping[str, float]
     ) -> None:
-        """Take the numbers of a finished step."""
+        """Store the numbers of a finished step."""
         self.phases = {name.removeprefix("timing_s/"): seconds for name, seconds in phases.items()}
         self._step_seconds = self.phases.pop("step", None) or (sum(self.phases.values()) or None)
         if not self._marks and self._step_seconds is not None and step > self.step:
-            # so that the first step already predicts the rest
+            # so that the first step already gives an estimate
             self._marks.append((time.monotonic() - self._step_seconds, step - 1))
         self._marks.append((time.monotonic(), step))
         self.started = True
@@ -141,8 +142,8 @@ class State:
         self.fields = dict(fields)
 
     def eta_s(self) -> float | None:
-        """Seconds left, from the mean duration of the last steps; None when nothing is known
-        yet."""
+        """Estimate the remaining seconds from the mean duration of recent steps; None without
+        data."""
         if len(self._marks) < 2 or self._marks[-1][1] <= self._marks[0][1]:
             return None
         first, low = self._marks[0]
@@ -150,11 +151,11 @@ class State:
         return max(0.0, (last - first) / (high - low) * (self.total - self.step))
 
     def fields_text(self) -> str:
-        """`reward 0.610  accuracy 0.550`."""
+        """Return `reward 0.610  accuracy 0.550`."""
         return "  ".join(f"{name} {number(value)}" for name, value in self.fields.items())
 
     def phases_text(self) -> str:
-        """`8.1 s: gen 4.2, update_actor 2.1`: the step, then its longest phases."""
+        """Return `8.1 s: gen 4.2, update_actor 2.1`: the step, then its longest phases."""
         if self._step_seconds is None:
             return ""
         longest = sorted(self.phases.items(), key=lambda item: -item[1])[:_PHASES_SHOWN]
@@ -162,14 +163,13 @@ class State:
         return f"{self._step_seconds:.1f} s" + (f": {detail}" if detail else "")
 
     def eta_text(self) -> str:
-        """`ETA 6 min 29 s`, or nothing at the end and while it is not known."""
+        """Return `ETA 6 min 29 s`, or "" at the end and without an estimate."""
         left = self.eta_s()
         return f"ETA {duration(left)}" if left is not None and self.step < self.total else ""
 
 
 def number(value: float | str) -> str:
-    """A number short enough to be read at a glance: three decimals, or an exponent where those
-    would say nothing."""
+    """Format a number with three decimals, or with an exponent if those would be insufficient."""
     if isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -178,7 +178,7 @@ def number(value: float | str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`8.1 s`, `6 min 29 s`, `2 h 05 min`."""
+    """Format a duration as `8.1 s`, `6 min 29 s` or `2 h 05 min`."""
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes = round(seconds) // 60
@@ -190,26 +190,26 @@ def duration(seconds: float) -> str:
 
 
 class _Display:
-    """Shows nothing."""
+    """A display that shows nothing."""
 
     def updated(self) -> None:
-        """The state has changed."""
+        """Called when the state has changed."""
 
     def line(self, text: str) -> None:
         """Print a line."""
 
     def stage_began(self, title: str) -> None:
-        """A stage has begun."""
+        """Called at the start of a stage."""
 
     def stage_ended(self, title: str, seconds: float, outcome: str) -> None:
-        """A stage has ended; `outcome` is empty where all went well."""
+        """Called at the end of a stage; `outcome` is empty on success."""
 
     def close(self) -> None:
-        """Leave nothing open."""
+        """Release the terminal."""
 
 
 class _Plain(_Display):
-    """One line for each event."""
+    """A display with one line per event."""
 
     def __init__(self, out: TextIO, state: State, throttle_s: float) -> None:
         self._out = out
@@ -254,7 +254,7 @@ class _Live(_Display):
         self._state = state
         self._console: Console = Console(file=out, highlight=False, emoji=False)
         self._unicode = "utf" in (self._console.encoding or "").lower()
-        # one spinner for all renders, as it counts its frames from its own start
+        # a single spinner, since each starts its own animation
         self._spinner = Spinner("dots" if self._unicode else "line")
         self._new_live = lambda: Live(
             self, console=self._console, refresh_per_second=_REFRESH_PER_S, transient=False
@@ -280,7 +280,7 @@ class _Live(_Display):
         took = f"{outcome + ' after ' if outcome else ''}{duration(seconds)}"
         self._console.print(Text.assemble(mark, " ", title, "  ", (took, "dim")))
         if not self._state.stages and not self._state.started:
-            self._hide()  # nothing is left to show, and others may print again
+            self._hide()  # nothing is left to show, so release the terminal for other output
 
     def close(self) -> None:
         self._hide()

@@ -1,9 +1,8 @@
-"""`report.html`: one self-contained page about a run, made from its folder. It loads no external
-resource, and all text of the run is escaped.
+"""`report.html`: a self-contained page about a run, built from its folder. It loads no external
+resource, and all text from the run is escaped.
 
-From summary.json the page takes `status`, `score_before`, `score_after`, `steps` and `wall_time_s`
-when they are there, and works them out from the metrics otherwise; the rest of the summary is shown
-as it is.
+The page takes `status`, `score_before`, `score_after`, `steps` and `wall_time_s` from summary.json,
+or else computes them from the metrics. The rest of the summary is shown unchanged.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from hybridflow.observe.run_folder import RunFolder, Sample, load_run
 
 REPORT_NAME = "report.html"
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
-_TEXT_LIMIT = 1500  # characters of a prompt, response or value that are shown
-# of the tables of summary and environment
+_TEXT_LIMIT = 1500  # maximum characters shown of a prompt, response or value
+# nesting depth of the summary and environment tables
 _DEPTH = 8
 _ROWS = 2_000
 _MOST_SECONDS = 1e10
@@ -45,7 +44,7 @@ Fact = tuple[str, str, str]  # label, value, small print
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into a run folder and return its path. The page says what is missing in
+    """Write `report.html` into a run folder and return its path. The page lists what is missing in
     the folder."""
     run = load_run(Path(run_dir))
     path = Path(run_dir) / REPORT_NAME
@@ -61,7 +60,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def render(run: RunFolder) -> str:
-    """The page as text."""
+    """Return the page as text."""
     return _page(
         name=str(run.setting("name") or run.path.resolve().name),
         status=_status(run),
@@ -95,7 +94,7 @@ def render(run: RunFolder) -> str:
 
 
 def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], text: str) -> None:
-    """A page about a plan alone, before anything runs.
+    """Write a page about a plan only, before anything runs.
 
     Args:
         plan: `phases` and `device_bytes` of `Plan.figures()`. text: the plan as a table.
@@ -136,7 +135,7 @@ def _page(**parts: Any) -> str:
 
 
 def facts(run: RunFolder) -> list[Fact]:
-    """The tiles at the head of the page."""
+    """Return the tiles at the top of the page."""
     found = [
         _accuracy(run, number, prefix) for number, prefix in enumerate(run.val_sets() or ["val"])
     ]
@@ -146,13 +145,13 @@ def facts(run: RunFolder) -> list[Fact]:
 
 
 def missing(run: RunFolder) -> list[str]:
-    """Sentences about what the page cannot show."""
+    """Return sentences about missing data."""
     found = list(run.missing)
     for phase, names in EXPECTED_METRICS.items():
         if phase == "sft" and run.setting("sft.steps") in (0, None):
             continue
         if phase != "sft" and run.names("reward"):
-            # a reward model was trained: such a run has no steps of the loop and validates nothing
+            # a reward model was trained: such a run has no RL steps and no validation
             continue
         logged = run.names(phase)
         absent = [name for name in names if name not in logged]
@@ -166,7 +165,8 @@ def missing(run: RunFolder) -> list[str]:
 
 
 def shown(text: Any) -> str:
-    """Text of a prompt or response, shortened if very long, with visible control characters."""
+    """Format the text of a prompt or response: shortened if very long, with visible control
+    characters."""
     if text is None:
         return ""
     plain = text if isinstance(text, str) else _plain(text)
@@ -176,8 +176,7 @@ def shown(text: Any) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """The value without characters that would steer what shows the page; markup of ours stays
-    markup."""
+    """Escape control characters in a value; markup of ours stays markup."""
     return type(value)(printable(value)) if isinstance(value, str) else value
 
 
@@ -197,8 +196,8 @@ def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
 
 
 def _plan_pictures(planned: Any) -> list[Drawn]:
-    """The pictures of `planned` in summary.json; none where a run had no plan or the file holds
-    something else."""
+    """Return the pictures of `planned` in summary.json; empty if the run had no plan or the value
+    is malformed."""
     try:
         measured = {}
         for name, pair in planned["seconds"].items():
@@ -216,7 +215,7 @@ def _status(run: RunFolder) -> str:
 
 
 def _accuracy(run: RunFolder, number: int, prefix: str) -> Fact | None:
-    """The score of a validation set; the summary has those of the first."""
+    """Return the score of a validation set; the summary contains those of the first set."""
     points = []
     for step, value in run.points("val", f"{prefix}/score"):
         if value is not None:
@@ -273,7 +272,7 @@ def _time(run: RunFolder) -> Fact | None:
     if not isinstance(seconds, int | float) or not 0 <= seconds < _MOST_SECONDS:
         return None
     each = run.values("train", "timing_s/step")
-    return "Wall time", duration(seconds), f"{sum(each) / len(each):.1f} s a step" if each else ""
+    return "Wall time", duration(seconds), f"{sum(each) / len(each):.1f} s per step" if each else ""
 
 
 def _throughput(run: RunFolder) -> Fact | None:
@@ -342,7 +341,7 @@ def _flow(run: RunFolder) -> Fact | None:
 
 
 def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
-    """Phase, mean seconds over all steps, share of the step."""
+    """Return rows (phase, mean seconds over all steps, share of the step)."""
     phases, total = step_phases(run)
     whole = sum(total.values())
     if not whole:
@@ -355,7 +354,7 @@ def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
 
 
 def _outside_rows(run: RunFolder) -> list[tuple[str, str]]:
-    """Phases of the job outside of steps, for example the start of the engines."""
+    """Return the phases of the job outside steps, for example the start of the engines."""
     rows: list[tuple[str, str]] = []
     for record in run.timeline:
         if record.get("step") is None:

@@ -1,4 +1,4 @@
-"""Which metrics of a run become which chart."""
+"""Mapping of a run's metrics to charts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPECTED_METRICS: dict[str, tuple[str, ...]] = {
         "timing_s/step",
     ),
 }
-# The colour of a phase does not depend on which others were logged. Phases left out here take the
+# The colour of a phase does not depend on which others were logged. Phases not listed here take the
 # free colours, then "other".
 _PHASES = (
     "gen",
@@ -38,11 +38,11 @@ _PHASES = (
 )
 _PHASE_COLORS = {name: color for color, name in enumerate(_PHASES)}
 _MAX_STACKED = 7
-_MOST_CHARTS = 64  # of what a reward returns
+_MOST_CHARTS = 64  # of a reward's extra values
 
 
 def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
-    """The charts of the page in reading order; those without data are dropped when drawn."""
+    """Return the charts of the page in reading order. Those without data are dropped when drawn."""
     one = partial(_one, run)
     several = partial(_several, run)
     zero = (0.0,)
@@ -57,7 +57,7 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
                 one(
                     "Warm start (SFT) loss",
                     "sft/loss",
-                    "nats a token",
+                    "nats per token",
                     phase="sft",
                     include=zero,
                     trend=True,
@@ -68,9 +68,13 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
             "Policy",
             [
                 several(
-                    "KL divergence", kl, "nats a token", "actor/ppo_kl, actor/ref_kl", include=zero
+                    "KL divergence",
+                    kl,
+                    "nats per token",
+                    "actor/ppo_kl, actor/ref_kl",
+                    include=zero,
                 ),
-                one("Entropy of the policy", "actor/entropy", "nats a token", include=zero),
+                one("Entropy of the policy", "actor/entropy", "nats per token", include=zero),
                 _gradient(run),
                 one(
                     "Clipped tokens in the policy loss",
@@ -92,7 +96,7 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
             "Critic",
             [
                 one(
-                    "Variance of returns that values explain",
+                    "Variance of returns explained by values",
                     "critic/vf_explained_var",
                     "share",
                     include=(0.0, 1.0),
@@ -128,8 +132,8 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
             "Time",
             [
                 _step_time(run),
-                one("Throughput", "perf/throughput", "tokens a second", include=zero),
-                one("Tokens trained on", "perf/total_num_tokens", "tokens a step", include=zero),
+                one("Throughput", "perf/throughput", "tokens per second", include=zero),
+                one("Tokens trained on", "perf/total_num_tokens", "tokens per step", include=zero),
                 one(
                     "Peak memory of a trainer rank",
                     "perf/max_memory_allocated_gb",
@@ -148,17 +152,17 @@ def _reward_model(run: RunFolder) -> list[Chart]:
     agreement = "reward_model/agreement"
     return [
         pairs("Loss on pairs", "reward/loss", "nats", include=(0.0,)),
-        pairs("Pairs told apart", "reward/accuracy", "share", include=(0.0, 1.0)),
+        pairs("Pairs ranked correctly", "reward/accuracy", "share", include=(0.0, 1.0)),
         one("Score of the reward model", "reward_model/score/mean", "score"),
         one(
-            "What the reward model makes of the scores' variance",
+            "Share of score variance from the reward model",
             share,
             "share",
             percent=True,
             include=(0.0, 1.0),
         ),
         one(
-            "Answers to one prompt that reward model and verifier order alike",
+            "Pairs of answers that reward model and verifier rank alike",
             agreement,
             "share of pairs",
             percent=True,
@@ -168,8 +172,8 @@ def _reward_model(run: RunFolder) -> list[Chart]:
 
 
 def step_phases(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, float]]:
-    """Seconds by step of each phase, with `other` for the rest of the step; and the whole seconds
-    by step."""
+    """Return the seconds by step of each phase, with `other` for the rest of the step, and the
+    total seconds by step."""
     prefix = "timing_s/"
     found: dict[str, list[Point]] = {}
     for name in sorted(run.names("train")):
@@ -197,7 +201,7 @@ def step_phases(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, flo
 
 
 def _from_timeline(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, float]]:
-    """The same from timeline.jsonl, for a run without the metrics."""
+    """Compute the same from timeline.jsonl, for a run without these metrics."""
     sums: dict[str, dict[float, float]] = {}
     for record in run.timeline:
         if isinstance(record.get("step"), int) and "/" not in record["name"]:
@@ -228,7 +232,7 @@ def _accuracy(run: RunFolder, prefix: str) -> Chart:
 
 
 def held_out_title(run: RunFolder, prefix: str) -> str:
-    """What the scores of the validation set are whose metrics begin with `prefix`, and its name."""
+    """Return the title of a validation set's scores, whose metrics start with `prefix`."""
     name = prefix.removeprefix("val").removeprefix("-")
     return ("Held-out accuracy" if is_accuracy(run, prefix) else "Held-out score") + (
         f" of {name}" if name else ""
@@ -236,12 +240,12 @@ def held_out_title(run: RunFolder, prefix: str) -> str:
 
 
 def is_accuracy(run: RunFolder, prefix: str) -> bool:
-    """Whether every score of the set is 0 or 1, so that their mean is a share of right answers."""
+    """Return True if every score of the set is 0 or 1, so that their mean is an accuracy."""
     return len(run.points("val", f"{prefix}/accuracy")) == len(run.points("val", f"{prefix}/score"))
 
 
 def _reward_extras(run: RunFolder) -> list[Chart]:
-    """A chart for each number that the reward returned beside the score."""
+    """Return a chart for each of the reward's extra numbers."""
     prefix = "reward_extra/"
     end = "/mean"
     charts: list[Chart] = []
@@ -265,7 +269,7 @@ def _recorded(run: RunFolder) -> list[Chart]:
 def _gradient(run: RunFolder) -> Chart:
     limit = run.setting("actor.optim.clip_grad")
     values = run.values("train", "actor/grad_norm")
-    # Only where it is near: a limit far above would press the curve flat.
+    # Only if it is near: a limit far above would flatten the curve.
     near = isinstance(limit, int | float) and limit > 0 and values and limit <= 2 * max(values)
     lines = [(float(limit), "clipped above")] if near else []
     return _one(run, "Gradient norm", "actor/grad_norm", "L2 norm", include=(0.0,), lines=lines)
@@ -305,8 +309,8 @@ def _mismatch(run: RunFolder) -> Chart:
 
 def _routes(run: RunFolder) -> Chart:
     names = [
-        ("trainer, where the engine chose otherwise", "actor/router_replay/differing", 0),
-        ("updates, where the record is otherwise", "actor/router_replay/drifted", 1),
+        ("trainer, differing from the engine", "actor/router_replay/differing", 0),
+        ("updates, differing from the record", "actor/router_replay/drifted", 1),
     ]
     note = " (not replayed)" if run.setting("actor.router_replay") == "compare" else " (replayed)"
     about = "actor/router_replay/differing, drifted"
@@ -350,7 +354,7 @@ def _sum(columns: Iterable[Sequence[Point]]) -> list[tuple[float, float]]:
 def _one(
     run: RunFolder, title: str, name: str, unit: str, phase: str = "train", **settings: Any
 ) -> Chart:
-    """A chart of one metric. Without points it is dropped when drawn."""
+    """Return a chart of one metric. Without points it is dropped when drawn."""
     color = 1 if phase == "sft" else 0
     return Chart(
         title, [Series(name, run.points(phase, name), color)], unit, name, phase=phase, **settings
@@ -365,7 +369,7 @@ def _several(
     about: str,
     **settings: Any,
 ) -> Chart:
-    """A chart of several metrics of training: their labels, names and colours."""
+    """Return a chart of several training metrics: their labels, names and colours."""
     series = []
     for label, name, color in names:
         series.append(Series(label, run.points("train", name), color))
@@ -373,6 +377,6 @@ def _several(
 
 
 def _of(group: str, *parts: str) -> list[tuple[str, str, int]]:
-    """The statistics of a metric for `_several`."""
+    """Return the statistics of a metric for `_several`."""
     colors = {"mean": 0, "max": 1, "min": 2}
     return [(part, f"{group}/{part}", colors[part]) for part in parts]

@@ -1,9 +1,9 @@
-"""Dumps of rollouts and validation answers as parquet: one file a step,
+"""Dumps of rollouts and validation answers as parquet: one file per step,
 `rollouts/step_000001.parquet`, `validation/step_000000.parquet`.
 
-The columns of `ROLLOUT_COLUMNS` have a fixed type; each may be left out. Those of `TOKEN_COLUMNS`
-hold a number for each token of the prompt or the response, as the step had them. Other columns are
-written as text, which is JSON where a value is not text.
+The columns of `ROLLOUT_COLUMNS` have a fixed type and are optional. Those of `TOKEN_COLUMNS`
+contain a number for each token of the prompt or the response, as used by the step. Other columns
+are written as text, or as JSON if a value is not text.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 from hybridflow.batch import Column, DataProto, Jagged, read_parquet, write_parquet
 from hybridflow.errors import SchemaError
 
-# Type of a value (`Jagged`: rows of pairs of integers) and what it means.
+# Type of a value (`Jagged`: rows of pairs of integers) and its meaning.
 ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
-    "step": (np.int64, "training step that the row belongs to"),
+    "step": (np.int64, "training step of the row"),
     "uid": (np.int64, "prompt of the dataset: the samples of one group share it"),
     "data_source": (str, "which verifier scored it"),
     "prompt_text": (str, "decoded prompt with the chat template"),
     "response_text": (str, "decoded response"),
     "ground_truth": (str, "expected answer; JSON when it is not text"),
     "score": (np.float32, "reward from the verifier, before any KL penalty"),
-    "rm_score": (np.float32, "score of the reward model as it gives it, before squash and weight"),
+    "rm_score": (np.float32, "raw score of the reward model, before squash and weight"),
     "advantage": (np.float32, "advantage of the sample; mean over its sampled tokens"),
     "prompt_length": (np.int32, "tokens of the prompt"),
     "response_length": (np.int32, "tokens of the response"),
@@ -40,10 +40,10 @@ ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
         ),
     ),
     "finish_reason": (str, "stop | length | abort"),
-    "weight_version": (str, "version of the weights that made the last token"),
+    "weight_version": (str, "weight version that sampled the last token"),
     "response_versions": (
         Jagged,
-        "[version of the weights, tokens that they made in a row] through the response",
+        "[weight version, run length] over the response",
     ),
     "logprob_diff_mean": (
         np.float32,
@@ -53,12 +53,12 @@ ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
         np.float32,
         "largest |rollout - trainer| log-probability of a sampled token",
     ),
-    "reward_extra": (str, "JSON of what the reward returned beside the score"),
+    "reward_extra": (str, "JSON of the reward's extra values"),
     "reward_failure": (str, "why the reward gave no score"),
     "messages": (str, "JSON of the answers and observations of a conversation"),
     "turns": (np.int32, "answers in the conversation"),
-    "tool_calls": (np.int32, "tools that the conversation called"),
-    "agent_failure": (str, "what went wrong in the agent loop"),
+    "tool_calls": (np.int32, "tool calls of the conversation"),
+    "agent_failure": (str, "error of the agent loop"),
     "extra_info": (str, "JSON of the dataset row's extra_info"),
     "greedy_score": (np.float32, "weighted score of the most likely answer to the prompt"),
 }
@@ -70,18 +70,18 @@ TOKEN_COLUMNS: dict[str, str] = {
         "how many tokens the sampler chose each response token from; 0: the whole vocabulary"
     ),
     "support_ids": "these tokens, one response token after another",
-    "old_log_probs": "the same in the trainer, before the step's updates",
-    "ref_log_probs": "the same under the reference's weights",
+    "old_log_probs": "log-probability in the trainer, before the step's updates",
+    "ref_log_probs": "log-probability under the reference's weights",
     "values": "the critic's value at each response token",
     "advantages": "advantage of each response token",
     "returns": "return of each response token",
 }
-MADE_WITH = "made_with"  # in the meta of a dump
+MADE_WITH = "made_with"  # in the file's meta
 _STEP_FILE = re.compile(r"step_([0-9]{1,15})\.parquet")
 
 
 def dump_path(folder: str | Path, step: int) -> Path:
-    """The file of a step: `FOLDER/step_000012.parquet`."""
+    """Return the file of a step: `FOLDER/step_000012.parquet`."""
     return Path(folder) / f"step_{step:06d}.parquet"
 
 
@@ -90,11 +90,11 @@ def dump_rollouts(
     rows: Mapping[str, Sequence[Any]] | Iterable[Mapping[str, Sequence[Any]]],
     made_with: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write columns of equal length to a parquet file, or pieces of them one after another. The
-    file appears whole or not at all.
+    """Write columns of equal length, or consecutive pieces of them, to a parquet file. The file is
+    written atomically.
 
     Args:
-        made_with: what the meta of the file says about model and tokenizer.
+        made_with: model and tokenizer properties for the file's meta.
     """
     pieces = [rows] if isinstance(rows, Mapping) else rows
     meta = {MADE_WITH: dict(made_with or {})}
@@ -109,8 +109,8 @@ def dump_rollouts(
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a dump as dictionaries, without the columns of tokens; DataError when the file
-    cannot be read."""
+    """Return the rows of a dump as dictionaries, without the token columns. Raises DataError if the
+    file cannot be read."""
     batch = read_parquet(path)
     columns = {}
     for name in batch.columns:
@@ -126,7 +126,7 @@ def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
 
 
 def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
-    """(step, file) of every dump in a folder, by step; a missing folder has none."""
+    """Return (step, file) of every dump in a folder, by step; a missing folder has none."""
     found = (
         (_STEP_FILE.fullmatch(path.name), path) for path in Path(folder).glob("step_*.parquet")
     )
@@ -138,7 +138,7 @@ def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
 
 
 def remove_dumps_after(folder: str | Path, step: int) -> int:
-    """Delete the dumps of later steps, which a resumed run makes again; returns how many."""
+    """Delete the dumps of later steps, which a resumed run repeats. Returns their number."""
     late = [path for at, path in list_dumps(folder) if at > step]
     for path in late:
         path.unlink()
@@ -165,7 +165,7 @@ def _text(value: Any) -> str | None:
     text = (
         value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
     )
-    # a lone surrogate from a decoder is no valid parquet text
+    # a lone surrogate from a decoder is not valid parquet text
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 

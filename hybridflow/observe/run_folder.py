@@ -1,8 +1,8 @@
-"""Reading a run folder for the report. What is missing or damaged is noted and left out, as after a
-kill.
+"""Reader of run folders for the report. Missing or damaged files, as after a kill, are noted and
+skipped.
 
-The folder may be somebody else's: no file outside it is read, what is read is bounded, and values
-that are not of the form that a run writes are left out.
+The folder may come from another user: no file outside it is read, sizes are limited, and values
+that no run would write are skipped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hybridflow.observe.timeline import WHOLE_STEP
 from hybridflow.observe.tokens import Decode, open_decoder, read_stretches
 from hybridflow.observe.trackers.base import PHASES
 
-CHANGES = "changes.jsonl"  # what differed at each start that went on from a checkpoint
-_ROWS_PER_DUMP = 4  # two of the best and two of the worst
+CHANGES = "changes.jsonl"  # the changes at each start that resumed from a checkpoint
+_ROWS_PER_DUMP = 4  # the two best and the two worst
 # a step has about 150 metrics in 7 KB
 _MOST_RECORD_BYTES = 128 << 20
 _MOST_RECORDS = 250_000
@@ -59,7 +59,7 @@ _MOST_NUMBER = 1e300
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows picked from one dump, best first."""
+    """Rows selected from one dump, best first."""
 
     kind: str
     step: int
@@ -70,7 +70,7 @@ class Sample:
 
 @dataclass
 class RunFolder:
-    """The contents of a run folder. `missing` says in words what is not there."""
+    """The contents of a run folder. `missing` describes missing parts in words."""
 
     path: Path
     config_text: str = ""
@@ -84,7 +84,7 @@ class RunFolder:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
     def points(self, phase: str, name: str) -> list[tuple[float, float | None]]:
-        """(step, value) of a metric, by step; the last record of a step counts."""
+        """Return (step, value) of a metric, by step; the last record of a step counts."""
         found = {}
         for record in self.metrics:
             if (
@@ -96,7 +96,7 @@ class RunFolder:
         return sorted(found.items())
 
     def val_sets(self) -> list[str]:
-        """What the metrics of each validation set begin with, "val" or "val-NAME", in the
+        """Return the metric prefix of each validation set, "val" or "val-NAME", in the
         configuration's order."""
         found: dict[str, None] = {}
         for record in self.metrics:
@@ -107,7 +107,7 @@ class RunFolder:
         return list(found)
 
     def names(self, phase: str) -> set[str]:
-        """Names of all metrics of a phase."""
+        """Return the names of all metrics of a phase."""
         names: set[str] = set()
         for record in self.metrics:
             if record.get("phase") == phase:
@@ -115,12 +115,12 @@ class RunFolder:
         return names
 
     def values(self, phase: str, name: str) -> list[float]:
-        """The values of a metric by step, gaps left out."""
+        """Return the values of a metric by step, without gaps."""
         return [value for _, value in self.points(phase, name) if value is not None]
 
     def setting(self, dotted: str) -> Any:
-        """A single value of config.yaml by its dotted key; None where there is none, or a number
-        that is no size."""
+        """Return a single value of config.yaml by its dotted key; None if it is missing, or an
+        implausible number."""
         node: Any = self.config
         for part in dotted.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
@@ -129,13 +129,13 @@ class RunFolder:
         return node if _is_number(node) and abs(node) < _MOST_STEP else None
 
     def size(self, dotted: str) -> int:
-        """A setting that counts something; 1 where there is none."""
+        """Return a setting that is a count; 1 if it is missing."""
         found = self.setting(dotted)
         return found if _is_step(found) and found else 1
 
 
 def load_run(path: Path) -> RunFolder:
-    """Read everything there is."""
+    """Read a run folder."""
     run = RunFolder(path)
     run.config_text, run.config = _config(path / "config.yaml", run.missing)
     run.summary = _json(
@@ -155,7 +155,7 @@ def load_run(path: Path) -> RunFolder:
     ):
         if not found:
             run.missing.append(
-                f"{name}: {'holds no record' if (path / name).exists() else 'not there'}{so}"
+                f"{name}: {'has no record' if (path / name).exists() else 'not there'}{so}"
             )
     run.missing += _lost_steps(run)
     decode = (
@@ -168,7 +168,7 @@ def load_run(path: Path) -> RunFolder:
 
 
 def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
-    """The records of a file, up to a bound; what of it is not read is noted."""
+    """Yield the records of a file, up to a limit; the rest is noted."""
     if path.exists() and not is_inside(path, path.parent):
         missing.append(f"{path.name}: {_OUTSIDE}")
         return
@@ -177,8 +177,7 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
         for number, record in enumerate(read_jsonl(path, skipped, _MOST_RECORD_BYTES)):
             if number == _MOST_RECORDS:
                 missing.append(
-                    f"{path.name}: holds more than {_MOST_RECORDS:,} records; later ones are left "
-                    "out"
+                    f"{path.name}: has more than {_MOST_RECORDS:,} records; later ones are left out"
                 )
                 break
             yield record
@@ -195,7 +194,7 @@ def _records(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[dict[str, Any]]:
-    """Records of steps with finite numbers alone; the names of metrics are shared between them."""
+    """Yield records of steps with finite numbers only. Names of metrics are interned."""
     values = 0
     strange = 0
     names: dict[str, None] = {}
@@ -206,23 +205,23 @@ def _metrics(records: Iterable[dict[str, Any]], missing: list[str]) -> Iterator[
         values += len(record)
         if values > _MOST_VALUES:
             missing.append(
-                f"metrics.jsonl: holds more than {_MOST_VALUES:,} values; later steps are left out"
+                f"metrics.jsonl: has more than {_MOST_VALUES:,} values; later steps are skipped"
             )
             break
         if len(names) < _MOST_NAMES:
             names |= dict.fromkeys(map(sys.intern, record))
         yield _of_numbers({name: value for name, value in record.items() if name in names})
     if strange:
-        missing.append(f"metrics.jsonl: {strange} records have no step or phase and are left out")
+        missing.append(f"metrics.jsonl: {strange} records have no step or phase and are skipped")
     if len(names) >= _MOST_NAMES:
         missing.append(
-            f"metrics.jsonl: names more than {_MOST_NAMES:,} metrics; others are left out"
+            f"metrics.jsonl: has more than {_MOST_NAMES:,} metrics; the others are skipped"
         )
 
 
 def _of_numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with None for numbers that no chart can show, and without values of other kinds
-    but text."""
+    """Return the record with None for numbers that no chart can show, and without values other than
+    numbers and text."""
     kept: dict[str, Any] = {}
     for name, value in record.items():
         if value is None or isinstance(value, str) or _is_number(value):
@@ -233,13 +232,13 @@ def _of_numbers(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chartable(value: Any) -> float | None:
-    if value is None or not abs(value) < _MOST_NUMBER:  # NaN is not less either
+    if value is None or not abs(value) < _MOST_NUMBER:  # also false for NaN
         return None
     return float(value) if abs(value) > 1 / _MOST_NUMBER else 0.0
 
 
 def _is_span(record: Mapping[str, Any]) -> bool:
-    """Whether a record of the timeline is a phase that has ended."""
+    """Return True if a timeline record is a finished phase."""
     for name in ("seconds", "start", "end"):
         time = record.get(name, 0.0)
         if not (isinstance(time, int | float) and 0 <= time < _MOST_STEP):
@@ -253,7 +252,7 @@ def _is_step(value: object) -> bool:
 
 
 def _lost_steps(run: RunFolder) -> Iterator[str]:
-    """A sentence for each kind of record that lacks steps between others. A run that began with the
+    """Yield a sentence for each kind of record with missing steps. A run that started with the
     dumps of another may begin with any step."""
     first = None if run.setting("trainer.rollouts_from") else 1
     for phase in ("train", "sft", "reward"):
@@ -283,7 +282,7 @@ def _gaps(name: str, phase: str, steps: Iterable[int], first: int | None) -> Ite
 
 
 def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[dict[str, Any]]:
-    """The best and the worst rows by score, half each, best first; of different prompts where
+    """Return the best and the worst rows by score, half each, best first; from different prompts if
     scores are equal."""
     ranked = sorted(rows, key=_score, reverse=True)
     if len(ranked) <= count:
@@ -295,8 +294,8 @@ def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[d
 
 
 def _varied(ranked: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The first `count` rows; among those that score like the first, one of each prompt comes
-    before a second one."""
+    """Return the first `count` rows. Among rows with the top score, each prompt appears once before
+    any appears twice."""
     seen: set[Any] = set()
     first = []
     later = []
@@ -310,7 +309,8 @@ def _varied(ranked: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 
 def _samples(folder: Path, kind: str, decode: Decode | None, missing: list[str]) -> list[Sample]:
-    """First, middle and last dump of the rollouts; first and last of the validation answers."""
+    """Read the first, middle and last dump of the rollouts, and the first and last of the
+    validation answers."""
     dumps = list_dumps(folder)
     if not dumps:
         missing.append(f"{kind}/: no dump")
@@ -331,7 +331,8 @@ def _samples(folder: Path, kind: str, decode: Decode | None, missing: list[str])
 
 
 def _sample(path: Path, kind: str, step: int, decode: Decode | None) -> Sample:
-    """Rows of a dump; of the others only the scores are read. DataError: it cannot be read."""
+    """Read selected rows of a dump, and only the scores of the others. Raises DataError if it
+    cannot be read."""
     if (count := parquet_rows(path)) > _MOST_ROWS:
         raise DataError(f"more than {_MOST_ROWS:,} rows")
     rows: list[dict[str, Any]] = [{"row": number} for number in range(count)]
@@ -371,7 +372,7 @@ def _score(row: Mapping[str, Any]) -> float:
 
 
 def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of a row; None stands for a number that is missing or not a number."""
+    """Return the fields of a row that the page shows; None for a missing or invalid number."""
     numbers = {}
     for name in _NUMBERS:
         numbers[name] = row[name] if _is_number(row.get(name)) else None
@@ -383,7 +384,8 @@ def _is_number(value: object) -> bool:
 
 
 def _config(path: Path, missing: list[str]) -> tuple[str, dict[str, Any]]:
-    """Text and mapping of config.yaml; the text alone where it is no mapping of a run."""
+    """Return text and mapping of config.yaml; only the text if it is not a valid run
+    configuration."""
     try:
         _require_inside(path)
         return read_outside_yaml(path)
@@ -413,6 +415,6 @@ def _json(path: Path, meaning: str, missing: list[str]) -> dict[str, Any]:
 
 
 def _require_inside(path: Path) -> None:
-    """ValueError for a file of the run folder that is a link out of it."""
+    """Raise ValueError if a file of the run folder is a link to a file outside."""
     if not is_inside(path, path.parent):
         raise ValueError(_OUTSIDE)

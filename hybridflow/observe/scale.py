@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps [low, high] to pixels [start, end], linearly or by logarithm, with the ticks that belong
-    to it."""
+    """Maps [low, high] to pixels [start, end], linearly or logarithmically, with its ticks."""
 
     low: float
     high: float
@@ -20,7 +19,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value."""
+        """Return the pixel of a value."""
         low, high, at = (
             (math.log10(v) for v in (self.low, self.high, value))
             if self.log
@@ -29,7 +28,7 @@ class Scale:
         return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
 
     def text(self, tick: float, percent: bool = False) -> str:
-        """The tick's label, with as many digits as tell it from its neighbours."""
+        """Return the tick's label, with enough digits to distinguish it from its neighbours."""
         if self.log:
             return f"{tick:g}" if 0.001 <= tick < 1e5 else _exponent(tick)
         step = abs(self.ticks[1] - self.ticks[0]) if len(self.ticks) > 1 else abs(tick) or 1.0
@@ -44,13 +43,13 @@ class Scale:
 def linear(
     values: Iterable[float], start: float, end: float, include: Iterable[float] = ()
 ) -> Scale:
-    """A scale whose ends are round numbers around `values` and `include`."""
+    """Return a scale whose ends are round numbers around `values` and `include`."""
     found = [*values, *include]
     low = min(found)
     high = max(found)
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         pad = abs(low) * 0.1 or 1.0
-        # A constant that is never negative keeps zero as its floor.
+        # A constant non-negative series keeps zero as its lower end.
         low, high = (0.0, high + pad) if low >= 0 else (low - pad, high + pad)
     step = nice_step(high - low, 4)
     first = math.floor(low / step + 1e-9)
@@ -60,7 +59,7 @@ def linear(
 
 
 def steps(values: Iterable[float], start: float, end: float) -> Scale:
-    """A scale of step numbers: it ends where the data ends, and its ticks are whole numbers."""
+    """Return a scale of step numbers: it ends with the data, and its ticks are integers."""
     found = list(values)
     low = min(found)
     high = max(found)
@@ -73,7 +72,7 @@ def steps(values: Iterable[float], start: float, end: float) -> Scale:
 
 
 def logarithmic(values: Iterable[float], start: float, end: float) -> Scale:
-    """A logarithmic scale over positive values; ends and ticks are powers of ten."""
+    """Return a logarithmic scale over positive values; ends and ticks are powers of ten."""
     found = list(values)
     first = math.floor(math.log10(min(found)) + 1e-9)
     last = math.ceil(math.log10(max(found)) - 1e-9)
@@ -84,7 +83,7 @@ def logarithmic(values: Iterable[float], start: float, end: float) -> Scale:
 
 
 def nice_step(span: float, count: int) -> float:
-    """1, 2 or 5 times a power of ten, so that about `count` steps make the span."""
+    """Return 1, 2 or 5 times a power of ten, so that about `count` steps cover the span."""
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
     return next(factor * power for factor in (1, 2, 5, 10) if raw <= factor * power * (1 + 1e-9))

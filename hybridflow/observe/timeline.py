@@ -1,11 +1,12 @@
-"""What the controller did when: `timeline.jsonl`, and the `timing_s/*` metrics made from it.
+"""Timing of the controller's phases: `timeline.jsonl`, and the `timing_s/*` metrics derived from
+it.
 
 One line per finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ...,
 "depth": 1}`; start and end are Unix seconds, `seconds` comes from a monotonic clock. A phase inside
 another is named `outer/inner`, except inside the phase `step`, which is the whole step. The record
-of a phase that raised has `"error"`, the exception's name. Phases of roles with devices of their
-own overlap, and the update of such a critic may last into the next step: its record has the step
-that it belongs to.
+of a phase that raised has `"error"`, the exception's name. Phases of roles on separate devices
+overlap, and the update of such a critic may extend into the next step: its record has the step that
+it belongs to.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from typing import Any
 from hybridflow.observe.jsonl import JsonlWriter, read_jsonl
 
 WHOLE_STEP = "step"
-_STEPS_HELD = 256  # steps whose sums stay in memory; metrics are asked for right after a step
+_STEPS_HELD = 256  # steps whose sums stay in memory; metrics are read right after a step
 
 
 class Span:
-    """A phase that has begun.
+    """A running phase.
 
     Args:
-        record: takes what is written of it.
+        record: receives its record.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Span:
         self._ticks = time.perf_counter()
 
     def end(self, error: str = "") -> None:
-        """Record that the phase has ended; `error` names the exception that ended it."""
+        """Record the end of the phase; `error` names the exception that ended it."""
         seconds = time.perf_counter() - self._ticks
         record = {
             "name": self.name,
@@ -57,21 +58,21 @@ class Span:
 
 
 class Timeline:
-    """Records phases as context managers. Phases nest, for each thread and each task by itself."""
+    """Records phases as context managers. Nesting is tracked per thread and per task."""
 
     def __init__(self, path: str | Path) -> None:
         self._writer = JsonlWriter(path)
         self._sums: dict[int, dict[str, float]] = {}
         self._lock = threading.Lock()
-        # (name, step) of the phases that are open, the outermost first
+        # (name, step) of the open phases, outermost first
         self._open: ContextVar[tuple[tuple[str, int | None], ...]] = ContextVar(
             "phases", default=()
         )
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Record what runs inside the `with`. Without `step`, the step of the enclosing phase is
-        taken."""
+        """Record the `with` block as a phase. Without `step`, the step of the enclosing phase is
+        used."""
         span = self.begin(name, step)
         before = self._open.set((*self._open.get(), (span.name, span.step)))
         error = ""
@@ -85,25 +86,25 @@ class Timeline:
             span.end(error=error)
 
     def begin(self, name: str, step: int | None = None) -> Span:
-        """A phase that the caller ends, beside others that begin and end meanwhile. Without `step`,
-        the step of the enclosing phase is taken."""
+        """Start a phase that the caller ends, possibly overlapping with others. Without `step`, the
+        step of the enclosing phase is used."""
         around = self._open.get()
         outer, outer_step = around[-1] if around else (WHOLE_STEP, None)
         full = name if outer == WHOLE_STEP else f"{outer}/{name}"
         return Span(full, outer_step if step is None else step, len(around), self._record)
 
     def step_seconds(self, step: int) -> dict[str, float]:
-        """Seconds of each finished phase of a step, by name; a phase entered several times is
+        """Return the seconds of each finished phase of a step, by name; repeated phases are
         summed."""
         with self._lock:
             return dict(self._sums.get(step, {}))
 
     def metrics(self, step: int) -> dict[str, float]:
-        """`step_seconds` as metrics: `timing_s/NAME`."""
+        """Return `step_seconds` as metrics: `timing_s/NAME`."""
         return {f"timing_s/{name}": seconds for name, seconds in self.step_seconds(step).items()}
 
     def truncate_after(self, step: int) -> None:
-        """Forget phases of later steps: called on resume, so that repeated steps are recorded
+        """Drop phases of later steps. Called on resume, so that repeated steps are recorded
         once."""
         self._writer.keep(lambda record: record.get("step") is None or record["step"] <= step)
         with self._lock:
@@ -126,8 +127,8 @@ class Timeline:
 def read_timeline(
     path: str | Path, skipped: list[int] | None = None, most_bytes: float = math.inf
 ) -> list[dict[str, Any]]:
-    """The records of a timeline file, by the end of their phases. Arguments and errors as of
-    `read_jsonl`."""
+    """Return the records of a timeline file, in order of their ends. Arguments and errors are those
+    of `read_jsonl`."""
     records: list[dict[str, Any]] = []
     for record in read_jsonl(path, skipped, most_bytes):
         if isinstance(record.get("name"), str) and isinstance(record.get("seconds"), int | float):

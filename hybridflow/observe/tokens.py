@@ -1,5 +1,5 @@
-"""The tokens of a dumped response as the report shows them: how far engine and trainer differ at
-each, which weights sampled it, and what the policy did not sample."""
+"""The tokens of a dumped response for the report: the difference between engine and trainer at
+each, the weight version that sampled it, and tokens that were not sampled."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hybridflow.batch import DataProto, Jagged, pick_parquet
 from hybridflow.config.outside_json import MOST_BYTES
 from hybridflow.errors import DataError
 
-MOST_TOKENS = 600  # of a response
-# |trainer - engine| log-probability from which a token is coloured more strongly
+MOST_TOKENS = 600  # maximum shown of a response
+# thresholds of |trainer - engine| log-probability for stronger colours
 LEVELS = (1e-3, 1e-2, 0.05, 0.2, 1.0)
 
 _NEEDED = ("response_ids", "rollout_log_probs", "response_mask", "response_versions")
@@ -24,8 +24,9 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a response. `kind` is its CSS class: `obs` for one that was put in, else `same`,
-    or how much more or less likely the trainer finds it: `more1` to `more5`, `less1` to `less5`."""
+    """A token of a response. `kind` is its CSS class: `obs` for a token that was not sampled, else
+    `same`, or how much more or less likely the trainer finds it: `more1` to `more5`, `less1` to
+    `less5`."""
 
     text: str
     kind: str
@@ -34,15 +35,15 @@ class Token:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens in a row that the policy sampled with weights of one version, or that it was shown."""
+    """Consecutive tokens sampled by one weight version, or shown to the policy."""
 
     title: str
     tokens: list[Token]
 
 
 def open_decoder(folder: Path) -> Decode | None:
-    """Decodes token ids with the tokenizer of a run's `model/`; None where there is none that can
-    be read."""
+    """Return a decoder using the tokenizer in a run's `model/`, or None if there is no readable
+    one."""
     path = folder / "tokenizer.json"
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
         return None
@@ -50,13 +51,13 @@ def open_decoder(folder: Path) -> Decode | None:
         import tokenizers
     except ImportError:
         logging.getLogger(__name__).warning(
-            "tokenizers is not installed: the texts of single tokens are left out"
+            "tokenizers is not installed: the texts of single tokens are omitted"
         )
         return None
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except BaseException as error:
-        # a bare Exception for a damaged file, and a panic is not even one
+        # damaged files raise a bare Exception, and panics not even that
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         return None
@@ -75,8 +76,8 @@ def open_decoder(folder: Path) -> Decode | None:
 def read_stretches(
     path: Path, rows: Sequence[int], decode: Decode | None, most_bytes: int = 1 << 30
 ) -> list[list[Stretch]]:
-    """The tokens of each of these rows of a dump, from the first on; empty where the dump has none,
-    or has more than `most_bytes` of them in a row group."""
+    """Return the tokens of each of these rows of a dump, from the first on. Empty if the dump has
+    none, or more than `most_bytes` of them in a row group."""
     empty: list[list[Stretch]] = [[] for _ in rows]
     if decode is None:
         return empty
@@ -86,13 +87,13 @@ def read_stretches(
             return empty
         return [_stretches(picked, row, decode) for row in range(len(rows))]
     except (DataError, IndexError, ValueError, TypeError, AttributeError, OverflowError):
-        # written by something else
+        # not written by a run
         return empty
 
 
 def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
-    """The text that each token adds to those before it; of a character in several tokens, the last
-    one has it."""
+    """Return the text that each token adds to those before it. A character in several tokens counts
+    for the last one."""
     texts = list[str]()
     start = 0
     shown = ""
@@ -103,7 +104,7 @@ def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
             continue
         texts.append(text[len(shown) :])
         shown = text
-        # what came long ago changes nothing, and would be decoded again for each token
+        # tokens far back do not affect the text, and would be decoded again for each token
         if end - start > 32:
             start = end - 1
             shown = decode(ids[start:end])
@@ -129,7 +130,9 @@ def _stretches(batch: DataProto, row: int, decode: Decode) -> list[Stretch]:
             last = (int(sampled), version if sampled else -1)
             found.append(
                 Stretch(
-                    f"answer {answers}, weights {version}" if sampled else "put in, not trained on",
+                    f"answer {answers}, weights {version}"
+                    if sampled
+                    else "inserted, not trained on",
                     [],
                 )
             )
@@ -139,11 +142,11 @@ def _stretches(batch: DataProto, row: int, decode: Decode) -> list[Stretch]:
 
 
 def _of_runs(runs: np.ndarray, tokens: int) -> np.ndarray:
-    """A value for each token, from [value, tokens in a row]. ValueError: it is one for more or
-    fewer tokens."""
+    """Decode runs [value, length] to one value per token. Raises ValueError if the lengths do not
+    match."""
     values, counts = runs.reshape(-1, 2).T
     if (counts < 0).any() or (counts > tokens).any() or counts.sum() != tokens:
-        raise ValueError("the runs do not add up to the tokens")
+        raise ValueError("the run lengths do not match the number of tokens")
     return np.repeat(values, counts)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run, sent to the trackers that `trainer.loggers` names."""
+"""Distribution of a run's metrics to the trackers in `trainer.loggers`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Tracker:
     """Sends metrics to several trackers.
 
     Args:
-        run_dir: the run folder, where trackers write when the first metrics come.
+        run_dir: the run folder, where trackers write once the first metrics arrive.
         loggers: names of trackers (`hybridflow.observe.trackers`), or `path/to/file.py:name`.
 
     Raises:
-        ConfigError: there is no such tracker.
+        ConfigError: a tracker does not exist.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Tracker:
         self._sinks = [TRACKERS.get(name)(Path(run_dir)) for name in dict.fromkeys(loggers)]
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
-        """Record the metrics of one step. Numbers only; numpy and torch scalars are welcome."""
+        """Record the metrics of one step. Values are numbers, including numpy and torch scalars."""
         _check_phase(phase)
         if reserved := RESERVED & metrics.keys():
             raise ValueError(f"a metric cannot be named {sorted(reserved)[0]!r}")
@@ -38,7 +38,7 @@ class Tracker:
             sink.log(int(step), phase, wall_time, values)
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Forget the phase's records after `step`: called on resume, so that steps made again are
+        """Drop the phase's records after `step`. Called on resume, so that repeated steps are
         recorded once."""
         _check_phase(phase)
         for sink in self._sinks:

@@ -24,21 +24,21 @@ STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # what the report, and verify of the checkpoint, say of it
 SAID = {
     "deep": ("summary.json: cannot be read (nested too deeply)", "nested too deeply"),
-    "deep_yaml": ("config.yaml: cannot be read (nested too deeply)", "all as the manifest says"),
+    "deep_yaml": ("config.yaml: cannot be read (nested too deeply)", "all as in the manifest"),
     "pipes": ("metrics.jsonl: cannot be read (not a regular file)", "not a regular file"),
     "sockets": ("config.yaml: cannot be read (not a regular file)", "not a regular file"),
     "endless": ("metrics.jsonl: a link out of the run folder", "not a regular file"),
     "endless_and_expected": ("Rollouts of step 2", "policy/b is not a regular file"),
     "sparse": ("metrics.jsonl: has 1048576 MiB", "larger than"),
-    "sparse_and_expected": ("Rollouts of step 2", "of which there are none on the disk"),
+    "sparse_and_expected": ("Rollouts of step 2", "but none of them are on disk"),
     "links": ("step_000001.parquet: cannot be read (a link out of the run folder", "hash differs"),
     "manifest_lies": ("Rollouts of step 2", "manifest.json cannot be read (ValueError: layout is"),
-    "huge_numbers": ("metrics.jsonl: line 10 is no whole record", "all as the manifest says"),
+    "huge_numbers": ("metrics.jsonl: line 10 is not a complete record", "all as in the manifest"),
     "twice": ("Rollouts of step 2", "the key 'step' is there twice"),
     "encodings": ("config.yaml: cannot be read (not UTF-8 (byte 0))", "index.json has"),
     "steering": ("\\x1b]0;owned\\x07", "\\x1b]0;owned\\x07"),
     "bombs": ("config.yaml: cannot be read (it has an alias", "index.json has 60000016 bytes"),
-    "many_records": ("metrics.jsonl: holds more than", "all as the manifest says"),
+    "many_records": ("metrics.jsonl: has more than", "all as in the manifest"),
     "wrong_content": (
         "Rollouts of step 2 (1 of 1 rows)",
         "has its right hash and does not describe",
@@ -162,7 +162,7 @@ def test_a_configuration_that_no_run_writes_is_not_replayed(
     (run / "config.yaml").write_text(text)
     assert main(["replay", str(run), "2"]) == 2
     assert re.search(
-        rf"config\.yaml is not what a run writes: .*{message}", capsys.readouterr().err
+        rf"config\.yaml is not a run's configuration: .*{message}", capsys.readouterr().err
     )
 
 

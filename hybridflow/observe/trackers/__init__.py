@@ -1,1 +1,1 @@
-"""Trackers, one file each: what keeps the metrics of a run. `base.py` says what a tracker does."""
+"""Trackers, which store a run's metrics, one file each. `base.py` defines the protocol."""

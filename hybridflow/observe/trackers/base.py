@@ -1,6 +1,6 @@
-"""What a tracker does, and how one is registered.
+"""The protocol of a tracker, and its registration.
 
-A built-in tracker is a file of this package that bears its name; `trainer.loggers` also takes
+A built-in tracker is a file of this package with the same name; `trainer.loggers` also takes
 `path/to/file.py:name`.
 """
 
@@ -14,27 +14,27 @@ from hybridflow.config.entries import TRACKERS
 
 Phase = Literal["train", "val", "sft", "reward"]
 PHASES: tuple[Phase, ...] = ("train", "val", "sft", "reward")
-# keys of a record that no metric may take
+# reserved keys of a record
 RESERVED = frozenset({"step", "phase", "wall_time", "warning"})
 
 
 class Sink(Protocol):
-    """Keeps the metrics of one run."""
+    """A destination for the metrics of one run."""
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one step; `wall_time` is in seconds since the epoch, and values may
-        be NaN."""
+        """Record the metrics of one step. `wall_time` is in seconds since the epoch; values may be
+        NaN."""
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Forget the phase's records after `step`, which will be logged again."""
+        """Drop the phase's records after `step`, which will be logged again."""
 
     def close(self) -> None:
-        """Write what is left and close files."""
+        """Flush and close files."""
 
 
 F = TypeVar("F", bound=Callable[[Path], Sink])
 
 
 def tracker(name: str) -> Callable[[F], F]:
-    """Register a class or function that makes a `Sink` of the run folder."""
+    """Register a class or function that creates a `Sink` for a run folder."""
     return TRACKERS.entry(name, lambda make: make)

@@ -1,4 +1,4 @@
-"""The console: one line a step with the metrics that people look for."""
+"""The console: one line per step with the main metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybridflow.observe.trackers.base import Phase, tracker
 
-# In the order of the line; a phase with none of them shows all its metrics.
+# In display order; a phase with none of them shows all its metrics.
 CONSOLE_KEYS = (
     "critic/score/mean",
     "val/score",
@@ -29,11 +29,10 @@ CONSOLE_KEYS = (
 
 @tracker("console")
 class ConsoleTracker:
-    """Prints a line for each step. Runs with a progress display leave it out: the display shows the
-    same."""
+    """Prints a line for each step. Not used with a progress display, which shows the same."""
 
     def __init__(self, run_dir: Path) -> None:
-        """The run folder is not used."""
+        """Ignore the run folder."""
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
         """Print a line."""
@@ -49,7 +48,7 @@ class ConsoleTracker:
         )
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Nothing: printed lines stay."""
+        """Do nothing: printed lines stay."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no open file."""

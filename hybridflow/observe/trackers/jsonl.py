@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one flat object a line.
+"""`metrics.jsonl`: one flat object per line.
 
 `{"step": 3, "phase": "train", "wall_time": 1700000000.0, "critic/score/mean": 0.5, ...}`. A value
 that is NaN or infinite is written as null, and the line gets a `"warning"` that names it.

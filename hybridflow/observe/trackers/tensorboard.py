@@ -1,4 +1,4 @@
-"""TensorBoard scalars without TensorFlow or torch: event records written straight into a file.
+"""TensorBoard scalars without TensorFlow or torch: event records are written directly to a file.
 
 TensorBoard's own EventFileWriter is not used: it tries to import TensorFlow, starts a thread, and
 puts the host's name in the file name.
@@ -20,7 +20,7 @@ from hybridflow.observe.trackers.base import RESERVED, Phase, tracker
 
 @tracker("tensorboard")
 class TensorBoardTracker:
-    """Writes event files in `tensorboard/`. The first scalar makes the folder and imports
+    """Writes event files in `tensorboard/`. The first scalar creates the folder and imports
     tensorboard."""
 
     _count = itertools.count()
@@ -31,14 +31,13 @@ class TensorBoardTracker:
         self._records: Any = None
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
-        """Write the scalars of one step and flush, so that a TensorBoard that is open shows
-        them."""
+        """Write the scalars of one step and flush, so that an open TensorBoard shows them."""
         self._write(step, wall_time, metrics)
         self._records.flush()
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Write the earlier records again from metrics.jsonl. Without that file TensorBoard itself
-        drops what is logged a second time."""
+        """Rewrite the earlier records from metrics.jsonl. Without that file TensorBoard itself
+        drops the older of duplicate records."""
         if not self._metrics.exists():
             return
         self.close()
@@ -53,11 +52,11 @@ class TensorBoardTracker:
                 self._write(record["step"], record["wall_time"], scalars)
         if self._records is not None:
             self._records.flush()
-        for path in old:  # only now: a kill in between leaves records twice, and loses none
+        for path in old:  # only now: a kill in between duplicates records, but loses none
             path.unlink()
 
     def close(self) -> None:
-        """Close the event file; a later `log` starts another one, which TensorBoard reads after
+        """Close the event file. A later `log` starts another one, which TensorBoard reads after
         this one."""
         if self._records is not None:
             self._records.close()
@@ -82,7 +81,7 @@ class TensorBoardTracker:
 
         self._folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
-        # Zero-padded, as TensorBoard reads the files of a folder in the order of their names.
+        # Zero-padded, because TensorBoard reads the files of a folder in order of their names.
         path = (
             self._folder
             / f"events.out.tfevents.{int(now):010d}.{os.getpid()}.{next(self._count):04d}"

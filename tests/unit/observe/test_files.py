@@ -134,7 +134,7 @@ def test_the_next_start_says_which_lines_it_removes(
         writer.keep(lambda record: record["step"] < 2)
     writer.close()
     [said] = caplog.messages
-    assert "timeline.jsonl: line 3 is no whole record and is left out" in said
+    assert "timeline.jsonl: line 3 is not a complete record and is skipped" in said
 
 
 def test_a_log_that_cannot_be_written_says_so_once(

@@ -37,7 +37,7 @@ def test_bars_are_as_long_as_bytes_and_seconds() -> None:
     )
     assert weights[0] == pytest.approx(cache[0] + cache[1], abs=0.3)
     assert {label: color for label, color, _ in memory.legend}["KV cache"] == cache[2]
-    assert "80 GB a device" in memory.svg and "checkpoint" not in memory.svg
+    assert "80 GB per device" in memory.svg and "checkpoint" not in memory.svg
     first, second, third = bars(schedule.svg)
     # a phase is never lost
     assert first[1] == pytest.approx(3 * second[1], abs=0.3) and third[1] == 1

@@ -49,7 +49,7 @@ def test_stretches_say_who_made_the_tokens_and_how_far_they_differ(tmp_path: Pat
     [found] = read_stretches(dump(tmp_path), [0], decode)
     assert [(one.title, len(one.tokens)) for one in found] == [
         ("answer 1, weights 3", 2),
-        ("put in, not trained on", 2),
+        ("inserted, not trained on", 2),
         ("answer 2, weights 3", 1),
         ("answer 2, weights 4", 1),
     ]
