@@ -1,2 +1,2 @@
-"""Checkpoints as every training backend writes them: rectangles of global tensors, one file a rank,
-a manifest last."""
+"""Checkpoints, in the same format for every training backend: rectangles of global tensors, one
+file per rank, and a manifest that is written last."""

@@ -1,8 +1,8 @@
-"""Weights of a published folder that training does not touch (layers for multi-token prediction,
-whatever else its family does not map): an export gets them as they came, and its config.json
-announces what is there.
+"""Weights of a published folder that training does not use (multi-token-prediction layers, and
+others that its family does not map): an export copies them unchanged, and its config.json describes
+the result.
 
-Checkpoints do not hold them; they are read from the folder again when an export is written.
+They are not part of checkpoints; an export reads them from the folder again.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ _TIED = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Carried:
-    """Tensors to copy from `source`, and one line about each kind that is copied or left out."""
+    """Tensors to copy from `source`, and one line for each kind that is copied or omitted."""
 
     source: SafetensorsFolder | None = None
     entries: tuple[Entry, ...] = ()
     lines: tuple[str, ...] = ()
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor as it lies in the folder."""
-        assert self.source is not None  # there are entries
+        """Return the tensor exactly as stored in the folder."""
+        assert self.source is not None  # set whenever there are entries
         return self.source.raw(name)
 
     def digest(self) -> str:
-        """The same on all ranks that see the same folder."""
+        """Return a digest that is equal on all ranks that see the same folder."""
         return sha256(repr(self.entries).encode()).hexdigest()
 
 
 def carried_from(folder: Path | None, family: Family) -> Carried:
-    """What an export of `family` takes from the folder that the model came from; nothing when the
-    model has a scalar head in place of the published one, or came from no folder."""
+    """Return what an export of `family` copies from the model's original folder. Empty if the model
+    has a scalar head instead of the published one, or no such folder."""
     if folder is None or isinstance(family, ScalarHead):
         return Carried()
     try:
         source = SafetensorsFolder(folder)
     except ModelError as error:
         return Carried(
-            lines=(f"weights that training does not touch are not in the export: {error}",)
+            lines=(f"weights that training does not use are not in the export: {error}",)
         )
     mapped = family.tensors().keys()
     names = [
@@ -64,7 +64,7 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
         if name not in mapped and name.removesuffix(SCALE_SUFFIX) not in mapped
     ]
     lines = []
-    # it would keep the values from before the training
+    # the copy would keep the values from before the training
     if _TIED in names and family.hf.get("tie_word_embeddings"):
         names.remove(_TIED)
         lines.append(
@@ -77,7 +77,7 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
             shape, dtype = source.form(name)
         except ModelError as error:
             return Carried(
-                lines=(f"weights that training does not touch are not in the export: {error}",)
+                lines=(f"weights that training does not use are not in the export: {error}",)
             )
         if (known := dtype_of(dtype)) is None:
             unknown.append(f"{name} ({dtype})")
@@ -85,12 +85,13 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
             entries.append(Entry(name, shape, known))
     if entries:
         lines.append(
-            f"{len(entries)} tensors that training does not touch were copied from {folder} as "
-            f"they came: {_groups(entry.name for entry in entries)}"
+            f"{len(entries)} tensors that training does not use were copied unchanged from "
+            f"{folder}: {_groups(entry.name for entry in entries)}"
         )
     if unknown:
         lines.append(
-            f"not in the export, of a precision that cannot be written: {', '.join(unknown[:4])}"
+            "not in the export, because their precision cannot be written: "
+            f"{', '.join(unknown[:4])}"
         )
     return Carried(source, tuple(entries), tuple(lines))
 
@@ -98,10 +99,10 @@ def carried_from(folder: Path | None, family: Family) -> Carried:
 def exported_config(
     hf_config: Mapping[str, Any], dtype: torch.dtype, entries: Iterable[Entry], folder: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """(config.json of an export with these tensors, a line for each field that had to change).
+    """Return the config.json of an export with these tensors, and a line for each changed field.
 
-    It states one precision, by the names of transformers 4 and 5; a quantisation only of tensors
-    that are in fp8; multi-token prediction only where its layers are there; and code only of files
+    It states a single precision, under the names of transformers 4 and 5; quantisation only for fp8
+    tensors; multi-token prediction only if its layers are present; and code only if its files are
     in `folder`.
     """
     written = {entry.name: entry for entry in entries}
@@ -113,7 +114,7 @@ def exported_config(
         config["quantization_config"] = {**quantisation, "modules_to_not_convert": skipped}
     if config.get(_HEADS) and not _has_heads(hf_config, written.keys()):
         lines.append(
-            f"config.json of the export says {_HEADS} 0, not {config[_HEADS]}: their weights are "
+            f"config.json of the export has {_HEADS} 0, not {config[_HEADS]}: their weights are "
             "not there"
         )
         config[_HEADS] = 0
@@ -125,7 +126,7 @@ def exported_config(
 
 
 def _groups(names: Iterable[str]) -> str:
-    """`model.layers.61 (784)`, by layer and else by name."""
+    """Format names as `model.layers.61 (784)`, grouped by layer."""
     found = Counter(
         ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name
         for name in names
@@ -137,7 +138,8 @@ def _groups(names: Iterable[str]) -> str:
 
 
 def _unquantised(written: Mapping[str, Entry]) -> list[str]:
-    """Modules and whole layers without a tensor in fp8; nothing where no tensor is."""
+    """Return the modules and whole layers without an fp8 tensor; empty if there is no fp8 tensor at
+    all."""
     quantised = set()
     for name, entry in written.items():
         if str(entry.dtype).endswith(FP8):
@@ -156,7 +158,7 @@ def _unquantised(written: Mapping[str, Entry]) -> list[str]:
 
 
 def _layer(name: str) -> str:
-    """`model.layers.3` of a tensor in it, else its module."""
+    """Return a tensor's layer, such as `model.layers.3`, or else its module."""
     return (
         ".".join(name.split(".")[:3])
         if name.startswith("model.layers.")
@@ -165,8 +167,7 @@ def _layer(name: str) -> str:
 
 
 def _has_heads(hf_config: Mapping[str, Any], written: Iterable[str]) -> bool:
-    """Whether every tensor of the multi-token-prediction layers that the config announces is
-    written."""
+    """Return True if all tensors of the configured multi-token-prediction layers are written."""
     try:
         heads = (
             family_of(hf_config, mtp=True).tensors().keys() - family_of(hf_config).tensors().keys()
@@ -177,8 +178,8 @@ def _has_heads(hf_config: Mapping[str, Any], written: Iterable[str]) -> bool:
 
 
 def _is_there(code: object, folder: Path) -> bool:
-    """Whether the file of `module.Class` is in the folder; one that lies in a hub
-    ("org/name--module.Class") is."""
+    """Return True if the file of `module.Class` is in the folder, or is on a hub
+    ("org/name--module.Class")."""
     names = []
     for one in code if isinstance(code, list) else [code]:
         if isinstance(one, str):

@@ -1,5 +1,5 @@
-"""What a run's numbers follow from: its settings, the content of the files that they name,
-tokenizer and packages. Each checkpoint holds it, and a start that goes on says what differs."""
+"""Everything that a run's numbers depend on: its settings, the contents of the files they name,
+tokenizer and packages. Checkpoints store it, and a resumed run reports the differences."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import xxhash
 from hybridflow.config.registry import is_user_entry
 from hybridflow.config.schema import RunConfig
 
-# where a run lies and whether it goes on
+# the run's location, and settings of resuming
 _INCIDENTAL = ("name", "output_dir", "trainer.resume", "trainer.resume_with_other_data")
-# what each phase of a checkpoint was trained on
+# the training data of each phase of a checkpoint
 TRAINED_ON: Mapping[str, str] = {
     "sft": "sft.train_files",
     "rl": "data.train_files",
@@ -27,11 +27,11 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """JSON-able, for `driver.json`.
+    """JSON-serializable, for `driver.json`.
 
     Attributes:
-        settings: by dotted key; without those whose files' content is known.
-        files: for each key that names files, (name, xxh3 of the content) of each.
+        settings: by dotted key, except those whose file contents are recorded.
+        files: for each key that names files, their (name, xxh3 of the content).
         tokens: digests of the vocabulary and of the chat template.
         packages: versions.
     """
@@ -45,10 +45,11 @@ class Fingerprint:
     def of(
         cls, config: RunConfig, tokens: Mapping[str, str], packages: Mapping[str, str]
     ) -> Fingerprint:
-        """Reads every file that the settings name: data, and the files of a user's own entries.
+        """Compute the fingerprint. Reads every file that the settings name: data, and the files of
+        custom entries.
 
         Raises:
-            OSError: one of them cannot be read.
+            OSError: a file cannot be read.
         """
         settings = {}
         for key, value in _flat(asdict(config)):
@@ -65,11 +66,11 @@ class Fingerprint:
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Fingerprint:
-        """What `asdict` made; an empty one for a checkpoint of a version that kept none.
-        ValueError: it is something else."""
+        """Restore the result of `asdict`; empty for a checkpoint of a version without fingerprints.
+        Raises ValueError for anything else."""
         found = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         if not all(isinstance(one, dict) for one in found.values()):
-            raise ValueError("the fingerprint is not made of objects")
+            raise ValueError("the fingerprint must consist of objects")
         for files in found.get("files", {}).values():
             if not all(
                 isinstance(word, str) for name_and_digest in files for word in name_and_digest
@@ -78,14 +79,14 @@ class Fingerprint:
         return cls(**found)
 
     def changes(self, before: Fingerprint) -> list[str]:
-        """A line for each difference; none where `before` is empty."""
+        """Return a line for each difference; empty if `before` is empty."""
         if not before.settings:
             return []
         found = []
         for key in sorted(self.files.keys() & before.files.keys()):
             if _contents(self.files[key]) != _contents(before.files[key]):
                 files = _names(self.files[key], before.files[key])
-                found.append(f"{key} has other content than when the checkpoint was saved: {files}")
+                found.append(f"{key} has changed since the checkpoint was saved: {files}")
         for what, now, then in (
             ("", self.settings, before.settings),
             ("the tokenizer's ", self.tokens, before.tokens),
@@ -103,8 +104,8 @@ class Fingerprint:
         return found
 
     def has_other_data(self, before: Fingerprint, phase: str) -> bool:
-        """Whether the phase of a checkpoint was trained on other rows than this run would go on
-        with."""
+        """Return True if the checkpoint's phase was trained on other rows than this run would
+        use."""
         key = TRAINED_ON[phase]
         return key in before.files and _contents(self.files.get(key, ())) != _contents(
             before.files[key]
@@ -120,7 +121,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _named(settings: Mapping[str, Any]) -> Iterator[tuple[str, list[Path]]]:
-    """Keys that name files, with those that are there: data, and a user's own code."""
+    """Yield keys that name files, with the existing files: data and custom code."""
     for key, value in settings.items():
         words = []
         for word in value if isinstance(value, list | tuple) else [value]:

@@ -1,8 +1,7 @@
-"""Write a model as a Hugging Face folder: every rank sends the slices it owns, several ranks write
-a file each, tensor by tensor.
+"""Export of a model as a Hugging Face folder: every rank sends the slices it owns, and several
+ranks write a file each, tensor by tensor.
 
-No rank ever holds more than one whole tensor and its own slices of the few that are written at the
-same time.
+No rank ever holds more than one whole tensor, and its own slices of the few tensors being written.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from hybridflow.saving.safetensors_file import (
 )
 
 MAX_SHARD_BYTES = 4 << 30
-_WRITERS = 4  # files written at the same time; bounds what a rank has on its way
+_WRITERS = 4  # files written concurrently; limits the data in flight per rank
 
 
 @dataclass(frozen=True)
 class _File:
-    """One file and the rank that writes it."""
+    """One file, and the rank that writes it."""
 
     name: str
     writer: int
@@ -47,8 +46,8 @@ class _File:
 
 @dataclass(frozen=True)
 class Held:
-    """The model as it lies on the ranks: who sends which piece of each HF tensor (by rank), and
-    this rank's tensors by name."""
+    """The distributed model: which rank sends which piece of each HF tensor, and this rank's
+    tensors by name."""
 
     family: Family
     dtype: torch.dtype
@@ -65,19 +64,18 @@ def export_held(
     *,
     source: Path | None = None,
 ) -> list[str]:
-    """Write `folder` (safetensors shards, index, config.json, checksums, tokenizer files); it
-    appears whole or not at all. Collective.
+    """Write `folder` (safetensors shards, index, config.json, checksums, tokenizer files)
+    atomically. Collective.
 
     Args:
-        source: the folder that the model came from, whose weights that training does not touch are
+        source: the model's original folder, from which weights that training does not use are
             copied.
 
     Returns:
-        Lines about what was copied, left out or changed; the same on all ranks.
+        Lines about what was copied, omitted or changed; the same on all ranks.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written; `folder` is then as it was
-            before.
+        OSError: the disk is full or the folder cannot be written; `folder` is then unchanged.
     """
     exchange = shared_exchange()
     carried = _agreed(carried_from(source, held.family), exchange)
@@ -111,8 +109,8 @@ def export_held(
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Give an export its name. An earlier one of that name is dropped after, so that a crash never
-    loses both."""
+    """Rename an export to its final name. An earlier one is removed afterwards, so that a crash
+    never loses both."""
     earlier = folder.with_name(folder.name + ".earlier")
     shutil.rmtree(earlier, ignore_errors=True)
     sync_folder(partial)
@@ -124,14 +122,14 @@ def _put_in_place(partial: Path, folder: Path) -> None:
 
 
 def _agreed(carried: Carried, exchange: Exchange) -> Carried:
-    """What is copied from the source: nothing, unless all ranks see the same there."""
+    """Return what is copied from the source; nothing unless all ranks see the same files."""
     if len(set(exchange.gather(carried.digest()))) == 1:
         return carried
-    where = carried.source.folder if carried.source else "the folder that the model came from"
+    where = carried.source.folder if carried.source else "the model's original folder"
     return Carried(
         lines=(
             (
-                "weights that training does not touch are not in the export: ranks see different "
+                "weights that training does not use are not in the export: ranks see different "
                 f"files in {where}"
             ),
         )
@@ -141,7 +139,8 @@ def _agreed(carried: Carried, exchange: Exchange) -> Carried:
 def _write_files(
     held: Held, carried: Carried, folder: Path, files: Sequence[_File], exchange: Exchange
 ) -> list[str]:
-    """All files, `_WRITERS` at a time; `name sha256` of those that this rank wrote."""
+    """Write all files, `_WRITERS` at a time. Returns `name sha256` of those that this rank
+    wrote."""
     rank = dist.get_rank()
     owners = held.owners
     parameters = held.parameters
@@ -162,7 +161,7 @@ def _write_files(
                     and file.writer != rank
                     and (mine := _packed(owners[entry.name], parameters, entry, rank)) is not None
                 ):
-                    # alive until it is sent
+                    # kept alive until it is sent
                     sends.append((dist.isend(mine, file.writer, group=exchange.group), mine))
             for file, entry in zip(wave, turn, strict=True):
                 if entry is not None and file.writer == rank:
@@ -198,7 +197,7 @@ def _assembled(
     rank: int,
     exchange: Exchange,
 ) -> torch.Tensor:
-    """The whole tensor, on its writer."""
+    """Assemble the whole tensor on its writer."""
     whole = torch.empty(entry.shape, dtype=entry.dtype)
     for sender, group in groupby(owned, key=lambda one: one.rank):
         pieces = [one.piece for one in group]

@@ -1,11 +1,12 @@
-"""The record that makes a checkpoint whole: what it holds, of which model, and every file with its
-size and hash.
+"""The manifest that makes a checkpoint complete: its contents, its model, and every file with size
+and hash.
 
-`manifest.json` is the last file written into a checkpoint's folder, under its name only when it is
-on the disk: a folder without one is no checkpoint. Hashes are XXH3 (128 bits): a torn, truncated or
-flipped file is what they must find, not an adversary, and they keep pace with the disk where
-SHA-256 would slow every save. `xxhsum -H2 FILE` prints the same digits. The manifest itself, and
-the driver's part of a checkpoint, carry a hash of their own content. This module imports no torch.
+`manifest.json` is the last file written into a checkpoint's folder, and is renamed to its final
+name only when it is on disk: a folder without one is not a checkpoint. Hashes are XXH3 (128 bits),
+because they must detect torn, truncated or corrupted files rather than an adversary, and keep pace
+with the disk, where SHA-256 would slow every save. `xxhsum -H2 FILE` prints the same digits. The
+manifest itself, and the driver's part of a checkpoint, contain a hash of their own content. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _KINDS = {
     **{"step": int, "contains": list},
 }
 _BLOCK = 4 << 20
-_MOST = 1 << 62  # of any size or offset
+_MOST = 1 << 62  # limit of any size or offset
 _LARGE = 1 << 30
-# an index has about 150 bytes for a rectangle
+# an index has about 150 bytes per rectangle
 _MOST_SEALED_BYTES = 1 << 28
 _MOST_INDEX_BYTES = 1 << 29
-# keys of a Hugging Face config that say nothing about the weights or what is computed with them
+# keys of a Hugging Face config that affect neither the weights nor the computation
 _INCIDENTAL = frozenset(
     (
         "architectures",
@@ -65,13 +66,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """The description of a checkpoint.
 
     `contains` names the parts (model, optimizer, reference, rng); `backend` the training backend
-    that wrote it; `layout` the parallel sizes it was taken with; `hf_config` the model's Hugging
-    Face config; `training` the number of updates and the optimizer's settings then (empty without
-    an optimizer); `lora` the adapters' rank, alpha and targets (empty: the model has none); `files`
-    is every other file of the folder, by name.
+    that wrote it; `layout` its parallel sizes; `hf_config` the model's Hugging Face config;
+    `training` the number of updates and the optimizer's settings (empty without an optimizer);
+    `lora` the adapters' rank, alpha and targets (empty: no adapters); `files` is every other file
+    of the folder, by name.
     """
 
     phase: str
@@ -95,11 +96,11 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(record.size for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Put it into `folder`, whole and on the disk."""
+        """Write it to `folder`, atomically and synced to disk."""
         value = asdict(self) | {
             "family": self.family,
             "config_digest": config_digest(self.hf_config),
@@ -108,10 +109,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of the checkpoint in `folder`.
+        """Read the manifest of the checkpoint in `folder`.
 
         Raises:
-            CheckpointError: there is none, or it is not one of this format.
+            CheckpointError: there is none, or it has another format.
         """
         file = folder / MANIFEST
         try:
@@ -137,7 +138,7 @@ class Manifest:
 
 
 def structure(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a Hugging Face config that weights and computation depend on."""
+    """Return the part of a Hugging Face config that weights and computation depend on."""
     kept: dict[str, Any] = {}
     for key, value in sorted(hf_config.items()):
         if key not in _INCIDENTAL:
@@ -146,15 +147,15 @@ def structure(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_digest(hf_config: Mapping[str, Any]) -> str:
-    """SHA-256 of `structure`, canonical JSON: equal digests are equal models."""
+    """Return the SHA-256 of `structure` as canonical JSON: models with equal digests are equal."""
     return sha256(
         json.dumps(structure(hf_config), sort_keys=True, default=str).encode()
     ).hexdigest()
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Each key in which two Hugging Face configs describe another model, as `key is X there, Y
-    here`."""
+    """Return each key in which two Hugging Face configs describe different models, as `key is X
+    there, Y here`."""
     one = structure(theirs)
     two = structure(ours)
     found: list[str] = []
@@ -165,7 +166,7 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
 
 
 def digest_of(file: Path) -> FileRecord:
-    """Read a file once; its size and digest."""
+    """Read a file once and return its size and digest."""
     hasher = xxhash.xxh3_128()
     size = 0
     with file.open("rb", buffering=0) as stream:
@@ -176,14 +177,14 @@ def digest_of(file: Path) -> FileRecord:
 
 
 def problems_of(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with the files (all of them, or `names`): missing, of another size, of other
-    content. Empty when all is well."""
+    """Return the problems of the files (all of them, or `names`): missing, wrong size, wrong
+    content. Empty if there are none."""
     wanted = manifest.files if names is None else names
     return problems_in(folder, {name: manifest.files[name] for name in wanted})
 
 
 def problems_in(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """The same for files of the folder that are not in a manifest."""
+    """Return the problems of files of the folder that are not in a manifest."""
     problems = [_problem_of(folder / name, record) for name, record in files.items()]
     return list(filter(None, problems))
 
@@ -191,15 +192,12 @@ def problems_in(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
 def _problem_of(file: Path, expected: FileRecord) -> str:
     try:
         status = file.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would block, a device never end
+        if not stat.S_ISREG(status.st_mode):  # a pipe would block, and a device would never end
             return f"{file} is not a regular file"
         if status.st_size != expected.size:
-            return f"{file} has {status.st_size} bytes, the manifest says {expected.size}"
+            return f"{file} has {status.st_size} bytes, but the manifest has {expected.size}"
         if _is_hollow(file, status):
-            return (
-                f"{file} says that it has {status.st_size} bytes, of which there are none on the "
-                "disk"
-            )
+            return f"{file} has a size of {status.st_size} bytes, but none of them are on disk"
         if digest_of(file).xxh3 != expected.xxh3:
             return f"{file} does not have the content the manifest describes (hash differs)"
     except OSError as error:
@@ -208,8 +206,8 @@ def _problem_of(file: Path, expected: FileRecord) -> str:
 
 
 def _is_hollow(file: Path, status: os.stat_result) -> bool:
-    """Whether a large file is one hole, which no save writes, and whose zeros take hours to
-    hash."""
+    """Return True if a large file is one hole. No save writes such a file, and hashing its zeros
+    takes hours."""
     if status.st_size < _LARGE or status.st_blocks * 512 > status.st_size >> 10:
         return False
     with file.open("rb") as stream:
@@ -220,10 +218,11 @@ def _is_hollow(file: Path, status: os.stat_result) -> bool:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """A checkpoint's {chunks: where each rectangle lies, hf: where each HF tensor lies}.
+    """Return a checkpoint's index {chunks: location of each rectangle, hf: location of each HF
+    tensor}.
 
     Raises:
-        CheckpointError: it is torn, or an entry has not the form that a save writes.
+        CheckpointError: it is torn, or an entry is malformed.
     """
     file = folder / INDEX
     try:
@@ -234,7 +233,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             if not (
                 isinstance(source, str) and isinstance(key, str) and len(source_start) == len(shape)
             ):
-                raise ValueError(f"no slice of a tensor: {source!r} {source_start} {shape}")
+                raise ValueError(f"not a slice of a tensor: {source!r} {source_start} {shape}")
             _check_sizes(source_start, shape, start)
         return {"chunks": value["chunks"], "hf": value["hf"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -245,7 +244,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def _check_chunk(chunk: Any) -> None:
     if not all(isinstance(chunk[name], str) for name in ("key", "dtype", "file")):
-        raise ValueError(f"no rectangle: {str(chunk)[:100]}")
+        raise ValueError(f"not a rectangle: {str(chunk)[:100]}")
     shape = chunk["shape"]
     start = chunk["start"]
     size = chunk["size"]
@@ -262,27 +261,27 @@ def _check_sizes(*lists: Any) -> None:
         if not isinstance(one, list | tuple) or not all(
             type(number) is int and 0 <= number < _MOST for number in one
         ):
-            raise ValueError(f"no list of sizes: {str(one)[:100]}")
+            raise ValueError(f"not a list of sizes: {str(one)[:100]}")
 
 
 def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object that carries the hash of its own content; whole or not at all."""
+    """Write a JSON object with a hash of its own content, atomically."""
     plain = json.loads(json.dumps(value))
     write_json(path, {**plain, _SEAL: _seal(plain)})
 
 
 def read_sealed(file: Path) -> dict[str, Any]:
-    """What `write_sealed` wrote to `file`.
+    """Read a file written by `write_sealed`.
 
     Raises:
-        CheckpointError: there is no such file, or its content is not what was written.
+        CheckpointError: the file is missing, or its content is not what was written.
     """
     try:
         value: dict[str, Any] = read_outside_json(file, _MOST_SEALED_BYTES, unique=True)
         seal = value.pop(_SEAL, None)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{file.parent} is not a whole checkpoint (no {file.name} in it)"
+            f"{file.parent} is not a complete checkpoint (no {file.name} in it)"
         ) from error
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
@@ -291,7 +290,7 @@ def read_sealed(file: Path) -> dict[str, Any]:
         ) from error
     if seal is None:
         raise CheckpointError(
-            f"{file} has no hash of itself: it is not ours, or an earlier version wrote it"
+            f"{file} has no hash of its own content: it is not ours, or an earlier version wrote it"
         )
     if seal != _seal(value):
         raise CheckpointError(f"{file} does not have the content that was written (hash differs)")
@@ -303,38 +302,37 @@ def _seal(value: Mapping[str, Any]) -> str:
 
 
 def plain_name(name: str) -> str:
-    """The name of a file or folder right inside another. ValueError for anything that leads
-    elsewhere."""
+    """Validate the name of a file or folder directly inside another. Raises ValueError for anything
+    that leads elsewhere."""
     if name in ("", ".", "..") or Path(name).name != name:
-        raise ValueError(f"{name!r} is no name of a file inside the folder")
+        raise ValueError(f"{name!r} is not the name of a file inside the folder")
     return name
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file whole or not at all; it is on the disk when this returns."""
+    """Write a JSON file atomically. It is on disk when this returns."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as stream:
         json.dump(value, stream)
         stream.flush()
         os.fsync(stream.fileno())
-    # opened before the name appears: whoever waits for the file may rename the folder at once
+    # opened before the name appears, because a waiting process may rename the folder at once
     with _opened(path.parent) as folder:
         os.replace(temporary, path)
         os.fsync(folder)
 
 
 def say_saved(folder: Path) -> None:
-    """Tell the driver, by a file beside `folder`, that every rank has its part on the disk and is
-    done with it.
+    """Tell the driver, by a file next to `folder`, that every rank has written and synced its part.
 
-    That its manifest is there says less: rank 0 syncs after the rename that shows it, and may fail
-    in that.
+    The existence of the manifest does not imply this: rank 0 syncs after the rename that makes it
+    visible, and may fail there.
     """
     _said_by(folder).touch()
 
 
 def is_said_saved(folder: Path) -> bool:
-    """Whether `say_saved` was called for the folder."""
+    """Return True if `say_saved` was called for the folder."""
     return _said_by(folder).exists()
 
 
@@ -343,14 +341,14 @@ def _said_by(folder: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring names that were created, renamed or removed in `folder` to the disk."""
+    """Sync names that were created, renamed or removed in `folder` to disk."""
     with _opened(folder) as descriptor:
         os.fsync(descriptor)
 
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """A folder's descriptor, which stays valid when the folder is renamed."""
+    """Yield a folder's descriptor, which stays valid when the folder is renamed."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield descriptor

@@ -1,8 +1,9 @@
-"""Which rank writes which slice of a Hugging Face tensor in an export: each element has one owner.
+"""Assignment of the slices of Hugging Face tensors to ranks for an export: each element has exactly
+one owner.
 
-This is pure arithmetic: every rank computes the same owners from the same coordinates. Of replicas
-(tensor-parallel copies of norms, embeddings that two stages share, data-parallel copies of
-everything) the rank with the fewest bytes so far owns a slice.
+This is pure arithmetic: every rank computes the same owners from the same coordinates. Among
+replicas (tensor-parallel copies of norms, embeddings shared by two stages, data-parallel copies)
+the rank with the fewest bytes so far owns a slice.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from hybridflow.reshard.fsdp_layout import fsdp_tensors
 from hybridflow.reshard.layout import rank_tensors
 from hybridflow.reshard.proof import cover_faults
 
-Owners = dict[str, list["OwnedPiece"]]  # of each HF tensor its slices, by rank
+Owners = dict[str, list["OwnedPiece"]]  # for each HF tensor its slices, by rank
 
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """A slice, the rank that owns it, and the local parameter it is read from."""
+    """A slice, the rank that owns it, and the local parameter that it is read from."""
 
     rank: int
     parameter: str
@@ -32,7 +33,8 @@ class OwnedPiece:
 
 
 def megatron_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
-    """The owners of every slice in a Megatron world; `ranks` are the coordinates by global rank.
+    """Return the owners of every slice in a Megatron world; `ranks` are the coordinates by global
+    rank.
 
     Raises:
         ModelError: the pieces do not cover every element of every tensor exactly once.
@@ -43,7 +45,7 @@ def megatron_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
 
 
 def fsdp_owners(family: Family, ranks: int) -> Owners:
-    """The owners of every slice among `ranks` FSDP ranks, which hold nothing twice."""
+    """Return the owners of every slice among `ranks` FSDP ranks, which have no replicas."""
     found: Owners = {}
     for rank in range(ranks):
         for local in fsdp_tensors(family, rank, ranks):
@@ -59,7 +61,7 @@ def _assign_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
     for rank, at in enumerate(ranks):
         for local in rank_tensors(family, at):
             for piece in local.pieces:
-                # embeddings that two stages share are written by ranks of the first of them
+                # embeddings shared by two stages are written by ranks of the first one
                 stage = first_stage.setdefault(piece.source, at.pp_rank)
                 if stage == at.pp_rank:
                     candidates.setdefault(piece.region, []).append(
@@ -82,7 +84,7 @@ def _prove_cover(
     if unknown or missing:
         raise ModelError(
             f"the family's map names tensors that are not in its checkpoint {unknown[:4]}, or "
-            f"leaves out {missing[:4]}"
+            f"omits {missing[:4]}"
         )
     names = list(shapes)
     axes = max(map(len, shapes.values()))

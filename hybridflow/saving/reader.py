@@ -1,8 +1,8 @@
-"""Read a checkpoint's tensors region by region, as the global tensors they were saved as or as
-Hugging Face tensors: no ranks, no Megatron, no pickle.
+"""Reader of a checkpoint's tensors by region, as the saved global tensors or as Hugging Face
+tensors: no ranks, no Megatron, no pickle.
 
-A checkpoint's `index.json` says which rectangles of which global tensor lie where in which file,
-and which slice of which Hugging Face tensor is which part of a global tensor.
+A checkpoint's `index.json` maps rectangles of global tensors to positions in files, and slices of
+Hugging Face tensors to parts of global tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class CheckpointFolder:
     """A `WeightSource` over the ranks' folder of a checkpoint (the one with the manifest)."""
 
     def __init__(self, folder: Path) -> None:
-        """Read manifest and index. CheckpointError when the folder is no whole checkpoint."""
+        """Read manifest and index. Raises CheckpointError if the folder is not a complete
+        checkpoint."""
         self.folder = folder
         self.manifest = Manifest.read(folder)
         index = read_index(folder)
@@ -50,8 +51,7 @@ class CheckpointFolder:
                 )
             if chunk["offset"] + chunk["length"] > self.manifest.files[chunk["file"]].size:
                 raise CheckpointError(
-                    f"{folder}: the index looks for {chunk['key']} behind the end of "
-                    f"{chunk['file']}"
+                    f"{folder}: the index places {chunk['key']} after the end of {chunk['file']}"
                 )
             if chunk["length"] != prod(chunk["size"]) * _DTYPES[chunk["dtype"]].itemsize:
                 raise CheckpointError(
@@ -73,7 +73,7 @@ class CheckpointFolder:
             )
 
     def _refuse_shared_bytes(self) -> None:
-        """CheckpointError when two rectangles lie on the same bytes of a file."""
+        """Raise CheckpointError if two rectangles share bytes of a file."""
         ends: dict[str, int] = {}
         chunks = (
             chunk for same in self._chunks.values() for chunk in same.values() if chunk["length"]
@@ -81,17 +81,17 @@ class CheckpointFolder:
         for chunk in sorted(chunks, key=lambda one: (one["file"], one["offset"])):
             if chunk["offset"] < ends.get(chunk["file"], 0):
                 raise CheckpointError(
-                    f"{self.folder}: its index puts {chunk['key']} where another tensor lies in "
+                    f"{self.folder}: its index places {chunk['key']} over another tensor in "
                     f"{chunk['file']}"
                 )
             ends[chunk["file"]] = chunk["offset"] + chunk["length"]
 
     def read(self, name: str, start: Start, shape: Start) -> torch.Tensor:
-        """A region of a Hugging Face tensor, in the precision of the checkpoint. A weight that has
-        an adapter comes merged with it.
+        """Read a region of a Hugging Face tensor, in the precision of the checkpoint. Adapters are
+        merged into their weights.
 
         Raises:
-            CheckpointError: the checkpoint does not hold it, or its index contradicts itself.
+            CheckpointError: the checkpoint does not contain it, or its index is inconsistent.
         """
         try:
             return self._merged(name, start, shape)
@@ -119,7 +119,7 @@ class CheckpointFolder:
         return merge(self._read(name, start, shape), *factors, self.manifest.lora["alpha"] / rank)
 
     def factors(self) -> dict[str, tuple[int, ...]]:
-        """Adapters' factors, by PEFT's names, with their shapes; `read` takes these names too.
+        """Return the shapes of the adapters' factors, by PEFT's names, which `read` accepts too.
         Empty without adapters."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, slices in self._slices.items():
@@ -129,11 +129,11 @@ class CheckpointFolder:
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[Any]) -> None:
-        """Fill rectangles (`Rectangle`, or Megatron's ShardedTensor) in place with what was saved
-        of them.
+        """Fill rectangles (`Rectangle`, or Megatron's ShardedTensor) in place with their saved
+        data.
 
-        Where a tensor may have another shape than it had (the rows that pad a vocabulary depend on
-        the layout), what was not saved stays as it is.
+        If a tensor may have another shape than before (the padding rows of a vocabulary depend on
+        the layout), elements that were not saved are left unchanged.
         """
         for tensor in tensors:
             lead, start, size = (
@@ -154,12 +154,12 @@ class CheckpointFolder:
 
     def _shape(self, key: str) -> Start:
         if key not in self._chunks:
-            raise CheckpointError(f"{self.folder} holds no tensor {key}")
+            raise CheckpointError(f"{self.folder} has no tensor {key}")
         return tuple(next(iter(self._chunks[key].values()))["shape"])
 
     def _read(self, name: str, start: Start, shape: Start) -> torch.Tensor:
         if name not in self._slices:
-            raise CheckpointError(f"{self.folder} holds no tensor {name}")
+            raise CheckpointError(f"{self.folder} has no tensor {name}")
         found = None
         filled = 0
         for slice_start, slice_shape, key, key_start in self._slices[name]:
@@ -182,8 +182,8 @@ class CheckpointFolder:
         return found
 
     def region(self, key: str, start: Start, size: Start) -> torch.Tensor:
-        """A region of a global tensor, out of the rectangles it was saved in. CheckpointError when
-        not all of it was saved."""
+        """Return a region of a global tensor, assembled from the saved rectangles. Raises
+        CheckpointError if a part was not saved."""
         chunks = self._chunks.get(key, {})
         if not prod(size):
             return torch.empty(size)
@@ -207,12 +207,13 @@ class CheckpointFolder:
                 filled += stored.numel()
         if found is None or filled != found.numel():
             raise CheckpointError(
-                f"{self.folder}: the files hold {filled} elements of {key} at {start}+{size}"
+                f"{self.folder}: the files have {filled} elements of {key} at {start}+{size}"
             )
         return found
 
     def _stored(self, chunk: Mapping[str, Any], start: Start, size: Start) -> torch.Tensor:
-        """A region of one rectangle; of its file the rows that the region touches are read."""
+        """Return a region of one rectangle. Only the rows that overlap it are read from the
+        file."""
         dtype = _DTYPES[chunk["dtype"]]
         whole = tuple(chunk["size"])
         axis = next((number for number, extent in enumerate(whole) if extent > 1), 0)
@@ -238,7 +239,8 @@ class CheckpointFolder:
 def _overlap(
     start: Start, size: Start, other_start: Sequence[int], other_size: Sequence[int]
 ) -> tuple[Start, Start]:
-    """Where two rectangles meet: (start, size); some size is zero where they do not."""
+    """Return the intersection of two rectangles: (start, size); some size is zero if it is
+    empty."""
     low = tuple(max(a, b) for a, b in zip(start, other_start, strict=True))
     ends = (
         min(a + m, b + n) for a, m, b, n in zip(start, size, other_start, other_size, strict=True)
@@ -247,7 +249,7 @@ def _overlap(
 
 
 def _inside(start: Sequence[int], size: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    """The region as an index into a tensor that begins at `origin`."""
+    """Return the region as an index into a tensor that starts at `origin`."""
     ranges = []
     for a, n, o in zip(start, size, origin, strict=True):
         ranges.append(slice(a - o, a - o + n))

@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint on the disk: one file for each rank, holding rectangles of global
-tensors as bare bytes, hashed as they are written.
+"""The tensors of a checkpoint on disk: one file per rank with rectangles of global tensors as raw
+bytes, hashed while writing.
 
-Megatron's own writer forks two processes a rank out of one that runs gloo's threads, and starts a
+Megatron's own writer forks two processes per rank out of one that runs gloo's threads, and starts a
 manager of 270 MB that outlives a killed rank (filesystem_async.py:266 and :55). Here a rank writes
-one file itself, in whatever thread calls, and no file needs a pickle to be read.
+a single file in the calling thread, and no file needs a pickle to be read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Chunk = dict[str, Any]  # key, dtype, shape (global), start, size, file, offset,
 @dataclass(frozen=True)
 class Rectangle:
     """`data` is `key[global_offset : +local_shape]` of a tensor of `global_shape`. Megatron's
-    ShardedTensor has the same attributes."""
+    ShardedTensor has the same attributes.
+    """
 
     key: str
     data: torch.Tensor
@@ -51,7 +52,8 @@ class Rectangle:
 @dataclass(frozen=True)
 class HfSlice:
     """`source[source_start : +shape]` of the Hugging Face model is `key[start : +shape]` of the
-    checkpoint, apart from leading axes of length one that only the key has."""
+    checkpoint, apart from leading axes of length one that only the key has.
+    """
 
     source: str
     source_start: tuple[int, ...]
@@ -61,7 +63,7 @@ class HfSlice:
 
 
 def size_of(tensor: Any) -> tuple[int, ...]:
-    """A rectangle's size in the global tensor, prepended axes (layer, expert) included."""
+    """Return a rectangle's size in the global tensor, including prepended axes (layer, expert)."""
     return (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
 
 
@@ -70,10 +72,10 @@ def write_tensors(
 ) -> tuple[list[Chunk], dict[str, FileRecord]]:
     """Write this rank's rectangles (`Rectangle`, or Megatron's ShardedTensor) to `rank_R.bin`.
 
-    Returns what lies where in it, and the file's size and hash.
+    Returns the positions in the file, and the file's size and hash.
 
     Raises:
-        OSError: as the system gave it (a full disk, for example).
+        OSError: unchanged from the system (a full disk, for example).
     """
     name = f"rank_{rank}.bin"
     hasher = xxhash.xxh3_128()
@@ -107,7 +109,7 @@ def _describe(tensor: Any, file: str, offset: int, length: int) -> Chunk:
 
 
 def check_cover(chunks: Sequence[Chunk]) -> None:
-    """CheckpointError when the rectangles do not cover every tensor exactly."""
+    """Raise CheckpointError unless the rectangles cover every tensor exactly."""
     seen: dict[str, tuple[list[int], int]] = {}
     starts = set()
     for chunk in chunks:
@@ -130,5 +132,5 @@ def check_cover(chunks: Sequence[Chunk]) -> None:
     for key, (shape, covered) in seen.items():
         if covered != prod(shape):
             raise CheckpointError(
-                f"the ranks hold {covered} elements of {key} {shape}, which has {prod(shape)}"
+                f"the ranks have {covered} elements of {key} {shape}, which has {prod(shape)}"
             )

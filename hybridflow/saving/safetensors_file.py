@@ -1,8 +1,7 @@
-"""Write a Hugging Face folder tensor by tensor: sharded safetensors, index, and checksums; never
-more than one tensor in memory.
+"""Writer of a Hugging Face folder, tensor by tensor: sharded safetensors, index, and checksums,
+with at most one tensor in memory.
 
-Files for others are hashed with SHA-256, since `sha256sum -c checksums.sha256` and the hubs speak
-that.
+Files for others are hashed with SHA-256, which `sha256sum -c checksums.sha256` and the hubs use.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The dtype that a safetensors file calls `name`; None: it is not one of those that can be
-    written."""
+    """Return the dtype with this name in safetensors files; None if it cannot be written."""
     return _DTYPES.get(name)
 
 
@@ -58,12 +56,12 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def entries_of(family: Family, dtype: torch.dtype) -> list[Entry]:
-    """The tensors of a model whose weights have this precision."""
+    """Return the tensors of a model whose weights have this precision."""
     kept = kept_dtypes(family)
     entries: list[Entry] = []
     for name, shape in family.tensors().items():
@@ -72,7 +70,7 @@ def entries_of(family: Family, dtype: torch.dtype) -> list[Entry]:
 
 
 def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
-    """{file name: its tensors, in order}; no file holds more than `max_bytes`, unless a single
+    """Return {file name: its tensors, in order}. No file exceeds `max_bytes`, unless a single
     tensor does."""
     files: list[list[Entry]] = []
     room = -1
@@ -89,7 +87,7 @@ def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]
 
 
 class ShardWriter:
-    """One safetensors file; its tensors are added in the order that was announced."""
+    """One safetensors file; its tensors are added in the announced order."""
 
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
         self.path = path
@@ -122,7 +120,7 @@ class ShardWriter:
             self._write(memory_of(data))
 
     def close(self) -> str:
-        """The file is on the disk; its SHA-256."""
+        """Sync the file to disk and return its SHA-256."""
         if self._left:
             raise ModelError(f"{self.path}: {self._left[-1].name} was announced and never added")
         with naming(self.path):
@@ -143,8 +141,7 @@ def write_surroundings(
     checksums: Mapping[str, str],
     config: Mapping[str, object],
 ) -> None:
-    """Write the index, config.json and checksums into the folder of the shards; they are on the
-    disk then."""
+    """Write the index, config.json and checksums into the folder of the shards, synced to disk."""
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
     total = sum(entry.size for entries in files.values() for entry in entries)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

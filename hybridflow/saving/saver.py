@@ -1,9 +1,9 @@
-"""Save and load one role's state, in the background or not: the same for every training backend.
+"""Saving and loading of one role's state, optionally in the background: the same for every training
+backend.
 
-A folder is a checkpoint when it has a `manifest.json`, which is written last: a kill or a full disk
-at any moment leaves a folder that is none. An asynchronous save stops the training for one copy of
-the state into host memory; a thread of this process, which ends with it however it ends, does the
-rest (docs/adr/0009).
+A folder is a checkpoint once it has a `manifest.json`, which is written last: after a kill or with
+a full disk it does not have one. An asynchronous save stops the training only to copy the state
+into host memory; a thread of this process does the rest (docs/adr/0009).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _log = logging.getLogger(__name__)
 
 
 class State(Protocol):
-    """This rank's part of a checkpoint, as a backend describes it."""
+    """This rank's part of a checkpoint, as provided by a backend."""
 
     @property
     def contains(self) -> Sequence[str]:
-        """The parts it has: model, adapters, optimizer, reference, rng."""
+        """Its parts: model, adapters, optimizer, reference, rng."""
         ...
 
     def owned(self) -> Sequence[Any]:
@@ -58,12 +58,12 @@ class State(Protocol):
         ...
 
     def hf(self) -> Iterable[Any]:
-        """Where the HF tensors lie: objects with source, source_start, shape, key, start."""
+        """The locations of HF tensors: objects with source, source_start, shape, key, start."""
         ...
 
 
 class Holder(Protocol):
-    """A model, as far as a manifest describes it."""
+    """The properties of a model that a manifest records."""
 
     @property
     def family(self) -> Family:
@@ -77,52 +77,52 @@ class Holder(Protocol):
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether there is an optimizer, whose state belongs to a checkpoint."""
+        """True if there is an optimizer, whose state belongs to a checkpoint."""
         ...
 
     @property
     def has_reference(self) -> bool:
-        """Whether reference weights are held."""
+        """True if there are reference weights."""
         ...
 
 
 class Saver:
-    """Saves of one role, at most one at a time: the next waits for the one before. All ranks create
-    it and call its methods together."""
+    """Saves of one role, at most one at a time: the next waits for the previous one. All ranks
+    create it and call its methods together."""
 
     def __init__(
         self, open_job: Callable[[Path, str, int, Exchange], Job], timeout_s: float = 1800.0
     ) -> None:
-        """Start with no save in progress.
+        """Initialize without a save in progress.
 
         Args:
-            open_job: makes the job of one save from folder, phase, step and exchange; it takes
+            open_job: creates the job of one save from folder, phase, step and exchange; it reads
                 everything but the tensors' data from the live state.
-            timeout_s: how long a rank that has written its files waits for the slowest, and a save
-                for the one before.
+            timeout_s: maximum wait of a rank for the slowest one, and of a save for the previous
+                one.
         """
         self._open_job = open_job
         self.timeout_s = timeout_s
-        # not the shared exchange: an export or a load may use that on the training's thread while a
-        # save ends in the background
+        # separate from the shared exchange, which an export or a load may use on the training's
+        # thread while a save finishes in the background
         self._exchange = Exchange(timeout_s)
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
     def save(self, folder: Path, *, phase: str = "", step: int = 0) -> None:
-        """Write the policy's state to `folder`, which must hold no checkpoint yet.
+        """Write the policy's state to `folder`, which must not contain a checkpoint yet.
 
         Raises:
-            CheckpointError: when any rank could not write; nothing is left behind.
+            CheckpointError: a rank could not write; nothing is left behind.
         """
         self.wait(self.timeout_s)
         job = self._open_job(folder, phase, step, self._exchange)
         job.write(job.state.owned())
 
     def start(self, folder: Path, *, phase: str = "", step: int = 0) -> None:
-        """The same, in the background: returns when the state has been copied. Ask `done` for the
-        outcome."""
+        """Start a save in the background. Returns when the state has been copied; `done` reports
+        the outcome."""
         self.wait(self.timeout_s)
         job = self._open_job(folder, phase, step, self._exchange)
         copies = self._staging.copy(job.state.owned())
@@ -145,10 +145,10 @@ class Saver:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether no save is under way.
+        """Return True if no save is in progress.
 
         Raises:
-            CheckpointError: (once) the last save failed; says why.
+            CheckpointError: (once) the last save failed; has the reason.
         """
         if self._thread is not None:
             if self._thread.is_alive():
@@ -162,7 +162,7 @@ class Saver:
         return True
 
     def wait(self, deadline_s: float) -> None:
-        """Until `done`. CheckpointError after `deadline_s`."""
+        """Wait until `done`. Raises CheckpointError after `deadline_s`."""
         end = time.monotonic() + deadline_s
         while not self.done():
             if time.monotonic() > end:
@@ -174,9 +174,11 @@ class Saver:
 
 
 class Staging:
-    """Host memory for one consistent copy of this rank's state while it is written: one buffer,
-    pinned where there is a GPU, that every save uses again. It grows when a later state is larger
-    and is never given back."""
+    """A host memory buffer for a consistent copy of this rank's state while it is written.
+
+    It is pinned if there is a GPU, reused by every save, grows for a larger state, and is never
+    freed.
+    """
 
     def __init__(self) -> None:
         self._platform = Platform.detect()
@@ -184,15 +186,16 @@ class Staging:
 
     @property
     def size(self) -> int:
-        """Bytes held."""
+        """Bytes allocated."""
         return self._buffer.numel()
 
     def copy(self, tensors: Sequence[Any]) -> list[Any]:
-        """The same rectangles (dataclasses with `data`) over a copy of their data, taken now. Valid
-        until the next call."""
+        """Return the same rectangles (dataclasses with `data`) over a copy of their data, taken
+        now. Valid until the next call."""
         sizes = [-(-tensor.data.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
         if sum(sizes) > self.size:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first: never both
+            # free the old buffer first: never both
+            self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = torch.empty(
                 sum(sizes), dtype=torch.uint8, pin_memory=self._platform.kind == "cuda"
             )
@@ -215,8 +218,8 @@ class Staging:
 
 
 class Job:
-    """One save on one rank: everything but the tensors' data is taken when it is created, on the
-    training's thread."""
+    """One save on one rank. Everything but the tensors' data is read at creation, on the training's
+    thread."""
 
     def __init__(self, state: State, manifest: Manifest, folder: Path, exchange: Exchange) -> None:
         self.state = state
@@ -226,8 +229,8 @@ class Job:
         self.rank = dist.get_rank()
 
     def write(self, tensors: Sequence[Any]) -> None:
-        """All of the work, in step with the other ranks. CheckpointError on every rank when it
-        failed on any."""
+        """Do all of the work, together with the other ranks. Raises CheckpointError on every rank
+        if it failed on any."""
         try:
             self._on_first(self._make_room)
             reports = self.exchange.gather_on_first(self._write_own(tensors))
@@ -235,12 +238,11 @@ class Job:
         except RuntimeError as error:
             reason = str(error).splitlines()[0].split(" This is typically ")[0]
             raise self._not_written(
-                f"another rank is gone, or its files took longer than allowed: {reason}"
+                f"another rank has ended, or its files took too long: {reason}"
             ) from error
 
     def _write_own(self, tensors: Sequence[Any]) -> str:
-        """Write this rank's file; returns, as JSON, what lies where in it, or why it could not be
-        written."""
+        """Write this rank's file. Returns as JSON the positions in it, or the error."""
         try:
             chunks, files = write_tensors(self.folder, self.rank, tensors)
         except Exception as error:
@@ -258,12 +260,12 @@ class Job:
 
     def _make_room(self) -> None:
         if (self.folder / MANIFEST).exists():
-            raise CheckpointError(f"{self.folder} already holds a checkpoint")
+            raise CheckpointError(f"{self.folder} already contains a checkpoint")
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
     def _complete(self, texts: Sequence[str]) -> None:
-        """On the first rank, when all have written: the index, and last the manifest."""
+        """On rank 0, when all ranks have written: write the index, and last the manifest."""
         reports = list(map(json.loads, texts))
         errors = [report["error"] for report in reports if "error" in report]
         if errors:
@@ -282,7 +284,7 @@ class Job:
         replace(self.manifest, files=files).write(self.folder)
 
     def _on_first(self, action: Callable[[], None]) -> None:
-        """Run it on rank 0. CheckpointError on every rank when it failed."""
+        """Run an action on rank 0. Raises CheckpointError on every rank if it failed."""
         failure = ""
         if self.rank == 0:
             try:
@@ -293,7 +295,7 @@ class Job:
             raise self._not_written(failure)
 
     def _not_written(self, cause: str) -> CheckpointError:
-        """Remove what there is of it; the error to raise."""
+        """Remove a partial save, and return the error to raise."""
         if self.rank == 0 and not (self.folder / MANIFEST).exists():
             shutil.rmtree(self.folder, ignore_errors=True)
         return CheckpointError(
@@ -314,8 +316,8 @@ def manifest_of(
     lora: dict[str, Any] | None = None,
     versions: dict[str, str] | None = None,
 ) -> Manifest:
-    """The manifest of a save without its files; `versions` of more libraries than ours and
-    torch."""
+    """Build the manifest of a save, without its files; `versions` adds libraries other than ours
+    and torch."""
     return Manifest(
         phase=phase,
         step=step,
@@ -339,8 +341,8 @@ def manifest_of(
 
 
 def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, backend: str) -> Manifest:
-    """The manifest, when the files are what it says and the model is the holder's. The ranks share
-    the reading; all raise alike.
+    """Read the manifest, and verify the files and that the model matches the holder's. The ranks
+    share the reading; all raise alike.
 
     Raises:
         CheckpointError: the folder is missing, torn, foreign, of another backend, or of another
@@ -368,11 +370,10 @@ def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, backend: 
 
 
 def restore(folder: Path, tensors: Sequence[Any], exchange: Exchange) -> None:
-    """Fill this rank's rectangles from a checkpoint that `checked_manifest` has found whole.
-    Collective.
+    """Fill this rank's rectangles from a checkpoint verified by `checked_manifest`. Collective.
 
     Raises:
-        CheckpointError: on all ranks, when one of them cannot read what it needs.
+        CheckpointError: on all ranks, if one of them cannot read its data.
     """
     failure = ""
     try:
@@ -400,7 +401,7 @@ def _mismatches(holder: Holder, manifest: Manifest, backend: str) -> list[str]:
         found.append(f"dtype is {manifest.dtype} there, {dtype} here")
     wanted = {"optimizer": holder.has_optimizer, "reference": holder.has_reference}
     found += [
-        f"it holds no {part}, which is needed here"
+        f"it has no {part}, which is needed here"
         for part, needed in wanted.items()
         if needed and part not in manifest.contains
     ]
@@ -408,7 +409,7 @@ def _mismatches(holder: Holder, manifest: Manifest, backend: str) -> list[str]:
 
 
 def cause_of(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Describe an error in one line."""
     if isinstance(error, OSError):
         return (
             f"{error.strerror}: {error.filename}"

@@ -1,11 +1,11 @@
-"""Checkpoints on the driver's side: names, what belongs to one, which is the last whole one,
+"""Checkpoints on the driver's side: names, contents, selection of the latest complete one,
 retention.
 
-`checkpoints/global_step_N/` (and `sft_step_N/` of the warm start) holds `policy/` (what the ranks
-wrote), with a critic `critic/`, and `driver.json` (step, sampler, totals, as they were when the
-ranks copied their state), with prompts under way also `rollouts.parquet` (what engines had made of
-them). The folder gets its name when all of it is on the disk, then `latest.json` points to it. A
-crash at any moment leaves the previous one in force.
+`checkpoints/global_step_N/` (and `sft_step_N/` of the warm start) contains `policy/` (written by
+the ranks), with a critic `critic/`, and `driver.json` (step, sampler and totals at the time of the
+ranks' copy), and with prompts in flight `rollouts.parquet` (their partial answers). The folder gets
+its final name when all of it is on disk, then `latest.json` points to it. A crash at any moment
+leaves the previous one in force.
 """
 
 from __future__ import annotations
@@ -52,20 +52,21 @@ _MOST_LATEST_BYTES = 1 << 16
 
 
 class Saves(Protocol):
-    """What the store needs of the ranks of a role."""
+    """The interface of a role's ranks to the store."""
 
     async def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
-        """Write the state to a new folder; in the background, return when it has been copied."""
+        """Write the state to a new folder. In the background, return when it has been copied."""
         ...
 
     async def is_saved(self) -> bool:
-        """Whether no rank is writing. CheckpointError when the last background save failed."""
+        """Return True if no rank is writing. Raises CheckpointError if the last background save
+        failed."""
         ...
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One whole checkpoint on the disk."""
+    """One complete checkpoint on disk."""
 
     folder: Path
     phase: str
@@ -75,30 +76,29 @@ class Checkpoint:
 
     @property
     def policy(self) -> Path:
-        """What the policy's ranks wrote."""
+        """The folder of the policy's ranks."""
         return self.folder / "policy"
 
     @property
     def critic(self) -> Path:
-        """What the critic's ranks wrote, in a run that has one."""
+        """The folder of the critic's ranks, in a run that has one."""
         return self.folder / "critic"
 
     def rollouts(self) -> DataProto | None:
-        """What engines had begun of the prompts in `state`; None where that was nothing. DataError:
-        it is damaged."""
+        """Return the partial answers of the prompts in `state`; None if there are none. Raises
+        DataError if the file is damaged."""
         path = self.folder / ROLLOUTS
         return read_parquet(path) if path.exists() else None
 
     def check_parts(self) -> None:
-        """CheckpointError when the parts are not those that the driver wrote beside its own
-        (`problems_of_parts`)."""
+        """Raise CheckpointError if the parts do not match the driver's (`problems_of_parts`)."""
         if found := problems_of_parts(self.folder):
             raise CheckpointError(f"{self.folder} was not resumed from: {'; '.join(found)}")
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Around what takes over the driver's state: a state that has the right hash and another
-        content is a CheckpointError."""
+        """Convert errors while restoring the driver's state to CheckpointError: it may have the
+        right hash but unexpected content."""
         try:
             yield
         except (
@@ -119,14 +119,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Retention:
-    """The newest `last` checkpoints stay (0: all), and those of the main job whose step is a
+    """Keep the newest `last` checkpoints (0: all), and those of the main job whose step is a
     multiple of `every` (0: none of them)."""
 
     last: int = 0
     every: int = 0
 
     def dropped(self, oldest_first: list[Checkpoint]) -> list[Checkpoint]:
-        """Which of them go. Never the newest."""
+        """Return the checkpoints to delete, never the newest."""
         if self.last < 1:
             return []
         dropped: list[Checkpoint] = []
@@ -137,11 +137,11 @@ class Retention:
 
 
 class CheckpointStore:
-    """The `checkpoints/` folder of a run. With `background`, saves go on while the run trains, one
-    at a time.
+    """The `checkpoints/` folder of a run. With `background`, saves run while training continues,
+    one at a time.
 
     Attributes:
-        fingerprint: what the run's numbers follow from, which each checkpoint keeps.
+        fingerprint: everything that the run's numbers depend on, stored in each checkpoint.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class CheckpointStore:
         background: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
-        """`timeout_s`: how long the next save, or the end of the run, waits for a save that is
-        under way."""
+        """Open the folder. `timeout_s` limits how long the next save, or the end of the run, waits
+        for a save in progress."""
         self.folder = folder
         self.retention = retention
         self.background = background
@@ -171,23 +171,23 @@ class CheckpointStore:
         rollouts: DataProto | None = None,
         **others: Saves,
     ) -> Path:
-        """Write a checkpoint, or begin to in the background: it counts when it is whole then, and
-        `check` reports a failure.
+        """Write a checkpoint, or start writing it in the background: it then counts once it is
+        complete, and `check` reports failures.
 
         `critic=...` is another role whose ranks fill a folder of that name next to `policy/`;
-        `rollouts` are answers that belong to `state`. A number in `state` that is not finite is
-        None when it is read again.
+        `rollouts` are answers that belong to `state`. Non-finite numbers in `state` become None
+        when read again.
 
         Raises:
-            CheckpointError: it (or the one before, in the background) could not be written; the
-            previous one is in force.
+            CheckpointError: it (or the previous one, in the background) could not be written; the
+                previous one is in force.
         """
         await self.wait()
         final = self.folder / f"{_PREFIX[phase]}{step}"
         partial = final.with_name(final.name + ".partial")
         with self._nothing_left(final, partial):
             shutil.rmtree(partial, ignore_errors=True)
-            # not its parents: a run folder that was moved does not come back
+            # not its parents: a run folder that was moved must not be recreated
             self.folder.mkdir(exist_ok=True)
             partial.mkdir()
             roles = {"policy": policy, **others}
@@ -212,7 +212,7 @@ class CheckpointStore:
         return final
 
     async def check(self) -> None:
-        """Raise CheckpointError if the save in the background has failed; called between steps."""
+        """Raise CheckpointError if the background save has failed. Called between steps."""
         pending = self._pending
         if pending is None:
             return
@@ -224,7 +224,7 @@ class CheckpointStore:
         self._pending = None
 
     async def wait(self) -> None:
-        """Wait until no save is in progress. CheckpointError as from `check`, or after
+        """Wait until no save is in progress. Raises CheckpointError like `check`, or after
         `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         while self._pending is not None:
@@ -238,23 +238,24 @@ class CheckpointStore:
             await asyncio.sleep(_POLL_S / 5)
 
     def settle(self) -> None:
-        """To be called when the ranks have ended, or are about to: a save in progress counts if it
-        is whole by now, and never otherwise."""
+        """Stop background commits when the ranks have ended or are about to. A save in progress
+        counts only if it is already complete."""
         pending = self._pending
         self._pending = None
         if pending is not None:
             pending.stop()
-            with suppress(OSError):  # the checkpoint before it is in force then
+            with suppress(OSError):  # then the checkpoint before it is in force
                 if pending.is_whole():
                     self._commit(pending.partial, pending.final)
 
     def latest(self) -> Checkpoint | None:
-        """The checkpoint in force, or None in a fresh run: the one that latest.json names, or the
-        newest whole one where there is no latest.json. May be asked for while another process goes
-        on saving.
+        """Return the checkpoint in force, or None in a fresh run.
+
+        It is the one named by latest.json, or the newest complete one without latest.json. Another
+        process may be saving at the same time.
 
         Raises:
-            CheckpointError: latest.json leads to nothing, to something torn, or out of the folder.
+            CheckpointError: latest.json points to nothing, to something torn, or out of the folder.
         """
         said: str | None = None
         while True:
@@ -263,34 +264,33 @@ class CheckpointStore:
                 said = latest_name(self.folder)
                 return _read(self.folder / said) if said else None
             except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
-                # unless another process has put a newer one in force meanwhile, and dropped what
-                # was being read
+                # unless another process has committed a newer one in the meantime, and deleted the
+                # one being read
                 if said == before:
                     raise CheckpointError(
-                        f"{self.folder / LATEST} does not lead to a whole checkpoint ({error}). "
-                        "Let it name another folder of the same place, or start anew with "
+                        f"{self.folder / LATEST} does not lead to a complete checkpoint ({error}). "
+                        "Point it to another checkpoint in the same folder, or start over with "
                         "trainer.resume=disable"
                     ) from error
 
     def left_out(self) -> list[str]:
-        """A line for each folder with the name of a checkpoint that lacks what a checkpoint
-        needs."""
+        """Return a line for each folder that has the name of a checkpoint but is incomplete."""
         return left_out(self.folder)
 
     def of_loop(self) -> dict[int, Checkpoint]:
-        """The whole checkpoints of the loop by step. CheckpointError when one cannot be read."""
+        """Return the complete checkpoints of the loop by step. Raises CheckpointError if one cannot
+        be read."""
         found: dict[int, Checkpoint] = {}
         for one in self._whole():
             if one.phase == "rl":
                 found[one.step] = one
         return found
 
-    # ---- inside
+    # ---- internals
 
     def _commit(self, partial: Path, final: Path) -> Path:
-        """All of it is on the disk: give it its name, point to it, drop what is no longer
-        wanted."""
-        # the same step once more: the one in force stays until the new one is
+        """Rename a synced checkpoint to its final name, point to it, and apply the retention."""
+        # the same step once more: keep the one in force until the new one is
         if final.exists() and self._points_to(final):
             final = final.with_name(f"{final.name}-{int(time.time())}")
         shutil.rmtree(final, ignore_errors=True)
@@ -303,10 +303,10 @@ class CheckpointStore:
         write_json(self.folder / LATEST, {"folder": final.name})
         for old in self.retention.dropped(self._whole()):
             if old.folder != final:
-                # never half a checkpoint under a good name
+                # never a partial checkpoint under a final name
                 dropped = old.folder.with_name(old.folder.name + _DROPPED)
                 os.replace(old.folder, dropped)
-        # of saves that were cut short, too: no other is under way
+        # also of interrupted saves: no other is in progress
         for pattern in (f"*{_DROPPED}", "*.partial"):
             for left in self.folder.glob(pattern):
                 shutil.rmtree(left, ignore_errors=True)
@@ -316,14 +316,14 @@ class CheckpointStore:
         return (self.folder / LATEST).exists() and latest_name(self.folder) == folder.name
 
     def _whole(self) -> list[Checkpoint]:
-        """All checkpoints in the folder, oldest first."""
+        """Return all checkpoints in the folder, oldest first."""
         return list(map(_read, _whole(self.folder)))
 
     @contextmanager
     def _nothing_left(
         self, final: Path, partial: Path, pending: _Pending | None = None
     ) -> Iterator[None]:
-        """After a failure nothing of the checkpoint remains; what the system says becomes a
+        """Remove all traces of a checkpoint after a failure, and convert system errors to
         CheckpointError."""
         try:
             yield
@@ -342,8 +342,8 @@ class CheckpointStore:
 
 
 class _Pending:
-    """A save under way: a thread commits it as soon as the ranks of each role have said that it is
-    on the disk, however long the training's step takes."""
+    """A save in progress. A thread commits it as soon as the ranks of each role have reported that
+    it is on disk, regardless of the training's progress."""
 
     def __init__(
         self, store: CheckpointStore, partial: Path, final: Path, roles: Mapping[str, Saves]
@@ -358,7 +358,7 @@ class _Pending:
         self._thread.start()
 
     def is_over(self) -> bool:
-        """Whether it was committed; raises what kept it from being."""
+        """Return True if it was committed. Raises the error that prevented it."""
         if self._thread.is_alive():
             return False
         if self._error is not None:
@@ -366,12 +366,12 @@ class _Pending:
         return True
 
     def is_whole(self) -> bool:
-        """Whether the ranks of every role have written all of it (and it has not been committed
+        """Return True if the ranks of every role have written everything (it may not be committed
         yet)."""
         return all(is_said_saved(self.partial / name) for name in self.roles)
 
     def stop(self) -> None:
-        """Commit no more."""
+        """Stop the thread without committing."""
         self._stopped.set()
         self._thread.join()
 
@@ -386,53 +386,54 @@ class _Pending:
 
 
 def is_name_of_checkpoint(name: str) -> bool:
-    """Whether a folder of this name was written as a whole checkpoint, with the driver's part."""
+    """Return True if a folder of this name was written as a complete checkpoint, with the driver's
+    part."""
     return name.startswith(tuple(_PREFIX.values()))
 
 
 def latest_name(folder: Path) -> str:
-    """The folder of the checkpoint in force inside `folder`; empty when there is none.
+    """Return the folder of the checkpoint in force inside `folder`; empty if there is none.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: latest.json cannot be read, or names something
-            outside of `folder`.
+        OSError, ValueError, KeyError, TypeError: latest.json cannot be read, or points outside of
+            `folder`.
     """
     try:
         return plain_name(str(read_outside_json(folder / LATEST, _MOST_LATEST_BYTES)["folder"]))
-    except FileNotFoundError:  # killed before the first one was named, or removed by somebody
+    except FileNotFoundError:  # killed before the first one was named, or deleted
         whole = _whole(folder)
         return whole[-1].name if whole else ""
 
 
 def left_out(folder: Path) -> list[str]:
-    """A line for each folder inside `folder` with the name of a checkpoint that lacks what a
-    checkpoint needs."""
+    """Return a line for each folder inside `folder` that has the name of a checkpoint but is
+    incomplete."""
     lines = []
     for one in sorted(folder.glob("*_step_*")):
         has_ended = (
             is_name_of_checkpoint(one.name) and one.suffix not in _UNFINISHED and one.is_dir()
         )
         if has_ended and (lacking := _lacks(one)):
-            lines.append(f"{one} is left out, no run resumes from it: {lacking} is missing")
+            lines.append(f"{one} is ignored, no run resumes from it: {lacking} is missing")
     return lines
 
 
 def _whole(folder: Path) -> list[Path]:
-    """Folders with all that a checkpoint needs, oldest first."""
+    """Return the complete checkpoints' folders, oldest first."""
     found = [one for one in folder.glob("*/") if one.suffix not in _UNFINISHED and not _lacks(one)]
     return sorted(found, key=lambda one: (one / DRIVER).stat().st_mtime_ns)
 
 
 def _lacks(folder: Path) -> str:
-    """The first file that a folder lacks for a checkpoint; empty for a whole one."""
+    """Return the first file that a checkpoint's folder lacks; empty if it is complete."""
     return next(
         (name for name in (DRIVER, f"policy/{MANIFEST}") if not (folder / name).exists()), ""
     )
 
 
 def problems_of_parts(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint beyond the files of each role: the driver's part, roles and
-    files that belong to it and are missing, or are of another step. Empty when all is well."""
+    """Return the problems of a checkpoint beyond the files of each role: in the driver's part, and
+    roles and files that are missing or of another step. Empty if there are none."""
     file = folder / DRIVER
     if not file.exists():
         return [
@@ -456,7 +457,7 @@ def problems_of_parts(folder: Path) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        return [f"{file} does not say which parts belong to it ({type(error).__name__}: {error})"]
+        return [f"{file} does not list its parts ({type(error).__name__}: {error})"]
 
 
 def _read(folder: Path) -> Checkpoint:
@@ -479,6 +480,6 @@ def _read(folder: Path) -> Checkpoint:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder / DRIVER} has its right hash and does not describe a checkpoint "
+            f"{folder / DRIVER} has the right hash but does not describe a checkpoint "
             f"({type(error).__name__}: {error})"
         ) from error

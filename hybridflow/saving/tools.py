@@ -1,5 +1,5 @@
-"""What `hybridflow checkpoint` does: inspect and verify checkpoints, write them as Hugging Face
-folders, and check such folders, in one process without a GPU."""
+"""Implementation of `hybridflow checkpoint`: inspect and verify checkpoints, export them as Hugging
+Face folders, and check such folders, in one process without a GPU."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _MOST_LIST_BYTES = 16 << 20
 
 
 def locate(path: Path) -> Path:
-    """The ranks' folder (with the manifest) that `path` means: it itself, a checkpoint, a run or
-    its `checkpoints/` (the latest then).
+    """Return the ranks' folder (with the manifest) for `path`: that folder, a checkpoint, a run or
+    its `checkpoints/` (then of the latest).
 
     Raises:
-        ConfigError: there is nothing of the kind; says what was looked for.
+        ConfigError: there is none; lists what was looked for.
     """
     if not path.is_dir():
         raise ConfigError(
@@ -70,17 +70,17 @@ def locate(path: Path) -> Path:
             return folder
     if path.name == "policy" or (path / "policy").is_dir() or (path / DRIVER).exists():
         raise CheckpointError(
-            f"{path} is not a whole checkpoint: no {MANIFEST} in it (the save was cut short, or an "
-            "older version wrote it)"
+            f"{path} is not a complete checkpoint: no {MANIFEST} in it (the save was interrupted, "
+            "or an older version wrote it)"
         )
     raise ConfigError(
-        f"{path} holds no checkpoint: no {MANIFEST}, no policy/, no checkpoints/latest.json in it"
+        f"{path} contains no checkpoint: no {MANIFEST}, no policy/, no checkpoints/latest.json"
     )
 
 
 def roles(path: Path) -> list[Path]:
-    """The folders of every role (policy, critic) of the checkpoint that `path` means; of a role's
-    folder, that one alone."""
+    """Return the folders of every role (policy, critic) of the checkpoint at `path`, or only that
+    of a given role."""
     folder = locate(path)
     if folder.resolve() == path.resolve():
         return [folder]
@@ -95,8 +95,8 @@ def roles(path: Path) -> list[Path]:
 
 
 def incomplete_checkpoints(path: Path) -> list[str]:
-    """Where `path` is a run or its `checkpoints/`: a line for each folder there that should be a
-    checkpoint and lacks what one needs."""
+    """If `path` is a run or its `checkpoints/`, return a line for each incomplete checkpoint in
+    it."""
     lines: list[str] = []
     for folder in (path / "checkpoints", path):
         lines.extend(left_out(folder))
@@ -107,8 +107,7 @@ def incomplete_checkpoints(path: Path) -> list[str]:
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """What a checkpoint is and holds: the manifest's figures, and tensors and bytes of each
-    part."""
+    """Describe a checkpoint: the manifest's figures, and tensors and bytes of each part."""
     manifest = Manifest.read(folder)
     parts: dict[str, dict[str, int]] = {}
     seen: set[str] = set()
@@ -147,7 +146,7 @@ def _part(key: str) -> str:
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """`inspect` for the terminal."""
+    """Format the result of `inspect` for the terminal."""
     layout = " ".join(f"{name}={size}" for name, size in figures["layout"].items())
     rows = [
         ("checkpoint", figures["folder"]),
@@ -177,10 +176,10 @@ def table(figures: Mapping[str, Any]) -> str:
 
 
 def verify(folder: Path, whole: bool = False) -> tuple[Manifest, list[str]]:
-    """Read every file again; the manifest, and what is wrong (nothing: an empty list).
+    """Read every file again. Returns the manifest and the problems found.
 
     Args:
-        whole: the folder is part of a checkpoint, also where nothing beside it says so.
+        whole: the folder is part of a checkpoint, even if no file next to it indicates that.
     """
     manifest = Manifest.read(folder)
     found = _all_problems(folder, manifest)
@@ -195,7 +194,7 @@ def verify(folder: Path, whole: bool = False) -> tuple[Manifest, list[str]]:
 
 
 def _all_problems(folder: Path, manifest: Manifest) -> list[str]:
-    # hashing leaves the interpreter's lock
+    # hashing releases the GIL
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda name: problems_of(folder, manifest, [name]), manifest.files)
         lines: list[str] = []
@@ -205,15 +204,15 @@ def _all_problems(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _wrong_checksums(folder: Path) -> list[str]:
-    """Files that are not what checksums.sha256 of their folder says; empty where there is no such
-    list."""
+    """Return the files that do not match their folder's checksums.sha256; empty if there is no such
+    file."""
     listed = folder / "checksums.sha256"
     found = []
     if not listed.exists():
         return []
     try:
         lines = read_outside_bytes(listed, _MOST_LIST_BYTES).decode("utf-8").splitlines()
-    except ValueError as error:  # UnicodeDecodeError too
+    except ValueError as error:  # includes UnicodeDecodeError
         return [f"{listed} cannot be read: {error}"]
     for line in filter(str.strip, lines):
         try:
@@ -234,7 +233,7 @@ def _wrong_checksums(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Written:
-    """What `export` and `import_` made."""
+    """The result of `export` and `import_`."""
 
     folder: Path
     tensors: int
@@ -251,16 +250,16 @@ def export(
     tokenizer: Path | None,
     published: Path | None = None,
 ) -> Written:
-    """Write a checkpoint's model as a Hugging Face folder. At most one tensor, and the rectangles
-    it comes from, is in memory at a time.
+    """Write a checkpoint's model as a Hugging Face folder. At most one tensor, and its source
+    rectangles, are in memory at a time.
 
     Args:
         tokenizer: the folder whose tokenizer files are copied; None: the run's.
-        published: the folder that the model came from, whose weights that training does not touch
-            are copied; None: the run's `model.path`.
+        published: the model's original folder, from which weights that training does not use are
+            copied; None: the run's `model.path`.
 
     Raises:
-        CheckpointError: a file of the checkpoint is not what the manifest says.
+        CheckpointError: a file of the checkpoint does not match the manifest.
     """
     source = _verified(folder)
     # a run keeps a copy of its tokenizer next to the config that its engines start from
@@ -273,13 +272,13 @@ def export(
 
 
 def _above(folder: Path, name: str) -> list[Path]:
-    """Return the paths of this name in the three folders around a checkpoint, the nearest first."""
+    """Return the paths of this name in the three folders around a checkpoint, nearest first."""
     return [parent / name for parent in folder.resolve().parents[:3]]
 
 
 def _published_folder(folder: Path) -> Path | None:
-    """`model.path` of the run that a checkpoint lies in. CheckpointError: its config.yaml cannot be
-    read."""
+    """Return `model.path` of the run that contains a checkpoint. Raises CheckpointError if its
+    config.yaml cannot be read."""
     file = next(filter(Path.exists, _above(folder, "config.yaml")), None)
     if file is None:
         return None
@@ -293,12 +292,12 @@ def _published_folder(folder: Path) -> Path | None:
 
 
 def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
-    """Write a checkpoint's adapters alone, as PEFT keeps them: adapter_model.safetensors and
+    """Write only a checkpoint's adapters, in PEFT's format: adapter_model.safetensors and
     adapter_config.json.
 
     Raises:
         ConfigError: the checkpoint has none.
-        CheckpointError: a file of the checkpoint is not what the manifest says.
+        CheckpointError: a file of the checkpoint does not match the manifest.
     """
     from safetensors.torch import save_file
 
@@ -309,7 +308,7 @@ def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
     shapes = source.factors()
     if not shapes:
         raise ConfigError(
-            f"{folder} holds no adapters (its run had actor.lora.rank=0); leave --adapter away for "
+            f"{folder} has no adapters (its run had actor.lora.rank=0); omit --adapter for "
             "the whole model"
         )
     precision = _precision(dtype or source.manifest.dtype)
@@ -330,7 +329,7 @@ def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
 
 
 def _verified(folder: Path) -> CheckpointFolder:
-    """The checkpoint in `folder`, when every file is what the manifest says."""
+    """Open the checkpoint in `folder` after verifying every file."""
     from hybridflow.saving.reader import CheckpointFolder
 
     manifest = Manifest.read(folder)
@@ -341,12 +340,14 @@ def _verified(folder: Path) -> CheckpointFolder:
 
 def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) -> Written:
     """Check a Hugging Face folder against its family's map and write it as a folder for
-    `model.path`: every tensor that training needs, in one precision, with checksums. Other tensors
-    are copied as they are, and reported.
+    `model.path`.
+
+    It contains every tensor that training needs, in one precision, with checksums. Other tensors
+    are copied unchanged and reported.
 
     Raises:
-        ModelError: a tensor is missing, or a file is not what the folder's checksums.sha256 says
-            (where it has one).
+        ModelError: a tensor is missing, or a file does not match the folder's checksums.sha256 (if
+            there is one).
     """
     from hybridflow.models import family_of
     from hybridflow.models.model_folder import check_weights
@@ -356,7 +357,7 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
     try:
         hf_config = read_outside_json(file)
     except FileNotFoundError as error:
-        raise ConfigError(f"{folder} is no Hugging Face folder: there is no {file}") from error
+        raise ConfigError(f"{folder} is not a Hugging Face folder: there is no {file}") from error
     except ValueError as error:
         raise ConfigError(f"{file} is {error}") from error
     if problems := _wrong_checksums(folder):
@@ -424,7 +425,8 @@ def _precision(dtype: str) -> torch.dtype:
 
 @contextmanager
 def _whole_or_nothing(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` when all went well. ConfigError when `out` is there already."""
+    """Yield a temporary folder that is renamed to `out` on success. Raises ConfigError if `out`
+    exists."""
     if out.exists():
         raise ConfigError(f"{out} exists already; give another folder, or remove it")
     partial = out.with_name(out.name + ".partial")

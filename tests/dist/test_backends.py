@@ -183,7 +183,7 @@ def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(
         assert result["again"] == result["more"]
         assert result["resumed"]
         assert "rms_norm_eps is 1e-06 there, 1e-05 here" in result["misfits"]["checkpoint"]
-        assert "not a whole checkpoint" in result["misfits"]["nothing"]
+        assert "not a complete checkpoint" in result["misfits"]["nothing"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -154,10 +154,13 @@ def test_missing_torn_and_foreign_checkpoints_are_named_and_nothing_is_loaded(
 ) -> None:
     for rank in results[2]:
         errors = rank["errors"]
-        assert "missing is not a whole checkpoint" in errors["missing"]
-        assert "unmarked is not a whole checkpoint (no manifest.json in it)" in errors["unmarked"]
+        assert "missing is not a complete checkpoint" in errors["missing"]
         assert (
-            "torn" in errors["torn"] and ".bin has 100 bytes, the manifest says" in errors["torn"]
+            "unmarked is not a complete checkpoint (no manifest.json in it)" in errors["unmarked"]
+        )
+        assert (
+            "torn" in errors["torn"]
+            and ".bin has 100 bytes, but the manifest has" in errors["torn"]
         )
         assert ".bin does not have the content" in errors["flipped"]
         assert ".bin cannot be read: No such file" in errors["empty"]

@@ -170,7 +170,9 @@ def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(world: World) -> None
         ends = world.ends()
         assert all(ends[rank] == -signal.SIGKILL for rank in ranks), (point, ends)
         if ranks != BOTH:  # the other rank ends by itself, saying so
-            assert ends[1 - ranks[0]] == 1 and "another rank is gone" in world.said(), world.said()
+            assert ends[1 - ranks[0]] == 1 and "another rank has ended" in world.said(), (
+                world.said()
+            )
         interrupted += bool(list(world.folder.glob("*.partial")))
         left = step_in_force(world.folder)
         assert left >= before

@@ -124,7 +124,7 @@ def test_any_layout_reads_slices_of_a_checkpoint(folder: Path) -> None:
         start = (low, *(0,) * (tensor.dim() - 1))
         shape = (high - low, *tensor.shape[1:])
         assert torch.equal(source.read(name, start, shape), tensor[low:high]), name
-    with pytest.raises(CheckpointError, match="holds no tensor nonsense"):
+    with pytest.raises(CheckpointError, match="has no tensor nonsense"):
         source.read("nonsense", (0,), (1,))
 
 
@@ -153,7 +153,7 @@ def test_inspect_and_verify(
     out = capsys.readouterr().out
     assert "tensor=2 pipeline=2 expert=2" in out and "optimizer exp_avg_sq" in out
     assert main(["checkpoint", "verify", str(copy)]) == 0
-    assert "all as the manifest says (step 3)" in capsys.readouterr().out
+    assert "all as in the manifest (step 3)" in capsys.readouterr().out
 
     largest = max((copy / "policy").glob("*.bin"), key=lambda path: path.stat().st_size)
     data = bytearray(largest.read_bytes())
@@ -178,7 +178,7 @@ def test_inspect_and_verify(
     assert f"{copy / 'critic'}: " in capsys.readouterr().out
     (copy / "policy" / "manifest.json").unlink()
     assert main(["checkpoint", "inspect", str(copy)]) == 1
-    assert "is not a whole checkpoint" in capsys.readouterr().err
+    assert "is not a complete checkpoint" in capsys.readouterr().err
 
 
 def test_import_checks_and_rewrites_a_hugging_face_folder(
@@ -203,7 +203,7 @@ def test_import_checks_and_rewrites_a_hugging_face_folder(
         )
         == 0
     )
-    assert f"copied from {given} as they came: rotary.inv_freq" in capsys.readouterr().out
+    assert f"copied unchanged from {given}: rotary.inv_freq" in capsys.readouterr().out
     found = tensors_in(tmp_path / "start")
     expected = tensors_in(folder / "hf")
     assert found.keys() - expected.keys() == {"rotary.inv_freq"} and all(
@@ -219,7 +219,7 @@ def test_import_checks_and_rewrites_a_hugging_face_folder(
     assert not (tmp_path / "again").exists() and not (tmp_path / "again.partial").exists()
     (given / "config.json").unlink()
     assert main(["checkpoint", "import", str(given), str(tmp_path / "again")]) == 2
-    assert "is no Hugging Face folder" in capsys.readouterr().err
+    assert "is not a Hugging Face folder" in capsys.readouterr().err
 
 
 def test_no_rank_holds_more_than_a_tensor_and_its_staging(tmp_path: Path) -> None:

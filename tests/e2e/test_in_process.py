@@ -78,7 +78,7 @@ def goes_on_with_other_rows(folder: Path, words: Sequence[str]) -> None:
     with Run(folder.parent / "refused", "train", *other) as run:
         assert run.end(120) == 2
     assert (
-        "data.train_files has other content" in run.err
+        "data.train_files has changed" in run.err
         and "trainer.resume_with_other_data=true" in run.err
     )
     assert str(rows) in run.err and "Traceback" not in run.err

@@ -99,7 +99,7 @@ def walks_through(family: str, folder: Path, **config: Any) -> None:
     assert (
         json.loads((export / "config.json").read_text()).get("num_nextn_predict_layers", 0) == heads
     )
-    assert (f"that training does not touch were copied from {source}" in out) == bool(heads)
+    assert (f"that training does not use were copied unchanged from {source}" in out) == bool(heads)
     model, left = read_by_transformers(export)
     assert all(name.startswith("model.layers.2.") for name in left) and bool(left) == bool(heads)
     assert (

@@ -126,7 +126,7 @@ def test_a_config_announces_no_heads_that_are_absent(absent: str, tmp_path: Path
     done = import_(folder, tmp_path / "out", None, 1 << 30)
     assert config_of(tmp_path / "out")["num_nextn_predict_layers"] == 0
     assert (
-        "config.json of the export says num_nextn_predict_layers 0, not 1: their weights are "
+        "config.json of the export has num_nextn_predict_layers 0, not 1: their weights are "
         "not there"
     ) in done.lines
 
@@ -152,8 +152,7 @@ def test_without_the_published_folder_the_absence_is_said(tmp_path: Path) -> Non
     carried = carried_from(folder, family)
     [line] = carried.lines
     assert (
-        carried.entries == ()
-        and "weights that training does not touch are not in the export" in line
+        carried.entries == () and "weights that training does not use are not in the export" in line
     )
     entries = [Entry(name, shape, torch.bfloat16) for name, shape in family.tensors().items()]
     written, [changed] = exported_config(config, torch.bfloat16, entries, tmp_path)

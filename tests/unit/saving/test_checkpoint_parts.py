@@ -234,7 +234,7 @@ def test_a_manifest_comes_back_and_finds_every_kind_of_damage(tmp_path: Path) ->
     assert len(found) == 3
     assert (
         "a cannot be read: No such file" in found[0]
-        and "b has 99999 bytes, the manifest says 100000" in found[1]
+        and "b has 99999 bytes, but the manifest has 100000" in found[1]
         and "hash" in found[2]
     )
     assert problems_of(tmp_path, manifest, ["d"]) == []
@@ -330,18 +330,18 @@ def test_wrong_paths_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture
     code, text = said("inspect", str(tmp_path / "nowhere"))
     assert code == 2 and "nowhere: no such folder; give a run" in text
     code, text = said("verify", str(tmp_path / "empty"))
-    assert code == 2 and "empty holds no checkpoint" in text
+    assert code == 2 and "empty contains no checkpoint" in text
     code, text = said(
         "export", str(tmp_path / "run" / "checkpoints" / "global_step_1"), str(tmp_path / "out")
     )
-    assert code == 1 and "is not a whole checkpoint: no manifest.json" in text
+    assert code == 1 and "is not a complete checkpoint: no manifest.json" in text
     (tmp_path / "run" / "checkpoints" / "latest.json").write_text(
         json.dumps({"folder": "global_step_9"})
     )
     code, text = said("inspect", str(tmp_path / "run"))
     assert code == 2 and "global_step_9: no such folder" in text
     code, text = said("import", str(tmp_path / "empty"), str(tmp_path / "out"))
-    assert code == 2 and "is no Hugging Face folder" in text
+    assert code == 2 and "is not a Hugging Face folder" in text
     with pytest.raises(SystemExit):
         said("export", "a", "b", "--max-shard-size", "many")
     assert "write a size as 500M or 4Gi" in capsys.readouterr().err

@@ -104,5 +104,5 @@ def test_other_rows_are_other_data(config: RunConfig, tmp_path: Path, change: st
     now = fingerprint(replace(config, data=replace(config.data, train_files=files)))
     [said] = now.changes(before)
     named = {"content": "more.parquet", "order": "another order", "fewer": "2 files then, 1 now"}
-    assert said.startswith("data.train_files has other content") and named[change] in said
+    assert said.startswith("data.train_files has changed") and named[change] in said
     assert now.has_other_data(before, "rl") and not now.has_other_data(before, "sft")

@@ -110,7 +110,7 @@ def shifted(pieces: Any) -> Any:
         ),
         pytest.param(
             on("weight1", lambda pieces: (pieces[0], pieces[0])),
-            "leaves out .*up_proj",
+            "omits .*up_proj",
             id="up-is-gate",
         ),
         pytest.param(on("linear_qkv.weight", shifted), "q_proj", id="off-by-one-row"),
@@ -119,7 +119,7 @@ def shifted(pieces: Any) -> Any:
         ),
         pytest.param(
             on("final_layernorm.weight", lambda _: ()),
-            "leaves out .*model.norm.weight",
+            "omits .*model.norm.weight",
             id="tensor-left-out",
         ),
         pytest.param(
@@ -147,5 +147,5 @@ def test_a_wrong_map_is_caught_before_anything_is_written(change: Any, message: 
 
 def test_a_tensor_unknown_to_the_map_is_caught() -> None:
     shapes = {**family_of(MAP_MOE).tensors(), "model.layers.0.extra.bias": (3,)}
-    with pytest.raises(ModelError, match=r"leaves out \['model.layers.0.extra.bias'\]"):
+    with pytest.raises(ModelError, match=r"omits \['model.layers.0.extra.bias'\]"):
         megatron_owners(Wrong(lambda local: local, shapes), coordinates(1, 1, 1, 1))

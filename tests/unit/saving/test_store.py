@@ -353,7 +353,9 @@ def test_who_asks_while_a_newer_one_replaces_the_last_is_told_of_the_newer(
     latest = store_in(tmp_path).latest()
     assert latest is not None and latest.step == 3 and behind == []
     (tmp_path / "global_step_3" / "driver.json").unlink()
-    with pytest.raises(CheckpointError, match=r"latest\.json does not lead to a whole checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"latest\.json does not lead to a complete checkpoint"
+    ):
         store.latest()
 
 
@@ -372,7 +374,7 @@ def test_a_pointer_leads_to_no_other_folder(tmp_path: Path) -> None:
         "",
     ):
         (folder / "latest.json").write_text(json.dumps({"folder": name}))
-        with pytest.raises(CheckpointError, match="is no name of a file inside the folder"):
+        with pytest.raises(CheckpointError, match="is not the name of a file inside the folder"):
             store_in(folder).latest()
 
 
@@ -409,7 +411,9 @@ def test_the_drivers_part_of_a_checkpoint_is_checked(
 
 def test_a_pointer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latest.json").mkdir()
-    with pytest.raises(CheckpointError, match=r"latest\.json does not lead to a whole checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"latest\.json does not lead to a complete checkpoint"
+    ):
         store_in(tmp_path).latest()
 
 
@@ -439,7 +443,7 @@ def whole_checkpoint(folder: Path, **others: Any) -> Path:
     ("damage", "said"),
     [
         (lambda at: (at / "driver.json").unlink(), r"driver\.json is missing: no run can resume"),
-        (lambda at: shutil.rmtree(at / "critic"), r"critic is not a whole checkpoint"),
+        (lambda at: shutil.rmtree(at / "critic"), r"critic is not a complete checkpoint"),
         (
             lambda at: (at / "rollouts.parquet").unlink(),
             r"rollouts\.parquet cannot be read: No such file",
@@ -458,13 +462,13 @@ def whole_checkpoint(folder: Path, **others: Any) -> Path:
             lambda at: write_sealed(
                 at / "driver.json", {**read_sealed(at / "driver.json"), "roles": ["../x"]}
             ),
-            r"driver\.json does not say which parts belong to it",
+            r"driver\.json does not list its parts",
         ),
         (
             lambda at: write_sealed(
                 at / "driver.json", {**read_sealed(at / "driver.json"), "phase": "other"}
             ),
-            r"driver\.json has its right hash and does not describe a checkpoint",
+            r"driver\.json has the right hash but does not describe a checkpoint",
         ),
     ],
 )
@@ -508,8 +512,8 @@ def test_a_checkpoint_that_is_left_out_is_named(
     assert latest is not None and latest.step == 1
     two, three = store.left_out()
     assert (
-        "global_step_2 is left out, no run resumes from it: policy/manifest.json is missing" in two
+        "global_step_2 is ignored, no run resumes from it: policy/manifest.json is missing" in two
     )
-    assert "global_step_3 is left out, no run resumes from it: driver.json is missing" in three
+    assert "global_step_3 is ignored, no run resumes from it: driver.json is missing" in three
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.count("is left out") == 2
+    assert capsys.readouterr().err.count("is ignored") == 2
