@@ -29,7 +29,7 @@ _RUNS = Path("runs/bench")
 
 
 def add(commands: Any) -> None:
-    """Put the command and its six actions into the parser."""
+    """Add the command and its six actions to the parser."""
     actions = add_actions(
         commands, "bench", "benchmark suites for clusters, with baselines and a gate", BENCH
     )
@@ -53,20 +53,20 @@ def add(commands: Any) -> None:
         help="all nodes that run this suite into the same folder",
     )
     compare = add_command(
-        actions, "compare", "judge a run by another, or by the baseline", BENCH, run_compare
+        actions, "compare", "compare a run with another, or with the baseline", BENCH, run_compare
     )
     compare.add_argument(
         "first",
         type=Path,
         metavar="A",
-        help="the older run; alone: the run to judge by the baseline",
+        help="the older run; alone: the run to compare with the baseline",
     )
-    compare.add_argument("second", type=Path, nargs="?", metavar="B", help="the run to judge")
+    compare.add_argument("second", type=Path, nargs="?", metavar="B", help="the run to compare")
     compare.add_argument(
-        "--bound", type=float, metavar="X", help="0.05 for 5%%, in place of the metrics' own"
+        "--bound", type=float, metavar="X", help="0.05 for 5%%, overriding the metrics' own"
     )
     baseline = add_command(
-        actions, "baseline", "keep runs as the baseline of this hardware", BENCH, run_baseline
+        actions, "baseline", "store runs as the baseline of this hardware", BENCH, run_baseline
     )
     baseline.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     for parser in (compare, baseline):
@@ -80,7 +80,7 @@ def add(commands: Any) -> None:
     report = add_command(
         actions,
         "report",
-        "a run, or the history of several, as a table or a page",
+        "show a run, or the history of several, as a table or a page",
         BENCH,
         run_report,
     )
@@ -95,16 +95,18 @@ def add(commands: Any) -> None:
     report.add_argument(
         "--strict",
         action="store_true",
-        help="exit status 1 when a node stands out or a check fails",
+        help="exit status 1 if a node is an outlier or a check fails",
     )
-    archive = add_command(actions, "archive", "a run with its logs in one file", BENCH, run_archive)
+    archive = add_command(
+        actions, "archive", "pack a run with its logs into one file", BENCH, run_archive
+    )
     archive.add_argument("run", type=Path, metavar="RUN")
     for parser in (report, archive):
         parser.add_argument("--out", type=Path, metavar="FILE", help="where to write")
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """`hybridflow bench list`."""
+    """Run `hybridflow bench list`."""
     from hybridflow.bench.measurements.base import MEASUREMENTS, SUITES, comparisons
 
     entries = {name: MEASUREMENTS.get(name) for name in MEASUREMENTS.names()}
@@ -120,7 +122,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_suite(args: argparse.Namespace) -> int:
-    """`hybridflow bench run`; exit status 1 when nothing could be measured."""
+    """Run `hybridflow bench run`. Returns exit status 1 if nothing could be measured."""
     from hybridflow.bench import files, show
     from hybridflow.bench import result as results
     from hybridflow.bench.page import page
@@ -145,14 +147,14 @@ def run_suite(args: argparse.Namespace) -> int:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """`hybridflow bench compare`; exit status 1 when a metric is slower, 3 when the hardware
-    differs."""
+    """Run `hybridflow bench compare`. Returns exit status 1 if a metric is slower, 3 if the
+    hardware differs."""
     from hybridflow.bench import files, show
     from hybridflow.bench.gate import compare
     from hybridflow.errors import DataError
 
     if args.bound is not None and not 0 < args.bound < 10:
-        raise ConfigError(f"--bound {args.bound:g}: a share is needed, as 0.05 for 5%")
+        raise ConfigError(f"--bound {args.bound:g}: expected a fraction such as 0.05 for 5%")
     if args.second is None:
         second = files.load(args.first)
         first = files.find_baseline(args.baselines, second)
@@ -168,7 +170,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 
 def run_baseline(args: argparse.Namespace) -> int:
-    """`hybridflow bench baseline`."""
+    """Run `hybridflow bench baseline`."""
     from hybridflow.bench import files
     from hybridflow.bench import result as results
     from hybridflow.errors import DataError
@@ -187,7 +189,7 @@ def run_baseline(args: argparse.Namespace) -> int:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """`hybridflow bench report`."""
+    """Run `hybridflow bench report`."""
     import json
 
     from hybridflow.bench import files, page, show
@@ -212,7 +214,7 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def run_archive(args: argparse.Namespace) -> int:
-    """`hybridflow bench archive`."""
+    """Run `hybridflow bench archive`."""
     from hybridflow.bench import files
 
     if not args.run.is_dir():

@@ -28,12 +28,12 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 2
 
 
 def add(commands: Any) -> None:
-    """Put the command and its four actions into the parser."""
+    """Add the command and its four actions to the parser."""
     actions = add_actions(
-        commands, "checkpoint", "look at, verify, export and import checkpoints", CHECKPOINT
+        commands, "checkpoint", "inspect, verify, export and import checkpoints", CHECKPOINT
     )
     inspect = add_command(
-        actions, "inspect", "print what a checkpoint is and holds", CHECKPOINT, run_inspect
+        actions, "inspect", "print a checkpoint's properties and contents", CHECKPOINT, run_inspect
     )
     about = "read every file again and compare it with the manifest"
     verify = add_command(actions, "verify", about, CHECKPOINT, run_verify)
@@ -61,14 +61,14 @@ def add(commands: Any) -> None:
             help="your own map of the model's tensors, as model.family names it",
         )
     export.add_argument(
-        "--adapter", action="store_true", help="the low-rank adapters alone, as PEFT keeps them"
+        "--adapter", action="store_true", help="only the low-rank adapters, in PEFT's format"
     )
     export.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="tokenizer files to copy (default: the run's)"
     )
     about = (
-        "the folder that the model came from: what training does not touch is copied (default: the "
-        "run's model.path)"
+        "the model's original folder, from which weights that training does not use are copied "
+        "(default: the run's model.path)"
     )
     export.add_argument("--published", type=Path, metavar="DIR", help=about)
     for parser in (inspect, verify):
@@ -76,7 +76,7 @@ def add(commands: Any) -> None:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """`hybridflow checkpoint inspect`."""
+    """Run `hybridflow checkpoint inspect`."""
     from hybridflow.saving import tools
 
     with memory_limit():
@@ -89,7 +89,7 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """`hybridflow checkpoint verify`; exit code 1 when a file is not what it should be."""
+    """Run `hybridflow checkpoint verify`. Returns exit code 1 if a file is invalid."""
     with memory_limit():
         return _verify(args)
 
@@ -126,7 +126,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """`hybridflow checkpoint export`."""
+    """Run `hybridflow checkpoint export`."""
     from hybridflow.models import use_family
     from hybridflow.saving import tools
 
@@ -138,7 +138,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """`hybridflow checkpoint import`."""
+    """Run `hybridflow checkpoint import`."""
     from hybridflow.models import use_family
     from hybridflow.saving import tools
 
@@ -157,7 +157,7 @@ def _report(written: Any) -> int:
 
 
 def _size(text: str) -> int:
-    """`4Gi` -> 4294967296, `500M` -> 500000000."""
+    """Parse a size: `4Gi` -> 4294967296, `500M` -> 500000000."""
     found = re.fullmatch(r"(\d+)\s*([KMG]?I?)B?", text.strip().upper())
     if found is None or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: write a size as 500M or 4Gi")

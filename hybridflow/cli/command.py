@@ -1,5 +1,4 @@
-"""What the commands have in common: their parsers, the options that choose a recipe, and running
-it."""
+"""Code shared by the commands: parsers, the options that select a recipe, and running it."""
 
 from __future__ import annotations
 
@@ -22,11 +21,10 @@ Handler = Callable[[argparse.Namespace], int]
 def add_command(
     commands: Any, name: str, summary: str, epilog: str, handler: Handler | None
 ) -> argparse.ArgumentParser:
-    """The parser of a command among `commands`; a command with actions has no handler of its
-    own."""
+    """Add the parser of a command to `commands`. A command with actions has no handler."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
-        allow_abbrev=False,  # what an abbreviation means changes with the next option
+        allow_abbrev=False,  # the meaning of an abbreviation would change with new options
         formatter_class=argparse.RawDescriptionHelpFormatter,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
@@ -37,14 +35,14 @@ def add_command(
 
 
 def add_actions(commands: Any, name: str, summary: str, epilog: str) -> Any:
-    """A command that needs one of several actions; returns what takes them, as `commands` takes
-    commands."""
+    """Add a command that requires one of several actions. Returns the object to add the actions
+    to."""
     group = add_command(commands, name, summary, epilog, None)
     return group.add_subparsers(metavar="ACTION", required=True)
 
 
 def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> None:
-    """--config-name, --config-dir, and settings that replace the recipe's."""
+    """Add --config-name, --config-dir, and settings that override the recipe's."""
     parser.add_argument("--config-name", *aliases, metavar="NAME", help=about)
     parser.add_argument(
         "--config-dir",
@@ -53,23 +51,23 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
         help="a folder with recipes and groups of your own, searched first",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's"
+        "overrides", nargs="*", metavar="key=value", help="settings that override the recipe's"
     )
 
 
 def say(text: str) -> None:
-    """Print text with names and values from files, which cannot steer the terminal."""
+    """Print text with names and values from files, escaping control characters."""
     encoding = sys.stdout.encoding or "utf-8"
     print(printable(text).encode(encoding, errors="backslashreplace").decode(encoding), flush=True)
 
 
 def say_error(text: object) -> None:
-    """Print a message on stderr, likewise."""
+    """Print a message on stderr, escaping control characters."""
     print(f"hybridflow: {printable(str(text))}", file=sys.stderr, flush=True)
 
 
 def warn(run: RunConfig) -> None:
-    """Print what of a checked configuration is far from the habit of published runs."""
+    """Print warnings about values of a checked configuration that are far from published runs."""
     from hybridflow.config.habits import warnings
 
     for line in warnings(run):
@@ -85,7 +83,7 @@ def run_job(job: str, run: RunConfig) -> None:
     from hybridflow.trainer.preload import Preload
 
     with Preload(run, with_engines=job == "train" and generates(run)) as preload:
-        # torch comes in here, while the servers load what they need
+        # torch is imported here, while the servers are loading
         from hybridflow.models.check import check
 
         check(run, job)

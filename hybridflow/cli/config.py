@@ -17,7 +17,7 @@ examples:
 
 
 def add(commands: Any) -> None:
-    """Put the command and its two actions into the parser."""
+    """Add the command and its two actions to the parser."""
     actions = add_actions(commands, "config", "explain the keys of a configuration", CONFIG)
     keys = add_command(actions, "keys", "print type, default and meaning of keys", CONFIG, run_keys)
     keys.add_argument(
@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
 
 
 def run_keys(args: argparse.Namespace) -> int:
-    """`hybridflow config keys`."""
+    """Run `hybridflow config keys`."""
     from hybridflow.config.build import to_plain
     from hybridflow.config.keys import all_keys, description, require_key, value_at
     from hybridflow.config.schema import RunConfig
@@ -44,7 +44,7 @@ def run_keys(args: argparse.Namespace) -> int:
 
 
 def run_schema(args: argparse.Namespace) -> int:
-    """`hybridflow config schema`."""
+    """Run `hybridflow config schema`."""
     from hybridflow.config.json_schema import recipe_schema
 
     print(json.dumps(recipe_schema(), indent=1))

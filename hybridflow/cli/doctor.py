@@ -33,26 +33,26 @@ status is 1 when there is an error.
 
 
 def add(commands: Any) -> None:
-    """Put the command into the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands,
         "doctor",
-        "what a run would use of this machine, or of a model folder, and what not and why",
+        "check this machine's hardware and packages, or a model folder",
         DOCTOR,
         run,
     )
     add_recipe(parser, "also check what this recipe needs", "--recipe")
-    about = "look at this model folder, or hub id in the cache, in place of the machine"
+    about = "check this model folder, or hub id in the cache, instead of the machine"
     parser.add_argument("--model", metavar="FOLDER", help=about)
     parser.add_argument(
         "--nodes", action="store_true", help="on every node of the allocation, by srun"
     )
-    parser.add_argument("--errors-only", action="store_true", help="leave out what is in order")
+    parser.add_argument("--errors-only", action="store_true", help="hide checks that passed")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """`hybridflow doctor`; exit status 1 when a run would end."""
+    """Run `hybridflow doctor`. Returns exit status 1 if a run would fail."""
     if args.nodes:
         return _on_every_node(args)
     findings = _of_model(args) if args.model is not None else _of_machine(args)
@@ -83,8 +83,8 @@ def _of_machine(args: argparse.Namespace) -> list[Finding]:
 
 
 def _of_model(args: argparse.Namespace) -> list[Finding]:
-    """A recipe's data and machine are not asked for: the folder is looked at where it was
-    downloaded."""
+    """Check a model folder, without a recipe's data and machine: it may be on the machine where it
+    was downloaded."""
     from hybridflow.config import hub
     from hybridflow.doctor import machine, model
 

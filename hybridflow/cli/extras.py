@@ -1,4 +1,4 @@
-"""Which extra of the package brings a module that a command did not find."""
+"""Mapping of missing modules to the extras of this package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULES = {
 }
 
 KERNELS = "hybridflow_kernels"
-# comes with the package, unless that was built from files that somebody chose
+# included in the package, unless it was built from a subset of the files
 WITHOUT_KERNELS = (
     f"this installation lacks {KERNELS}: it was built without the folder kernels/; copy the folder "
     "as launch/containers/Dockerfile does and build the image again, or pip install the whole "
@@ -33,15 +33,15 @@ WITHOUT_KERNELS = (
 
 
 def require(*modules: str) -> None:
-    """Raise ModuleNotFoundError for the first of these that is not installed, before processes
-    start that need it."""
+    """Raise ModuleNotFoundError for the first of these that is not installed, before starting
+    processes that need it."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """What to install, as one message; None for a module that no extra brings."""
+    """Return what to install as a message; None for a module that no extra provides."""
     module = (error.name or "").partition(".")[0]
     if module == KERNELS:
         return WITHOUT_KERNELS

@@ -1,8 +1,8 @@
 """`hybridflow train | sft | train-reward | prepare | report | replay | plan | reshard | checkpoint
 | slurm | doctor | bench | config | version`.
 
-Handlers import what they need when they run: `--help` must answer at once and must work where
-torch, Ray or Hydra are broken.
+Handlers import their dependencies when they run: `--help` must be instant and must work if torch,
+Ray or Hydra are broken.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Errors a user can cause become one message without a
+    """Run one command and return the exit code. User errors become one message without a
     traceback."""
     try:
         args = parse(list(sys.argv[1:] if argv is None else argv))
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say_error("interrupted")
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has gone. Point stdout elsewhere, or the interpreter complains
-        # while flushing at exit.
+        # The reader (head, less) has exited. Point stdout elsewhere, or the interpreter reports an
+        # error when flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line; `key=value` words may stand before, between and after the options."""
+    """Parse the command line. `key=value` words may be before, between and after the options."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     words = [*getattr(args, "overrides", ()), *rest]
@@ -117,8 +117,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _option_hint(parser: argparse.ArgumentParser, word: str, argv: list[str]) -> str:
-    """What to write in place of an unknown option: a setting, where it is the name of one after
-    dashes, else the nearest option."""
+    """Return a hint for an unknown option: a setting if it is the name of one, else the nearest
+    option."""
     from hybridflow.config.keys import exists
     from hybridflow.config.schema import RunConfig
 
@@ -135,7 +135,7 @@ def _option_hint(parser: argparse.ArgumentParser, word: str, argv: list[str]) ->
 
 
 def _options(parser: argparse.ArgumentParser, argv: list[str]) -> Iterator[str]:
-    """The options of a command, and of those below it that the command line names."""
+    """Yield the options of a command and of the subcommands in the command line."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
@@ -145,7 +145,7 @@ def _options(parser: argparse.ArgumentParser, argv: list[str]) -> Iterator[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all subcommands."""
+    """Build the parser with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="hybridflow",
         description=TOP,
@@ -157,7 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_job(commands, "train", "train a policy with reinforcement learning")
-    _add_job(commands, "sft", "supervised training alone, on the recipe's sft section")
+    _add_job(commands, "sft", "supervised training only, with the recipe's sft section")
     _add_job(
         commands,
         "train-reward",
@@ -165,7 +165,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     tasks = "\n".join(f"  {name:<12} {text}" for name, text in PREPARE_TASK.summaries().items())
-    about = "make the parquet files of a task"
+    about = "write the parquet files of a task"
     prepare = add_command(commands, "prepare", about, PREPARE.format(tasks=tasks), run_prepare)
     prepare.add_argument("task", metavar="TASK", help=" | ".join(PREPARE_TASK.names()))
     prepare.add_argument(
@@ -191,14 +191,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run_configured(args: argparse.Namespace, job: str) -> int:
-    """`hybridflow train`, `sft` and `train-reward`."""
+    """Run `hybridflow train`, `sft` or `train-reward`."""
     if (run := _configured(args, job)) is not None:
         run_job(job, run)
     return 0
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    """`hybridflow prepare`."""
+    """Run `hybridflow prepare`."""
     names = PREPARE_TASK.names()
     if args.task not in names and not is_user_entry(args.task):
         near = difflib.get_close_matches(args.task, names, n=1)
@@ -221,7 +221,7 @@ def run_prepare(args: argparse.Namespace) -> int:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """`hybridflow report`."""
+    """Run `hybridflow report`."""
     if not args.run_dir.is_dir():
         raise ConfigError(f"{args.run_dir}: no such run folder")
     if not any(
@@ -239,14 +239,14 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def run_version(args: argparse.Namespace) -> int:
-    """`hybridflow version`."""
+    """Run `hybridflow version`."""
     print(f"hybridflow {hybridflow.__version__}")
     return 0
 
 
 def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
-    """The checked configuration of a job; None where the command asks for a text alone, which is
-    then printed."""
+    """Return the checked configuration of a job, or None if the command only prints a text, which
+    is then printed."""
     if args.config_name is None:
         if args.overrides or args.print_config or args.explain:
             raise ConfigError(
@@ -287,7 +287,7 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 
 
 def _epochs(run: RunConfig) -> str:
-    """How many steps go through the data once; rows that are too long are dropped later."""
+    """Describe the steps per epoch. Rows that are too long are dropped only later."""
     files = run.data.train_files
     batch = run.data.train_batch_size
     epochs = run.trainer.total_epochs
@@ -301,7 +301,7 @@ def _epochs(run: RunConfig) -> str:
     given = f"trainer.total_steps {steps} = {steps * batch / max(rows, 1):,.2f} epochs"
     if epochs is not None:
         given = f"trainer.total_epochs {epochs} = {steps} steps"
-    fits = "" if rows >= batch else "; a batch has more rows than there are, which is refused"
+    fits = "" if rows >= batch else "; error: a batch has more rows than the files"
     return (
         f"Epoch: {rows} rows of data.train_files / data.train_batch_size {batch} = "
         f"{rows / batch:,.1f} steps; {given} (before rows that are too long are dropped){fits}"
@@ -342,7 +342,8 @@ def _list_recipes(args: argparse.Namespace, job: str) -> None:
 
 
 def _parse_option(word: str) -> tuple[str, Any]:
-    """`num_train=4000` -> ("num_train", 4000); a value that is no JSON literal stays a string."""
+    """Parse `num_train=4000` to ("num_train", 4000). A value that is not a JSON literal stays a
+    string."""
     key, found, text = word.partition("=")
     if not found or not key:
         raise ConfigError(f"option {word!r}: write key=value, for example num_train=4000")

@@ -1,4 +1,4 @@
-"""`hybridflow plan`: memory, time and placement of a recipe before a device is held; and
+"""`hybridflow plan`: memory, time and placement of a recipe before allocating a device; and
 `hybridflow reshard plan`."""
 
 from __future__ import annotations
@@ -80,15 +80,17 @@ def add(commands: Any) -> None:
     )
     add("--auto", action="store_true", help="find the placement and layouts with the shortest step")
     add(
-        "--overlap", action="store_true", help="--auto: engines of their own may generate meanwhile"
+        "--overlap",
+        action="store_true",
+        help="--auto: also consider separate engines that generate in the meantime",
     )
-    add("--published", action="store_true", help="how the planner agrees with published runs")
+    add("--published", action="store_true", help="compare the planner with published runs")
     add(
         "--recipes", action="store_true", help="plan all recipes for GPU clusters (docs/recipes.md)"
     )
     _add_transfer(plan, is_required=False)
     actions = add_actions(
-        commands, "reshard", "how weights travel from trainer to engines", RESHARD
+        commands, "reshard", "transfer of weights from trainer to engines", RESHARD
     )
     transfer = add_command(
         actions, "plan", "plan, prove and simulate one weight sync", RESHARD, run_transfer
@@ -97,7 +99,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`hybridflow plan`."""
+    """Run `hybridflow plan`."""
     if args.published or args.recipes:
         from hybridflow.planning import accuracy, recipes
 
@@ -201,8 +203,8 @@ def _write_page(args: argparse.Namespace, name: str, plan: Plan, text: str) -> N
 
 
 def _sizes(config: RunConfig) -> dict[str, Any]:
-    """The policy's config; its vocabulary from the tokenizer's folder where the recipe leaves it
-    open."""
+    """Return the policy's config, with the vocabulary size from the tokenizer's folder if the
+    recipe does not specify it."""
     from hybridflow.config import derived
 
     sizes = dict(derived.hf_config(config.model))
@@ -214,12 +216,12 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
                 values.get("added_tokens", ())
             )
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # `job_of` says what is missing
+            pass  # `job_of` reports what is missing
     return sizes
 
 
 def run_transfer(args: argparse.Namespace) -> int:
-    """`hybridflow reshard plan`, and `hybridflow plan` with the same flags."""
+    """Run `hybridflow reshard plan`, or `hybridflow plan` with the same flags."""
     from hybridflow.models.layout import ParallelShape
     from hybridflow.planning.transfer import dry_run
     from hybridflow.reshard import report
@@ -264,7 +266,7 @@ def _add_transfer(parser: argparse.ArgumentParser, is_required: bool) -> None:
         "travel along"
     )
     add("--engine-dtype", choices=(*dtypes, "fp8"), help=engine_dtype)
-    staging = f"{without}memory for messages under way, a rank (default: 1024)"
+    staging = f"{without}memory per rank for messages in flight (default: 1024)"
     add("--staging-mib", type=int, default=1024, metavar="MIB", help=staging)
     add(
         "--link-gbps",

@@ -30,7 +30,7 @@ number is the same bit for bit, and 1 where one differs.
 
 
 def add(commands: Any) -> None:
-    """Put the command into the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands, "replay", "repeat a step of a run from its dump and compare", REPLAY, run_replay
     )
@@ -44,12 +44,12 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--run-code", action="store_true", help=about)
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace the run's"
+        "overrides", nargs="*", metavar="key=value", help="settings that override the run's"
     )
 
 
 def run_replay(args: argparse.Namespace) -> int:
-    """`hybridflow replay`."""
+    """Run `hybridflow replay`."""
     run_dir: Path = args.run_dir
     from hybridflow.config.check import check
     from hybridflow.observe.rollouts import dump_path, list_dumps
@@ -84,8 +84,8 @@ def run_replay(args: argparse.Namespace) -> int:
 
 
 def _require_config(file: Path) -> None:
-    """ConfigError when it is not the configuration of a run: plain values, without a list of other
-    recipes and without references, by which it could read variables of the environment."""
+    """Raise ConfigError unless the file is a run's configuration: plain values, without a defaults
+    list, and without interpolations, which could read environment variables."""
     from hybridflow.config.outside_yaml import read_outside_yaml
 
     try:
@@ -95,15 +95,15 @@ def _require_config(file: Path) -> None:
             f"{file.parent} is not the folder of a run: it has no {file.name}"
         ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not what a run writes: {error}") from error
+        raise ConfigError(f"{file} is not a run's configuration: {error}") from error
     if "defaults" in values or "${" in text:
         what = "a list of defaults" if "defaults" in values else "a reference ${...}"
-        raise ConfigError(f"{file} is not what a run writes: it has {what}")
+        raise ConfigError(f"{file} is not a run's configuration: it has {what}")
 
 
 def _load(file: Path, words: Sequence[str]) -> RunConfig:
-    """The configuration with these settings; no other file of its folder counts as a recipe or a
-    group."""
+    """Load the configuration with these settings. No other file of its folder is used as a recipe
+    or group."""
     from hybridflow.config.load import load_config
 
     with tempfile.TemporaryDirectory() as alone:
@@ -112,7 +112,8 @@ def _load(file: Path, words: Sequence[str]) -> RunConfig:
 
 
 def _refuse_code(run: RunConfig, run_dir: Path, overrides: Sequence[str]) -> None:
-    """ConfigError when the replay would execute what config.yaml names, not the command line."""
+    """Raise ConfigError if the replay would execute code named by config.yaml but not by the
+    command line."""
     from hybridflow.config.own_entries import code_of
 
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
@@ -133,7 +134,7 @@ def _replay(run: RunConfig, run_dir: Path, folder: Path, step: int) -> int:
 
 
 def _new_folder(parent: Path, step: int) -> Path:
-    """A folder that no other replay uses."""
+    """Create a folder that no other replay uses."""
     number = 0
     while True:
         folder = parent / (f"step_{step:06d}" + (f".{number}" if number else ""))
@@ -146,8 +147,8 @@ def _new_folder(parent: Path, step: int) -> Path:
 
 
 def _link_checkpoint(run: RunConfig, run_dir: Path, folder: Path, step: int) -> None:
-    """Let the replay begin from the run's checkpoint after `step`, or before the first step from
-    the run's beginning.
+    """Let the replay start from the run's checkpoint after `step`, or before the first step from
+    scratch.
 
     Raises:
         CheckpointError: there is none.

@@ -33,18 +33,18 @@ every key). docs/cluster.md
 
 
 def add(commands: Any) -> None:
-    """Put the command and its five actions into the parser."""
-    actions = add_actions(commands, "slurm", "submit jobs to Slurm and look after them", SLURM)
+    """Add the command and its five actions to the parser."""
+    actions = add_actions(commands, "slurm", "submit and manage Slurm jobs", SLURM)
     submit = add_command(
         actions, "submit", "submit a job that starts Ray on its nodes and trains", SLURM, run_submit
     )
     render = add_command(
-        actions, "render", "print the sbatch file that submit would hand in", SLURM, run_render
+        actions, "render", "print the sbatch file that submit would use", SLURM, run_render
     )
     for parser in (submit, render):
         _add_job_options(parser)
     for name, summary, handler in (
-        ("status", "how a job stands, and how its starts ended", run_status),
+        ("status", "a job's state, and the outcome of its starts", run_status),
         ("logs", "the logs of all nodes and starts of a job", run_logs),
         ("cancel", "cancel jobs", run_cancel),
     ):
@@ -60,14 +60,14 @@ def add(commands: Any) -> None:
             parser.add_argument(
                 "--follow",
                 action="store_true",
-                help="the job's output as it comes, to the job's end",
+                help="follow the job's output until it ends",
             )
 
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_recipe(parser, "a recipe")
-    add("--bench", metavar="SUITE", help="a suite of `hybridflow bench`, in place of a recipe")
+    add("--bench", metavar="SUITE", help="a suite of `hybridflow bench`, instead of a recipe")
     add("--job", choices=("train", "sft", "train-reward"), default="train", help="default: train")
     add(
         "--nodes", type=int, metavar="N", help="default: what the recipe's cluster and engines need"
@@ -91,14 +91,14 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="further nodes that take the place of bad ones",
+        help="spare nodes that replace bad ones",
     )
     add("--gpus-per-node", type=int, metavar="N")
     add("--partition", metavar="NAME")
     add("--account", metavar="NAME")
-    add("--time", metavar="TIME", help="time limit, as sbatch takes it")
+    add("--time", metavar="TIME", help="time limit, in sbatch's format")
     add("--array", metavar="SPEC", help="a job array; %%a in settings is the task's number")
-    add("--dependency", metavar="SPEC", help="as sbatch takes it")
+    add("--dependency", metavar="SPEC", help="in sbatch's format")
     add("--max-restarts", type=int, default=3, metavar="N", help="after failures (default: 3)")
     add(
         "--grace",
@@ -118,7 +118,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_submit(args: argparse.Namespace) -> int:
-    """`hybridflow slurm submit`."""
+    """Run `hybridflow slurm submit`."""
     from hybridflow.launch import slurm
     from hybridflow.launch.job import render
 
@@ -135,7 +135,7 @@ def run_submit(args: argparse.Namespace) -> int:
 
 
 def run_render(args: argparse.Namespace) -> int:
-    """`hybridflow slurm render`."""
+    """Run `hybridflow slurm render`."""
     from hybridflow.launch.job import render
 
     print(render(*_job(args)), end="")
@@ -143,7 +143,7 @@ def run_render(args: argparse.Namespace) -> int:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """`hybridflow slurm status`."""
+    """Run `hybridflow slurm status`."""
     from hybridflow.launch import slurm
 
     print(slurm.status(args.jobs[0], args.output_dir / "slurm"))
@@ -151,7 +151,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_logs(args: argparse.Namespace) -> int:
-    """`hybridflow slurm logs`."""
+    """Run `hybridflow slurm logs`."""
     from hybridflow.launch import slurm
 
     job = args.jobs[0]
@@ -165,7 +165,7 @@ def run_logs(args: argparse.Namespace) -> int:
 
 
 def run_cancel(args: argparse.Namespace) -> int:
-    """`hybridflow slurm cancel`."""
+    """Run `hybridflow slurm cancel`."""
     from hybridflow.launch import slurm
 
     slurm.cancel(args.jobs)
@@ -173,7 +173,7 @@ def run_cancel(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> tuple[Job, Site]:
-    """The job that the options ask for, its recipe checked as `train` checks it."""
+    """Return the job that the options describe, with its recipe checked as for `train`."""
     if args.bench:
         return _bench_job(args)
     if args.config_name is None:
@@ -187,8 +187,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     from hybridflow.config.load import load_config
     from hybridflow.launch.job import Job, nodes_of
 
-    # The number of an array's task stands in for %a, so that the recipe is checked as the first
-    # task reads it.
+    # The array task's number replaces %a, so that the recipe is checked as the first task reads it.
     overrides = [word.replace("%a", "1") for word in args.overrides]
     run = load_config(args.config_name, overrides, args.config_dir)
     if run.cluster.in_process:
@@ -198,14 +197,14 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
             f"{args.config_name}', or add cluster=one-process"
         )
     _check_address(run.cluster.address, overrides)
-    # the job's own head takes the place of what the recipe's group says (`launch.driver.run`)
+    # the job's own head overrides the recipe's group (`launch.driver.run`)
     joined = [*overrides, "cluster.address='127.0.0.1:1'"]
     checked = located(load_config(args.config_name, joined, args.config_dir))
     check(checked, args.job)
     warn(checked)
     if run.trainer.resume == "disable":
         raise ConfigError(
-            "trainer.resume=disable: a requeued job would begin again; choose another name=... "
+            "trainer.resume=disable: a requeued job would start over; choose another name=... "
             "instead"
         )
     site = _site(args)
@@ -247,8 +246,8 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
 
 
 def _check_address(address: str | None, overrides: Sequence[str]) -> None:
-    """ConfigError where the user names a cluster for a job, which starts its own; a line where the
-    recipe does."""
+    """Raise ConfigError if the user sets a cluster address for a job, which starts its own cluster.
+    If the recipe sets one, print a line."""
     if address in (None, "auto"):
         return
     if any(word.lstrip("+").startswith("cluster.address=") for word in overrides):
@@ -262,7 +261,7 @@ def _check_address(address: str | None, overrides: Sequence[str]) -> None:
 
 
 def _site(args: argparse.Namespace) -> Site:
-    """The site file's defaults, with the options that take their place."""
+    """Return the site file's defaults, overridden by the options."""
     from dataclasses import replace
 
     from hybridflow.launch.site import read_site
@@ -274,7 +273,7 @@ def _site(args: argparse.Namespace) -> Site:
 
 
 def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
-    """A job that runs a suite of benchmarks on each of its nodes, without Ray."""
+    """Return a job that runs a benchmark suite on each of its nodes, without Ray."""
     from hybridflow.bench.measurements.base import chosen
     from hybridflow.launch.job import Job
 

@@ -97,7 +97,7 @@ def test_a_baseline_of_other_hardware_is_refused_with_what_differs(tmp_path: Pat
         (["compare", ".", "."], "has no result.json"),
         (["report", "."], "has no result.json"),
         (["archive", "absent"], "no such folder"),
-        (["compare", "absent.json", "b", "--bound", "-1"], "a share is needed"),
+        (["compare", "absent.json", "b", "--bound", "-1"], "expected a fraction"),
     ],
 )
 def test_what_is_wrong_is_one_message(
