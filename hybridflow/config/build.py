@@ -1,5 +1,5 @@
-"""Plain mapping -> frozen dataclasses, strictly: every key must exist, every value must have the
-field's type.
+"""Strict conversion of a plain mapping to frozen dataclasses: every key must exist, and every value
+must have the field's type.
 
 OmegaConf's structured configs would give read-only nodes instead of our dataclasses, and messages
 without the nearest key (ADR 0004).
@@ -18,18 +18,18 @@ from hybridflow.errors import ConfigError
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
-    """Build the run configuration from a plain nested mapping; what is not given keeps the schema's
-    default.
+    """Build the run configuration from a plain nested mapping. Missing keys have the schema's
+    defaults.
 
     Raises:
         ConfigError: unknown key, wrong type or a value outside a field's choices. The message names
-        the full dotted key.
+            the full dotted key.
     """
     return cast(RunConfig, build_options(RunConfig(), values, ""))
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses -> dicts and tuples -> lists, all the way down: what YAML and JSON can hold."""
+    """Convert dataclasses to dicts and tuples to lists recursively, for YAML and JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain = {}
         for field in dataclasses.fields(value):
@@ -43,9 +43,8 @@ def to_plain(value: Any) -> Any:
 
 
 def build_options(defaults: Any, values: Any, prefix: str) -> Any:
-    """A dataclass with what is given in `values`, the mapping at the key `prefix`, in place of its
-    `defaults`, which may be others than those of its class (`sft.optim`). ConfigError: as
-    `build`."""
+    """Build a dataclass from `values`, the mapping at the key `prefix`, and `defaults`, which may
+    differ from those of its class (`sft.optim`). Raises ConfigError like `build`."""
     hints = hints_of(type(defaults))
     if not isinstance(values, Mapping):
         raise ConfigError(

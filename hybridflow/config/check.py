@@ -1,8 +1,8 @@
-"""Cross-field checks: combinations that each key alone cannot show to be wrong. Pure, no torch;
-runs before anything is started.
+"""Cross-field checks: invalid combinations of individually valid keys. Pure, no torch; runs before
+anything is started.
 
-All problems of a configuration are reported at once, each with its keys, their values and what to
-do.
+All problems of a configuration are reported at once, each with its keys, their values and the
+remedy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hybridflow.config.locate import config_dirs, list_recipes, model_groups
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.errors import ConfigError
 
-# sizes of a model's config far above any published model's
+# sizes far above any published model's
 _MOST = {
     "num_hidden_layers": 10_000,
     "hidden_size": 1 << 20,
@@ -47,7 +47,7 @@ _MOST = {
 
 
 def check(config: RunConfig, job: str = "train") -> None:
-    """Raise one ConfigError that lists every problem of `config` for `hybridflow train`, `sft` or
+    """Raise one ConfigError with every problem of `config` for `hybridflow train`, `sft` or
     `train-reward`."""
     found = problems(config, job)
     if len(found) == 1:
@@ -60,18 +60,17 @@ def check(config: RunConfig, job: str = "train") -> None:
 
 
 def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[str]:
-    """Every problem as one line; empty when the configuration can run.
+    """Return every problem as one line; empty if the configuration can run.
 
     Args:
-        files: whether the files and folders that a run reads must be there; a plan is made without
-            them.
+        files: the files and folders that a run reads must exist; a plan is made without them.
     """
     found = [*out_of_range(config), *_names(config)]
     found += own_entries.problems(config) if files else []
-    if not found:  # a file that is missing is said once
+    if not found:  # a missing file is reported once
         found = [*check_entries.problems(config), *val_sets.problems(config)]
     if found:
-        # the checks below divide by these numbers, and ask these entries what they need
+        # the checks below divide by these numbers, and query these entries
         return found
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _model_source),
@@ -110,7 +109,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
 
 
 def _read_sizes(config: RunConfig) -> tuple[Mapping[str, Any], list[str]]:
-    """The model's config; an empty one, and why, where it cannot be read."""
+    """Return the model's config; or an empty one, with the reason, if it cannot be read."""
     try:
         return derived.hf_config(config.model), []
     except ConfigError as error:
@@ -126,7 +125,7 @@ def _names(config: RunConfig) -> Iterator[str]:
 
 
 def _layout(config: RunConfig) -> Iterator[str]:
-    """Parallel sizes against the number of processes."""
+    """Check parallel sizes against the number of processes."""
     world = derived.world_size(config)
     parallel = config.actor.parallel
     cluster = config.cluster
@@ -158,7 +157,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
 
 
 def _overlap(config: RunConfig) -> Iterator[str]:
-    """Data-parallel communication that overlaps with computation."""
+    """Check the overlap of data-parallel communication with computation."""
     parallel = config.actor.parallel
     if parallel.overlap_param_gather and not parallel.distributed_optimizer:
         yield (
@@ -296,7 +295,7 @@ def _model_source(config: RunConfig) -> Iterator[str]:
 
 
 def _model_folder(config: RunConfig) -> Iterator[str]:
-    """The folders of policy and tokenizer."""
+    """Check the folders of policy and tokenizer."""
     model = config.model
     if model.path is not None and hub.is_hub_id(model.path):
         yield (
@@ -325,7 +324,7 @@ def _model_folder(config: RunConfig) -> Iterator[str]:
 
 
 def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
-    """A folder of another model than the one whose sizes the recipe gives, and the recipes that are
+    """Check that a folder contains the model whose sizes the recipe gives, and suggest the recipes
     for it."""
     model = config.model
     differing = derived.differing_size(model.hf_config, sizes) if model.path is not None else None
@@ -348,7 +347,7 @@ def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
 
 
 def recipes_for(sizes: Mapping[str, Any]) -> list[str]:
-    """Names of the recipes for the model with this config.json."""
+    """Return the names of the recipes for the model with this config.json."""
     dirs = config_dirs(None)
     fitting = []
     for group, values in model_groups(dirs):
@@ -362,8 +361,8 @@ def recipes_for(sizes: Mapping[str, Any]) -> list[str]:
 
 
 def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
-    """Sizes of the model against engines and lengths; `hybridflow.models.check` asks its family
-    about the trainer's layout."""
+    """Check sizes of the model against engines and lengths. `hybridflow.models.check` checks the
+    trainer's layout with its family."""
     if absurd := list(_absurd_sizes(sizes)):
         return absurd
     tensor = config.actor.parallel.tensor
@@ -383,7 +382,7 @@ def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
 
 
 def _absurd_sizes(sizes: Mapping[str, Any]) -> Iterator[str]:
-    """A config.json of others that would fill the memory before anything else is noticed."""
+    """Reject an untrusted config.json whose sizes would exhaust the memory."""
     for key, most in _MOST.items():
         if isinstance(size := sizes.get(key), int) and not 0 < size <= most:
             yield (
@@ -407,7 +406,8 @@ def _dense_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _deepep_problems(config: RunConfig) -> Iterator[str]:
-    """Megatron's flex dispatcher serves the ranks that share experts (token_dispatcher.py:1346)."""
+    """Check Megatron's flex dispatcher, which needs ranks that share experts
+    (token_dispatcher.py:1346)."""
     if config.actor.parallel.expert * derived.expert_tensor_size(config.actor.parallel) == 1:
         yield (
             "actor.parallel.moe_dispatcher=deepep carries tokens between ranks, and with expert=1 "
@@ -442,7 +442,7 @@ def _router_losses(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]
     for key in ("router_aux_loss_coef", "router_z_loss_coef"):
         if getattr(actor, key):
             keys.append(key)
-    if not keys or actor.backend == "fsdp":  # refused by the backend
+    if not keys or actor.backend == "fsdp":  # rejected by the backend
         return
     named = " and ".join(f"actor.{key}={getattr(actor, key)}" for key in keys)
     if sizes and not derived.num_experts(sizes):

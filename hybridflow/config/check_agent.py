@@ -1,4 +1,4 @@
-"""What a conversation of several turns excludes, and its tools and servers of tools."""
+"""Checks of multi-turn conversations, their tools and MCP servers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class McpServer:
     """An entry of `rollout.agent.mcp_servers`.
 
     Attributes:
-        command: program and arguments of a server that speaks over its standard input and output.
-        env: environment variables of the driver that this server is given besides PATH, HOME and
-            the like.
-        url: of a server that speaks streamable HTTP.
+        command: program and arguments of a server that uses its standard input and output.
+        env: environment variables of the driver passed to this server, in addition to PATH, HOME
+            and the like.
+        url: address of a server that uses streamable HTTP.
         token_env: the environment variable of the driver with the bearer token for `url`.
-        tools: those that the policy may call; empty: all.
-        start_timeout_s: until the server has named its tools.
-        max_restarts: how often it is started again within an hour.
+        tools: tools that the policy may call; empty: all.
+        start_timeout_s: deadline for listing its tools.
+        max_restarts: restarts per hour.
     """
 
     command: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class McpServer:
 
 
 def mcp_servers(agent: AgentConfig) -> dict[str, McpServer]:
-    """The servers by name. ConfigError: a key of one is unknown or of the wrong type."""
+    """Return the servers by name. Raises ConfigError if a key is unknown or of the wrong type."""
     given = agent.mcp_servers.items()
     servers: dict[str, McpServer] = {}
     for name, server in given:
@@ -48,7 +48,7 @@ def mcp_servers(agent: AgentConfig) -> dict[str, McpServer]:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Every problem as one line."""
+    """Yield every problem as one line."""
     agent = config.rollout.agent
     if agent.loop == "environment" and agent.environment is None:
         yield (

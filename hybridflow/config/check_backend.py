@@ -1,4 +1,4 @@
-"""What `actor.backend=fsdp` cannot do, by key. Pure, no torch."""
+"""Unsupported settings of `actor.backend=fsdp`, by key. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OF_MEGATRON = (
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Every problem as one line; none with Megatron."""
+    """Yield every problem as one line; none with Megatron."""
     if config.actor.backend != "fsdp":
         return
     yield from _layout(config)
@@ -68,7 +68,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
 
 
 def family_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """A model with these sizes that it cannot train."""
+    """Check that the backend can train a model with these sizes."""
     if config.actor.backend == "fsdp" and derived.num_experts(sizes):
         yield (
             f"model_type={sizes.get('model_type')}: {_FSDP} trains models without experts; set "

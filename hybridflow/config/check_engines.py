@@ -1,5 +1,5 @@
-"""The shape of one engine of the built-in kind against itself and against the model's sizes. Pure,
-no torch."""
+"""Checks of an engine's shape, by itself and against the model's sizes, for the built-in kind.
+Pure, no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridflow.config.schema import RolloutConfig, RunConfig
 
 
 def shape_problems(config: RunConfig) -> Iterator[str]:
-    """What no model could run with."""
+    """Yield problems that no model could run with."""
     rollout = config.rollout
     for key in ("expert", "data_parallel_attention"):
         if rollout.tensor % (size := getattr(rollout, key)):
@@ -42,7 +42,7 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _node_problems(config: RunConfig) -> Iterator[str]:
-    """SGLang gives every node whole stages, or every stage whole nodes
+    """Check that every node has whole stages, or every stage whole nodes, as SGLang requires
     (sglang/srt/entrypoints/engine.py:2062)."""
     rollout = config.rollout
     nodes = config.rollout.nodes_per_engine
@@ -63,7 +63,7 @@ def _node_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _open_doors(config: RunConfig) -> Iterator[str]:
-    """What would let others of the machine or the network reach an engine."""
+    """Yield settings with which others on the machine or network could reach an engine."""
     rollout = config.rollout
     cluster = config.cluster
     if rollout.nodes_per_engine > 1 and not derived.engines_may_span_nodes(config):
@@ -76,8 +76,8 @@ def _open_doors(config: RunConfig) -> Iterator[str]:
 
 
 def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Sizes of the model (its HF config) that the engine's ranks cannot cut evenly. The vocabulary
-    is padded, so it is free."""
+    """Yield sizes of the model (its HF config) that are not divisible over the engine's ranks. The
+    vocabulary is padded, so it is unrestricted."""
     tensor = rollout.tensor
     expert = rollout.expert
     experts = derived.num_experts(sizes)

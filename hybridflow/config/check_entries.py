@@ -1,5 +1,5 @@
-"""Whether the advantage estimator, the policy loss and the trackers exist, take the given options,
-and fit the rest."""
+"""Checks of the advantage estimator, the policy loss and the trackers: existence, options, and
+compatibility with the other settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Every problem of the names and options as one line. Imports what the configuration names."""
+    """Yield every problem of the names and options as one line. Imports the configured entries."""
     builds: list[Callable[[], object]] = [
         lambda: estimator_options(config.algorithm),
         lambda: flow_options(config.algorithm),
@@ -40,7 +40,7 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def flow_problems(config: RunConfig) -> Iterator[str]:
-    """The flow against the roles that the other settings start, and against runs that do not
+    """Check the flow against the roles that the other settings start, and against runs that do not
     train."""
     name = derived.flow_name(config)
     flow = FLOWS.get(name)
@@ -71,8 +71,8 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
 
 
 def loss_problems(config: RunConfig) -> Iterator[str]:
-    """The policy loss against its aggregation and the correction of rollouts; a critic that nobody
-    would ask."""
+    """Check the policy loss against its aggregation and the rollout correction, and for an unused
+    critic."""
     actor = config.actor
     correction = config.actor.rollout_correction
     loss = POLICY_LOSSES.get(actor.policy_loss)
@@ -127,9 +127,9 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
 
 
 def preference_problems(config: RunConfig) -> Iterator[str]:
-    """A loss of preferences weighs each answer by the log-probs of the step's beginning and holds
-    its own divergence from the reference: later updates would use old weights, another KL term
-    would count it twice."""
+    """Check the settings of a preference loss. It weights each answer by the log-probs at the start
+    of the step and contains its own divergence from the reference: later updates would use outdated
+    weights, and another KL term would count it twice."""
     name = config.algorithm.adv_estimator
     if not ESTIMATORS.get(name).preferences:
         return
@@ -149,7 +149,7 @@ def preference_problems(config: RunConfig) -> Iterator[str]:
 
 
 def recorded_problems(config: RunConfig) -> Iterator[str]:
-    """What training on recorded pairs excludes."""
+    """Yield settings that are incompatible with recorded pairs."""
     if config.data.answers != "pairs":
         return
     pairs = "data.answers=pairs"
@@ -195,7 +195,7 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _bound_problem(name: str, bound: Any) -> str:
-    """What is wrong with the bound of a statistic of rejection; empty when nothing is."""
+    """Return the problem of the bound of a rejection statistic; empty if there is none."""
     if name not in STATISTICS:
         near = difflib.get_close_matches(name, STATISTICS, n=1, cutoff=0.0)[0]
         return (
@@ -216,8 +216,8 @@ def _bound_problem(name: str, bound: Any) -> str:
 
 
 def sample_problems(config: RunConfig) -> Iterator[str]:
-    """An estimator that compares the samples of a prompt needs two of them, ReMax a greedy answer;
-    which samples a step trains on."""
+    """Check that an estimator that compares samples of a prompt has at least two, that ReMax has a
+    greedy answer, and the selection of a step's samples."""
     algorithm = config.algorithm
     rollout = config.rollout
     reward = config.reward

@@ -1,4 +1,5 @@
-"""The files that a job reads: each exists, or `data.prepare` will make it. Pure, no torch."""
+"""Checks of the files that a job reads: each exists, or `data.prepare` will write it. Pure, no
+torch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str) -> Iterator[str]:
-    """Inputs that must exist, unless `data.prepare` will make them."""
+    """Yield inputs that are missing and will not be written by `data.prepare`."""
     wanted: dict[str, tuple[str, ...]] = {}
     if job == "train":
         wanted["data.train_files"] = config.data.train_files
@@ -76,8 +77,8 @@ def _missing(config: RunConfig, wanted: Mapping[str, tuple[str, ...]]) -> Iterat
 
 
 def _output_folders(config: RunConfig) -> Iterator[str]:
-    """Folders that the run makes or fills: nothing else of the name is in the way, and they can be
-    written."""
+    """Check the folders that the run creates or fills: the names are not taken, and they are
+    writable."""
     prepared = config.data.prepare.out if config.data.prepare.task is not None else None
     for key, folder in (
         ("output_dir", str(derived.run_dir(config))),
@@ -100,7 +101,7 @@ def _output_folders(config: RunConfig) -> Iterator[str]:
 
 
 def _absent(file: str) -> str:
-    """Why a name stands for no file: that of a file, or the hub id of a data set with or without a
+    """Return why a name matches no file: it is a path, or a dataset's hub id with or without a
     pattern."""
     repository = file.partition(":")[0]
     if not hub.is_hub_id(repository):
@@ -118,7 +119,7 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
     prepare = config.data.prepare
     if prepare.source is not None and not Path(prepare.source).is_dir():
         yield f"data.prepare.source={prepare.source}: no such folder"
-    optional = (  # what the task arithmetic makes only when it is asked to
+    optional = (  # written by the task arithmetic only on request
         ("sft", config.sft.steps, "num_sft", "demonstrations", 2000),
         ("reward_training", config.reward_training.steps, "num_pairs", "pairs", 9500),
         ("data", config.data.answers == "pairs", "num_pairs", "pairs", 9500),
@@ -143,7 +144,7 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
 
 
 def _published(config: RunConfig) -> Iterator[str]:
-    """Data sets that `data.prepare` must read, as its output is not there, and cannot."""
+    """Yield datasets that `data.prepare` needs to read, since its output is missing, but cannot."""
     prepare = config.data.prepare
     out = Path(config.data.prepare.out)
     entry = PREPARATIONS.get(prepare.task).published if prepare.task is not None else None
@@ -164,7 +165,7 @@ def _published(config: RunConfig) -> Iterator[str]:
 
 
 def available(config: RunConfig, path: str) -> bool:
-    """Whether a file exists, or `data.prepare` will make it."""
+    """Return True if a file exists, or `data.prepare` will write it."""
     if Path(path).exists():
         return True
     return config.data.prepare.task is not None and Path(path).resolve().is_relative_to(

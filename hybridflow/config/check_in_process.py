@@ -1,4 +1,4 @@
-"""What a job in one process (`cluster.in_process`) cannot do, by key. Pure, no torch."""
+"""Unsupported settings of a job in one process (`cluster.in_process`), by key. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridflow.config import derived
 from hybridflow.config.keys import differing
 from hybridflow.config.schema import RolloutConfig, RunConfig
 
-_ENGINE = "hf"  # the built-in kind that takes weights by reference
+_ENGINE = "hf"  # the built-in kind that copies weights directly
 # with one engine of one rank, and one rank of the policy
 _ONE = (
     *(
@@ -31,7 +31,7 @@ _WITHOUT_USE: Mapping[str, Any] = {
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Every problem as one line."""
+    """Yield every problem as one line."""
     if not config.cluster.in_process:
         if config.rollout.engine == _ENGINE:
             yield (

@@ -1,5 +1,5 @@
-"""What the loop asks of other keys: training on tokens of older weights, generating alone, training
-on dumps. Pure, no torch."""
+"""Checks of the loop against other keys: training on tokens of older weights, generation only,
+training on dumps. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridflow.config.schema import RunConfig
 
 
 def staleness_problems(config: RunConfig) -> Iterator[str]:
-    """What `trainer.max_staleness` needs."""
+    """Check the requirements of `trainer.max_staleness`."""
     if (ahead := config.trainer.steps_ahead) is not None and ahead > config.trainer.max_staleness:
         yield (
             f"trainer.steps_ahead={ahead} hands prompts out for more steps than answers may be old "
@@ -56,7 +56,7 @@ def staleness_problems(config: RunConfig) -> Iterator[str]:
 
 
 def length_problems(config: RunConfig) -> Iterator[str]:
-    """A run has one length."""
+    """Check that a run's length is set only once."""
     steps = config.trainer.total_steps
     epochs = config.trainer.total_epochs
     if steps is not None and epochs is not None:
@@ -67,7 +67,7 @@ def length_problems(config: RunConfig) -> Iterator[str]:
 
 
 def dump_problems(config: RunConfig) -> Iterator[str]:
-    """Runs that only generate, and runs that train on dumps of rollouts."""
+    """Check runs that only generate, and runs that train on dumps of rollouts."""
     trainer = config.trainer
     if trainer.rollout_only and not trainer.dump_rollouts_every_steps:
         yield (

@@ -1,4 +1,4 @@
-"""What `actor.lora` cannot do, by key. Pure, no torch."""
+"""Unsupported settings of `actor.lora`, by key. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridflow.config.schema import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Every problem that the model has no part in, as one line."""
+    """Yield every problem that does not depend on the model, as one line."""
     actor = config.actor
     lora = config.actor.lora
     if lora.dropout:
@@ -41,7 +41,7 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def target_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Targets that the model with these sizes lacks."""
+    """Yield targets that a model with these sizes lacks."""
     lora = config.actor.lora
     if not lora.rank or not sizes:
         return

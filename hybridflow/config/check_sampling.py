@@ -1,5 +1,4 @@
-"""How tokens are sampled, against what engines can do and what the trainer's log-probs follow
-exactly. No torch."""
+"""Checks of the sampling settings against the engines and the trainer's log-probs. No torch."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ _PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_pen
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Every problem as one line."""
+    """Yield every problem as one line."""
     yield from _training(config)
     for key, one in sampled(config).items():
         yield from _values(config, key, one)
 
 
 def sampled(config: RunConfig) -> dict[str, SamplingConfig]:
-    """{key: how its tokens are sampled}, of training and of every validation set."""
+    """Return {key: its sampling settings}, for training and every validation set."""
     named = {}
     for name, one in val_sets(config).items():
         if name:
@@ -58,7 +57,7 @@ def _values(config: RunConfig, key: str, one: SamplingConfig) -> Iterator[str]:
 
 
 def _training(config: RunConfig) -> Iterator[str]:
-    """What the trainer could not compute the log-probs of."""
+    """Yield settings for which the trainer could not compute the log-probs."""
     sampling = config.rollout.sampling
     key = "rollout.sampling"
     for name, value, off in differing(sampling, _PENALTIES):
@@ -97,7 +96,7 @@ def _training(config: RunConfig) -> Iterator[str]:
 
 
 def _tells_support(engine: str) -> bool:
-    """What the package of a built-in kind declares; importing it imports no library."""
+    """Return the declaration of a built-in kind's package. Importing it imports no library."""
     return bool(
         getattr(importlib.import_module(f"{ENGINE.package}.{engine}"), "TELLS_SUPPORT", True)
     )

@@ -1,5 +1,5 @@
-"""Numbers that follow from a configuration. Nothing here is stored back: the configuration stays as
-the user wrote it."""
+"""Values derived from a configuration. Nothing is stored back: the configuration stays as the user
+wrote it."""
 
 from __future__ import annotations
 
@@ -24,55 +24,55 @@ from hybridflow.errors import ConfigError
 
 Role = CriticConfig | ReferenceConfig | RewardModelConfig | TeacherConfig
 
-_PROMPT_MARGIN = 6  # the largest among the engines
+_PROMPT_MARGIN = 6  # the maximum over the kinds of engines
 
 
 def world_size(config: RunConfig) -> int:
-    """Megatron processes."""
+    """Return the number of Megatron processes."""
     return config.cluster.nodes * config.cluster.procs_per_node
 
 
 def model_parallel_size(parallel: ParallelConfig) -> int:
-    """Processes that hold one copy of the non-expert weights."""
+    """Return the number of processes with one copy of the non-expert weights."""
     return parallel.tensor * parallel.pipeline * parallel.context
 
 
 def virtual_pipeline_size(parallel: ParallelConfig) -> int:
-    """Model chunks a pipeline rank holds; 1 without interleaving."""
+    """Return the model chunks per pipeline rank; 1 without interleaving."""
     return parallel.virtual_pipeline or 1
 
 
 def tokens_multiple(parallel: ParallelConfig) -> int:
-    """Every sequence is padded to a multiple of it: context parallelism cuts a sequence into 2 x
-    context chunks (zigzag)."""
+    """Return the number to whose multiples sequences are padded: context parallelism divides a
+    sequence into 2 x context chunks (zigzag)."""
     return 2 * parallel.context if parallel.context > 1 else 1
 
 
 def padded_length(tokens: int, parallel: ParallelConfig) -> int:
-    """Tokens that a sequence takes in a micro-batch, its padding included."""
+    """Return the tokens that a sequence takes in a micro-batch, including padding."""
     return -(-tokens // tokens_multiple(parallel)) * tokens_multiple(parallel)
 
 
 def expert_tensor_size(parallel: ParallelConfig) -> int:
-    """Tensor parallelism inside an expert, its default filled in."""
+    """Return the tensor parallel size inside an expert, with its default."""
     if parallel.expert_tensor is not None:
         return parallel.expert_tensor
     return 1 if parallel.expert > 1 else parallel.tensor
 
 
 def expert_model_parallel_size(parallel: ParallelConfig) -> int:
-    """Processes that hold one copy of the expert weights."""
+    """Return the number of processes with one copy of the expert weights."""
     return parallel.expert * expert_tensor_size(parallel) * parallel.pipeline
 
 
 def data_parallel_size(config: RunConfig) -> int:
-    """Copies of the model that share a batch."""
+    """Return the number of model copies that share a batch."""
     return world_size(config) // model_parallel_size(config.actor.parallel)
 
 
 def num_experts(sizes: Mapping[str, Any]) -> int:
-    """Routed experts of a model by its HF config, whatever its family calls them; 0 for a dense
-    one."""
+    """Return the routed experts of a model from its HF config, for all families; 0 for a dense
+    model."""
     return int(
         sizes.get("num_experts")
         or sizes.get("num_local_experts")
@@ -82,7 +82,7 @@ def num_experts(sizes: Mapping[str, Any]) -> int:
 
 
 def shared_expert_size(sizes: Mapping[str, Any]) -> int:
-    """Intermediate size of the experts that every token visits, all together; 0 without them."""
+    """Return the total intermediate size of the shared experts; 0 without them."""
     if shared := sizes.get("shared_expert_intermediate_size"):
         return int(shared)
     return int(sizes.get("n_shared_experts") or 0) * int(sizes.get("moe_intermediate_size") or 0)
@@ -92,14 +92,14 @@ def has_dense_mlps(sizes: Mapping[str, Any]) -> bool:
     """Return whether some layer of a model has a dense MLP, by its HF config."""
     if (kinds := sizes.get("mlp_layer_types")) is not None:
         return "dense" in kinds
-    # of the families with this field, all have a first dense layer by default
+    # all families with this field have a dense first layer by default
     first = sizes.get("first_k_dense_replace", int("n_routed_experts" in sizes))
     return not num_experts(sizes) or bool(first)
 
 
 def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
-    """The linears of a model that adapters can stand beside, by Megatron's names; routed experts
-    are none of them."""
+    """Return a model's linear layers that support adapters, by Megatron's names. Routed experts do
+    not."""
     if sizes.get("kv_lora_rank"):
         query = (
             ("linear_q_down_proj", "linear_q_up_proj")
@@ -114,19 +114,19 @@ def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def engine_ranks(config: RunConfig) -> int:
-    """Processes of one engine that hold weights."""
+    """Return the number of processes of one engine with weights."""
     return config.rollout.tensor * config.rollout.pipeline
 
 
 def engines_may_span_nodes(config: RunConfig) -> bool:
-    """Whether an engine may have ranks on several nodes: in a cluster that this run starts, or on a
-    trusted network."""
+    """Return True if an engine may have ranks on several nodes: in a cluster started by this run,
+    or on a trusted network."""
     return config.cluster.address is None or config.cluster.trusted_network
 
 
 def logprob_diff_bound(config: RunConfig) -> float | None:
-    """The largest mean difference of engines' and trainer's log-probs that a run goes on with;
-    None: any."""
+    """Return the bound on the mean difference of engines' and trainer's log-probs; None:
+    unlimited."""
     rollout = config.rollout
     if rollout.logprob_diff_bound is None or config.model.dtype == "float32":
         return rollout.logprob_diff_bound
@@ -134,35 +134,35 @@ def logprob_diff_bound(config: RunConfig) -> float | None:
 
 
 def is_staged(config: RunConfig, kind: str) -> bool:
-    """Whether engines on devices of this kind (cpu, cuda) keep a sync's weights apart until all
+    """Return True if engines on devices of this kind (cpu, cuda) stage a sync's weights until all
     have arrived."""
     return (config.rollout.sync.commit or ("in_place" if kind == "cuda" else "staged")) == "staged"
 
 
 def samples_per_step(config: RunConfig) -> int:
-    """Responses generated in one step: prompts x samples a prompt."""
+    """Return the responses generated per step: prompts x samples per prompt."""
     return config.data.train_batch_size * config.rollout.n
 
 
 def samples_per_mini_batch(config: RunConfig) -> int:
-    """Responses that one optimizer update sees, over all data-parallel ranks."""
+    """Return the responses per optimizer update, over all data-parallel ranks."""
     return config.actor.ppo_mini_batch_size * config.rollout.n
 
 
 def updates_per_step(config: RunConfig) -> int:
-    """Optimizer updates in one step."""
+    """Return the optimizer updates per step."""
     return (
         config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
     )
 
 
 def scores_before_update(config: RunConfig) -> bool:
-    """Whether a pass computes the policy's log-probs and entropies of all rows before a step's
-    first update.
+    """Return True if a pass computes the policy's log-probs and entropies of all rows before a
+    step's first update.
 
-    Without it the first update reports those of its rows: it computes them anyway, with the weights
-    that the pass would have. They are needed earlier where the reward, the estimator or the loss
-    reads them, and where the pass records or compares experts.
+    Without it the first update reports those of its own rows, which it computes anyway with the
+    same weights. They are needed earlier if the reward, the estimator or the loss reads them, or if
+    the pass records or compares experts.
     """
     actor = config.actor
     algorithm = config.algorithm
@@ -183,18 +183,18 @@ def scores_before_update(config: RunConfig) -> bool:
 
 
 def scores_later_rows(config: RunConfig) -> bool:
-    """Whether a pass before a step's first update computes log-probs and entropies of the rows of
-    later mini-batches.
+    """Return True if a pass before a step's first update computes log-probs and entropies only for
+    the rows of later mini-batches.
 
-    Their updates find weights that have moved; the first update reports log-probs and entropies of
-    its own rows.
+    Their updates use changed weights; the first update reports the values of its own rows.
     """
     several = config.actor.ppo_mini_batch_size != config.data.train_batch_size
     return several and config.actor.old_log_probs == "trainer" and not scores_before_update(config)
 
 
 def share_scored_before_update(config: RunConfig) -> float:
-    """The share of a step's rows that a pass of the policy scores before the first update."""
+    """Return the share of a step's rows that a pass of the policy scores before the first
+    update."""
     if scores_before_update(config):
         return 1.0
     return (
@@ -205,11 +205,11 @@ def share_scored_before_update(config: RunConfig) -> float:
 
 
 def old_log_probs_column(config: RunConfig) -> str | None:
-    """The column that updates compare their log-probs with; None: the update's own values, without
-    their gradient.
+    """Return the column that updates compare their log-probs with; None: the update's own detached
+    values.
 
-    Where no pass has computed old_log_probs of its rows, the first of several updates compares with
-    its own values too.
+    If no pass has computed old_log_probs for its rows, the first of several updates also uses its
+    own values.
     """
     if config.actor.old_log_probs == "engine":
         return "rollout_log_probs"
@@ -219,8 +219,8 @@ def old_log_probs_column(config: RunConfig) -> str | None:
 
 
 def total_steps(config: RunConfig, rows: int | None) -> int | None:
-    """Steps of a run on so many rows: `trainer.total_steps`, or the whole batches of
-    `trainer.total_epochs`, one at least. None where they follow from rows that are not known."""
+    """Return the steps of a run on this many rows: `trainer.total_steps`, or the full batches of
+    `trainer.total_epochs`, at least one. None if they depend on an unknown number of rows."""
     trainer = config.trainer
     if trainer.total_epochs is None:
         return trainer.total_steps or 1
@@ -232,65 +232,64 @@ def total_steps(config: RunConfig, rows: int | None) -> int | None:
 
 
 def max_sequence_length(config: RunConfig) -> int:
-    """Tokens of the longest prompt with the longest response."""
+    """Return the tokens of the longest prompt with the longest response."""
     return config.data.max_prompt_length + config.data.max_response_length
 
 
 def engine_margin(config: RunConfig) -> int:
-    """Tokens at the end of an engine's context in which no prompt may end. A conversation becomes
-    the prompt of its next answer."""
+    """Return the number of tokens at the end of an engine's context in which no prompt may end. A
+    conversation becomes the prompt of its next answer."""
     return _PROMPT_MARGIN if config.rollout.agent.loop != "single_turn" else 0
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether a KL term or the estimator asks for log-probabilities of the reference policy."""
+    """Return True if a KL term or the estimator needs log-probabilities of the reference policy."""
     return ROLES["reference"].is_used(config)
 
 
 def needs_sum_pi_squared(config: RunConfig) -> bool:
-    """Whether the estimator asks for the sum of squared probabilities at each token, a forward pass
-    of the policy."""
+    """Return True if the estimator needs the sum of squared probabilities at each token, a forward
+    pass of the policy."""
     return "sum_pi_squared" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
 
 
 def short_round_prompts(config: RunConfig) -> int:
-    """Prompts that a step with tail batching hands out, of which it trains
-    `data.train_batch_size`."""
+    """Return the prompts that a step with tail batching submits; it trains `data.train_batch_size`
+    of them."""
     size = config.data.train_batch_size
     return size + max(1, round(size * config.trainer.tail_batching))
 
 
 def needs_engine_routes(config: RunConfig) -> bool:
-    """Whether engines must return the experts of every token."""
+    """Return True if engines must return the experts of every token."""
     return config.actor.router_replay in ("compare", "r3")
 
 
 def needs_support(config: RunConfig) -> bool:
-    """Whether engines must return what each token was sampled among, for the trainer's log-probs.
-    The most likely token alone (top_k=1) would have none: its log-prob stays that of the whole
-    vocabulary."""
+    """Return True if engines must return the support of each token, for the trainer's log-probs.
+    Not for top_k=1, whose log-prob stays that of the whole vocabulary."""
     sampling = config.rollout.sampling
     cut = sampling.top_p < 1 or sampling.top_k != -1 or sampling.min_p > 0
     return config.data.answers == "sampled" and cut and sampling.top_k != 1
 
 
 def replays_routes(config: RunConfig) -> bool:
-    """Whether updates go along recorded experts."""
+    """Return True if updates use recorded experts."""
     return config.actor.router_replay in ("r2", "r3")
 
 
 def has_own_reference(config: RunConfig) -> bool:
-    """Whether a reference is asked for and lives in processes of its own."""
+    """Return True if a reference is needed and has separate processes."""
     return needs_reference(config) and not is_colocated(config, "reference")
 
 
 def has_critic(config: RunConfig) -> bool:
-    """Whether advantages are measured against the values of a critic."""
+    """Return True if advantages use the values of a critic."""
     return ROLES["critic"].is_used(config)
 
 
 def flow_name(config: RunConfig) -> str:
-    """The flow of the run: `algorithm.flow`, else the one that the other settings ask for."""
+    """Return the flow of the run: `algorithm.flow`, or the one implied by the other settings."""
     if config.algorithm.flow is not None:
         return config.algorithm.flow
     estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
@@ -307,23 +306,23 @@ def flow_name(config: RunConfig) -> str:
 
 
 def has_reward_model(config: RunConfig) -> bool:
-    """Whether a trained model scores responses."""
+    """Return True if a trained model scores responses."""
     return ROLES["reward_model"].is_used(config)
 
 
 def has_teacher(config: RunConfig) -> bool:
-    """Whether a teacher's most likely tokens are asked for."""
+    """Return True if a teacher's most likely tokens are needed."""
     return ROLES["teacher"].is_used(config)
 
 
 def is_colocated(config: RunConfig, role: str) -> bool:
-    """Whether a role (`role_table.ROLES`) lives in the actor's processes."""
+    """Return True if a role (`role_table.ROLES`) is in the actor's processes."""
     return role == "actor" or bool(getattr(config, role).placement == "colocated")
 
 
 def models_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
-    """The roles of `hybridflow train`, `sft` or `train-reward`, in the order in which they are
-    started; with a reference that the policy's ranks hold as a second set of weights."""
+    """Return the models of `hybridflow train`, `sft` or `train-reward`, in the order of their
+    start; with a reference that the policy's ranks hold as a second set of weights."""
     if job == "train-reward":
         needs_policy = bool(config.sft.steps) or is_colocated(config, "reward_model")
         return ("actor", "reward_model") if needs_policy else ("reward_model",)
@@ -340,25 +339,25 @@ def roles_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
 
 
 def pool_of(config: RunConfig, section: str) -> str:
-    """The section whose devices the processes of `rollout` or of a role use."""
+    """Return the section whose devices the processes of `rollout` or of a role use."""
     if section != "rollout" and is_colocated(config, section):
         return "actor"
     return getattr(config, section).pool or section
 
 
 def shares_devices(config: RunConfig) -> bool:
-    """Whether engines use the devices of the trainer's ranks, in turns with them."""
+    """Return True if engines share the devices of the trainer's ranks."""
     return pool_of(config, "rollout") == "actor"
 
 
 def generates(config: RunConfig) -> bool:
-    """Whether a run has engines; without, it trains on dumps."""
+    """Return True if a run has engines; otherwise it trains on dumps."""
     return config.trainer.rollouts_from is None
 
 
 def alternates(config: RunConfig) -> bool:
-    """Whether engines release the devices that they share with the trainer while it uses them, from
-    their start on."""
+    """Return True if engines release the devices that they share with the trainer while it uses
+    them, from their start on."""
     return (
         generates(config)
         and shares_devices(config)
@@ -368,34 +367,34 @@ def alternates(config: RunConfig) -> bool:
 
 
 def role_layout(config: RunConfig, role: str) -> ParallelConfig:
-    """The layout of a role: its own, or the actor's where it lives in the actor's processes."""
+    """Return the layout of a role: its own, or the actor's if it is in the actor's processes."""
     layout: ParallelConfig = getattr(config, layout_section(config, role)).parallel
     return layout
 
 
 def layout_section(config: RunConfig, role: str) -> str:
-    """The section of the configuration whose `parallel` cuts a role."""
+    """Return the section of the configuration whose `parallel` applies to a role."""
     return "actor" if is_colocated(config, role) else role
 
 
 def role_world_size(config: RunConfig, role: str) -> int:
-    """Processes of a role."""
+    """Return the number of processes of a role."""
     return world_size(config) if is_colocated(config, role) else int(getattr(config, role).procs)
 
 
 def role_data_parallel_size(config: RunConfig, role: str) -> int:
-    """Copies of its model that share a batch."""
+    """Return the copies of a role's model that share a batch."""
     return role_world_size(config, role) // model_parallel_size(role_layout(config, role))
 
 
 def critic_mini_batch_size(config: RunConfig) -> int:
-    """Prompts an optimizer update of the critic sees."""
+    """Return the prompts per optimizer update of the critic."""
     return config.critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
 
 
 def role_samples_per_mini_batch(config: RunConfig, role: str) -> int:
-    """Responses an optimizer update of the actor or the critic sees, over all data-parallel ranks
-    of the role."""
+    """Return the responses per optimizer update of the actor or the critic, over all data-parallel
+    ranks of the role."""
     prompts = (
         critic_mini_batch_size(config) if role == "critic" else config.actor.ppo_mini_batch_size
     )
@@ -403,21 +402,21 @@ def role_samples_per_mini_batch(config: RunConfig, role: str) -> int:
 
 
 def role_updates_per_step(config: RunConfig, role: str) -> int:
-    """Optimizer updates of a role that trains in one step."""
+    """Return the optimizer updates of a trained role per step."""
     mini_batch = role_samples_per_mini_batch(config, role) // config.rollout.n
     return config.data.train_batch_size // mini_batch * int(getattr(config, role).ppo_epochs)
 
 
 def run_dir(config: RunConfig) -> Path:
-    """The folder that holds everything the run writes."""
+    """Return the run folder, which contains everything the run writes."""
     return Path(config.output_dir) / config.name
 
 
 def differing_size(
     wanted: Mapping[str, Any], sizes: Mapping[str, Any]
 ) -> tuple[str, Any, Any] | None:
-    """(name, wanted, other) of the first size, or the family, that both give and that differs; None
-    where all agree. Lengths may differ: they say how far positions reach."""
+    """Return (name, wanted, other) of the first size, or the family, that both define differently;
+    None if all agree. Lengths may differ, because they only limit positions."""
     for name, value in wanted.items():
         other = sizes.get(name, value)
         is_size = (
@@ -431,11 +430,11 @@ def differing_size(
 
 
 def hf_config(model: ModelConfig) -> Mapping[str, Any]:
-    """The Hugging Face configuration: `hf_config` as given, else `path`/config.json. A plan takes
-    the sizes of a recipe whose `path` is a hub id that is not in the cache.
+    """Return the Hugging Face configuration: `hf_config` as given, else `path`/config.json. A plan
+    uses the sizes of a recipe whose `path` is a hub id that is not in the cache.
 
     Raises:
-        ConfigError: config.json is missing or not an object of JSON (`read_outside_json`).
+        ConfigError: config.json is missing or not a JSON object (`read_outside_json`).
     """
     if model.path is None or (model.hf_config and hub.is_hub_id(model.path)):
         return model.hf_config

@@ -1,6 +1,6 @@
-"""Arguments of an engine's server that `rollout.extra_args` may not give: they change what is
-sampled, which weights answer, what reaches the trainer or who reaches the engine. SGLang's and
-vLLM's names; `*` stands for any ending."""
+"""Arguments of an engine's server that `rollout.extra_args` must not set: they change sampling,
+weights, the data for the trainer, or access to the engine. SGLang's and vLLM's names; `*` matches
+any ending."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-# What they do and what to do instead -> names.
+# Their effect and the remedy -> names.
 _REFUSED: dict[str, str] = {
     "engines listen on loopback alone, on a port and with keys of the job's own; remove it": (
         "host port api-key admin-api-key ssl-* uds config grpc-* smg-* sidecar* root-path "
@@ -84,7 +84,7 @@ _REFUSED: dict[str, str] = {
         "distributed-executor-backend"
     ),
 }
-# The key that says the same.
+# The equivalent key.
 _OUR_KEYS = {
     "rollout.tensor": "tp-size tensor-parallel-size",
     "rollout.pipeline": "pp-size pipeline-parallel-size",
@@ -115,16 +115,15 @@ _WHY: dict[str, list[str]] = {
 
 
 def refusals(arguments: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name as given, why it is refused) of each of these arguments of SGLang's or vLLM's server
-    that is."""
+    """Yield (name as given, reason) of each rejected argument of SGLang's or vLLM's server."""
     for given in arguments:
         if why := _why(given):
             yield given, why
 
 
 def _why(given: str) -> str:
-    """Why this argument is refused; empty where it is not."""
-    name = given.lstrip("-").replace("_", "-").partition(".")[0]  # vLLM takes --group.key
+    """Return why this argument is rejected; empty if it is allowed."""
+    name = given.lstrip("-").replace("_", "-").partition(".")[0]  # vLLM accepts --group.key
     for why, patterns in _WHY.items():
         if any(fnmatchcase(name, pattern) or _is_short_for(name, pattern) for pattern in patterns):
             return why
@@ -132,6 +131,6 @@ def _why(given: str) -> str:
 
 
 def _is_short_for(name: str, pattern: str) -> bool:
-    """Whether a command line reads `name` as the beginning of the argument's name."""
+    """Return True if a command line accepts `name` as an abbreviation of the argument."""
     whole = pattern.rstrip("*")
     return len(name) >= _SHORTEST and whole.startswith(name)

@@ -1,9 +1,9 @@
-"""Advantage estimators, policy losses, trackers and preparations of data: what an entry declares
-where it is registered, and the registries.
+"""Declarations and registries of advantage estimators, policy losses, trackers and data
+preparations.
 
-Checks, `--explain`, the roles of a run and the columns of its steps follow from these declarations.
-Entries live in `hybridflow/algorithms`, `hybridflow/observe/trackers` and
-`hybridflow/data/prepare/tasks`; this room holds what must be known before torch is imported.
+Checks, `--explain`, the roles of a run and the columns of its steps are derived from these
+declarations. Entries are in `hybridflow/algorithms`, `hybridflow/observe/trackers` and
+`hybridflow/data/prepare/tasks`; this package contains what must be known before importing torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridflow.config.registry import Registry
 from hybridflow.config.schema import ActorConfig, AlgorithmConfig
 from hybridflow.errors import ConfigError
 
-# statistics of actor.rollout_correction.reject: of each token, or over the tokens of a sequence
+# statistics of actor.rollout_correction.reject: per token, or over the tokens of a sequence
 STATISTICS = (
     *(
         f"{level}_{kind}"
@@ -33,25 +33,22 @@ STATISTICS = (
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of an entry that has none."""
+    """The options of an entry without options."""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator; `hybridflow.algorithms.estimators.base` says how its function is
-    called.
+    """An advantage estimator; `hybridflow.algorithms.estimators.base` documents its function.
 
     Attributes:
-        reads: columns over response tokens that it needs besides the scores, for example "values".
-        needs_critic: whether a critic runs, writes `values`, and learns from the returns of this
-            estimator.
-        compares_samples: whether it needs two samples of a prompt or more.
+        reads: columns over response tokens that it needs in addition to the scores, e.g. "values".
+        needs_critic: it needs a critic, which writes `values` and learns from its returns.
+        compares_samples: it needs at least two samples per prompt.
         options: a frozen dataclass; every field has a default.
-        aggregations: the values of actor.loss_agg_mode under which it is what its paper defines;
-            empty: any.
-        takes_parts: whether it is given the rewards of turns or tokens.
-        preferences: whether it learns which answers are preferred; these may then be recorded ones
-            (`data.answers=pairs`).
+        aggregations: the values of actor.loss_agg_mode that match its paper's definition; empty:
+            any.
+        takes_parts: it receives the rewards of turns or tokens.
+        preferences: it learns from preferred answers, which may be recorded (`data.answers=pairs`).
     """
 
     function: Callable[..., Any]
@@ -66,7 +63,7 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Flow:
-    """The algorithm of a run; `hybridflow.flows.base` has its interface.
+    """The algorithm of a run; `hybridflow.flows.base` defines its interface.
 
     Attributes:
         body: the async function over the run.
@@ -87,13 +84,13 @@ class Flow:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A policy loss; `hybridflow.algorithms.policy_losses.base` says how its function is called.
+    """A policy loss; `hybridflow.algorithms.policy_losses.base` documents its function.
 
     Attributes:
         reads: columns over response tokens that it needs.
         options: a frozen dataclass; every field has a default.
-        aggregations: the values of actor.loss_agg_mode under which it is what its paper defines;
-            empty: any.
+        aggregations: the values of actor.loss_agg_mode that match its paper's definition; empty:
+            any.
     """
 
     function: Callable[..., Any]
@@ -104,7 +101,7 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A preparation of data: its options and how its files are written.
+    """A data preparation: its options, and the function that writes its files.
 
     Attributes:
         options: frozen dataclass; its fields are the option names, with types, ranges and defaults
@@ -112,9 +109,9 @@ class Preparation:
         write: writes every file of the task into an existing empty folder and returns rows per
             parquet file; called with the options, that folder, and `data.prepare.source`.
         source_files: names of the raw files that the task reads from `data.prepare.source`; empty
-            when it needs none.
-        published: the data set of the Hugging Face hub that the task reads
-            (`hybridflow.data.prepare.published`); None: another task.
+            if it needs none.
+        published: the dataset of the Hugging Face hub that the task reads
+            (`hybridflow.data.prepare.published`); None: another kind of task.
     """
 
     options: type
@@ -124,14 +121,14 @@ class Preparation:
 
 
 class PublishedSet(Protocol):
-    """What a preparation says of the published data that it reads, before anything is read."""
+    """The published data that a preparation reads, queried before anything is read."""
 
     def missing(self, options: Any, source: Path | None) -> Iterable[str]:
-        """Why files cannot be read, a line for each set; none: all are there."""
+        """Yield one line per dataset whose files cannot be read; empty if all are available."""
         ...
 
     def fingerprint(self, options: Any, source: Path | None) -> dict[str, str]:
-        """{file or set: what tells its content}."""
+        """Return {file or dataset: its fingerprint}."""
         ...
 
 
@@ -151,8 +148,8 @@ PREPARATIONS: Registry[Preparation] = Registry(
 
 
 def estimator_options(algorithm: AlgorithmConfig) -> Any:
-    """The options of `algorithm.adv_estimator`. ConfigError: one of them is unknown or of the wrong
-    type."""
+    """Return the options of `algorithm.adv_estimator`. Raises ConfigError if one is unknown or of
+    the wrong type."""
     wanted = ESTIMATORS.get(algorithm.adv_estimator).options
     return _options(
         wanted, algorithm, "algorithm", algorithm.adv_estimator_options, "adv_estimator_options"
@@ -173,15 +170,15 @@ def flow_options(algorithm: AlgorithmConfig) -> Any:
 
 
 def policy_loss_options(actor: ActorConfig) -> Any:
-    """The options of `actor.policy_loss`. ConfigError: one of them is unknown or of the wrong
-    type."""
+    """Return the options of `actor.policy_loss`. Raises ConfigError if one is unknown or of the
+    wrong type."""
     wanted = POLICY_LOSSES.get(actor.policy_loss).options
     return _options(wanted, actor, "actor", actor.policy_loss_options, "policy_loss_options")
 
 
 def _options(wanted: type, section: Any, name: str, given: Mapping[str, Any], key: str) -> Any:
-    """An option that the section has too (`algorithm.gamma`) is taken from there, all others from
-    the mapping."""
+    """Build the options. Those that the section also has (`algorithm.gamma`) come from there, all
+    others from the mapping."""
     fields = [field.name for field in dataclasses.fields(wanted)]
     shared = {field: getattr(section, field) for field in fields if hasattr(section, field)}
     for field in shared.keys() & given.keys():

@@ -1,5 +1,5 @@
 """`--explain`: how prompts, samples, mini-batches, micro-batches, ranks and accumulation multiply,
-and where each number comes from."""
+and the origin of each number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hybridflow.config.load import files_of
 from hybridflow.config.schema import RunConfig
 
 _DEFAULT = "schema default"
-_KEYS = (  # what the user is shown, in this order
+_KEYS = (  # shown to the user, in this order
     "data.train_batch_size",
     "rollout.n",
     "rollout.num_engines",
@@ -48,23 +48,22 @@ _KEYS = (  # what the user is shown, in this order
 
 @dataclass(frozen=True)
 class Origins:
-    """Who set each key: an override, a YAML file (the last that names it), or nobody."""
+    """The origin of each key: an override, a YAML file (the last that sets it), or the schema."""
 
     overrides: frozenset[str]
     files: dict[str, str]
 
     @classmethod
     def find(cls, recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Origins:
-        """Read the recipe and the group files it is made of, in the order in which later ones
-        win."""
+        """Read the recipe and its group files, in order of increasing precedence."""
         files: dict[str, str] = {}
         for file, package in files_of(recipe, overrides, dirs):
             files |= dict.fromkeys(_leaves(_read(file), package), _shown(file, dirs))
         return cls(frozenset(word.lstrip("+~").partition("=")[0] for word in overrides), files)
 
     def of(self, key: str) -> str:
-        """`command line`, the file, or `schema default`."""
-        # one of a section may be a group choice (`algorithm=grpo`), which sets no key
+        """Return `command line`, the file, or `schema default`."""
+        # an override of a section may be a group choice (`algorithm=grpo`), which sets no key
         for prefix in _prefixes(key):
             if prefix in self.overrides and (prefix == key or prefix not in hints_of(RunConfig)):
                 return "command line"
@@ -74,7 +73,7 @@ class Origins:
 
 
 def explain(config: RunConfig, origins: Origins) -> str:
-    """The text of `--explain`."""
+    """Return the text of `--explain`."""
     given = _given(config, origins)
     parts = (_rollout, _algorithm, _actor, _reference, _teacher, _critic, _sync, _sft)
     return "\n".join([*given, *(line for part in parts for line in ("", *part(config)))])
@@ -147,8 +146,8 @@ def _staleness(config: RunConfig) -> str:
 
 
 def _engine_shape(config: RunConfig) -> str:
-    """Ranks of one engine, how experts and attention are grouped over them, and on how many nodes
-    they lie."""
+    """Describe an engine's ranks, the grouping of experts and attention over them, and their
+    nodes."""
     rollout = config.rollout
     ranks = derived.engine_ranks(config)
     nodes = config.rollout.nodes_per_engine
@@ -411,7 +410,7 @@ def _up(a: int, b: int) -> int:
 
 
 def _prefixes(key: str) -> Iterator[str]:
-    """`a.b.c`, `a.b`, `a`."""
+    """Yield `a.b.c`, `a.b`, `a`."""
     parts = key.split(".")
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 

@@ -1,5 +1,4 @@
-"""Settings that can run and that published runs of such a model do not use: warnings, not
-errors."""
+"""Valid settings that published runs of such a model do not use: warnings, not errors."""
 
 from __future__ import annotations
 
@@ -10,15 +9,16 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 
-_SMALL = 50e6  # parameters; smaller models are trained from random weights, at rates of their own
-# highest rates of the published runs in configs/published/ and of their adapters, with room above
+# parameters; smaller models are trained from random weights, with other learning rates
+_SMALL = 50e6
+# highest learning rates in configs/published/ and of their adapters, plus a margin
 _USUAL = 5e-6
 _USUAL_LORA = 1e-4
 _FAR = 4.0
 
 
 def warnings(config: RunConfig) -> Iterator[str]:
-    """A line for each setting that is far from what published runs use."""
+    """Yield a line for each setting that is far from published runs."""
     if config.model.path is None:
         return
     usual = _USUAL_LORA if config.actor.lora.rank else _USUAL
@@ -35,8 +35,8 @@ def warnings(config: RunConfig) -> Iterator[str]:
 
 
 def _parameters(config: RunConfig) -> float | None:
-    """About how many parameters a token meets, from the sizes of the model's config; None where it
-    has none."""
+    """Estimate the active parameters per token from the model's config; None if it lacks the
+    sizes."""
     try:
         sizes: Any = derived.hf_config(config.model)
     except ConfigError:

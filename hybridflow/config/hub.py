@@ -1,8 +1,7 @@
-"""Hugging Face hub ids where a configuration may name a folder or data files: `ORG/NAME`,
-optionally `@REVISION`.
+"""Hugging Face hub ids in place of folders or data files: `ORG/NAME`, optionally `@REVISION`.
 
-An id stands for what `hf download` has put into this machine's cache. Nothing is downloaded, and no
-switch of the library (such as HF_HUB_OFFLINE) is set.
+An id refers to this machine's cache, as filled by `hf download`. Nothing is downloaded, and no
+setting of the library (such as HF_HUB_OFFLINE) is changed.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ _SPLITS = ("train", "test", "validation", "val")
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether the text has the form of a hub id and is neither a path that exists nor the name of a
-    data file."""
+    """Return True if the text has the form of a hub id and is neither an existing path nor the name
+    of a data file."""
     return (
         bool(_ID.fullmatch(text)) and not text.endswith(DATA_SUFFIXES) and not Path(text).exists()
     )
 
 
 def cached(hub_id: str, kind: Kind) -> Path | None:
-    """The folder of the downloaded snapshot; None where the cache has none, or lacks weights that
-    the model lists."""
+    """Return the folder of the downloaded snapshot; None if it is not in the cache, or lacks
+    weights that the model lists."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    except ModuleNotFoundError:  # the login node need not have it
+    except ModuleNotFoundError:  # optional on the login node
         return None
     repository, _, revision = hub_id.partition("@")
     try:
@@ -53,8 +52,8 @@ def cached(hub_id: str, kind: Kind) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether every file of weights is there: a snapshot also exists where a download was cut off,
-    or took one file."""
+    """Return True if every weight file is present: a snapshot also exists after an interrupted or
+    partial download."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
@@ -66,8 +65,8 @@ def _has_weights(folder: Path) -> bool:
 
 
 def located(config: RunConfig) -> RunConfig:
-    """The configuration with the folders and files of hub ids in place of the ids; an id that the
-    cache lacks stays, and `config.check` says so."""
+    """Return the configuration with hub ids replaced by their folders and files. An id that is not
+    in the cache stays, and is reported by `config.check`."""
     for section in ("model", *ROLES):
         if section == "actor":
             continue  # its model is `model`
@@ -98,7 +97,7 @@ def located(config: RunConfig) -> RunConfig:
 
 
 def _of_val_set(given: Any) -> Any:
-    """An entry of `data.val_sets`, which has not been checked yet."""
+    """Resolve an entry of `data.val_sets`, which has not been checked yet."""
     files = given.get("files") if isinstance(given, Mapping) else None
     if not isinstance(files, (list, tuple)) or not all(isinstance(file, str) for file in files):
         return given
@@ -116,14 +115,13 @@ def _files(names: Sequence[str], split: str) -> tuple[str, ...]:
 
 
 def split_files(folder: Path, split: str, pattern: str = "", subset: str = "") -> list[Path]:
-    """The data files of one split of a data set as it is published, sorted.
+    """Return the data files of one split of a published dataset, sorted.
 
     Args:
-        split: `train` or `test`, for which a file of `validation` also counts where there is no
-            `test`.
-        pattern: a glob below `folder` that says which files; empty: those whose path names the
-            split, or all files where no path names any split.
-        subset: a folder of the set that counts alone where it exists, such as gsm8k's `main`.
+        split: `train` or `test`; a file of `validation` counts as test if there is no `test`.
+        pattern: a glob below `folder` that selects files; empty: those whose path names the split,
+            or all files if no path names any split.
+        subset: the only folder of the dataset to read if it exists, such as gsm8k's `main`.
     """
     if pattern:
         files = []
@@ -153,7 +151,7 @@ def _words(path: Path) -> set[str]:
 
 
 def missing(hub_id: str, kind: Kind) -> str:
-    """Why a hub id stands for nothing here, and the command that changes that."""
+    """Return why a hub id is unavailable, and the command to download it."""
     repository, _, revision = hub_id.partition("@")
     words = [
         "hf",

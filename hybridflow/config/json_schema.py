@@ -1,7 +1,7 @@
-"""A JSON schema of recipes, from the typed schema: editors complete and check keys and values with
-it.
+"""The JSON schema of recipes, generated from the typed schema, with which editors complete and
+check keys and values.
 
-A recipe holds any part of the keys, and any value may be an interpolation
+A recipe contains any subset of the keys, and any value may be an interpolation
 (`${data.train_batch_size}`) or `???`.
 """
 
@@ -19,7 +19,7 @@ _FILLED_LATER = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The schema of a recipe; group files hold what is under `$defs`."""
+    """Return the schema of a recipe. `$defs` has the schemas of group files."""
     groups: dict[str, Any] = {}
     top = _group(RunConfig(), groups)
     top["properties"]["defaults"] = {

@@ -1,8 +1,8 @@
-"""What a key of the schema says about its values, and the schema read as a list of keys.
+"""Metadata of the schema's keys, and the schema as a list of keys.
 
-A key's annotation holds everything: its type, `| None`, the choices (`Literal`), the range
-(`Annotated[int, AtLeast(1)]`) and the registry whose entries it names (`Annotated[str,
-Entry(...)]`). The comment after a key, or on the lines before it, is its description.
+A key's annotation contains everything: its type, `| None`, the choices (`Literal`), the range
+(`Annotated[int, AtLeast(1)]`) and the registry of its entries (`Annotated[str, Entry(...)]`). The
+comment after a key, or on the lines before it, is its description.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Bound:
     compare: ClassVar[Callable[[float, float], bool]]
 
     def holds(self, number: float) -> bool:
-        """Whether the number is on the right side."""
+        """Return True if the number is within the bound."""
         return type(self).compare(number, self.limit)
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Bound:
 
 
 class AtLeast(Bound):
-    """Values from `limit` on."""
+    """Values of at least `limit`."""
 
     words = "at least"
     keyword = "minimum"
@@ -51,7 +51,7 @@ class AtLeast(Bound):
 
 
 class Above(Bound):
-    """Values over `limit`."""
+    """Values above `limit`."""
 
     words = "more than"
     keyword = "exclusiveMinimum"
@@ -59,7 +59,7 @@ class Above(Bound):
 
 
 class AtMost(Bound):
-    """Values up to `limit`."""
+    """Values of at most `limit`."""
 
     words = "at most"
     keyword = "maximum"
@@ -67,7 +67,7 @@ class AtMost(Bound):
 
 
 class Below(Bound):
-    """Values under `limit`."""
+    """Values below `limit`."""
 
     words = "less than"
     keyword = "exclusiveMaximum"
@@ -84,16 +84,15 @@ Decay = Annotated[float, AtLeast(0), Below(1)]
 
 @dataclasses.dataclass(frozen=True)
 class Aliases:
-    """Other names of values, (name, value), which are read as these values: those of other
-    trainers."""
+    """Alternative names of values, (name, value), as used by other trainers."""
 
     pairs: tuple[tuple[str, str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The key names an entry of the registry of this package, one in a user's file
-    (`path/to/file.py:name`), or a value of `also`, which is no entry."""
+    """The key names an entry of this package's registry, one in a user's file
+    (`path/to/file.py:name`), or a value of `also`, which is not an entry."""
 
     kind: str
     package: str
@@ -101,15 +100,15 @@ class Entry:
     packages: bool = False
 
     def names(self) -> tuple[str, ...]:
-        """The values without the user's own; the entries are read from the package's folder,
-        nothing is imported."""
+        """Return the values other than custom ones. Entries are listed from the package's folder
+        without imports."""
         return (
             *self.also,
             *Registry[Any](self.kind, self.package, "", packages=self.packages).names(),
         )
 
     def summaries(self) -> dict[str, str]:
-        """{built-in entry: the first paragraph of its module's docstring}."""
+        """Return {built-in entry: the first paragraph of its module's docstring}."""
         texts = {}
         for file in package_folder(self.package).glob("*.py"):
             texts[file.stem] = file.read_text(encoding="utf-8")
@@ -136,7 +135,7 @@ VERIFIER = Entry("verifier", "hybridflow.rewards.verifiers")
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """An annotation taken apart. `type` is the bare type (of an item, for a list)."""
+    """A parsed annotation. `type` is the bare type (of an item, for a list)."""
 
     type: Any
     is_list: bool = False
@@ -147,15 +146,14 @@ class Kind:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values that a key can take, for keys with choices; a registry's built-in entries for
-        others."""
+        """The allowed values of a key with choices; a registry's built-in entries for others."""
         if typing.get_origin(self.type) is typing.Literal:
             return typing.get_args(self.type)
         return self.entry.names() if self.entry else ()
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the value is a mapping with keys of its own (`model.hf_config`)."""
+        """True if the value is a mapping with free keys (`model.hf_config`)."""
         return typing.get_origin(self.type) is dict
 
     @property
@@ -164,7 +162,7 @@ class Kind:
         return str if typing.get_origin(self.type) is typing.Literal else self.type
 
     def accepts(self, value: Any) -> bool:
-        """Whether `value` is one of the choices; true without choices."""
+        """Return True if `value` is one of the choices, or there are no choices."""
         return (
             not self.choices
             or value in self.choices
@@ -172,7 +170,7 @@ class Kind:
         )
 
     def __str__(self) -> str:
-        """The type as a user would say it: `whole number or null`, `list of strings`."""
+        """Return the type in the user's words: `whole number or null`, `list of strings`."""
         names = {str: "string", bool: "true/false", int: "whole number", float: "number"}
         name = "mapping" if self.is_mapping else names.get(self.plain, "group of keys")
         return (f"list of {name}s" if self.is_list else name) + (
@@ -182,7 +180,7 @@ class Kind:
 
 @functools.cache
 def kind_of(annotation: Any) -> Kind:
-    """Take an annotation apart: `Annotated`, `| None` and `tuple[..., ...]` in any order."""
+    """Parse an annotation: `Annotated`, `| None` and `tuple[..., ...]` in any order."""
     origin = typing.get_origin(annotation)
     args = typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -207,7 +205,7 @@ def kind_of(annotation: Any) -> Kind:
 
 
 def hints_of(cls: type) -> Mapping[str, Any]:
-    """{field: annotation} of a group, with what `Annotated` adds."""
+    """Return {field: annotation} of a group, including `Annotated`."""
     return _hints(cls)
 
 
@@ -217,7 +215,7 @@ def _hints(cls: type) -> Mapping[str, Any]:
 
 
 def all_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Kind]]:
-    """Every key under a group with its dotted name, groups excluded."""
+    """Yield every key under a group with its dotted name, without groups."""
     for name, annotation in hints_of(cls).items():
         if dataclasses.is_dataclass(annotation):
             yield from all_keys(cast(type, annotation), f"{prefix}{name}.")
@@ -249,7 +247,7 @@ def require_key(root: type, dotted: str) -> None:
 
 
 def exists(root: type, dotted: str) -> bool:
-    """True where `require_key` raises nothing."""
+    """Return True if `require_key` does not raise."""
     try:
         require_key(root, dotted)
     except ConfigError:
@@ -258,10 +256,10 @@ def exists(root: type, dotted: str) -> bool:
 
 
 def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: str) -> ConfigError:
-    """The error for `dotted`, whose `part` does not exist in the group `prefix`. It names, in this
-    order, what verl's key is called here, a key there that ends like it (`data.batch_size` ->
-    `data.train_batch_size`), the key of this name elsewhere, and the nearest name, there or
-    elsewhere."""
+    """Return the error for `dotted`, whose `part` does not exist in the group `prefix`. It
+    suggests, in this order, the equivalent of verl's key, a key there with the same ending
+    (`data.batch_size` -> `data.train_batch_size`), the key of this name elsewhere, and the nearest
+    name, there or elsewhere."""
     if (known := _of_verl(root, dotted)) is not None:
         return known
     longer = [name for name in valid if name.endswith(f"_{part}")]
@@ -276,7 +274,7 @@ def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: st
 
 
 def _of_verl(root: type, dotted: str) -> ConfigError | None:
-    """The error for a key of verl's; None where the name is none."""
+    """Return the error for a key of verl's; None if it is not one."""
     key, note = counterpart(dotted)
     if key and exists(root, key):
         return ConfigError(
@@ -287,8 +285,8 @@ def _of_verl(root: type, dotted: str) -> ConfigError | None:
 
 
 def _elsewhere(root: type, part: str, group: str, cutoff: float) -> str:
-    """A key whose last name is close to `part` though it lives in another group (`actor.lr` ->
-    `actor.optim.lr`), of several the one that shares most groups with `group`."""
+    """Return a key in another group whose last name is close to `part` (`actor.lr` ->
+    `actor.optim.lr`); of several, the one that shares most groups with `group`."""
     wanted = group.split(".")
     by_name: dict[str, list[str]] = {}
     for key, _ in all_keys(root):
@@ -302,13 +300,13 @@ def _elsewhere(root: type, part: str, group: str, cutoff: float) -> str:
 
 
 def value_at(config: Any, dotted: str) -> Any:
-    """The value of a key by its dotted name."""
+    """Return the value of a key by its dotted name."""
     return operator.attrgetter(dotted)(config)
 
 
 def differing(config: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(key, its value, the wanted one) of each key of `wanted` that has another value; values as
-    YAML has them."""
+    """Yield (key, its value, the wanted one) for each key of `wanted` with another value, formatted
+    as in YAML."""
     for key, value in wanted.items():
         if (given := value_at(config, key)) != value:
             shown, other = (
@@ -318,8 +316,7 @@ def differing(config: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str
 
 
 def out_of_range(config: Any) -> Iterator[str]:
-    """Every number of `config` that lies outside of its key's range or is not finite, as one line
-    each."""
+    """Yield one line for every number of `config` that is outside its key's range or not finite."""
     for key, kind in all_keys(type(config)):
         value = value_at(config, key)
         if kind.type not in (int, float) or value is None:
@@ -338,15 +335,15 @@ def out_of_range(config: Any) -> Iterator[str]:
 
 
 def _carried(key: str, kind: Kind) -> tuple[Bound, ...]:
-    """What every number must keep to: whole ones are sent as JSON and in 64 bits, and a wait of the
-    system ends within some hundred years."""
+    """Return the bounds of all numbers: integers are sent as JSON and in 64 bits, and waits must
+    end within some hundred years."""
     if kind.type is int:
         return (AtMost(1e15), AtLeast(-1e15))
     return (AtMost(1e9),) if key.endswith("_s") else ()
 
 
 def description(root: type, dotted: str) -> str:
-    """The comment of a key; empty without one."""
+    """Return the comment of a key; empty without one."""
     *groups, name = dotted.split(".")
     for group in groups:
         root = hints_of(root).get(group, root)
@@ -356,7 +353,8 @@ def description(root: type, dotted: str) -> str:
 
 
 def descriptions(cls: type) -> dict[str, str]:
-    """{key: its comment} of a group, from the source: after the key, or on the lines before it."""
+    """Return {key: its comment} of a group, from the source: after the key, or on the lines before
+    it."""
     found: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
         before: list[str] = []

@@ -21,19 +21,19 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 
 _ENTRY = "hybridflow_entry"
-_FORCED = "++"  # Hydra's mark of an override of a key that the YAML may or may not mention
+_FORCED = "++"  # Hydra's prefix for overriding a key that the YAML may or may not contain
 
 
 def load_config(
     name: str, overrides: Sequence[str] = (), config_dir: Path | None = None
 ) -> RunConfig:
-    """Compose recipe `name` with `overrides` and return it typed.
+    """Compose recipe `name` with `overrides` into a typed configuration.
 
     Args:
         name: file name of a recipe, with or without `.yaml`.
         overrides: `key=value` for any key of the schema, or `group=choice` for a folder under
             configs/.
-        config_dir: a folder of one's own with recipes and groups; searched before the shipped one.
+        config_dir: your own folder with recipes and groups; searched before the shipped one.
 
     Raises:
         ConfigError: unknown recipe, key or choice; wrong type; bad YAML; bad override syntax.
@@ -44,16 +44,16 @@ def load_config(
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """The whole configuration as YAML, a recipe without groups that `load_config` reads back to an
-    equal one."""
+    """Return the whole configuration as YAML, a recipe without groups that `load_config` reads back
+    equal."""
     import yaml
 
     return yaml.safe_dump(to_plain(config), sort_keys=False, default_flow_style=None, width=120)
 
 
 def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
-    """All overrides as Hydra takes them. ConfigError: names every one that is wrong, not the first
-    alone, since a command line that was written for another trainer has many."""
+    """Return all overrides in Hydra's form. The ConfigError lists every wrong one, since a command
+    line written for another trainer has many."""
     accepted: list[str] = []
     refused: list[str] = []
     for item in overrides:
@@ -69,10 +69,11 @@ def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
 
 
 def normalise_override(text: str, dirs: Sequence[Path]) -> str:
-    """Make one override acceptable to Hydra whether or not a YAML mentions its key.
+    """Make one override acceptable to Hydra whether or not a YAML contains its key.
 
-    Hydra refuses keys that no YAML mentions unless they carry `+`; our schema knows all keys, so we
-    check the key ourselves and then force it. Group choices (`algorithm=grpo`) are left to Hydra.
+    Hydra rejects keys that no YAML contains unless they have a `+`; our schema knows all keys, so
+    we check the key ourselves and then force it. Group choices (`algorithm=grpo`) are left to
+    Hydra.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -115,10 +116,11 @@ def normalise_override(text: str, dirs: Sequence[Path]) -> str:
 
 
 def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Any:
-    """Hydra's composition over the schema's defaults, interpolations resolved, as plain containers.
+    """Compose with Hydra over the schema's defaults, with interpolations resolved, as plain
+    containers.
 
-    Hydra takes a tenth of a second to compose groups. So a process composes the groups of a shipped
-    recipe once, and sets keys in a copy. Up to the last deletion all overrides are left to Hydra,
+    Composing groups takes Hydra a tenth of a second, so a process composes the groups of a shipped
+    recipe once and sets keys in a copy. Up to the last deletion all overrides are left to Hydra,
     which applies them in order.
     """
     import yaml
@@ -142,7 +144,7 @@ def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -
             else _over_defaults(recipe, composed, dirs)
         )
         for given in OverridesParser.create().parse_overrides(later):
-            # as Hydra does it
+            # like Hydra
             OmegaConf.update(config, given.key_or_group, given.value(), force_add=True)
         _refuse_missing(OmegaConf.to_container(config, resolve=False))
         return OmegaConf.to_container(config, resolve=True)
@@ -158,8 +160,8 @@ def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -
 
 
 def _over_defaults(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Any:
-    """What Hydra composes over the schema's defaults, so that ${...} may name a key that no YAML
-    mentions."""
+    """Compose over the schema's defaults, so that ${...} may refer to a key that no YAML
+    contains."""
     from hydra import compose
     from omegaconf import OmegaConf
 
@@ -171,8 +173,7 @@ def _over_defaults(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) 
 
 
 def _of_shipped(recipe: str, overrides: Sequence[str], folder: Path) -> Any:
-    """The same from the shipped folder alone, composed again only after a file in it has
-    changed."""
+    """Compose from the shipped folder only, cached until a file in it changes."""
     stats = [(file, file.stat()) for file in folder.rglob("*.yaml")]
     versions = tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
     return copy.deepcopy(_kept(recipe, tuple(overrides), folder, versions))
@@ -184,8 +185,8 @@ def _kept(recipe: str, overrides: tuple[str, ...], folder: Path, versions: objec
 
 
 def _merge(defaults: Any, given: Any) -> Any:
-    """`given` over `defaults`, mapping by mapping. As plain containers, which OmegaConf's own merge
-    is slow for."""
+    """Merge `given` over `defaults`, mapping by mapping. Uses plain containers, because OmegaConf's
+    own merge is slow."""
     if not isinstance(defaults, dict) or not isinstance(given, dict):
         return given
     return {**defaults, **{key: _merge(defaults.get(key), value) for key, value in given.items()}}
@@ -194,8 +195,8 @@ def _merge(defaults: Any, given: Any) -> Any:
 def files_of(
     recipe: str, overrides: Sequence[str], dirs: Sequence[Path]
 ) -> Iterator[tuple[Path, str]]:
-    """The files that a recipe is made of, each with the key under which its content goes; later
-    ones win."""
+    """Return a recipe's files in order of increasing precedence, each with the key of its
+    content."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
 
@@ -211,7 +212,7 @@ def files_of(
         defaults_list, recipe, [normalise_override(item, dirs) for item in overrides], dirs
     ):
         files = (folder / f"{part.config_path}.yaml" for folder in dirs)
-        # Hydra's own are in no folder of ours
+        # Hydra's own files are not in our folders
         if (file := next(filter(Path.is_file, files), None)) is not None:
             yield file, part.package
 
@@ -219,28 +220,28 @@ def files_of(
 def _ask_hydra(
     ask: Callable[[list[str]], Any], recipe: str, overrides: list[str], dirs: Sequence[Path]
 ) -> Any:
-    """What `ask` says of the overrides while Hydra finds the recipe and the groups of these
+    """Return the result of `ask` with Hydra set up to find the recipe and the groups of these
     folders."""
     from hydra import initialize
     from hydra.core.config_store import ConfigStore
     from hydra.errors import ConfigCompositionException
 
-    # Hydra finds its primary config in one folder only. An entry in memory that names the recipe
-    # lets all folders count alike, so that a group file of the user's own also replaces the shipped
-    # one under a shipped recipe.
+    # Hydra finds its primary config in one folder only. An in-memory entry that refers to the
+    # recipe treats all folders alike, so that a user's group file also replaces the shipped one
+    # under a shipped recipe.
     search = {"searchpath": [f"file://{folder}" for folder in dirs]}
     ConfigStore.instance().store(_ENTRY, {"defaults": [recipe, "_self_"], "hydra": search})
     with (
         warnings.catch_warnings(),
         initialize(config_path=None, job_name="hybridflow", version_base="1.3"),
     ):
-        # its place at the end is what one expects of a recipe
+        # a recipe is expected to come last
         warnings.filterwarnings("ignore", message=".*missing `_self_`")
         try:
             return ask(overrides)
         except ConfigCompositionException as error:
-            # A group that the recipe's defaults list leaves out must be added, not replaced; for a
-            # user both are `group=choice`.
+            # A group that the recipe's defaults list omits must be added, not replaced; for a user
+            # both are `group=choice`.
             group = next(
                 (
                     item
@@ -272,7 +273,7 @@ def _refuse_missing(values: Any) -> None:
 
 
 def _missing(values: Any, prefix: str = "") -> Iterator[str]:
-    """The keys whose value is OmegaConf's mark for "must be given"."""
+    """Yield the keys whose value is OmegaConf's mark for "must be given"."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield from _missing(value, f"{prefix}.{key}" if prefix else str(key))
@@ -281,8 +282,8 @@ def _missing(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _reason(error: Exception) -> str:
-    """The message without Hydra's trailers, with the innermost cause where the outer one only says
-    that something failed."""
+    """Return the message without Hydra's trailers, with the innermost cause if the outer one is
+    generic."""
     lines = [line.strip() for line in str(error).split("Config search path")[0].splitlines()]
     text = " ".join(line for line in lines if line and not line.startswith("object_type"))
     cause = str(error.__cause__ or "").strip()
@@ -290,8 +291,8 @@ def _reason(error: Exception) -> str:
 
 
 def _files_meant(error: Exception, recipe: str, dirs: Sequence[Path]) -> Iterator[Path]:
-    """The files that an error may be about: the recipe's own, then those of the user's folder that
-    it names. One of the encoding names none."""
+    """Yield the files that an error may be about: the recipe's own, then those of the user's folder
+    that it names. Encoding errors name none."""
     yield from (folder / f"{recipe}.yaml" for folder in dirs)
     for folder in dirs[:-1]:
         for path in sorted(folder.rglob("*.yaml")):
@@ -301,7 +302,7 @@ def _files_meant(error: Exception, recipe: str, dirs: Sequence[Path]) -> Iterato
 
 
 def _file_problem(path: Path) -> str:
-    """Why a file is no recipe and no group, whatever it is about; empty where it may be."""
+    """Return why a file is neither a recipe nor a group; empty if it may be one."""
     import yaml
 
     if not path.is_file():

@@ -1,5 +1,4 @@
-"""Where recipes live and what they are called. Imports no Hydra, so that listing them is
-instant."""
+"""Locations and names of recipes. Does not import Hydra, so that listing them is instant."""
 
 from __future__ import annotations
 
@@ -14,18 +13,18 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Recipe:
-    """One runnable file of a configs folder: its name and the first comment line in it."""
+    """One runnable file of a configs folder: its name and its first comment line."""
 
     name: str
     summary: str
 
 
 def shipped_dir(name: str) -> Path:
-    """The folder `name` of the checkout, else the one installed in the package. ConfigError:
-    neither exists."""
+    """Return the folder `name` of the checkout, or the one installed in the package. Raises
+    ConfigError if neither exists."""
     root = Path(__file__).resolve().parents[2]
     checkout = root / name
-    # A site-packages folder may hold somebody else's "configs"; ours is the one beside setup.py.
+    # A site-packages folder may contain another package's "configs"; ours is next to setup.py.
     if checkout.is_dir() and (root / "setup.py").is_file():
         return checkout
     installed = Path(__file__).resolve().parents[1] / "shipped" / name
@@ -37,12 +36,12 @@ def shipped_dir(name: str) -> Path:
 
 
 def shipped_config_dir() -> Path:
-    """The recipes that come with the package."""
+    """Return the folder of the shipped recipes."""
     return shipped_dir("configs")
 
 
 def config_dirs(extra: Path | None) -> list[Path]:
-    """The folders to search, the user's own first."""
+    """Return the folders to search, the user's first."""
     if extra is None:
         return [shipped_config_dir()]
     if not extra.is_dir():
@@ -51,8 +50,8 @@ def config_dirs(extra: Path | None) -> list[Path]:
 
 
 def list_recipes(dirs: list[Path]) -> list[Recipe]:
-    """All recipes in `dirs` by name; a name in an earlier folder hides the same name in a later
-    one."""
+    """Return all recipes in `dirs` by name. A name in an earlier folder hides the same name in a
+    later one."""
     found: dict[str, Recipe] = {}
     for folder in dirs:
         for path in sorted(filter(Path.is_file, folder.glob("*.yaml"))):
@@ -61,7 +60,7 @@ def list_recipes(dirs: list[Path]) -> list[Recipe]:
 
 
 def model_groups(dirs: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(name, sizes) of each group `model` in `dirs` that gives the sizes of a model."""
+    """Yield (name, sizes) of each group `model` in `dirs` that defines a model's sizes."""
     import yaml
 
     for path in sorted(path for folder in dirs for path in (folder / "model").glob("*.yaml")):
@@ -70,8 +69,8 @@ def model_groups(dirs: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def require_recipe(name: str, dirs: list[Path]) -> str:
-    """The recipe's name without suffix, when it exists in `dirs`; else a ConfigError that lists
-    what does."""
+    """Return the recipe's name without suffix if it exists in `dirs`. Otherwise raises a
+    ConfigError that lists the recipes."""
     stem = name.removesuffix(".yaml")
     names = [recipe.name for recipe in list_recipes(dirs)]
     if stem in names:

@@ -1,5 +1,5 @@
-"""JSON objects from folders of others: what could fill memory, block or overflow the stack is
-refused with one line."""
+"""Reader of untrusted JSON objects: files that would fill memory, block or overflow the stack are
+rejected with one line."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MOST_BYTES = 64 << 20  # the index of a published model of a trillion parameters
 def read_outside_json(
     path: Path, most_bytes: int = MOST_BYTES, *, unique: bool = False
 ) -> dict[str, Any]:
-    """The object in a file.
+    """Return the object in a file.
 
     Args:
-        unique: refuse an object that has a key twice, of which every reader sees another one.
+        unique: reject an object with duplicate keys, which readers resolve differently.
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: as from `read_outside_bytes`; or no JSON, nested too deeply, no object, or more
-            than fits into memory. The message does not name the file.
+        ValueError: as for `read_outside_bytes`; or not JSON, nested too deeply, not an object, or
+            too large for memory. The message does not name the file.
     """
     try:
         value = json.loads(

@@ -1,5 +1,5 @@
-"""Text from folders of others: read up to a bound and from regular files only, and printed so that
-it cannot steer a terminal."""
+"""Untrusted text: read with a size limit and from regular files only, and printed without control
+characters."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import os
 import re
 from pathlib import Path
 
-# control characters but for tab and newline, marks that reverse the direction of writing, and line
-# separators
+# control characters except tab and newline, bidirectional marks, and line separators
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def read_outside_bytes(path: Path, most_bytes: int) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: no regular file (a pipe or a device would block or never end), larger than
+        ValueError: not a regular file (a pipe or a device would block or never end), larger than
             `most_bytes`, or growing. The message does not name the file.
     """
     if not path.exists():
@@ -37,7 +36,7 @@ def read_outside_bytes(path: Path, most_bytes: int) -> bytes:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether `path`, with links followed, lies in `folder`. A link in a circle does not."""
+    """Return True if `path`, with links followed, is inside `folder`. Circular links are not."""
     try:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):

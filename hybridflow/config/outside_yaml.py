@@ -1,4 +1,4 @@
-"""YAML from folders of others: a mapping of plain values, read in bounded time and memory."""
+"""Untrusted YAML: a mapping of plain values, read in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from hybridflow.config.outside_text import read_outside_bytes
 
-MOST_BYTES = 1 << 20  # config.yaml of a run has 10 KB
+MOST_BYTES = 1 << 20  # a run's config.yaml has 10 KB
 _MOST_DEPTH = 32
 
 
 def read_outside_yaml(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text of a file and the mapping that it holds.
+    """Return the text of a file and the mapping in it.
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: as from `read_outside_bytes`; or not UTF-8, no YAML, nested too deeply, no
-            mapping, or with an alias, of which a few lines can stand for more than fits into
-            memory. The message does not name the file.
+        ValueError: as for `read_outside_bytes`; or not UTF-8, not YAML, nested too deeply, not a
+            mapping, or with an alias, since a few lines of aliases can expand beyond the memory.
+            The message does not name the file.
     """
     import yaml
 
@@ -29,7 +29,7 @@ def read_outside_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     depth = 0
     try:
-        for event in yaml.parse(text, loader):  # without building anything, and without recursion
+        for event in yaml.parse(text, loader):  # without building objects or recursion
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
                 event, yaml.CollectionEndEvent
             )
@@ -43,7 +43,7 @@ def read_outside_yaml(path: Path) -> tuple[str, dict[str, Any]]:
         where = f" (line {mark.line + 1})" if mark else ""
         raise ValueError(f"not YAML{where}: {getattr(error, 'problem', None) or error}") from error
     except (TypeError, OverflowError, AttributeError) as error:
-        # a date or a key that Python cannot hold
+        # a date or a key that Python cannot represent
         raise ValueError(f"not YAML: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} where a mapping belongs")

@@ -1,6 +1,6 @@
-"""Entries of the user's own files, `path/to/file.py:name`, of every key that names a registry: the
-file is there, a process of its own imports it, and it registers the right kind. Asked before
-anything of a run starts."""
+"""Checks of custom entries, `path/to/file.py:name`, for every key that names a registry: the file
+exists, a separate process can import it, and it registers the right kind. Runs before anything of a
+run starts."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 from hybridflow.process.secret import without_credentials
 
-_IMPORT_S = 120.0  # for all files together; one that imports torch takes seconds
-# `check_entries` imports them
+_IMPORT_S = 120.0  # for all files together; importing torch takes seconds
+# imported by `check_entries`
 _CHECKED_HERE = (
     "algorithm.adv_estimator",
     "algorithm.flow",
     "actor.policy_loss",
     "trainer.loggers",
 )
-# the argument of an engine's `generate` that asks for what tokens were sampled among
+# the argument of an engine's `generate` that requests supports
 _SUPPORT = "with_support"
-_MARK = "\nown entries: "  # before the answer: a user's file may print
+_MARK = "\nown entries: "  # precedes the answer, because a user's file may print
 
 
 def named(config: RunConfig) -> Iterator[tuple[str, Entry, str]]:
-    """(key, registry, value) of each entry of a user's file."""
+    """Yield (key, registry, value) of each entry of a user's file."""
     for key, kind in all_keys(RunConfig):
         if kind.entry is None:
             continue
@@ -49,8 +49,8 @@ def named(config: RunConfig) -> Iterator[tuple[str, Entry, str]]:
 
 
 def code_of(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, value) of each setting by which a run executes what is not this package: files of
-    Python, programs, and a cluster that it joins."""
+    """Yield (key, value) of each setting that makes a run execute other code than this package:
+    Python files, programs, and a cluster to join."""
     yield from ((key, value) for key, _, value in named(config))
     single = {
         "model.family": config.model.family
@@ -67,7 +67,7 @@ def code_of(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Every problem as one line. Starts a process where there are such entries."""
+    """Yield every problem as one line. Starts a process if there are such entries."""
     asked = []
     for key, entry, value in named(config):
         path = Path(value.rpartition(":")[0])
@@ -84,8 +84,8 @@ def problems(config: RunConfig) -> Iterator[str]:
 
 
 def _imported(asked: Sequence[Sequence[str]]) -> list[str]:
-    """What a process says that imports these entries (key, package, value, and what an engine's
-    `generate` takes)."""
+    """Return the output of a process that imports these entries (key, package, value, and the
+    arguments of an engine's `generate`)."""
     command = [sys.executable, "-P", "-m", "hybridflow.config.own_entries", json.dumps(asked)]
     values = ", ".join(f"{key}={value}" for key, _, value, *_ in asked)
     try:
@@ -115,7 +115,7 @@ def _imported(asked: Sequence[Sequence[str]]) -> list[str]:
 
 
 def main(asked: Sequence[Sequence[str]]) -> list[str]:
-    """Import each entry; returns why entries cannot be used, a line each."""
+    """Import each entry. Returns one line for each that cannot be used."""
     found = []
     for key, package, value, *needs in asked:
         try:
@@ -139,7 +139,7 @@ def main(asked: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _registry_of(package: str) -> Registry[Any]:
-    """The registry whose built-in entries this package holds."""
+    """Return the registry whose built-in entries are in this package."""
     for module in (f"{package}.base", package):
         if importlib.util.find_spec(module) is None:
             continue
@@ -150,8 +150,8 @@ def _registry_of(package: str) -> Registry[Any]:
 
 
 def _lacks_what_nodes_have(cause: BaseException | None) -> bool:
-    """Whether an import has failed for want of a library that a machine which only submits jobs
-    need not have."""
+    """Return True if an import failed for lack of a library that a submit-only machine need not
+    have."""
     return isinstance(cause, ModuleNotFoundError) and importlib.util.find_spec("torch") is None
 
 

@@ -1,10 +1,10 @@
-"""Entries that a configuration names, one file each: estimators, losses, transports, rewards and
-the user's own code.
+"""Registries of entries that a configuration names, one file each: estimators, losses, transports,
+rewards and custom code.
 
-A built-in entry is a module of the registry's package, and the module's name is the entry's name:
-the names are known without an import, so `--help` and the loader need no torch. A user's entry is
-written `path/to/file.py:name`. Nothing else lists entries; what an entry needs is declared where it
-is registered.
+A built-in entry is a module of the registry's package with the same name: the names are known
+without imports, so `--help` and the loader need no torch. A custom entry is written
+`path/to/file.py:name`. There is no other list of entries; an entry declares its requirements where
+it is registered.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Registry(Generic[T]):
     """Finds entries of one kind by name.
 
     Args:
-        kind: what an entry is, for messages, for example "policy loss".
-        package: dotted name of the package whose modules are the built-in entries; modules that
-            begin with an underscore and `base` are not entries.
+        kind: description of an entry for messages, for example "policy loss".
+        package: dotted name of the package whose modules are the built-in entries; `base` and
+            modules with a leading underscore are not entries.
         key: the configuration key that names an entry, for messages.
-        packages: entries are packages within `package`, not modules; the module `engine` of each
+        packages: entries are subpackages of `package`, not modules; the module `engine` of each
             registers it.
     """
 
@@ -49,15 +49,15 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, entry: T) -> T:
-        """Add an entry under `name`; returns it. What a user's file registers as it is imported
-        belongs to that file, and a built-in entry of the same name stays what it was."""
+        """Add an entry under `name`, and return it. Entries registered by a user's file are
+        namespaced by its path and never shadow built-ins."""
         owner = self._importing_file()
         self._entries[name if owner is None else f"{owner}:{name}"] = entry
         return entry
 
     def entry(self, name: str, made: Callable[[Any], T]) -> Callable[[F], F]:
-        """A decorator that registers what `made` makes of a function or class under `name`, and
-        leaves that as it is."""
+        """Return a decorator that registers `made(function or class)` under `name`, and returns its
+        argument unchanged."""
 
         def registered(found: F) -> F:
             self.register(name, made(found))
@@ -66,8 +66,8 @@ class Registry(Generic[T]):
         return registered
 
     def _importing_file(self) -> str | None:
-        """The user's file whose import is asking, None for a built-in entry (also one that a user's
-        file imports)."""
+        """Return the user's file whose import is calling; None for a built-in entry, even if
+        imported by a user's file."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_name == "<module>":
@@ -80,8 +80,8 @@ class Registry(Generic[T]):
         return None
 
     def names(self) -> tuple[str, ...]:
-        """The names of the built-in entries, read from the package's folder, and of those
-        registered since; sorted."""
+        """Return the sorted names of the built-in entries, listed from the package's folder, and of
+        those registered since."""
         files = package_folder(self.package).glob("*/__init__.py" if self._packages else "*.py")
         stems = {path.parent.name if self._packages else path.stem for path in files}
         builtin = set()
@@ -91,11 +91,11 @@ class Registry(Generic[T]):
         return tuple(sorted(builtin | {name for name in self._entries if not is_user_entry(name)}))
 
     def get(self, name: str) -> T:
-        """The entry called `name`, or the one that a user's file holds (`path/to/file.py:name`).
+        """Return the entry called `name`, or the one in a user's file (`path/to/file.py:name`).
 
         Raises:
             ConfigError: there is no such entry (the nearest name is given), or the file cannot be
-                imported or does not register what is asked for.
+                imported or does not register it.
         """
         if is_user_entry(name):
             return self._of_file(name)
@@ -129,7 +129,7 @@ class Registry(Generic[T]):
 
 
 def package_folder(package: str) -> Path:
-    """The folder of a package, found without importing the packages above it."""
+    """Return the folder of a package, without importing its parent packages."""
     root, *below = package.split(".")
     found = importlib.util.find_spec(root)
     assert found is not None and found.submodule_search_locations, package
@@ -137,22 +137,22 @@ def package_folder(package: str) -> Path:
 
 
 def is_user_entry(name: str) -> bool:
-    """Whether `name` points into a file of the user's: `path/to/file.py:name`."""
+    """Return True if `name` refers to a user's file: `path/to/file.py:name`."""
     return ".py:" in name
 
 
 def absolute_entry(name: str) -> str:
-    """`name` for another process, whose working directory may be another: with the whole path of a
-    user's file."""
+    """Return `name` for another process, whose working directory may differ: with the absolute path
+    of a user's file."""
     path, _, attribute = name.rpartition(":")
     return f"{Path(path).resolve()}:{attribute}" if is_user_entry(name) else name
 
 
 def import_file(path: Path, key: str) -> ModuleType:
-    """Import a python file of the user's as a module of its own.
+    """Import a user's Python file as a separate module.
 
-    The module's name holds a hash of the path, so that two files of one name do not meet. A file is
-    run once a process.
+    The module's name contains a hash of the path, so that files of the same name do not clash. A
+    file is executed once per process.
 
     Raises:
         ConfigError: no such file, or it fails to import; the message names `key`, the file and its
@@ -164,13 +164,13 @@ def import_file(path: Path, key: str) -> ModuleType:
         raise ConfigError(f"{key}: {str(path)!r} is no file (looked in {Path.cwd()})")
     path = path.resolve()
     name = f"{_USER_MODULE}{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    with _import_lock:  # a second thread must not find a module that has run by half
+    with _import_lock:  # a second thread must not see a half-executed module
         if name in sys.modules:
             return sys.modules[name]
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        # dataclasses and pickling in the user's file look their own module up
+        # dataclasses and pickling in the user's file look up their module here
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
@@ -188,11 +188,11 @@ def import_file(path: Path, key: str) -> ModuleType:
 def attribute_of(
     module: ModuleType, name: str, key: str, wanted: Callable[[Any], bool], what: str
 ) -> Any:
-    """`module.name`, which must satisfy `wanted`; `what` says in the message what that is, for
+    """Return `module.name`, which must satisfy `wanted`; `what` describes it in the message, for
     example "a function".
 
     Raises:
-        ConfigError: the file has nothing of this name, or something else; names the nearest.
+        ConfigError: the file has no such name, or it is of another kind; suggests the nearest name.
     """
     found = getattr(module, name, None)
     if wanted(found):
@@ -212,15 +212,15 @@ def attribute_of(
 
 
 def describe_error(error: BaseException, path: Path) -> str:
-    """Type and message of an error in user code, with the line of the user's file it came from; of
-    an error of ours the message alone."""
+    """Return type and message of an error in user code, with the line in the user's file. For a
+    HybridFlowError it is the message alone."""
     line = line_of(error, path)
     said = str(error) if isinstance(error, HybridFlowError) else f"{type(error).__name__}: {error}"
     return said + ("" if line is None else f" (line {line})")
 
 
 def line_of(error: BaseException, path: Path) -> int | None:
-    """The innermost line of the user's file that the error has passed; None without one."""
+    """Return the innermost line of the user's file in the traceback; None without one."""
     if isinstance(error, SyntaxError):
         return error.lineno
     lines = []

@@ -1,5 +1,5 @@
-"""Checks across the keys of the roles other than the policy (critic, reference, reward model,
-teacher), and of which sections share devices. Part of `config.check`."""
+"""Checks of the keys of roles other than the policy (critic, reference, reward model, teacher), and
+of sections that share devices. Part of `config.check`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
-    """Every problem as one line, for `hybridflow train` or `train-reward`; without `files` folders
-    may be missing."""
+    """Return every problem as one line, for `hybridflow train` or `train-reward`; without `files`
+    folders may be missing."""
     found: list[str] = []
     if job == "train":
         found += [
@@ -144,7 +144,8 @@ def _layout(section: Role, role: str) -> Iterator[str]:
 
 
 def _other_model(config: RunConfig) -> Iterator[str]:
-    """A colocated reference is a second set of the policy's weights."""
+    """Check that a colocated reference has no other model: it is a second set of the policy's
+    weights."""
     reference = config.reference
     if reference.placement != "colocated":
         return
@@ -161,10 +162,11 @@ def _other_model(config: RunConfig) -> Iterator[str]:
 
 
 def _vocabulary(config: RunConfig, role: str, path: str) -> Iterator[str]:
-    """The ids that the policy samples must mean the same to the role's model, and have a row in its
+    """Check that the policy's token ids mean the same to the role's model, and have a row in its
     embedding.
 
-    A teacher's most likely tokens are the policy's to learn: it must have just as many.
+    A teacher must have exactly the same tokens, because its most likely tokens are learned by the
+    policy.
     """
     own = _tokens(path)
     policy = _tokens(config.model.tokenizer or config.model.path)
@@ -198,7 +200,8 @@ def _top_k(config: RunConfig) -> Iterator[str]:
 
 
 def _vocab_size(model: ModelConfig) -> int | None:
-    """None where the config leaves it open, or its folder is missing (reported elsewhere)."""
+    """Return the vocabulary size; None if the config does not specify it, or its folder is missing
+    (reported elsewhere)."""
     try:
         size = derived.hf_config(model).get("vocab_size")
     except ConfigError:
@@ -207,7 +210,7 @@ def _vocab_size(model: ModelConfig) -> int | None:
 
 
 def _tokens(folder: str | None) -> dict[str, int]:
-    """{token: id} of a folder's tokenizer.json; empty where there is none that can be read."""
+    """Return {token: id} of a folder's tokenizer.json; empty if there is no readable one."""
     try:
         values = read_outside_json(Path(folder or "") / "tokenizer.json")
         vocabulary = values["model"]["vocab"]
@@ -258,8 +261,8 @@ def _pairs(config: RunConfig) -> Iterator[str]:
 
 
 def pool_problems(config: RunConfig, job: str) -> Iterator[str]:
-    """Pools that no section makes, and keys about them that would not count. Whether they fit a
-    cluster is `placement`'s."""
+    """Check for pools that no section creates, and ineffective keys about them. `placement` checks
+    whether they fit a cluster."""
     roles = derived.roles_in_use(config, job)[1:]
     apart = [
         *(role for role in roles if not derived.is_colocated(config, role)),

@@ -1,5 +1,5 @@
 """The keys of Megatron's layout, optimizer and recomputation. Part of `hybridflow.config.schema`,
-which says what all keys have in common."""
+which documents the conventions."""
 
 from __future__ import annotations
 
@@ -16,50 +16,49 @@ RecomputeModule = Literal[
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Megatron parallel sizes (verl's names in brackets). docs/parallelism.md says which
-    combinations are legal."""
+    """Megatron parallel sizes (verl's names in brackets). docs/parallelism.md lists the legal
+    combinations."""
 
     tensor: PositiveInt = 1  # [tensor_model_parallel_size]
     pipeline: PositiveInt = 1  # [pipeline_model_parallel_size]
-    # layers of the first and of the last stage, where these have another number than the others; 0:
-    # an even share
+    # layers of the first and of the last stage, if different from the others; 0: an even share
     first_stage_layers: NonNegativeInt = 0
     last_stage_layers: NonNegativeInt = 0
-    # layers of every stage, where no other key says them: pipeline x virtual_pipeline numbers in
-    # the order of the model [pipeline_model_parallel_layout]; the first and the last may be 0
+    # layers of every stage, instead of the other keys: pipeline x virtual_pipeline numbers in the
+    # order of the model [pipeline_model_parallel_layout]; the first and the last may be 0
     layers_per_stage: tuple[NonNegativeInt, ...] = ()
-    # model chunks a pipeline rank holds, interleaved; null: 1
+    # interleaved model chunks per pipeline rank; null: 1
     virtual_pipeline: PositiveInt | None = None
     # ranks that share each sequence (zigzag); a sequence is padded to a multiple of 2 x context
     context: PositiveInt = 1
     expert: PositiveInt = 1
     expert_tensor: PositiveInt | None = None  # null: 1 when expert > 1, else `tensor`
     sequence: bool = False  # sequence parallelism; needs tensor > 1
-    # main weights and moments are split over data-parallel ranks
+    # shard main weights and moments over data-parallel ranks
     distributed_optimizer: bool = True
     # reduce gradients over data-parallel ranks during the backward pass
     overlap_grad_reduce: bool = False
     # gather updated weights during the next forward pass; needs distributed_optimizer
     overlap_param_gather: bool = False
-    # how tokens reach their experts; deepep, on GPUs, sends a token once to each node
+    # dispatch of tokens to experts; deepep, on GPUs, sends a token once to each node
     moe_dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW as Megatron builds it."""
+    """Megatron's AdamW."""
 
     lr: Positive = 1e-6
     min_lr: NonNegative = 0.0  # at most lr
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_steps: NonNegativeInt = 0  # optimizer updates
-    lr_decay_steps: int | None = None  # optimizer updates; needed by linear and cosine
+    lr_decay_steps: int | None = None  # optimizer updates; required by linear and cosine
     weight_decay: float = 0.01
     adam_beta1: Decay = 0.9
     adam_beta2: Decay = 0.999
     adam_eps: float = 1e-8
-    clip_grad: NonNegative = 1.0  # largest norm of the gradient; 0: any
-    # FusedAdam of Transformer Engine holds the main weights and moments, in the precision of the
+    clip_grad: NonNegative = 1.0  # maximum gradient norm; 0: unlimited
+    # use Transformer Engine's FusedAdam for the main weights and moments, in the precision of the
     # next three keys; needs model.dtype=bfloat16 and parallel.distributed_optimizer
     # [use_precision_aware_optimizer]
     precision_aware: bool = False

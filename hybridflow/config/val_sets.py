@@ -1,5 +1,5 @@
-"""The validation sets of a run: that of `data.val_files`, which has no name, and those of
-`data.val_sets`. No torch."""
+"""The validation sets of a run: the unnamed one of `data.val_files`, and those of `data.val_sets`.
+No torch."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from hybridflow.config.keys import PositiveInt, out_of_range
 from hybridflow.config.schema import MIN_TEMPERATURE, RunConfig, SamplingConfig, ValSamplingConfig
 from hybridflow.errors import ConfigError
 
-# column of prompts that are answered as validation answers the set of this name [B]
+# column [B] of prompts for validation: the name of their set
 VAL_SET = "val_set"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
 class ValSet:
-    """Held-out prompts and how they are answered. What an entry of `data.val_sets` does not give is
-    as for `data.val_files`."""
+    """Held-out prompts and their sampling settings. Defaults of an entry of `data.val_sets` are
+    those of `data.val_files`."""
 
     files: tuple[str, ...] = ()
     max_prompts: PositiveInt | None = None  # null: all of them
-    samples: PositiveInt = 1  # answers to each prompt
+    samples: PositiveInt = 1  # answers per prompt
     sampling: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def val_sets(config: RunConfig) -> dict[str, ValSet]:
-    """{name: set}; "" is the name of the set of `data.val_files`, which is always there and may
+    """Return {name: set}. The set of `data.val_files` has the name ""; it always exists and may
     have no files.
 
     Raises:
         ConfigError: an entry of `data.val_sets` has an unknown key or a value of a wrong type, or
-            is no group of keys.
+            is not a group of keys.
     """
     unnamed = _unnamed(config)
     return {"": unnamed} | {
@@ -45,19 +45,19 @@ def val_sets(config: RunConfig) -> dict[str, ValSet]:
 
 
 def sampling_of(config: RunConfig, name: str) -> SamplingConfig:
-    """How the prompts of this set are answered."""
+    """Return the sampling settings of this set's prompts."""
     unnamed = _unnamed(config)
     return (_built(unnamed, name, config.data.val_sets[name]) if name else unnamed).sampling
 
 
 def tag(name: str) -> str:
-    """What the metrics and the dumps of a set begin with, after "val" or "validation": nothing
-    without a name."""
+    """Return the suffix of a set's metrics and dumps after "val" or "validation"; empty without a
+    name."""
     return f"-{name}" if name else ""
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with each entry of `data.val_sets`, and with the number of answers of every
+    """Yield the problems of each entry of `data.val_sets`, and of the number of answers of every
     set."""
     unnamed = _unnamed(config)
     found = dict[str, ValSet]()

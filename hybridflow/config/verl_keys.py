@@ -1,6 +1,6 @@
-"""What verl's keys are called here. verl's `actor_rollout_ref.` is left out of the names; ROLE
-stands for the sections actor, ref, critic and reward_model, and a name that ends with `.*` for all
-keys below it."""
+"""Mapping of verl's keys to ours. The prefix `actor_rollout_ref.` is omitted; ROLE stands for the
+sections actor, ref, critic and reward_model, and a name that ends with `.*` for all keys below
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SECTIONS = {
     "reward_model": "reward_model",
 }
 
-# verl's name: the key here, and after a space what is different about its values
+# verl's name: our key, and after a space the difference of its values
 RENAMED = {
     "ROLE.model.path": "ROLE.path",
     "ROLE.megatron.tensor_model_parallel_size": "ROLE.parallel.tensor",
@@ -245,7 +245,7 @@ _ENGINE_OWN = (
 )
 _PROFILES = "the run's folder always has a timeline, which its report shows; leave the key out"
 
-# verl's name without a key here: why, and what to do
+# verl's name without an equivalent key: the reason, and the remedy
 ABSENT = {
     "actor_rollout_ref": (
         "its sections are top-level here: actor, rollout, model, and reference for verl's ref"
@@ -390,11 +390,11 @@ ABSENT |= dict.fromkeys(
 
 
 def counterpart(name: str) -> tuple[str, str]:
-    """The key of ours for a name that may be verl's, and what is different about its values; ("",
-    reason) where there is none; ("", "") where verl's table does not know the name.
+    """Return our key for a name that may be verl's, and the difference of its values; ("", reason)
+    if there is no equivalent; ("", "") if verl's table does not contain the name.
 
-    A name of a section that has another name here (`actor_rollout_ref.actor.ppo_epochs`) comes with
-    ours, whether or not there is such a key, and with the reason that counts where there is none.
+    A name in a section that is called differently here (`actor_rollout_ref.actor.ppo_epochs`) is
+    returned with our section's name even if there is no such key, with the reason in that case.
     """
     own = name.removeprefix(_PREFIX)
     section, _, rest = own.partition(".")
@@ -412,6 +412,6 @@ def counterpart(name: str) -> tuple[str, str]:
 
 
 def _patterns(name: str) -> list[str]:
-    """The entries of the tables that are of this name, the most exact first."""
+    """Return the entries of the tables that match the name, most specific first."""
     parts = name.split(".")
     return [name, *(".".join((*parts[:end], "*")) for end in range(len(parts), 0, -1))]
