@@ -137,7 +137,7 @@ def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: bool) -> None:
     """Improve `owner` in place: each round swaps between the most expensive rank and the cheapest,
-    the second of each, and so on."""
+    between the second most expensive and the second cheapest, and so on."""
     loads = np.bincount(owner, weights, num_ranks)
     fruitless = 0
     accepted = loads.mean() * (1 + _ENOUGH)

@@ -23,7 +23,7 @@ def python(code: str) -> str:
     """Run a Python program and return what it prints.
 
     Raises:
-        ResourceError: this machine forbids what the sandbox needs.
+        ResourceError: this machine does not support the sandbox.
     """
     result = _result(code)
     # limits are reported to the program, so this sandbox was killed from outside
