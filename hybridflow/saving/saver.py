@@ -49,7 +49,7 @@ class State(Protocol):
 
     @property
     def contains(self) -> Sequence[str]:
-        """Its parts: model, adapters, optimizer, reference, rng."""
+        """The parts: model, adapters, optimizer, reference, rng."""
         ...
 
     def owned(self) -> Sequence[Any]:
