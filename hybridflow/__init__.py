@@ -1,8 +1,8 @@
 """HybridFlow: a Megatron-first trainer for reinforcement learning of large language models.
 
-The names below are for files of a user's own: the decorators that register an algorithm, a reward
-or an agent, and the batch that these are given. Each is imported when it is asked for, so that
-`import hybridflow` loads neither torch nor Ray.
+The names below are for a user's own programs and files: the run, the decorators that register an
+algorithm, a reward or an agent, and the batch that these are given. Each is imported when it is
+asked for, so that `import hybridflow` loads neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _MODULES = {
     "DataProto": "hybridflow.batch",
     "HybridFlowError": "hybridflow.errors",
     "Jagged": "hybridflow.batch",
+    "Run": "hybridflow.api.run",
     "agent_loop": "hybridflow.agents.loops.base",
     "environment": "hybridflow.agents.environments.base",
     "estimator": "hybridflow.algorithms.estimators.base",

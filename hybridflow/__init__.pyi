@@ -3,6 +3,7 @@ from hybridflow.agents.loops.base import agent_loop as agent_loop
 from hybridflow.agents.tools.base import tool as tool
 from hybridflow.algorithms.estimators.base import estimator as estimator
 from hybridflow.algorithms.policy_losses.base import policy_loss as policy_loss
+from hybridflow.api.run import Run as Run
 from hybridflow.batch import DataProto as DataProto
 from hybridflow.batch import Jagged as Jagged
 from hybridflow.errors import HybridFlowError as HybridFlowError

@@ -27,6 +27,7 @@ T = TypeVar("T")
 F = TypeVar("F")
 _import_lock = threading.RLock()
 _USER_MODULE = "hybridflow_user_"
+_OFFERED = "__hybridflow_offered__"
 
 
 class Registry(Generic[T]):
@@ -64,6 +65,10 @@ class Registry(Generic[T]):
             return found
 
         return registered
+
+    def registered(self) -> tuple[T, ...]:
+        """The entries of this process."""
+        return tuple(self._entries.values())
 
     def _importing_file(self) -> str | None:
         """Return the user's file whose import is calling; None for a built-in entry, even if
@@ -163,7 +168,7 @@ def import_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{key}: {str(path)!r} is no file (looked in {Path.cwd()})")
     path = path.resolve()
-    name = f"{_USER_MODULE}{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = _module_name(path)
     with _import_lock:  # a second thread must not see a half-executed module
         if name in sys.modules:
             return sys.modules[name]
@@ -183,6 +188,24 @@ def import_file(path: Path, key: str) -> ModuleType:
                 f"{path} ({key}) cannot be imported: {describe_error(error, path)}{hint}"
             ) from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    return f"{_USER_MODULE}{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+
+
+def offer(path: Path, **objects: Any) -> None:
+    """Let `import_file` of this process and of its forks find these objects in the module of a
+    file, which is not run."""
+    module = ModuleType(_module_name(path))
+    module.__file__ = str(path.resolve())
+    vars(module).update(objects, **{_OFFERED: True})
+    sys.modules[module.__name__] = module
+
+
+def is_offered(path: Path) -> bool:
+    """Whether this process was offered the content of a file as objects."""
+    return hasattr(sys.modules.get(_module_name(path)), _OFFERED)
 
 
 def attribute_of(

@@ -151,7 +151,11 @@ class Scoring:
         return {}
 
     def _failed(self, rows: Sequence[Row], error: BaseException) -> list[Outcome]:
-        file = self._config.path or inspect.getfile(self._verifier(rows[0][0]).function)
+        function = self._function or self._verifier(rows[0][0]).function
+        try:
+            file = inspect.getfile(function)
+        except TypeError:  # an object that can be called
+            file = str(self._config.path)
         how = (
             "raised"
             if self._function or self.is_async

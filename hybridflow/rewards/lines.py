@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import base64
 import datetime
+import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from hybridflow.process.children import print_whole_lines
+from hybridflow.process.children import die_with_parent, print_whole_lines
 from hybridflow.process.secret import without_credentials
 from hybridflow.process.surroundings import import_path
 
 _KIND = "__hybridflow__"
+_POLL_S = 0.01
 
 
 class Lines:
@@ -99,6 +103,89 @@ def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[
             env=without_credentials() | {"PYTHONPATH": os.pathsep.join(import_path())},
         )
     return process, Lines(ours)
+
+
+class Forked:
+    """A process that was forked, not started, with the methods of `subprocess.Popen` that its owner
+    needs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # of another process: this is a fork of its parent
+                self.returncode = 0
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float) -> int:
+        """The exit code, once it has ended. TimeoutError after so many seconds."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {self.pid} has not ended within {timeout:g} s")
+            time.sleep(_POLL_S)
+        return code
+
+
+def fork_process(
+    main: Callable[[Sequence[str]], None], log_path: Path | None
+) -> tuple[Forked, Lines]:
+    """Run `main([DESCRIPTOR])` in a fork of this process, as `start_process` runs a module in a new
+    one: with the objects of this process, and without its other open files."""
+    ours, theirs = socket.socketpair()
+    driver = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return Forked(pid), Lines(ours)
+    code = 1
+    try:
+        die_with_parent(driver)
+        # an object that is collected would close a descriptor that belongs to another by then
+        gc.freeze()
+        _keep_only(theirs.fileno(), log_path)
+        kept = without_credentials()
+        os.environ.clear()
+        os.environ.update(kept)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        main([str(theirs.fileno())])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(BaseException):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _keep_only(descriptor: int, log_path: Path | None) -> None:
+    """Close every other file, and print into `log_path`."""
+    if log_path is not None:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def connection_of(argv: Sequence[str]) -> Lines:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hybridflow.config.registry import absolute_entry
+from hybridflow.config.registry import absolute_entry, is_offered
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
+from hybridflow.rewards import host
 from hybridflow.rewards.functions import Outcome, Row
-from hybridflow.rewards.lines import start_process
+from hybridflow.rewards.lines import Forked, fork_process, start_process
 
 _START_S = 300.0  # for the import of the user's file
 _PATIENCE_S = 60.0  # beyond a call's deadline, for the host to report it
@@ -57,7 +59,11 @@ class RewardPool:
         )
         if config.path is not None:
             config = replace(config, path=str(Path(config.path).resolve()))
-        self._process, self._lines = start_process("hybridflow.rewards.host", self.log_path)
+        self._process: subprocess.Popen[bytes] | Forked
+        if self.config.path is not None and is_offered(Path(self.config.path)):
+            self._process, self._lines = fork_process(host.main, self.log_path)
+        else:
+            self._process, self._lines = start_process("hybridflow.rewards.host", self.log_path)
         self._is_ready = False
         processes = self.config.processes or min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
         self._lines.send({"config": asdict(config), "processes": processes})

@@ -4,10 +4,13 @@ that imports ray."""
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import colocated
 from hybridflow.single_controller.event_loop import (
+    begin,
     block_on,
+    cancel_all,
     computing,
     in_thread,
     waited_seconds,
+    waker,
 )
 from hybridflow.single_controller.future import Future
 from hybridflow.single_controller.in_process import InProcessGroup
@@ -21,11 +24,14 @@ __all__ = [
     "InProcessGroup",
     "ResourcePool",
     "WorkerGroup",
+    "begin",
     "block_on",
+    "cancel_all",
     "colocated",
     "computing",
     "in_thread",
     "keep_in_store",
     "reserve",
     "waited_seconds",
+    "waker",
 ]

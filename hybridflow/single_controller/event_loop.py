@@ -9,7 +9,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -114,6 +114,17 @@ def block_on(awaitable: Awaitable[T]) -> T:
         if task.done() and not task.cancelled():
             task.exception()  # Python reports one that nobody retrieved
         raise
+
+
+def begin(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task of this thread's loop, which advances while the thread waits in `block_on`."""
+    return _loop().create_task(work)
+
+
+def waker() -> Callable[[], object]:
+    """A function that other threads call to wake this thread where it waits in `block_on`."""
+    loop = _loop()
+    return lambda: loop.call_soon_threadsafe(bool)
 
 
 def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:

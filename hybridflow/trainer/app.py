@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,26 +66,35 @@ from hybridflow.trainer.preload import Preload
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.samples import Dumped, Sampled, Samples
 from hybridflow.trainer.session import Session
+from hybridflow.trainer.stopping import Steps, Stops
 from hybridflow.trainer.supervised import RewardTrainer, pair_accuracy
 from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.role import RoleWorker
 
+AnyJob = Callable[[Job, Stops], Steps[dict[str, Any]]]
+
 
 def train(config: RunConfig, preload: Preload | None = None) -> None:
     """The main job: warm start when configured, reinforcement learning, checkpoint, export,
     report."""
+    _exhaust(training(config, preload, Stops()))
+
+
+def training(config: RunConfig, preload: Preload | None, stops: Stops) -> Steps[None]:
+    """`train`, which yields at each stop."""
     # the devices of a cluster to be joined are asked once it is there
     if config.cluster.address is None:
         check_devices(config, Platform.detect().kind)
-    _run_job(config, preload, _train, derived.total_steps(config, None))
+    yield from _run_job(config, preload, _train, derived.total_steps(config, None), stops)
 
 
 def sft(config: RunConfig, preload: Preload | None = None) -> None:
     """Supervised fine-tuning alone: `config.sft`, checkpoint, export."""
     if config.sft.steps < 1:
         raise ConfigError("sft.steps is 0: nothing to do; set sft.steps and sft.train_files")
-    _run_job(config, preload, _sft, config.sft.steps)
+    job = _run_job(config, preload, _without_stops(_sft), config.sft.steps, Stops())
+    _exhaust(job)
 
 
 def train_reward(config: RunConfig, preload: Preload | None = None) -> None:
@@ -94,13 +105,27 @@ def train_reward(config: RunConfig, preload: Preload | None = None) -> None:
             "reward_training.steps is 0: nothing to do; set reward_training.steps and "
             "reward_training.train_files"
         )
-    _run_job(config, preload, _train_reward, config.reward_training.steps)
+    steps = config.reward_training.steps
+    _exhaust(_run_job(config, preload, _without_stops(_train_reward), steps, Stops()))
 
 
 # ---- the jobs
 
 
-def _train(job: Job) -> dict[str, Any]:
+def _exhaust(steps: Steps[None]) -> None:
+    for _ in steps:
+        continue
+
+
+def _without_stops(job: Callable[[Job], dict[str, Any]]) -> AnyJob:
+    def stepped(given: Job, stops: Stops) -> Steps[dict[str, Any]]:
+        yield from ()
+        return job(given)
+
+    return stepped
+
+
+def _train(job: Job, stops: Stops) -> Steps[dict[str, Any]]:
     config = job.config
     session = job.session
     rewards = job.stack.enter_context(
@@ -140,6 +165,9 @@ def _train(job: Job) -> dict[str, Any]:
     keep = keep_in_store if cluster is not None else lambda batch: batch
     samples = _samples(job, dataset, dumps, answering, scorer, keep, made_with)
     trainer = RLTrainer(config, session, {"actor": policy, **others}, answering, samples, validator)
+    trainer.stop = stops.stop
+    stops.job = job
+    stops.trainer = trainer
     if "reference" in apart:
         apart["reference"].on_restart(trainer.fill_reference)
     training = {role: apart[role] for role in trained if role in apart}
@@ -160,20 +188,21 @@ def _train(job: Job) -> dict[str, Any]:
         await trainer.phases.make_room()
         await engines.wait_ready(job.progress)
         await fit_with_restarts(trainer, groups, config.trainer.max_restarts, job.progress)
-        folder = await _finish(job, policy)
-        await engines.stop()
-        return folder
+        return await _finish(job, policy)
 
-    exported = block_on(learn())
+    exported = yield from stops.follow(learn())
     compared = block_on(
         planned.compare(config, job.hf_config, session, {"actor": policy, **others})
     )
-    return {
+    summary = {
         "flow": derived.flow_name(config),
         **_summary(session, trainer.step),
         "exported_to": exported,
         "planned": compared,
     }
+    yield from stops.end(summary)
+    block_on(engines.stop())
+    return summary
 
 
 def _samples(
@@ -303,9 +332,10 @@ async def _finish(job: Job, trained: ModelGroup) -> str | None:
 def _run_job(
     config: RunConfig,
     preload: Preload | None,
-    job: Callable[[Job], dict[str, Any]],
+    job: AnyJob,
     total_steps: int | None,
-) -> None:
+    stops: Stops,
+) -> Steps[None]:
     """Open the run folder, run the job, write summary and report; on an interrupt, say how to
     resume."""
     # rewards, tools and episodes ask this machine's addresses as well
@@ -316,9 +346,10 @@ def _run_job(
         folder.mkdir(parents=True, exist_ok=True)
         setup_logging(folder)
         session = Session(config)
+        stops.finish = partial(_report, session, progress)
         try:
             with terminate_as_interrupt(), _stop_when_asked(session):
-                summary = _with_clusters(config, preload, job, session, progress)
+                summary = yield from _with_clusters(config, preload, job, session, progress, stops)
             session.check_folder()
             session.close()
         except KeyboardInterrupt as interrupt:
@@ -340,25 +371,34 @@ def _run_job(
             with suppress(OSError):  # what could not be written is said already
                 session.close()
             stop_logging()
-        summary = {
-            "seed": config.seed,
-            "layout": layout_text(config),
-            **summary,
-            "seconds_total": session.totals_now()["seconds_total"],
-        }
-        session.write_json("summary.json", summary)
-        if config.trainer.report:
-            progress.message(f"report: {write_report(folder)}")
-        progress.message(f"summary: {folder / 'summary.json'}")
+        if stops.summary is None:
+            stops.finish(summary)
+
+
+def _report(session: Session, progress: Progress, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Write summary.json and the report; returns the whole summary."""
+    config = session.config
+    whole = {
+        "seed": config.seed,
+        "layout": layout_text(config),
+        **summary,
+        "seconds_total": session.totals_now()["seconds_total"],
+    }
+    path = session.write_json("summary.json", whole)
+    if config.trainer.report:
+        progress.message(f"report: {write_report(session.folder)}")
+    progress.message(f"summary: {path}")
+    return whole
 
 
 def _with_clusters(
     config: RunConfig,
     preload: Preload | None,
-    job: Callable[[Job], dict[str, Any]],
+    job: AnyJob,
     session: Session,
     progress: Progress,
-) -> dict[str, Any]:
+    stops: Stops,
+) -> Steps[dict[str, Any]]:
     """Run the job; where Ray itself is lost and the run had started it, go on from the last
     checkpoint in a fresh cluster, at most `trainer.max_restarts` times within an hour.
 
@@ -370,12 +410,14 @@ def _with_clusters(
     while True:
         try:
             with ExitStack() as stack:
-                return job(Job(config, preload, session, stack, progress, goes_on))
+                given = Job(config, preload, session, stack, progress, goes_on)
+                return (yield from job(given, stops))
         except ClusterLostError as error:
             if _interrupted(error):  # a signal to all processes of the run has ended Ray as well
                 raise KeyboardInterrupt from error
             session.store.settle()
-            if config.cluster.address is not None or not limit.take():
+            is_over = config.cluster.address is not None or stops.summary is not None
+            if is_over or not limit.take():
                 raise ClusterLostError(
                     f"{error}, and the run with it: {_how_to_resume(session.store)}"
                 ) from error
@@ -400,6 +442,9 @@ def _stop_when_asked(session: Session) -> Iterator[None]:
     def ask(number: int, frame: Any) -> None:
         session.stop_asked = True
 
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGUSR1, ask)
     try:
         yield

@@ -14,7 +14,7 @@ samples) and ends with new weights in every engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from hybridflow.errors import (
     RunStopped,
     SchemaError,
 )
+from hybridflow.flows.base import Body
 from hybridflow.rollout.evaluation import Validator
 from hybridflow.rollout.protocols import Engines
 from hybridflow.saving.store import Checkpoint
@@ -81,6 +82,10 @@ class RLTrainer:
         self.step = 0
         self.state: dict[str, Any] = {}  # the flow's own
         self.left_out: set[str] = set()  # engines
+        self.run: FlowRun | None = None  # the present one
+        # of a program that stops between steps (`trainer.stopping`), or makes them itself
+        self.stop: Callable[[], Awaitable[None]] | None = None
+        self.body: Body | None = None
 
     async def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""
@@ -93,10 +98,13 @@ class RLTrainer:
                 await self.session.store.wait()
             ends_at = self.samples.last_after(self.step)
             last = self.last if ends_at is None else min(self.last, ends_at)
-            run = FlowRun(self, progress, last)
+            self.run = run = FlowRun(self, progress, last)
+            run.stop = self.stop
             await run.bring_weights()
             if self.step == 0 and trainer.val_before_train:
                 await self.records.validate(self.engines, self.step, progress)
+            if self.stop is not None:
+                await self.stop()
             if self.step < last:
                 await self._follow(run)
 
@@ -104,7 +112,7 @@ class RLTrainer:
         """Run the flow, and say where in a user's file it failed."""
         name = derived.flow_name(self.config)
         try:
-            await run.follow()
+            await run.follow(self.body)
         except (Exception, SystemExit) as error:
             # the last two: whatever the flow was doing
             if not is_user_entry(name) or isinstance(error, RunStopped | ResourceError):

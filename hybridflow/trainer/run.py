@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -23,12 +23,13 @@ from hybridflow.config.entries import FLOWS, flow_options
 from hybridflow.config.registry import is_user_entry
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import FlowError
+from hybridflow.flows.base import Body
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.flow_api import FlowApi
-from hybridflow.trainer.flow_calls import Call, Pending, refuse_nonfinite
+from hybridflow.trainer.flow_calls import Call, Pending, Updating, refuse_nonfinite
 from hybridflow.trainer.flow_roles import CALLS, TrainedPolicy
 from hybridflow.trainer.flow_watch import FlowWatch
 from hybridflow.trainer.phases import Phases
@@ -69,6 +70,7 @@ class FlowRun:
     Attributes:
         metrics: of the open step, recorded by the flow.
         called: the names of all calls that the flow has made.
+        api: what its body is given.
         doubts: what the check says and does not refuse.
 
     Args:
@@ -110,7 +112,9 @@ class FlowRun:
         self._left: list[AsyncIterator[int]] = []  # loops before it
         self._validated = 0  # the last step that was, in this session
         self._saved = 0
+        self.stop: Callable[[], Awaitable[None]] | None = None  # called after each step
         self._roles = self._all_roles()
+        self.api = FlowApi(self)
 
     def _all_roles(self) -> dict[str, Any]:
         config = self.config
@@ -257,7 +261,8 @@ class FlowRun:
         if self._was_called(update):
             raise FlowError(f"step {step}: {update} is called twice; it makes all updates")
         self._check_rows(batch, update)
-        if self._trained is None:
+        has_begun = any(isinstance(call, Updating) for call in self._calls)
+        if self._trained is None or not has_begun:  # one that was refused leaves no record
             self._trained = Trained(step, batch, batch, {})
         return self._trained
 
@@ -325,10 +330,13 @@ class FlowRun:
 
     # ---- steps
 
-    async def follow(self) -> None:
-        """Run the flow to the end of its last step, or to the one after which it returns."""
+    async def follow(self, body: Body | None = None) -> None:
+        """Run the flow, or `body` in its place, to the end of its last step, or to the one after
+        which it returns."""
         try:
-            self._body = self.flow.body(FlowApi(self))
+            if body is not None:
+                self._file = ""  # of the flow that it takes the place of
+            self._body = (body or self.flow.body)(self.api)
             with self._watched():
                 await self._body
             await self._end_early()
@@ -353,6 +361,8 @@ class FlowRun:
             self._left.append(self._steps)
         self._steps = steps
         await self.end_step()
+        if self.stop is not None:
+            await self.stop()
         if self.step >= self.last:
             raise StopAsyncIteration
         self.trainer.step += 1

@@ -39,6 +39,7 @@ class Session:
         totals: numbers that accumulate over the run and are kept in checkpoints: seconds of each
             phase, accuracies, extremes.
         controller_share: see `controlled`.
+        latest: by phase, the step that was recorded last and its metrics.
         stop_asked: whether the run is to stop after the present step and a checkpoint (SIGUSR1).
     """
 
@@ -63,6 +64,7 @@ class Session:
         self._seconds_before = 0.0
         self.controller_share = 0.0
         self.stop_asked = False
+        self.latest: dict[Phase, dict[str, float]] = {}
         self._known = False  # the run folder holds this run's files
 
     @contextmanager
@@ -182,6 +184,7 @@ class Session:
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
         """Record the metrics of one step, in the folder that the run began in (`check_folder`)."""
         self.check_folder()
+        self.latest[phase] = {"step": step, **metrics}
         self.tracker.log(step, metrics, phase)
 
     def check_folder(self) -> None:

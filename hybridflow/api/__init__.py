@@ -1,0 +1,1 @@
+"""The whole system from Python: `hybridflow.Run`."""

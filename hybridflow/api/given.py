@@ -1,0 +1,243 @@
+"""Objects in the place of paths: rows, a reward function and a flow. Each becomes a file whose name
+follows from its content, next to the run folder."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import shutil
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from hybridflow.api.settings import text
+from hybridflow.config.entries import FLOWS, Flow
+from hybridflow.config.registry import offer
+from hybridflow.errors import ConfigError
+
+# resolved by the loader, which knows name and output_dir
+FOLDER = "${output_dir}/${name}.given"
+HELD_OUT = ("test", "validation", "val")
+PARTS = ("train", *HELD_OUT)
+_STUB = '''\
+"""The {what} `{name}`, which a Python program has given to hybridflow.Run as an object.
+
+It exists in that program alone: {where}.
+"""
+
+raise ImportError("this {what} was given as an object by a Python program; run that program again")
+
+{source}
+'''
+
+
+@runtime_checkable
+class _Table(Protocol):
+    """A `datasets.Dataset` or a `pandas.DataFrame`."""
+
+    def to_parquet(self, path: str, /) -> Any:
+        """Write the rows."""
+
+
+@dataclass
+class Given:
+    """The files of a run's objects.
+
+    Attributes:
+        words: the settings that name them.
+    """
+
+    words: list[str] = field(default_factory=list)
+    _rows: dict[str, Path] = field(default_factory=dict)  # by the name of its file, a temporary one
+    _texts: dict[str, str] = field(default_factory=dict)
+    _functions: dict[str, tuple[str, Any]] = field(default_factory=dict)
+
+    def add_data(self, data: Any, scratch: Path) -> None:
+        """Training rows, or a mapping with `train` and `test` (or `validation`).
+
+        Args:
+            scratch: a folder for the rows until `write`.
+
+        Raises:
+            ConfigError: they are neither paths nor rows.
+        """
+        splits = data if isinstance(data, Mapping) else {"train": data}
+        held_out = [name for name in HELD_OUT if name in splits]
+        if "train" not in splits or len(held_out) > 1:
+            raise ConfigError(
+                f"data has the parts {', '.join(map(repr, splits)) or 'none'}; give train, and for "
+                "held-out prompts test"
+            )
+        self._add_files("data.train_files", splits["train"], scratch)
+        if held_out:
+            self._add_files("data.val_files", splits[held_out[0]], scratch)
+        else:
+            self.words.append("data.val_files=[]")
+
+    def _add_files(self, key: str, rows: Any, scratch: Path) -> None:
+        paths = [rows] if isinstance(rows, str | Path) else rows
+        is_list = isinstance(paths, list | tuple) and len(paths) > 0
+        if is_list and all(isinstance(one, str | Path) for one in paths):
+            self.words.append(f"{key}={text(list(paths), key)}")
+            return
+        written = _written(key, rows, scratch)
+        digest = hashlib.sha256(written.read_bytes()).hexdigest()[:16]
+        name = f"{key.partition('.')[2].removesuffix('_files')}-{digest}.parquet"
+        self._rows[name] = written
+        self.words.append(f'{key}=["{FOLDER}/{name}"]')
+
+    def add_reward(self, reward: Any) -> None:
+        """A function, or `path/to/file.py:name`."""
+        if callable(reward):
+            name, file = self._add_function("reward function", reward)
+            self.words += [f'reward.path="{FOLDER}/{file}"', f"reward.name={name}"]
+            return
+        path, _, name = str(reward).rpartition(":")
+        if not path or "/" in name:
+            path, name = str(reward), "compute_score"
+        self.words += [
+            f"reward.path={text(path, 'reward.path')}",
+            f"reward.name={text(name, 'reward.name')}",
+        ]
+
+    def add_flow(self, flow: Any) -> None:
+        """A function with the decorator `flow`, the name of a built-in flow, or
+        `path/to/file.py:name`."""
+        if not callable(flow):
+            self.words.append(f"algorithm.flow={text(flow, 'algorithm.flow')}")
+            return
+        entry = next((one for one in FLOWS.registered() if one.body is flow), None)
+        if entry is None:
+            raise ConfigError(
+                f"flow={_name(flow)}: this function is no flow; decorate it: "
+                '@hybridflow.flow("NAME", roles=("policy", ...))'
+            )
+        name, file = self._add_function("flow", flow, entry)
+        self.words.append(f'algorithm.flow="{FOLDER}/{file}:{name}"')
+
+    def _add_function(self, what: str, function: Any, entry: Any = None) -> tuple[str, str]:
+        """The name of the function, and of its file."""
+        name = _name(function)
+        source, where = _source(function)
+        digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+        file = f"{what.partition(' ')[0]}-{digest}.py"
+        shown = textwrap.indent(source, "# ", lambda line: True)
+        self._texts[file] = _STUB.format(what=what, name=name, where=where, source=shown)
+        self._functions[file] = (name, function if entry is None else entry)
+        return name, file
+
+    def write(self, folder: Path) -> None:
+        """Put the files into the folder that `FOLDER` has become."""
+        for name, rows in self._rows.items():
+            _place(folder, name, partial(shutil.copyfile, rows))
+        for name, stub in self._texts.items():
+            _place(folder, name, partial(_write_text, stub))
+        self.offer(folder)
+
+    def offer(self, folder: Path) -> None:
+        """Let this process find the functions under the names of their files."""
+        for file, (name, function) in self._functions.items():
+            path = folder / file
+            if isinstance(function, Flow):
+                FLOWS.register(f"{path.resolve()}:{name}", function)
+            offer(path, **{name: function})
+
+
+def _place(folder: Path, name: str, write: Callable[[str], Any]) -> None:
+    """Write a file whole, unless it is there."""
+    if (folder / name).exists():
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
+        os.close(descriptor)
+        write(temporary)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, folder / name)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder / name} cannot be written ({error.strerror}); choose another output_dir"
+        ) from error
+
+
+def _write_text(content: str, path: str) -> None:
+    Path(path).write_text(content, encoding="utf-8")
+
+
+def _written(key: str, rows: Any, scratch: Path) -> Path:
+    """A parquet file of the rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = scratch / key
+    if isinstance(rows, _Table):
+        rows.to_parquet(str(path))
+        return path
+    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Sequence):
+        raise ConfigError(
+            f"{key}: a value of type {type(rows).__name__}; give a path, a list of rows "
+            "(dictionaries), or a table with to_parquet (a datasets.Dataset, a DataFrame)"
+        )
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{key}, row {number}: expected a dictionary, found {row!r:.80}")
+    if not rows:
+        raise ConfigError(f"{key}: there are no rows")
+    try:
+        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), path)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}: the rows do not make a table ({_reason(rows, error)}); a column has values of "
+            "one type"
+        ) from error
+    return path
+
+
+def _reason(rows: Sequence[Mapping[str, Any]], error: Exception) -> str:
+    """The first column that makes no table by itself, and why."""
+    import pyarrow as pa
+
+    for name in dict.fromkeys(name for row in rows for name in row):
+        try:
+            pa.array([row.get(name) for row in rows])
+        except (pa.ArrowException, TypeError, ValueError) as own:
+            return f"column {name!r}: {own}"
+    return str(error)
+
+
+def _name(function: Any) -> str:
+    found = getattr(function, "__name__", "")
+    return found if isinstance(found, str) and found.isidentifier() else "given"
+
+
+def _source(function: Any) -> tuple[str, str]:
+    """The source of a function, or its code where Python has no source, and where it comes
+    from."""
+    inner = inspect.unwrap(function)
+    while isinstance(inner, partial):
+        inner = inner.func
+    if not inspect.isroutine(inner):
+        inner = type(inner)
+    code = getattr(inner, "__code__", None)
+    where = f"{code.co_filename}, line {code.co_firstlineno}" if code else str(inner)
+    try:
+        return textwrap.dedent(inspect.getsource(inner)), where
+    except (OSError, TypeError):
+        return "\n".join(_instructions(code)) or repr(inner), where
+
+
+def _instructions(code: Any) -> Iterator[str]:
+    """Text that follows from the code, and not from where it is in memory."""
+    if code is None:
+        return
+    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames}"
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield from _instructions(constant)
+        else:
+            yield repr(constant)

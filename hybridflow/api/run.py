@@ -1,0 +1,517 @@
+"""`Run`: a training run as an object of Python."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from hybridflow.api.given import PARTS, Given
+from hybridflow.api.place import Place, place_for_caller
+from hybridflow.api.settings import text, words
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ConfigError, FlowError, HybridFlowError
+
+if TYPE_CHECKING:
+    from hybridflow.batch import DataProto
+    from hybridflow.trainer.loop import RLTrainer
+    from hybridflow.trainer.stopping import Steps, Stops
+
+T = TypeVar("T")
+_ENDED = object()
+
+
+class Run:
+    """A reinforcement-learning run, with the settings, checks and numbers of `hybridflow train`.
+
+    Nothing starts before the first call that needs it. A process has one run at a time.
+
+    Args:
+        overrides: settings as on the command line, `"key=value"`.
+        recipe: name of a recipe, or path of a YAML file.
+        model: a Hugging Face folder or hub id (`model.path`).
+        data: rows to train on: a path, paths, a list of dictionaries or a table with `to_parquet`
+            (`datasets.Dataset`, DataFrame); or {"train": ..., "test": ...} of these. For model,
+            data and reward a dictionary may hold keys of the section as well.
+        reward: a function that scores a response, or "path/to/file.py:name".
+        flow: the algorithm: a function with the decorator `flow`, a name, or
+            "path/to/file.py:name".
+        tokenizer: a Hugging Face folder (`model.tokenizer`).
+        where: "here". A job of Slurm is submitted by `hybridflow slurm submit`.
+        settings: any other keys, nested (`trainer={"total_steps": 5}`) or dotted
+            (`**{"trainer.total_steps": 5}`).
+
+    Raises:
+        ConfigError: with the message of the command line.
+    """
+
+    def __init__(
+        self,
+        *overrides: str,
+        recipe: str | Path,
+        model: str | Path | Mapping[str, Any] | None = None,
+        data: Any = None,
+        reward: Callable[..., Any] | str | Path | Mapping[str, Any] | None = None,
+        flow: Callable[..., Any] | str | None = None,
+        tokenizer: str | Path | None = None,
+        where: str = "here",
+        **settings: Any,
+    ) -> None:
+        if where != "here":
+            raise ConfigError(
+                f"where={where}: a program runs here; write the settings into a recipe, and the "
+                "functions into files, and submit it: hybridflow slurm submit --config-name NAME"
+            )
+        own_model, settings = _object("model", model, settings)
+        reward, settings = _object("reward", reward, settings)
+        data, settings = _object("data", data, settings, parts=PARTS)
+        self._given = Given()
+        with tempfile.TemporaryDirectory() as scratch:
+            if data is not None:
+                self._given.add_data(data, Path(scratch))
+            if reward is not None:
+                self._given.add_reward(reward)
+            if flow is not None:
+                self._given.add_flow(flow)
+            own = [*overrides, *words(settings)]
+            self.config = _load(recipe, self._given, own, own_model, data, tokenizer)
+            self._folder_given = Path(f"{self.folder}.given")
+            self._given.write(self._folder_given)
+        self.config = _checked(self.config)
+        self._place: Place | None = None
+        self._job: Steps[None] | None = None
+        self._stops: Stops | None = None
+        self._told = 0  # the last step that `steps` has yielded
+        self._is_by_hand: bool | None = None
+        self._may_answer = True  # the engines have the present weights, and memory
+        self._saved = 0
+        self._summary: dict[str, Any] | None = None
+        self.policy = Role(self, "policy")
+        self.critic = Role(self, "critic")
+        self.reference = Role(self, "reference")
+        self.reward_model = Role(self, "reward_model")
+        self.teacher = Role(self, "teacher")
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.config.output_dir) / self.config.name
+
+    @property
+    def step(self) -> int:
+        """The number of the present step; 0 before the run has begun."""
+        return self._stops.trainer.step if self._stops and self._stops.trainer else 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the step that was recorded last."""
+        if self._stops is None or self._stops.job is None:
+            return {}
+        return dict(self._stops.job.session.latest.get("train", {}))
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What summary.json holds; None before the run has ended."""
+        return self._summary
+
+    # ---- training
+
+    def train(self) -> dict[str, Any]:
+        """All steps that are left; returns the summary."""
+        for _ in self.steps():
+            continue
+        assert self._summary is not None
+        return self._summary
+
+    def steps(self) -> Iterator[dict[str, float]]:
+        """Make one step after another, and yield the metrics of each, with its number under `step`.
+
+        After `break` the run waits; `steps()` or `train()` goes on. After the last step the run is
+        exported and reported.
+        """
+        while self._summary is None:
+            self._begin(by_hand=False)
+            if self._advance():
+                yield self._record()
+
+    def steps_by_hand(self) -> Iterator[int]:
+        """Open one step after another; the caller makes it with `samples`, the roles, `advantages`
+        and `sync`. Asking for the next one ends a step, as in a flow."""
+        while self._summary is None:
+            self._begin(by_hand=True)
+            self._advance()
+            assert self._stops is not None
+            if self._stops.is_in_step:
+                yield self.step
+
+    # ---- a step by hand
+
+    def samples(self, *, greedy: bool = False) -> DataProto:
+        """The samples of the step: prompts, responses and scores."""
+        self._may_answer = False
+        found: DataProto = self._in_step(lambda flow: flow.samples(greedy=greedy))
+        return found
+
+    def advantages(self, batch: DataProto) -> DataProto:
+        """The batch with advantages, and returns where there is a critic."""
+
+        async def add(flow: Any) -> DataProto:
+            found: DataProto = flow.advantages(batch)
+            return found
+
+        found: DataProto = self._in_step(add)
+        return found
+
+    def sync(self) -> None:
+        """Bring the policy's weights to the engines."""
+        self._in_step(lambda flow: flow.sync())
+        self._may_answer = True
+
+    # ---- between steps
+
+    def evaluate(self) -> dict[str, float]:
+        """Answer the held-out prompts with the present weights; returns the metrics, which are not
+        recorded.
+
+        Raises:
+            ConfigError: there are no held-out prompts.
+        """
+        trainer = self._answering("evaluate()")
+        validator = trainer.records.validator
+        if not validator.datasets:
+            raise ConfigError(
+                'there are no held-out prompts; give data={"train": ..., "test": ...} or '
+                "data.val_files"
+            )
+        return self._wait(lambda: validator.run(trainer.engines, trainer.step))
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+        max_new_tokens: int | None = None,
+    ) -> list[str]:
+        """Answers to prompts (texts, or lists of chat messages) with the present weights, sampled
+        as `rollout.val_sampling` says."""
+        from hybridflow.rollout.answering import answer
+
+        trainer = self._answering("generate()")
+        tokenizer = trainer.records.validator.scorer.tokenizer
+        work = partial(answer, trainer.engines, tokenizer, self.config.data)
+        return self._wait(lambda: work(list(prompts), max_new_tokens))
+
+    def save(self) -> Path:
+        """Write a checkpoint of the present step; returns its folder."""
+        self._refuse_in_step("save()")
+        trainer = self._trainer()
+
+        async def save() -> Path:
+            await trainer.save()
+            await trainer.session.store.wait()
+            latest = trainer.session.store.latest()
+            assert latest is not None
+            return latest.folder
+
+        folder = self._wait(save)
+        self._saved = trainer.step
+        return folder
+
+    def export(self, folder: str | Path | None = None) -> Path:
+        """Write the present weights as a Hugging Face folder: `folder`, or `export` in the run
+        folder."""
+        from hybridflow.workers.role import RoleWorker
+
+        trainer = self._trainer()
+        target = Path(folder) if folder is not None else self.folder / "export"
+
+        async def export() -> None:
+            await trainer.policy.call(RoleWorker.export, target)
+
+        self._wait(export)
+        return target
+
+    # ---- the end
+
+    def close(self, *, save: bool = True) -> None:
+        """End ranks and engines. A run between two steps writes a checkpoint first, from which a
+        run with the same settings goes on."""
+        if self._job is None:
+            return
+        try:
+            if save and self._is_worth_saving():
+                self.save()
+        finally:
+            # a run that has ended goes on from its last stop
+            self._end((lambda job: job.close()) if self._summary is None else _go_on)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(save=error is None)
+
+    def _is_worth_saving(self) -> bool:
+        stops = self._stops
+        if stops is None or stops.trainer is None or stops.is_in_step or self._summary is not None:
+            return False
+        return self.step > self._saved and not self.config.trainer.rollout_only
+
+    # ---- the job behind it
+
+    def _begin(self, by_hand: bool | None = None) -> None:
+        """Start the run, unless it has started, up to its first stop; from then on its steps are
+        made by hand or not."""
+        if self._job is None:
+            self._start()
+        if by_hand is None:
+            return
+        if self._is_by_hand is None:
+            self._is_by_hand = by_hand
+            assert self._stops is not None and self._stops.trainer is not None
+            self._stops.trainer.body = self._stops.by_hand if by_hand else None
+        elif self._is_by_hand != by_hand:
+            now, other = ("steps_by_hand()", "steps() or train()")[:: 1 if self._is_by_hand else -1]
+            raise HybridFlowError(
+                f"the steps of this run are made by {now}; {other} would need another run: close "
+                "this one, and make a Run with the same settings, which goes on from its checkpoint"
+            )
+
+    def _start(self) -> None:
+        global _open
+        if self._summary is not None:
+            raise HybridFlowError(
+                f"the run {self.folder} is closed; make another Run, or load {self.folder}/export"
+            )
+        if _open is not None and _open._summary is None:
+            raise HybridFlowError(
+                f"this process has a run already, {_open.folder}, after step {_open.step}: finish "
+                "it (train()) or close it (close()) before another begins"
+            )
+        if _open is not None:
+            _open.close()
+        from hybridflow.trainer.stopping import Stops
+
+        self._given.offer(self._folder_given)
+        self._stops = Stops(enabled=True)
+        self._place = place_for_caller()
+        self._job = _job(self.config, self._stops)
+        self._is_by_hand = None
+        _open = self
+        self._next()
+        self._told = self._saved = self.step
+
+    def _next(self) -> None:
+        """Go on to the next stop, or to the end."""
+        job = self._job
+        assert job is not None and self._place is not None and self._stops is not None
+        try:
+            self._place.run(partial(_go_on, job))
+        except BaseException:
+            self._forget()
+            raise
+        self._summary = self._stops.summary
+
+    def _advance(self) -> bool:
+        """Go on to the next stop; whether a step has ended."""
+        self._next()
+        self._may_answer = True
+        step = self.step
+        is_new = step > self._told
+        self._told = step  # less than before where the run has gone back to a checkpoint
+        return is_new
+
+    def _record(self) -> dict[str, float]:
+        flow = self._trainer().run
+        if self._summary is None and flow is not None:
+            self._wait(flow.record)  # a critic on its own devices may still learn
+        found = self.metrics
+        return found if found.get("step") == self.step else {"step": self.step}
+
+    def _trainer(self) -> RLTrainer:
+        self._begin()
+        assert self._stops is not None and self._stops.trainer is not None
+        return self._stops.trainer
+
+    def _answering(self, what: str) -> RLTrainer:
+        trainer = self._trainer()
+        if not self._may_answer:
+            raise FlowError(
+                f"{what} between samples() and sync() of a step: the engines have older weights, "
+                "or no memory; call it after sync()"
+            )
+        return trainer
+
+    def _refuse_in_step(self, what: str) -> None:
+        if self._stops is not None and self._stops.is_in_step:
+            raise FlowError(f"{what} inside of a step: call it when the step has ended")
+
+    def _in_step(self, call: Callable[[Any], Any]) -> Any:
+        """The result of a call of the open step."""
+        stops = self._stops
+        if stops is None or not stops.is_in_step or stops.trainer is None:
+            raise FlowError("this is called in `for step in run.steps_by_hand():`")
+        flow = stops.trainer.run
+
+        async def made() -> Any:
+            return await call(flow)
+
+        try:
+            return self._wait(made)
+        except FlowError:
+            raise  # the step is still open
+        except BaseException as error:
+            failed = error
+        self._end(lambda job: job.throw(failed))
+
+    def _wait(self, call: Callable[[], Any]) -> Any:
+        """The result of a coroutine in the loop of the run."""
+        from hybridflow.single_controller import block_on
+
+        assert self._place is not None
+        return self._place.run(lambda: block_on(call()))
+
+    def _end(self, how: Callable[[Steps[None]], object]) -> None:
+        job = self._job
+        assert job is not None and self._place is not None
+        try:
+            self._place.run(lambda: how(job))
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Hold nothing of the job any longer."""
+        global _open
+        if self._place is not None:
+            self._place.close()
+        self._place = self._job = self._stops = None
+        if _open is self:
+            _open = None
+
+
+class Role:
+    """A role of a run, called in a step that is made by hand."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        self._run = run
+        self._name = name
+
+    def _call(self, method: str, batch: DataProto) -> Any:
+        def call(flow: Any) -> Any:
+            role = getattr(flow, self._name)
+            if not hasattr(role, method):
+                raise FlowError(f"run.{self._name} has no {method}(batch)")
+            return getattr(role, method)(batch)
+
+        return self._run._in_step(call)
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """The batch with the log-probabilities of its responses."""
+        found: DataProto = self._call("log_probs", batch)
+        return found
+
+    def values(self, batch: DataProto) -> DataProto:
+        """The batch with the critic's values."""
+        found: DataProto = self._call("values", batch)
+        return found
+
+    def scores(self, batch: DataProto) -> DataProto:
+        """The batch with the reward model's scores."""
+        found: DataProto = self._call("scores", batch)
+        return found
+
+    def update(self, batch: DataProto) -> None:
+        """All updates of a step."""
+        self._call("update", batch)
+
+
+_open: Run | None = None
+
+
+@atexit.register
+def _close_open() -> None:
+    if _open is not None:
+        with suppress(BaseException):
+            _open.close(save=False)
+
+
+def _go_on(job: Steps[None]) -> None:
+    next(job, None)
+
+
+def _object(
+    section: str, given: Any, settings: Mapping[str, Any], parts: Sequence[str] = ()
+) -> tuple[Any, dict[str, Any]]:
+    """The object in a dictionary for a section, if there is one, and the settings with the others
+    of the section."""
+    if not isinstance(given, Mapping):
+        return given, dict(settings)
+    keys = {name: value for name, value in given.items() if name not in parts}
+    rest = {name: value for name, value in given.items() if name in parts}
+    return rest or None, {section: keys, **settings} if keys else dict(settings)
+
+
+def _load(
+    recipe: str | Path,
+    given: Given,
+    own: Sequence[str],
+    model: str | Path | None,
+    data: Any,
+    tokenizer: str | Path | None,
+) -> RunConfig:
+    """The configuration of a recipe with these objects and settings."""
+    from hybridflow.config.load import load_config
+
+    path = Path(recipe)
+    is_file = path.suffix == ".yaml" and path.is_file()
+    first = list(given.words)
+    if model is not None:
+        first += [f"model.path={text(model, 'model')}", "model.tokenizer=null"]
+        first += ["data.prepare.task=null"] if data is not None else []
+    if tokenizer is not None:
+        first.append(f"model.tokenizer={text(tokenizer, 'tokenizer')}")
+    folder = path.parent if is_file else None
+    config = load_config(path.stem if is_file else str(recipe), [*first, *own], folder)
+    if model is not None and not any("model.hf_config" in word for word in own):
+        # the recipe's sizes are those of the model that this one replaces
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, hf_config={}))
+    return config
+
+
+def _checked(config: RunConfig) -> RunConfig:
+    """The configuration, with hub ids as folders, after all checks that need no torch."""
+    from hybridflow.config.check import check
+    from hybridflow.config.habits import warnings as habits
+    from hybridflow.config.hub import located
+
+    config = located(config)
+    check(config, "train")
+    for line in habits(config):
+        warnings.warn(line, stacklevel=3)
+    return config
+
+
+def _job(config: RunConfig, stops: Stops) -> Steps[None]:
+    """The whole job, which yields at its stops."""
+    from hybridflow.config.derived import generates
+    from hybridflow.process.obstacles import require_none
+    from hybridflow.trainer.preload import Preload
+
+    libraries = ("torch", "transformers", *(() if config.cluster.in_process else ("ray",)))
+    require_none((*libraries, "numpy", "pyarrow"))
+    with Preload(config, with_engines=generates(config)) as preload:
+        from hybridflow.models.check import check
+        from hybridflow.trainer.app import training
+
+        check(config, "train")
+        yield from training(config, preload, stops)

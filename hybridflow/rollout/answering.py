@@ -1,0 +1,69 @@
+"""Answers to prompts that belong to no step: those of a program, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hybridflow.batch import DataProto, Jagged, objects
+from hybridflow.config.schema import DataConfig
+from hybridflow.data.encoding import AnswerEncoder
+from hybridflow.data.files import Row
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
+from hybridflow.rollout.protocols import ROOM, Rollouts
+
+Prompt = str | Sequence[Mapping[str, Any]]
+
+
+async def answer(
+    engines: Rollouts,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int | None = None,
+) -> list[str]:
+    """The text of an answer to each prompt, sampled as in validation; of a conversation its last
+    one.
+
+    Raises:
+        DataError: a prompt is malformed, or longer than `data.max_prompt_length`.
+    """
+    if not prompts:
+        return []
+    batch = _batch(prompts, tokenizer, config)
+    if max_new_tokens is not None:
+        most = min(max_new_tokens, config.max_response_length)
+        batch = batch.with_columns(**{ROOM: np.full(len(batch), most)})
+    answered = await engines.answers(engines.begin(batch, training=False))
+    if "answer_text" in answered:
+        texts: list[str] = answered["answer_text"].tolist()
+        return texts
+    return [tokenizer.decode_response(row.tolist()) for row in answered.jagged("response_ids")]
+
+
+def _batch(prompts: Sequence[Prompt], tokenizer: Tokenizer, config: DataConfig) -> DataProto:
+    """Rows as `PromptDataset.batch` makes them."""
+    encoder = AnswerEncoder(tokenizer, config, {})
+    ids = []
+    for number, prompt in enumerate(prompts):
+        text = prompt if isinstance(prompt, str) else list(prompt)
+        rows = encoder.encode(Row("prompts", number, {config.prompt_key: text})).rows
+        if not rows:
+            raise DataError(
+                f"prompts, row {number}: the prompt has more than data.max_prompt_length="
+                f"{config.max_prompt_length} tokens; shorten it"
+            )
+        ids.append(np.array(rows[0]["prompt_ids"], np.int64))
+    count = len(prompts)
+    return DataProto.from_columns(
+        {
+            "prompt_ids": Jagged.from_rows(ids, np.int64),
+            "data_source": objects(["prompts"] * count),
+            "ground_truth": objects([""] * count),
+            "extra_info": objects([{} for _ in range(count)]),
+            "index": np.arange(count, dtype=np.int64),
+        }
+    )
