@@ -4,7 +4,6 @@ loop, as in a notebook, in a thread of the run."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import queue
 import threading
 from collections.abc import Callable
@@ -21,6 +20,9 @@ class Place:
         """The result of the work."""
         return work()
 
+    def check(self) -> None:
+        """Raise KeyboardInterrupt where the work had ended before an interrupt reached it."""
+
     def close(self) -> None:
         """End what was started."""
 
@@ -31,32 +33,34 @@ class OwnThread(Place):
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
         self._work = queue.SimpleQueue()
-        self._wake: Callable[[], object] = bool
+        self._interrupter: Future[Callable[[Callable[[], bool]], object]] = Future()
+        self._is_interrupted = False
         self._thread = threading.Thread(target=self._serve, name="hybridflow-run", daemon=True)
         self._thread.start()
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of the work. An interrupt of the caller is raised in the thread, and the
-        outcome that follows is the caller's."""
+        """The result of the work. An interrupt of the caller becomes one of the work."""
         result: Future[T] = Future()
+        self._is_interrupted = False
         self._work.put((result, work))
         while not result.done():
             try:
                 wait([result])
             except KeyboardInterrupt:
-                self._interrupt()
+                self._is_interrupted = True
+                self._interrupter.result()(lambda: not result.done())
         return result.result()
 
-    def _interrupt(self) -> None:
-        # raised at the thread's next instruction of Python, which a sleeping loop does not come to
-        number = ctypes.c_ulong(self._thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(KeyboardInterrupt))
-        self._wake()
+    def check(self) -> None:
+        """Raise KeyboardInterrupt where the work had ended before an interrupt reached it."""
+        if self._is_interrupted:
+            self._is_interrupted = False
+            raise KeyboardInterrupt
 
     def _serve(self) -> None:
-        from hybridflow.single_controller import waker
+        from hybridflow.single_controller import interrupter
 
-        self._wake = waker()
+        self._interrupter.set_result(interrupter())
         while (item := self._work.get()) is not None:
             result, work = item
             try:

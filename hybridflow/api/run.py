@@ -310,6 +310,7 @@ class Run:
         _open = self
         self._next()
         self._told = self._saved = self.step
+        self._place.check()
 
     def _next(self) -> None:
         """Go on to the next stop, or to the end."""
@@ -329,6 +330,8 @@ class Run:
         step = self.step
         is_new = step > self._told
         self._told = step  # less than before where the run has gone back to a checkpoint
+        if self._place is not None:
+            self._place.check()
         return is_new
 
     def _record(self) -> dict[str, float]:

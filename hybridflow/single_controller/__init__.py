@@ -9,8 +9,8 @@ from hybridflow.single_controller.event_loop import (
     cancel_all,
     computing,
     in_thread,
+    interrupter,
     waited_seconds,
-    waker,
 )
 from hybridflow.single_controller.future import Future
 from hybridflow.single_controller.in_process import InProcessGroup
@@ -30,8 +30,8 @@ __all__ = [
     "colocated",
     "computing",
     "in_thread",
+    "interrupter",
     "keep_in_store",
     "reserve",
     "waited_seconds",
-    "waker",
 ]

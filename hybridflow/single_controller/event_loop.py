@@ -121,10 +121,17 @@ def begin(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return _loop().create_task(work)
 
 
-def waker() -> Callable[[], object]:
-    """A function that other threads call to wake this thread where it waits in `block_on`."""
+def interrupter() -> Callable[[Callable[[], bool]], object]:
+    """A function by which another thread interrupts this one where it waits in `block_on`, or as
+    soon as it does, as Ctrl-C interrupts the main thread. It is given a function that returns
+    whether the interrupt is still wanted by then."""
     loop = _loop()
-    return lambda: loop.call_soon_threadsafe(bool)
+
+    def interrupt(is_wanted: Callable[[], bool]) -> None:
+        if is_wanted():
+            raise KeyboardInterrupt
+
+    return lambda is_wanted: loop.call_soon_threadsafe(interrupt, is_wanted)
 
 
 def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
