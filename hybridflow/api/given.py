@@ -223,12 +223,12 @@ def _source(function: Any) -> tuple[str, str]:
         inner = inner.func
     if not inspect.isroutine(inner):
         inner = type(inner)
-    code = getattr(inner, "__code__", None)
-    where = f"{code.co_filename}, line {code.co_firstlineno}" if code else str(inner)
     try:
-        return textwrap.dedent(inspect.getsource(inner)), where
+        lines, number = inspect.getsourcelines(inner)
+        return textwrap.dedent("".join(lines)), f"{inspect.getsourcefile(inner)}, line {number}"
     except (OSError, TypeError):
-        return "\n".join(_instructions(code)) or repr(inner), where
+        code = getattr(inner, "__code__", None)
+        return "\n".join(_instructions(code)) or repr(type(inner)), "its source is not known"
 
 
 def _instructions(code: Any) -> Iterator[str]:

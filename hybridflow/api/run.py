@@ -93,6 +93,8 @@ class Run:
         self._may_answer = True  # the engines have the present weights, and memory
         self._saved = 0
         self._summary: dict[str, Any] | None = None
+        self._last_step = 0
+        self._last_metrics: dict[str, float] = {}
         self.policy = Role(self, "policy")
         self.critic = Role(self, "critic")
         self.reference = Role(self, "reference")
@@ -106,15 +108,17 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of the present step; 0 before the run has begun."""
-        return self._stops.trainer.step if self._stops and self._stops.trainer else 0
+        """The number of the present step, or of the last one; 0 before the run has begun."""
+        if self._stops is not None and self._stops.trainer is not None:
+            self._last_step = self._stops.trainer.step
+        return self._last_step
 
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the step that was recorded last."""
-        if self._stops is None or self._stops.job is None:
-            return {}
-        return dict(self._stops.job.session.latest.get("train", {}))
+        if self._stops is not None and self._stops.job is not None:
+            self._last_metrics = self._stops.job.session.latest.get("train", {})
+        return dict(self._last_metrics)
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -395,6 +399,7 @@ class Run:
     def _forget(self) -> None:
         """Hold nothing of the job any longer."""
         global _open
+        self._last_step, self._last_metrics = self.step, self.metrics
         if self._place is not None:
             self._place.close()
         self._place = self._job = self._stops = None

@@ -9,6 +9,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.keys import require_key
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 
@@ -21,7 +22,14 @@ _OTHER_VALUES = {"null", "true", "false", "inf", "nan"}
 def words(settings: Mapping[str, Any]) -> list[str]:
     """`key=value` for each setting: `{"trainer": {"total_steps": 5}}` and
     `{"trainer.total_steps": 5}` are the same."""
-    return [f"{key}={text(value, key)}" for key, value in _flat(settings)]
+    found = []
+    for key, value in _flat(settings):
+        try:
+            found.append(f"{key}={text(value, key)}")
+        except ConfigError:
+            require_key(RunConfig, key)  # a key that is wrong is said first
+            raise
+    return found
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
