@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -63,23 +64,23 @@ def test_the_readmes_own_model_data_and_reward_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data, reward, recipe, commands = blocks("Your model, your data, your reward")
-    assert [language for language, _ in (data, reward, recipe, commands)] == [
-        "python",
-        "python",
-        "yaml",
-        "",
-    ]
+    found = blocks("Your model, your data, your reward")
+    assert [language for language, _ in found] == ["python", "python", "yaml", "", "python"]
+    data, reward, recipe, commands, program = found
     write_model(Path("my/model"))
     exec(data[1], {})
     Path("my/reward.py").write_text(reward[1])
     Path("my/mine.yaml").write_text(recipe[1])
     for command in commands[1].splitlines():
-        program, *words = command.split()
-        assert program == "hybridflow"
+        name, *words = command.split()
+        assert name == "hybridflow"
         with Run(tmp_path / "output", *words) as run:
             assert run.end(400) == 0, run.out + run.err
             assert run.left_behind() == []
+    Path("program.py").write_text(program[1])
+    with Run(tmp_path / "output", command=(sys.executable, "program.py"), cwd=tmp_path) as run:
+        assert run.end(400) == 0 and run.left_behind() == [], run.out + run.err
+        assert [line for line in run.out.splitlines() if re.match(r"2 \d", line)], run.out
     folder = Path("runs/mine")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2
