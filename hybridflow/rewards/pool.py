@@ -14,7 +14,6 @@ from hybridflow.config.registry import absolute_entry, is_offered
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
-from hybridflow.rewards import host
 from hybridflow.rewards.functions import Outcome, Row
 from hybridflow.rewards.lines import Forked, fork_process, start_process
 
@@ -61,7 +60,10 @@ class RewardPool:
             config = replace(config, path=str(Path(config.path).resolve()))
         self._process: subprocess.Popen[bytes] | Forked
         if self.config.path is not None and is_offered(Path(self.config.path)):
-            self._process, self._lines = fork_process(host.main, self.log_path)
+            # at the top, `python -m` of the host would find its module imported already
+            from hybridflow.rewards.host import main
+
+            self._process, self._lines = fork_process(main, self.log_path)
         else:
             self._process, self._lines = start_process("hybridflow.rewards.host", self.log_path)
         self._is_ready = False
