@@ -15,6 +15,7 @@ from hybridflow.errors import ClusterLostError, RunStopped
 from hybridflow.observe.progress import Progress
 from hybridflow.single_controller import block_on
 from hybridflow.trainer.app import _stop_when_asked, _with_clusters
+from hybridflow.trainer.stopping import Stops
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
 
@@ -59,7 +60,8 @@ def test_a_signal_to_all_processes_stops_the_run_though_ray_is_lost_with_it(
     def lose() -> None:
         raise ClusterLostError("Ray's raylet has ended")
 
-    def job(one: Any) -> dict[str, Any]:
+    def job(one: Any, stops: Stops) -> Any:
+        yield from ()
         jobs.append(one)
         if one.goes_on:
             return {"done": True}
@@ -79,7 +81,9 @@ def test_a_signal_to_all_processes_stops_the_run_though_ray_is_lost_with_it(
     with Progress(0, "") as progress:
         if interrupted:
             with pytest.raises(KeyboardInterrupt):
-                _with_clusters(config, None, job, session, progress)
+                next(_with_clusters(config, None, job, session, progress, Stops()))
         else:
-            assert _with_clusters(config, None, job, session, progress) == {"done": True}
+            with pytest.raises(StopIteration) as ended:
+                next(_with_clusters(config, None, job, session, progress, Stops()))
+            assert ended.value.value == {"done": True}
     assert len(jobs) == (1 if interrupted else 2)
