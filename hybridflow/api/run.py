@@ -306,6 +306,9 @@ class Run:
             _open.close()
         from hybridflow.trainer.stopping import Stops
 
+        # after that import, so that it comes before the end of the event loop
+        atexit.unregister(_close_open)
+        atexit.register(_close_open)
         self._given.offer(self._folder_given)
         self._stops = Stops(enabled=True)
         self._place = place_for_caller()
@@ -446,7 +449,6 @@ class Role:
 _open: Run | None = None
 
 
-@atexit.register
 def _close_open() -> None:
     if _open is not None:
         with suppress(BaseException):
