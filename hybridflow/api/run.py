@@ -371,7 +371,9 @@ class Run:
         stops = self._stops
         if stops is None or not stops.is_in_step or stops.trainer is None:
             raise FlowError("this is called in `for step in run.steps_by_hand():`")
-        flow = stops.trainer.run
+        run = stops.trainer.run
+        assert run is not None
+        flow = run.api
 
         async def made() -> Any:
             return await call(flow)
