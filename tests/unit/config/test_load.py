@@ -222,7 +222,7 @@ def test_every_default_is_allowed() -> None:
     ],
 )
 def test_bad_overrides_are_config_errors_that_name_the_override(override: str) -> None:
-    groups = "choose one of: demo, long, smoke"
+    groups = "choose one of: demo, demo-short, long, smoke"
     named = {"trainer=3": groups, "name=${oops}": "oops", "algorithm=nope": "algorithm/nope"}
     assert named.get(override, override) in message(override)
 
