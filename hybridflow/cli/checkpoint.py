@@ -115,8 +115,8 @@ def _verify(args: argparse.Namespace) -> int:
         reports.append(report)
         if not problems and not args.json:
             say(
-                f"{folder}: {len(manifest.files)} files, {manifest.size} bytes, all as the "
-                f"manifest says (step {manifest.step})"
+                f"{folder}: {len(manifest.files)} files, {manifest.size} bytes, all as in "
+                f"the manifest (step {manifest.step})"
             )
         for problem in problems:
             say_error(problem)
