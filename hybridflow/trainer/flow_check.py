@@ -18,6 +18,7 @@ import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config import derived
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.dispatch import method_spec
 from hybridflow.errors import ConfigError, FlowError, SchemaError
@@ -36,7 +37,6 @@ PROMPTS = 2
 _LIMIT_S = 30.0
 _GRACE_S = 2.0  # for the end of a flow that is cancelled
 _MOST_CALLS = 1000
-_OF_SAMPLES = ("rm_scores", "greedy_scores")  # one value a sample; other columns have one a token
 _NEVER_AWAITED = re.compile(r"coroutine '([\w.<>]+)' was never awaited")
 
 
@@ -234,7 +234,7 @@ class _Invented:
                 "weight_version": objects("0"),
             }
         )
-        return batch.union(invented(batch, ["greedy_scores"])) if greedy else batch
+        return batch.union(invented(batch, ["greedy_scores"], by_sample=True)) if greedy else batch
 
     async def sync(self, version: int) -> SyncReport:
         """Nobody takes weights."""
@@ -253,7 +253,7 @@ class _Role:
         self.world.count()
         spec = method_spec(method)
         _require(spec.name, spec.reads, batch)
-        return invented(batch, spec.writes)
+        return invented(batch, spec.writes, by_sample=ROLES[self.name].head == "score")
 
     async def log_probs(self, batch: DataProto) -> DataProto:
         """`protocols.Policy.log_probs`."""
@@ -281,12 +281,12 @@ class _Role:
         return await self.update(update_step, scored), scored
 
 
-def invented(batch: DataProto, names: Sequence[str]) -> DataProto:
+def invented(batch: DataProto, names: Sequence[str], by_sample: bool) -> DataProto:
     """Columns of these names for the rows of the batch: f32 [B], or over response tokens."""
     response = batch.jagged("response_ids")
     made: dict[str, Any] = {}
     for name in names:
-        if name in _OF_SAMPLES:
+        if by_sample:
             made[name] = np.linspace(0.0, 1.0, len(batch), dtype=np.float32)
         else:
             made[name] = Jagged(np.full(len(response.values), -1.0, np.float32), response.offsets)
