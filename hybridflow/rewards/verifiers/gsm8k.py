@@ -82,13 +82,17 @@ def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
     found = _leading_number(next((line for line in lines if re.search("[0-9]", line)), ""))
     if found is None and flexible:
         box = last_box(text)
-        numbers = list(_ANY_NUMBER.finditer(text if box is None else box.content or ""))
-        found = (
-            ("-" if numbers[-1]["sign"] else "") + numbers[-1]["digits"].replace(",", "")
-            if numbers
-            else None
-        )
+        last = _last_number(text if box is None else box.content or "")
+        found = last and ("-" if last["sign"] else "") + last["digits"].replace(",", "")
     return found
+
+
+def _last_number(text: str) -> re.Match[str] | None:
+    # one match is kept at a time: a list of 100,000 is slower than the search
+    last = None
+    for last in _ANY_NUMBER.finditer(text):
+        pass
+    return last
 
 
 def _first_line(text: str) -> str:
