@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from decimal import Decimal
 
 from hybridflow.rewards.reading import last_box, read_response
@@ -88,11 +89,9 @@ def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
 
 
 def _last_number(text: str) -> re.Match[str] | None:
-    # one match is kept at a time: a list of 100,000 is slower than the search
-    last = None
-    for last in _ANY_NUMBER.finditer(text):
-        pass
-    return last
+    # a list of all matches of a long text takes longer than the search
+    last = deque(_ANY_NUMBER.finditer(text), maxlen=1)
+    return last[0] if last else None
 
 
 def _first_line(text: str) -> str:
