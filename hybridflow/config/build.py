@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from hybridflow.config.keys import Kind, description, hints_of, kind_of, unknown_key
-from hybridflow.config.schema import RunConfig
+from hybridflow.config.schema import PolicyConfig, RunConfig
 from hybridflow.errors import ConfigError
 
 
@@ -25,7 +25,13 @@ def build(values: Mapping[str, Any]) -> RunConfig:
         ConfigError: unknown key, wrong type or a value outside a field's choices. The message names
             the full dotted key.
     """
-    return cast(RunConfig, build_options(RunConfig(), values, ""))
+    config = cast(RunConfig, build_options(RunConfig(), values, ""))
+    # a further policy has the settings of the first one where it gives no others
+    first = PolicyConfig(config.model, config.actor, config.rollout)
+    roles = {}
+    for name, given in config.roles.items():
+        roles[name] = build_options(first, given, f"roles.{name}")
+    return dataclasses.replace(config, roles=roles)
 
 
 def to_plain(value: Any) -> Any:

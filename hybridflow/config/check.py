@@ -24,6 +24,7 @@ from hybridflow.config import (
     derived,
     hub,
     own_entries,
+    own_roles,
     roles,
     val_sets,
 )
@@ -105,6 +106,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
             *check_lora.target_problems(config, sizes),
             *check_backend.family_problems(config, sizes),
         ]
+    found += own_roles.problems(config, job, lambda view: problems(view, job, files))
     return found
 
 

@@ -20,6 +20,7 @@ from hybridflow.config.entries import (
     policy_loss_options,
 )
 from hybridflow.config.keys import differing
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 
@@ -60,6 +61,12 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
                 f"{given} does not call run.{role}, and this run has a {role.replace('_', ' ')}: "
                 "what it computes would be missing. Call it in the flow and add it to its roles, "
                 "choose another flow (null chooses one), or leave the role out"
+            )
+    for role in flow.roles:
+        if role not in ROLES and role not in ("policy", *config.roles):
+            yield (
+                f"{given} calls run.{role}, and this run has no such policy: give it under roles "
+                f"(roles.{role}.procs=1 has the settings of the first policy)"
             )
     if config.trainer.rollout_only and name != "rollouts":
         yield (

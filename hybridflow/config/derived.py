@@ -4,6 +4,7 @@ wrote it."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hybridflow.config.schema import (
     ReferenceConfig,
     RewardModelConfig,
     RunConfig,
+    SftConfig,
     TeacherConfig,
 )
 from hybridflow.errors import ConfigError
@@ -405,6 +407,28 @@ def role_updates_per_step(config: RunConfig, role: str) -> int:
     """Return the optimizer updates of a trained role per step."""
     mini_batch = role_samples_per_mini_batch(config, role) // config.rollout.n
     return config.data.train_batch_size // mini_batch * int(getattr(config, role).ppo_epochs)
+
+
+def policy_view(config: RunConfig, name: str) -> RunConfig:
+    """Return the configuration as the further policy `roles.NAME` has it: its sections in the place
+    of the first policy's, its processes, and no other models than its own reference."""
+    own = config.roles[name]
+    batch = own.train_batch_size or config.data.train_batch_size
+    return replace(
+        config,
+        data=replace(config.data, train_batch_size=batch),
+        model=own.model,
+        actor=own.actor,
+        rollout=own.rollout,
+        roles={},
+        critic=CriticConfig(),
+        reference=ReferenceConfig(),
+        teacher=TeacherConfig(),
+        reward_model=RewardModelConfig(),
+        sft=SftConfig(),
+        algorithm=replace(config.algorithm, flow=None, flow_options={}),
+        cluster=replace(config.cluster, nodes=1, procs_per_node=own.procs),
+    )
 
 
 def run_dir(config: RunConfig) -> Path:

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, cast
 
 from hybridflow.config.build import to_plain
-from hybridflow.config.keys import Kind, descriptions, hints_of, kind_of
+from hybridflow.config.keys import Kind, descriptions, hints_of, kind_of, named_group
 from hybridflow.config.schema import RunConfig
 
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
@@ -47,6 +47,9 @@ def _group(defaults: Any, groups: dict[str, Any]) -> dict[str, Any]:
         properties[name] = _value(kind_of(annotation)) | {
             "default": to_plain(getattr(defaults, name))
         }
+        if (of_names := named_group(annotation)) is not None:
+            groups.setdefault(of_names.__name__, _group(of_names(), groups))
+            properties[name]["additionalProperties"] = {"$ref": f"#/$defs/{of_names.__name__}"}
         if name in notes:
             properties[name]["description"] = notes[name]
     about = " ".join((cls.__doc__ or "").split())

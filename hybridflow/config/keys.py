@@ -204,6 +204,14 @@ def kind_of(annotation: Any) -> Kind:
     return Kind(annotation)
 
 
+def named_group(annotation: Any) -> type | None:
+    """Return the group of keys that each name of a mapping has (`roles`); None for other
+    annotations."""
+    args = typing.get_args(annotation)
+    of_names = args[1] if typing.get_origin(annotation) is dict and len(args) == 2 else None
+    return of_names if isinstance(of_names, type) and dataclasses.is_dataclass(of_names) else None
+
+
 def hints_of(cls: type) -> Mapping[str, Any]:
     """Return {field: annotation} of a group, including `Annotated`."""
     return _hints(cls)
@@ -345,8 +353,12 @@ def _carried(key: str, kind: Kind) -> tuple[Bound, ...]:
 def description(root: type, dotted: str) -> str:
     """Return the comment of a key; empty without one."""
     *groups, name = dotted.split(".")
-    for group in groups:
+    names = iter(groups)
+    for group in names:
         root = hints_of(root).get(group, root)
+        if (of_names := named_group(root)) is not None:
+            root = of_names
+            next(names, None)  # what the user calls it
         if not dataclasses.is_dataclass(root):
             return ""  # an option of an entry
     return descriptions(root).get(name, "")

@@ -388,6 +388,19 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class PolicyConfig:
+    """A further trained policy with engines of its own, called by the flow as run.NAME
+    (docs/flows.md). Keys that are not given have the values of the run's own sections."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    procs: PositiveInt = 1  # total number of training processes
+    # prompts of its update in a step (x rollout.n samples); null: data.train_batch_size
+    train_batch_size: PositiveInt | None = None
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     """Ray and the worker processes. The number of Megatron processes is nodes x procs_per_node."""
 
@@ -479,6 +492,8 @@ class RunConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    # further trained policies by their names: {tester: {model: {path: ...}, procs: 2}}
+    roles: dict[str, PolicyConfig] = field(default_factory=dict)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     reward_training: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hybridflow.batch import DataProto
 
 ROLES = tuple("policy" if name == "actor" else name for name in role_table.ROLES)
+_MISSPELT = 0.75  # so near to a role's name is no name of another policy
 Body = Callable[["Run"], Coroutine[Any, Any, None]]
 
 
@@ -166,7 +167,8 @@ def flow(
     Args:
         name: value of `algorithm.flow`; in a user's file, what follows `path/to/file.py:`.
         roles: the attributes of `Run` that it calls: policy, critic, reference, reward_model,
-            teacher. A run whose settings start another role is refused.
+            teacher, and the names of further policies (`roles` in the configuration). A run whose
+            settings start another role is refused.
         options: a frozen dataclass whose fields are the keys of `algorithm.flow_options`, with
             types and defaults. The flow reads them as `run.options`.
         policy_losses: the values of `actor.policy_loss` under which it is what its paper defines;
@@ -189,11 +191,13 @@ def flow(
 def _checked_roles(name: str, roles: Iterable[str]) -> tuple[str, ...]:
     given = (roles,) if isinstance(roles, str) else tuple(roles)
     for role in given:
-        if role not in ROLES:
-            near = difflib.get_close_matches(str(role), ROLES, n=1)
+        near = difflib.get_close_matches(str(role), ROLES, n=1, cutoff=_MISSPELT)
+        is_own = isinstance(role, str) and role.isidentifier() and not near
+        if role not in ROLES and not is_own:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"flow {name!r}: there is no role {role!r}{hint} (there are {', '.join(ROLES)})"
+                f"flow {name!r}: there is no role {role!r}{hint} (there are {', '.join(ROLES)}, "
+                "and the policies under `roles` in the configuration)"
             )
     if isinstance(roles, str):
         raise ConfigError(f"flow {name!r}: roles are a tuple; write roles=({roles!r},)")

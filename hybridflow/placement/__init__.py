@@ -5,7 +5,7 @@ Runs, plans and tests use the same function.
 """
 
 from hybridflow.placement.place import Placement, Process, place
-from hybridflow.placement.pools import Group, Pool, pools_of
+from hybridflow.placement.pools import Group, Pool, policy_pool, pools_of
 from hybridflow.placement.preview import preview, smallest
 from hybridflow.placement.shape import ClusterShape, Node
 
@@ -17,6 +17,7 @@ __all__ = [
     "Pool",
     "Process",
     "place",
+    "policy_pool",
     "pools_of",
     "preview",
     "smallest",

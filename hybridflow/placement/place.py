@@ -205,7 +205,7 @@ def _processes(found: Sequence[tuple[Group, int, int, Room]]) -> Iterable[Proces
         first = PORTS.start + opened[node] * share
         yield Process(
             *(group.role, rank, part, node, devices),
-            visible=devices if group.role == "rollout" else seen[group.role, node],
+            visible=devices if group.is_engine else seen[group.role, node],
             local_rank=local_ranks[group.role, node],
             ports=range(first, first + share),
         )
@@ -250,7 +250,7 @@ def _shape_of(pool: Pool, cluster: ClusterShape) -> str:
 
 
 def _members_of(group: Group, pool: Pool, cluster: ClusterShape) -> str:
-    members = ("engine" if group.role == "rollout" else "rank") + "s" * (group.count > 1)
+    members = ("engine" if group.is_engine else "rank") + "s" * (group.count > 1)
     nodes = f" on each of {group.nodes} nodes" if group.nodes > 1 else " on one node"
     each = (
         f", each of {group.devices} {cluster.unit}{nodes}"
@@ -262,7 +262,7 @@ def _members_of(group: Group, pool: Pool, cluster: ClusterShape) -> str:
 
 
 def _members(found: Sequence[Process]) -> str:
-    name = "engine" if found[0].role == "rollout" else "rank"
+    name = "engine" if found[0].role.endswith("rollout") else "rank"
     ranks = sorted({one.rank for one in found})
     parts = sorted({one.part for one in found})
     part = f" (part {_ranges(parts)})" if any(parts) else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridflow.config import derived
 from hybridflow.config.schema import Packing, RunConfig
@@ -14,7 +14,8 @@ class Group:
     """Equal members of a role: the ranks of a trained model, or the engines.
 
     Args:
-        role: `actor`, `critic`, `reference`, `reward_model`, `teacher` or `rollout`.
+        role: `actor`, `critic`, `reference`, `reward_model`, `teacher` or `rollout`; of a further
+            policy its name, and NAME.rollout.
         count: number of ranks or engines.
         devices: devices per member and node; they are consecutive.
         nodes: number of distinct nodes per member, with `devices` on each.
@@ -24,6 +25,11 @@ class Group:
     count: int
     devices: int = 1
     nodes: int = 1
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether its members are engines."""
+        return self.role.endswith("rollout")
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,24 @@ def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tupl
             pools.append(Pool(name, tuple(sharing), "pack", actor))
         else:
             pools.append(Pool(name, tuple(sharing), getattr(config, name).packing))
+    if job == "train":
+        for name in config.roles:
+            pools += _pools_of_policy(name, pools_of(derived.policy_view(config, name), job, kind))
     return tuple(pools)
+
+
+def policy_pool(name: str, section: str) -> str:
+    """Return the name of a pool of the further policy `roles.NAME`."""
+    return name if section == "actor" else f"{name}.{section}"
+
+
+def _pools_of_policy(name: str, pools: tuple[Pool, ...]) -> list[Pool]:
+    """Return a policy's pools under its own name. Its ranks need not fill whole nodes."""
+    renamed = []
+    for pool in pools:
+        groups = [replace(group, role=policy_pool(name, group.role)) for group in pool.groups]
+        renamed.append(Pool(policy_pool(name, pool.name), tuple(groups), pool.packing))
+    return renamed
 
 
 def _is_guest(config: RunConfig, role: str) -> bool:

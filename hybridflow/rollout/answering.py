@@ -1,4 +1,5 @@
-"""Answers to prompts that belong to no step: those of a program, for people."""
+"""Answers to prompts that are no rows of the dataset: those of a program, for people, and those of a
+flow, for training."""
 
 from __future__ import annotations
 
@@ -37,7 +38,30 @@ async def answer(
     if max_new_tokens is not None:
         most = min(max_new_tokens, config.max_response_length)
         batch = batch.with_columns(**{ROOM: np.full(len(batch), most)})
-    answered = await engines.answers(engines.begin(batch, training=False))
+    return _texts(await engines.answers(engines.begin(batch, training=False)), tokenizer)
+
+
+async def samples(
+    engines: Rollouts,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    prompts: Sequence[Prompt],
+    n: int,
+) -> DataProto:
+    """`n` samples of each prompt as rows to train on, sampled with `rollout.sampling`: the columns
+    of `Rollouts.batch`, prompt_ids, uid (the same for the samples of a prompt) and response_text.
+
+    Raises:
+        DataError: a prompt is malformed, or longer than `data.max_prompt_length`.
+    """
+    batch = _batch(prompts, tokenizer, config)
+    batch = batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(n)
+    answered = await engines.answers(engines.begin(batch, training=True))
+    texts = objects(_texts(answered, tokenizer))
+    return batch.union(answered).with_columns(response_text=texts)
+
+
+def _texts(answered: DataProto, tokenizer: Tokenizer) -> list[str]:
     if "answer_text" in answered:
         texts: list[str] = answered["answer_text"].tolist()
         return texts

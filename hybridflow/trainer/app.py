@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -62,10 +62,13 @@ from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, chec
 from hybridflow.trainer.job import Job
 from hybridflow.trainer.layout import layout_text
 from hybridflow.trainer.loop import RLTrainer
+from hybridflow.trainer.own_policies import Learner
 from hybridflow.trainer.preload import Preload
+from hybridflow.trainer.protocols import Role
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.samples import Dumped, Sampled, Samples
 from hybridflow.trainer.session import Session
+from hybridflow.trainer.start_policies import FurtherPolicies
 from hybridflow.trainer.stopping import Steps, Stops
 from hybridflow.trainer.supervised import RewardTrainer, pair_accuracy
 from hybridflow.workers.model_role import ModelWorker
@@ -133,18 +136,16 @@ def _train(job: Job, stops: Stops) -> Steps[dict[str, Any]]:
     )
     dataset = open_training(job.tokenizer, config.data)
     held_out = open_val_sets(config, job.tokenizer) if derived.generates(config) else {}
-    rewards.check_data_sources(sources_to_score(config, dataset, *held_out.values()))
-    check_truths(rewards, config, dataset, *held_out.values())
-    check_steps(config)
-    check_flow(config, job.progress.message)
+    _check(job, rewards, dataset, held_out)
     made_with = identity(job.hf_config, job.tokenizer)
     dumps = _open_dumps(job, made_with)
     cluster = job.start_cluster()
     roles = derived.roles_in_use(config)
     trained = [name for name in roles if ROLES[name].trains]
+    further = FurtherPolicies(job, cluster)
     engines, workers = start_both(
         lambda: job.start_engines(cluster),
-        lambda: job.start_roles(cluster, roles, trained),
+        lambda: job.start_roles(cluster, roles, trained, further.guests),
         at_once=cluster is not None and not derived.alternates(config),
     )
     policy = PolicyGroup(workers["actor"], config)
@@ -164,18 +165,17 @@ def _train(job: Job, stops: Stops) -> Steps[dict[str, Any]]:
     }
     keep = keep_in_store if cluster is not None else lambda batch: batch
     samples = _samples(job, dataset, dumps, answering, scorer, keep, made_with)
-    trainer = RLTrainer(config, session, {"actor": policy, **others}, answering, samples, validator)
+    further.start(workers["actor"], keep)
+    trainer = RLTrainer(
+        *(config, session, {"actor": policy, **others}, answering, samples, validator),
+        further.learners,
+    )
     trainer.stop = stops.stop
     stops.job = job
     stops.trainer = trainer
     if "reference" in apart:
         apart["reference"].on_restart(trainer.fill_reference)
-    training = {role: apart[role] for role in trained if role in apart}
-    groups = {
-        role: group
-        for role, group in training.items()
-        if role == "actor" or group is not training["actor"]
-    }
+    groups = _groups_that_train(trained, apart) | further.groups
 
     async def learn() -> str | None:
         if job.checkpoint is not None and job.checkpoint.phase == "rl":
@@ -187,8 +187,9 @@ def _train(job: Job, stops: Stops) -> Steps[dict[str, Any]]:
                 await trainer.save()
         await trainer.phases.make_room()
         await engines.wait_ready(job.progress)
+        await further.wait_ready(job.progress)
         await fit_with_restarts(trainer, groups, config.trainer.max_restarts, job.progress)
-        return await _finish(job, policy)
+        return await _finish(job, policy, further.learners)
 
     exported = yield from stops.follow(learn())
     compared = block_on(
@@ -202,7 +203,33 @@ def _train(job: Job, stops: Stops) -> Steps[dict[str, Any]]:
     }
     yield from stops.end(summary)
     block_on(engines.stop())
+    further.stop()
     return summary
+
+
+def _check(
+    job: Job,
+    rewards: RewardManager,
+    dataset: Prompts | PreferenceDataset,
+    held_out: Mapping[str, Prompts],
+) -> None:
+    """Check what data and code of the user's must have, before anything starts."""
+    rewards.check_data_sources(sources_to_score(job.config, dataset, *held_out.values()))
+    check_truths(rewards, job.config, dataset, *held_out.values())
+    check_steps(job.config)
+    check_flow(job.config, job.progress.message)
+
+
+def _groups_that_train(
+    trained: Sequence[str], apart: Mapping[str, WorkerGroup]
+) -> dict[str, WorkerGroup]:
+    """The groups of roles that train, each once."""
+    training = {role: apart[role] for role in trained if role in apart}
+    return {
+        role: group
+        for role, group in training.items()
+        if role == "actor" or group is not training["actor"]
+    }
 
 
 def _samples(
@@ -312,13 +339,21 @@ def _train_reward(job: Job) -> dict[str, Any]:
     }
 
 
-async def _finish(job: Job, trained: ModelGroup) -> str | None:
-    """Wait for the last checkpoint and write the export; returns the export's folder."""
+async def _finish(job: Job, trained: ModelGroup, learners: Sequence[Learner] = ()) -> str | None:
+    """Wait for the last checkpoint and write the export, and those of further policies; returns the
+    first one's folder."""
     with job.progress.stage("wait for the last checkpoint"):
         await job.session.store.wait()
+    for learner in learners:
+        await _export(job, learner.policy, f"export-{learner.name}")
+    return await _export(job, trained, "export")
+
+
+async def _export(job: Job, trained: Role, name: str) -> str | None:
+    """Write an export, if the run has one; returns its folder."""
     if not job.config.trainer.export or job.config.trainer.rollout_only:
         return None
-    folder = job.session.folder / "export"
+    folder = job.session.folder / name
     with job.progress.stage("export to a Hugging Face folder"):
         lines = (await trained.call(RoleWorker.export, folder))[0]
     for line in lines or ():

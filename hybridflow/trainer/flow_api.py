@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -30,6 +30,10 @@ class FollowedRun(Noting, Protocol):
     is_tracing: bool
     options: Any
     metrics: dict[str, float]
+
+    @property
+    def parts(self) -> Mapping[str, object]:
+        """Those of further policies, by their names."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -71,13 +75,13 @@ class FlowApi:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """A role (`flows.base.ROLES`)."""
-        if name not in ROLES:
+        """A role (`flows.base.ROLES`), or a further policy of the run."""
+        if name not in ROLES and name not in self._run.parts:
             raise AttributeError(f"the run has no {name!r}", name=name, obj=self)
         return self._run.role(name)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *ROLES]
+        return [*super().__dir__(), *ROLES, *self._run.parts]
 
     @property
     def state(self) -> dict[str, Any]:
@@ -109,7 +113,7 @@ class FlowApi:
         run = self._run
         run.open_step("all(...)")
         found = checked_calls(calls)
-        return Pending(run, "all(...)", lambda: run.merged(found))
+        return Pending(run, "all(...)", lambda: found[0].run.merged(found))
 
     def advantages(self, batch: DataProto) -> DataProto:
         """The batch with advantages.
@@ -139,8 +143,8 @@ class FlowApi:
         update.take()
 
     def sync(self) -> Awaitable[None]:
-        """Bring the policy's weights to the engines where these are going to be asked: answers are
-        sampled, or a validation follows."""
+        """Bring the weights of the policies that were updated to their engines, where these are
+        going to be asked: answers are sampled, or a validation follows."""
         run = self._run
         step = run.open_step("sync()")
         return Pending(run, "sync()", lambda: run.bring_to_engines(step))

@@ -44,13 +44,13 @@ class Pending(Generic[T]):
         self.name = name
         self.line = run.line()
         self.is_awaited = False
-        self._run = run
+        self.run = run
         self._work = work
         run.note(self)
 
     def __await__(self) -> Generator[Any, None, T]:
         self.take()
-        with self._run.calling():
+        with self.run.calling():
             return (yield from self._work().__await__())
 
     def __getitem__(self, name: object) -> NoReturn:

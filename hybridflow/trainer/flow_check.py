@@ -150,6 +150,9 @@ def _wanted(config: RunConfig) -> dict[str, tuple[str, str]]:
             )
         elif role != "actor":
             wanted[f"{role}."] = (rf"\.{role}\b", why)
+    for name in config.roles:
+        why = f"this run has a policy {name} (roles.{name}); call it, or leave it out"
+        wanted[f"{name}."] = (rf"\.{name}\b", why)
     return wanted
 
 
@@ -182,6 +185,7 @@ class _Invented:
             config=config,
             session=session,
             policy=_Role(self, "actor"),
+            learners={name: self.learner(name) for name in config.roles},
             others={name: _Role(self, name) for name in roles},
             engines=SimpleNamespace(sync=self.sync),
             samples=SimpleNamespace(take=self.samples, keep=lambda batch: batch, metrics={}),
@@ -189,9 +193,10 @@ class _Invented:
             devices=Devices(lambda role: "all", cast(Any, session.timeline)),
             phases=SimpleNamespace(training=_memory, sync=_memory),
             records=SimpleNamespace(
-                check_log_probs=lambda batch, step: None,
+                check_log_probs=lambda batch, step, name: None,
                 rollouts=_nothing,
                 trained=_later,
+                of_policy=lambda learner, trained, step: {},
                 validate=_later,
             ),
             state=state,
@@ -210,31 +215,58 @@ class _Invented:
     async def samples(self, step: int, greedy: bool = False) -> DataProto:
         """Answers of 1 and 3 tokens in turns, with scores 0 and 1."""
         n = 2 if self.config.data.answers == "pairs" else max(self.config.rollout.n, 1)
-        rows = PROMPTS * n
+        batch = self.answers(PROMPTS, n)
+        rows = len(batch)
+        scores = (np.arange(rows) % 2).astype(np.float32)
+        batch = batch.with_columns(scores=scores, index=batch["uid"])
+        texts = {"data_source": "invented", "ground_truth": "text", "extra_info": {}}
+        batch = batch.with_columns(
+            **{name: np.array([value] * rows, dtype=object) for name, value in texts.items()}
+        )
+        return batch.union(invented(batch, ["greedy_scores"], by_sample=True)) if greedy else batch
+
+    def answers(self, prompts: int, n: int) -> DataProto:
+        """`n` answers of 1 and 3 tokens in turns to each of so many prompts."""
+        rows = prompts * n
         ids = [np.arange(1 + 2 * (row % 2)) for row in range(rows)]
 
         def objects(value: Any) -> np.ndarray:
             return np.array([value] * rows, dtype=object)
 
-        batch = DataProto.from_columns(
+        return DataProto.from_columns(
             {
-                "uid": np.repeat(np.arange(PROMPTS), n),
-                "index": np.repeat(np.arange(PROMPTS), n),
+                "uid": np.repeat(np.arange(prompts), n),
                 "prompt_ids": Jagged.from_rows([np.arange(2)] * rows, np.int64),
                 "response_ids": Jagged.from_rows(ids, np.int64),
                 "response_mask": Jagged.from_rows([np.ones(len(row)) for row in ids], np.bool_),
                 "response_versions": Jagged.from_rows([0 * row for row in ids], np.int64),
                 "rollout_log_probs": Jagged.from_rows([-1.0 - row for row in ids], np.float32),
-                "scores": (np.arange(rows) % 2).astype(np.float32),
                 "response_text": objects("text"),
-                "data_source": objects("invented"),
-                "ground_truth": objects("text"),
-                "extra_info": objects({}),
                 "finish_reason": objects("stop"),
                 "weight_version": objects("0"),
             }
         )
-        return batch.union(invented(batch, ["greedy_scores"], by_sample=True)) if greedy else batch
+
+    def learner(self, name: str) -> SimpleNamespace:
+        """A further policy, as far as a flow uses it."""
+        config = derived.policy_view(self.config, name)
+        own = _Invented(config)
+
+        async def generate(prompts: Sequence[Any], n: int) -> DataProto:
+            self.count()
+            return own.answers(len(prompts), n)
+
+        return SimpleNamespace(
+            name=name,
+            config=config,
+            policy=_Role(own, "actor"),
+            keep=lambda batch: batch,
+            advantages=Advantages(config),
+            phases=SimpleNamespace(training=_memory),
+            left_out=set(),
+            generate=generate,
+            sync=self.sync,
+        )
 
     async def sync(self, version: int) -> SyncReport:
         """Nobody takes weights."""

@@ -147,11 +147,16 @@ CALLS: dict[str, type[_Role]] = {
 
 
 class TrainedPolicy:
-    """`flows.base.Policy`."""
+    """`flows.base.Policy`.
 
-    def __init__(self, run: OpenStep, role: Policy) -> None:
+    Args:
+        name: the flow's name of it.
+    """
+
+    def __init__(self, run: OpenStep, role: Policy, name: str = "policy") -> None:
         self.run = run
         self.role = role
+        self.name = name
         # log-probs of the rows that the first update of the step does not report
         self._later: asyncio.Task[DataProto] | None = None
 
@@ -162,38 +167,43 @@ class TrainedPolicy:
         updates and adds no column.
         """
         run = self.run
-        name = "policy.log_probs(batch)"
-        checked_batch(batch, "policy.log_probs")
+        name = f"{self.name}.log_probs(batch)"
+        checked_batch(batch, f"{self.name}.log_probs")
         if run.scores_first:
             scoring = run.begin("actor", "old_log_prob", self.role.log_probs(batch))
             tasks = [scoring]
             if derived.needs_sum_pi_squared(run.config):
                 squared = self._sum_pi_squared(batch, scoring)
                 tasks.append(run.begin("actor", "sum_pi_squared", squared))
-            return Call(run, name, batch, tasks)
+            return Call(run, name, batch, [*tasks, *self._of_reference(batch)])
         if not derived.scores_later_rows(run.config):
-            return Call(run, name, batch, [])
+            return Call(run, name, batch, self._of_reference(batch))
         later = self.role.later_log_probs(batch, run.seed)
         self._later = run.begin("actor", "old_log_prob", later)
-        return Call(run, name, batch, [], [self._later])
+        return Call(run, name, batch, self._of_reference(batch), [self._later])
+
+    def _of_reference(self, batch: DataProto) -> list[asyncio.Task[DataProto]]:
+        """The passes of a reference that the flow does not call by itself."""
+        return []
 
     def update(self, batch: DataProto) -> Updating:
         """All updates of the step; none while the critic warms up."""
         run = self.run
-        name = "policy.update(batch)"
-        trained = run.training_on(checked_batch(batch, "policy.update"), name)
+        name = f"{self.name}.update(batch)"
+        trained = run.training_on(checked_batch(batch, f"{self.name}.update"), name)
         later = self._later
         self._later = None
         is_scored = "old_log_probs" in batch if run.scores_first else later is not None
         if not is_scored and (run.scores_first or derived.scores_later_rows(run.config)):
             raise FlowError(
-                "policy.update(batch): no pass has computed the log-probs that the update compares "
-                "with; call `await run.policy.log_probs(batch)` before it"
+                f"{name}: no pass has computed the log-probs that the update compares with; call "
+                f"`await run.{self.name}.log_probs(batch)` before it"
             )
         if "advantages" not in batch:
+            whose = "" if self.name == "policy" else f".{self.name}"
             raise FlowError(
-                "policy.update(batch): the batch has no advantages; write "
-                "`batch = run.advantages(batch)` before it"
+                f"{name}: the batch has no advantages; write "
+                f"`batch = run{whose}.advantages(batch)` before it"
             )
         batch = run.with_own_columns(batch, ["advantages"])
         if run.step <= run.config.trainer.critic_warmup:

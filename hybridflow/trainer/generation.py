@@ -39,10 +39,14 @@ class Generation(Protocol):
         """Raise at once when an engine has failed to start; return when all is well so far."""
 
     def connect(
-        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+        self,
+        policy: WorkerGroup | InProcessGroup,
+        tokenizer: Tokenizer,
+        logs: Path,
+        role: str = "actor",
     ) -> Engines:
-        """What the loop calls, once the policy is there; `logs` is the folder for what environments
-        print."""
+        """What the loop calls, once the policy is there; `role` is its name among those of its
+        processes, `logs` the folder for what environments print."""
 
     async def wait_ready(self, progress: Progress) -> None:
         """Return when the engines serve and can take weights."""
@@ -56,7 +60,11 @@ class NoEngines:
     nowhere."""
 
     def connect(
-        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+        self,
+        policy: WorkerGroup | InProcessGroup,
+        tokenizer: Tokenizer,
+        logs: Path,
+        role: str = "actor",
     ) -> Engines:
         """What the loop calls."""
         return self
@@ -129,7 +137,11 @@ class EngineProcesses:
         await self.engines.check_starting()
 
     def connect(
-        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+        self,
+        policy: WorkerGroup | InProcessGroup,
+        tokenizer: Tokenizer,
+        logs: Path,
+        role: str = "actor",
     ) -> Engines:
         """The engines, which take slices from the policy's ranks, and start again when none is
         left."""
@@ -185,12 +197,16 @@ class EngineHere:
         """Return at once: the engine started when this object was made."""
 
     def connect(
-        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+        self,
+        policy: WorkerGroup | InProcessGroup,
+        tokenizer: Tokenizer,
+        logs: Path,
+        role: str = "actor",
     ) -> Engines:
         """Calls of the engine, and copies from the policy's tensors."""
 
         def copy(target: object) -> int:
-            return int(policy.run(PolicyWorker.copy_weights, target))
+            return int(policy.run(PolicyWorker.copy_weights, target, role=role))
 
         rollouts = InProcessRollouts(self.engine, copy, self.config, self.stop_ids)
         return conversing(rollouts, tokenizer, self.config, logs)

@@ -42,7 +42,7 @@ def tell_backend(
     say: Callable[[str], None],
 ) -> None:
     """Say what computes the policy's layers, and record it in the run's `environment.json`."""
-    facts: Mapping[str, str] = actor.run(PolicyWorker.describe)
+    facts: Mapping[str, str] = actor.run(PolicyWorker.describe, role="actor")
     note_in_environment(run_dir, "policy", facts)
     say("the policy computes with " + ", ".join(f"{name} {value}" for name, value in facts.items()))
     if derived.needs_support(config):
@@ -58,11 +58,23 @@ def tell_backend(
 
 
 class ModelGroup:
-    """`Role` over Megatron ranks, in processes of the role's own or in the policy's."""
+    """`Role` over Megatron ranks, in processes of the role's own or in the policy's.
 
-    def __init__(self, workers: WorkerGroup | InProcessGroup, role: str, config: RunConfig) -> None:
+    Args:
+        role: its section of `config`.
+        address: its name among the roles of the processes, where that is another one.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerGroup | InProcessGroup,
+        role: str,
+        config: RunConfig,
+        address: str | None = None,
+    ) -> None:
         self.workers = workers
         self.role = role
+        self.address = address or role
         self.config = config
         self._cost = SequenceCost.of_model(derived.hf_config(config.model))
         self._data_parallel = derived.role_data_parallel_size(config, role)
@@ -75,7 +87,7 @@ class ModelGroup:
     def _begin(self, method: Callable[..., Any], *args: Any) -> Awaitable[Any]:
         """A call that the ranks have when this returns."""
         resolved = (value.resolve() if isinstance(value, Path) else value for value in args)
-        return self.workers.call(method, *resolved, role=self.role)
+        return self.workers.call(method, *resolved, role=self.address)
 
     async def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         """A call whose ranks get shares of equal cost; its result is in the order of `batch`."""
@@ -179,8 +191,10 @@ class FrozenGroup(ModelGroup):
 class PolicyGroup(ModelGroup):
     """The policy: adds to its updates what its ranks have noticed in the step."""
 
-    def __init__(self, workers: WorkerGroup | InProcessGroup, config: RunConfig) -> None:
-        super().__init__(workers, "actor", config)
+    def __init__(
+        self, workers: WorkerGroup | InProcessGroup, config: RunConfig, address: str | None = None
+    ) -> None:
+        super().__init__(workers, "actor", config, address)
         self._unobserved = False
 
     async def log_probs(self, batch: DataProto) -> DataProto:

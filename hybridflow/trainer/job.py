@@ -3,6 +3,7 @@ engines."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.device.platform import Platform
 from hybridflow.observe.environment import package_versions
 from hybridflow.observe.progress import Progress
-from hybridflow.placement import pools_of
+from hybridflow.placement import policy_pool, pools_of
 from hybridflow.placement.threads import threads_by_role, user_limit
 from hybridflow.planning.deadlines import StartAllowance
 from hybridflow.saving.fingerprint import Fingerprint
@@ -62,7 +63,10 @@ class Job:
         goes_on: bool = False,
     ) -> None:
         """`goes_on`: this session has trained already, and goes back to its last checkpoint."""
-        self.config = config
+        self.config = self._given = config
+        self.name = ""  # of a further policy
+        self.logs = session.folder / "logs"
+        self.model_folder = session.folder / "model"
         self.preload = preload
         self.session = session
         self.stack = stack
@@ -94,6 +98,26 @@ class Job:
         self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
         self.config = StartAllowance.of(config, self.hf_config).applied(config)
 
+    def of_policy(self, name: str) -> Job:
+        """The same job for the further policy `roles.NAME`, with its model, tokenizer, devices and
+        folders. Call it when the cluster has started."""
+        own = copy.copy(self)
+        own.name = name
+        config = derived.policy_view(self._given, name)
+        own.logs = self.logs / name
+        own.logs.mkdir(parents=True, exist_ok=True)
+        own.model_folder = self.model_folder / name
+        cores = Platform.detect().cores if config.cluster.address is None else 1
+        own.threads = threads_by_role(config, cores, user_limit())
+        own.tokenizer = assets.open_tokenizer(config)
+        own.hf_config = assets.resolve_hf_config(config, own.tokenizer)
+        own.config = StartAllowance.of(config, own.hf_config).applied(config)
+        if not config.cluster.in_process:
+            own.pools = {
+                section: self.pools[policy_pool(name, section)] for section in ("actor", "rollout")
+            }
+        return own
+
     def start_cluster(self, job: str = "train") -> Cluster | None:
         """Start Ray, or join the configured cluster, and reserve the devices of the whole job; None
         where it has one process."""
@@ -111,17 +135,21 @@ class Job:
         return cluster
 
     def start_roles(
-        self, cluster: Cluster | None, roles: Sequence[str], trained: Sequence[str]
+        self,
+        cluster: Cluster | None,
+        roles: Sequence[str],
+        trained: Sequence[str],
+        guests: Sequence[Job] = (),
     ) -> dict[str, WorkerGroup | InProcessGroup]:
         """The ranks of each of `roles`: those that live in the policy's processes (which are
         `actor`'s, the first role's) share a group, the others have one each. Only `trained` ones
-        may update their weights."""
+        may update their weights. `guests` are further policies in a job of one process."""
         specs = {role: self._role_spec(role, role in trained) for role in roles}
         shared = [role for role in roles if derived.is_colocated(self.config, role)]
         groups: dict[str, WorkerGroup | InProcessGroup] = {}
         if shared:
             groups |= dict.fromkeys(
-                shared, self._start_shared(cluster, [specs[role] for role in shared])
+                shared, self._start_shared(cluster, [specs[role] for role in shared], guests)
             )
             tell_backend(groups[shared[0]], self.config, self.session.folder, self.progress.message)
         own = [role for role in roles if role not in shared]
@@ -129,27 +157,33 @@ class Job:
             role: self._start_own(cluster, specs[role]) for role in own if cluster is not None
         }
 
+    def start_policy(self, cluster: Cluster | None) -> WorkerGroup | InProcessGroup:
+        """The ranks of a further policy, in processes of their own."""
+        return self._start_shared(cluster, [self._role_spec("actor", True)])
+
     def _start_shared(
-        self, cluster: Cluster | None, specs: Sequence[RoleSpec]
+        self, cluster: Cluster | None, specs: Sequence[RoleSpec], guests: Sequence[Job] = ()
     ) -> WorkerGroup | InProcessGroup:
         config = self.config
         procs = derived.world_size(config)
         backend = config.actor.backend
         worker: type = PolicyWorker
         args: Sequence[Any] = specs
-        if len(specs) > 1:
+        if len(specs) > 1 or guests:
             worker = colocated(
-                actor=PolicyWorker, **dict.fromkeys([spec.role for spec in specs[1:]], ModelWorker)
+                actor=PolicyWorker,
+                **dict.fromkeys([spec.role for spec in specs[1:]], ModelWorker),
+                **dict.fromkeys([guest.name for guest in guests], PolicyWorker),
             )
-            args = [(spec,) for spec in specs]
+            policies = [guest._role_spec("actor", True) for guest in guests]
+            args = [(spec,) for spec in (*specs, *policies)]
         if cluster is None:
             with self.progress.stage(f"build the model in this process ({backend})"):
-                group = InProcessGroup(
-                    worker, role="actor", args=args, log_dir=self.session.folder / "logs"
-                )
+                group = InProcessGroup(worker, role="actor", args=args, log_dir=self.logs)
                 self.stack.callback(group.close)
                 return group
-        with self.progress.stage(f"start {procs} {backend} ranks ({layout_text(config)})"):
+        whose = f" of the {self.name}" if self.name else ""
+        with self.progress.stage(f"start {procs} {backend} ranks{whose} ({layout_text(config)})"):
             return self._group(cluster, self.pools["actor"], worker, "actor", args)
 
     def _start_own(self, cluster: Cluster, spec: RoleSpec) -> WorkerGroup:
@@ -177,14 +211,12 @@ class Job:
         own."""
         if not derived.generates(self.config):
             return NoEngines()
-        target = self.session.folder / "model"
+        target = self.model_folder
         dtype = self.config.model.dtype
         fp8 = self.config.rollout.quantization
         folder = assets.write_engine_folder(target, self.hf_config, dtype, self.tokenizer, fp8)
         if cluster is None:
-            return EngineHere(
-                self.config, folder.resolve(), self.session.folder / "logs", self.tokenizer.stop_ids
-            )
+            return EngineHere(self.config, folder.resolve(), self.logs, self.tokenizer.stop_ids)
         told = self.session.note_restart(
             "engine_restarts", self.progress.message, "engines start again: "
         )
@@ -198,7 +230,8 @@ class Job:
         """The workers on the engines' first nodes, and on their others if they have any."""
         config = self.config.rollout
         dtype = self.config.model.dtype
-        with self.progress.stage(f"start {config.num_engines} engine workers"):
+        whose = f" of the {self.name}" if self.name else ""
+        with self.progress.stage(f"start {config.num_engines} engine workers{whose}"):
             routes = derived.needs_engine_routes(self.config)
             threads = self.threads["rollout"]
             fork_server = self._fork_server("engines")
@@ -235,10 +268,11 @@ class Job:
     ) -> WorkerGroup:
         serves = worker in _ENGINE_WORKERS  # the engine has processes of its own
         env = {"OMP_NUM_THREADS": str(1 if serves else self.threads[role])}
-        logs = self.session.folder / "logs"
+        logs = self.logs
+        label = policy_pool(self.name, role) if self.name else role
         server = self._fork_server("torch" if serves else "ranks")
         group = WorkerGroup(
-            cluster, pool, worker, role=role, args=args, env=env, log_dir=logs, fork_server=server
+            cluster, pool, worker, role=label, args=args, env=env, log_dir=logs, fork_server=server
         )
         self.stack.callback(group.kill)
         return group

@@ -14,7 +14,7 @@ samples) and ends with new weights in every engine.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.flow_errors import message_of
 from hybridflow.trainer.flow_state import kept_state
+from hybridflow.trainer.own_policies import Learner
 from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Records
@@ -55,6 +56,7 @@ class RLTrainer:
             in processes of its own.
         engines: answer, and take the policy's weights.
         samples: what each step trains on.
+        learners: the further policies of the run.
     """
 
     def __init__(
@@ -65,17 +67,23 @@ class RLTrainer:
         engines: Engines,
         samples: Samples,
         validator: Validator,
+        learners: Sequence[Learner] = (),
     ) -> None:
         self.config = config
         self.session = session
         self.engines = engines
         self.samples = samples
         self.policy = cast(Policy, roles["actor"])
+        self.learners = {one.name: one for one in learners}
         self.others = {name: role for name, role in roles.items() if name != "actor"}
         self.critic = self.others.get("critic")
         self.reference = self.others.get("reference")
         self.advantages = Advantages(config)
-        self.devices = Devices(lambda role: derived.pool_of(config, role), session.timeline)
+        self.devices = Devices(
+            # a further policy has devices of its own
+            lambda role: role if role in config.roles else derived.pool_of(config, role),
+            session.timeline,
+        )
         self.phases = Phases(config, self.policy, engines, self.others, self.devices.is_busy)
         self.records = Records(config, session, self.others, samples, validator)
         self.last = derived.total_steps(config, samples.num_rows) or 1
@@ -101,6 +109,9 @@ class RLTrainer:
             self.run = run = FlowRun(self, progress, last)
             run.stop = self.stop
             await run.bring_weights()
+            for learner in self.learners.values():
+                synced = await learner.sync(self.step)
+                learner.left_out = run.say_left_out(synced, learner.left_out, f"{learner.name} ")
             if self.step == 0 and trainer.val_before_train:
                 await self.records.validate(self.engines, self.step, progress)
             if self.stop is not None:
@@ -132,8 +143,10 @@ class RLTrainer:
             "totals": self.session.totals_now(),
             "advantages": self.advantages.state(),
             "flow": kept_state(self.state),
+            "policies": {name: one.advantages.state() for name, one in self.learners.items()},
         }
-        others = {"critic": self.critic} if self.critic else {}
+        others: dict[str, Role] = {"critic": self.critic} if self.critic else {}
+        others |= {name: one.policy for name, one in self.learners.items()}
         rollouts = await self.samples.begun()
         return await self.session.store.save(
             "rl", self.step, state, self.policy, rollouts=rollouts, **others
@@ -152,6 +165,10 @@ class RLTrainer:
         await self.fill_reference()
         if self.critic:
             await self.critic.call(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
+        for name, learner in self.learners.items():
+            swapped = derived.needs_reference(learner.config)
+            optim = learner.config.actor.optim
+            await learner.policy.call(PolicyWorker.load, checkpoint.folder / name, optim, swapped)
         with checkpoint.restoring():
             if self.session.has_other_data(checkpoint):
                 await self.samples.restore(None)
@@ -159,6 +176,9 @@ class RLTrainer:
                 await self.samples.restore(checkpoint.state, checkpoint.rollouts(), checkpoint.step)
             if "advantages" in checkpoint.state:
                 self.advantages.restore(checkpoint.state["advantages"])
+            for name, kept in checkpoint.state.get("policies", {}).items():
+                if name in self.learners:
+                    self.learners[name].advantages.restore(kept)
             self.state = dict(checkpoint.state.get("flow", {}))
         self.step = checkpoint.step
 
@@ -184,6 +204,8 @@ class RLTrainer:
             return
         await self.samples.restore(None)
         self.advantages = Advantages(self.config)
+        for learner in self.learners.values():
+            learner.advantages = Advantages(learner.config)
         self.step = 0
         self.state = {}
         await self.start_from_present_weights()
@@ -194,6 +216,10 @@ class RLTrainer:
         if derived.needs_reference(self.config) and not self.reference:
             await self.policy.call(PolicyWorker.freeze_reference)
         await self.policy.call(PolicyWorker.set_optimizer, self.config.actor.optim)
+        for learner in self.learners.values():
+            if derived.needs_reference(learner.config):
+                await learner.policy.call(PolicyWorker.freeze_reference)
+            await learner.policy.call(PolicyWorker.set_optimizer, learner.config.actor.optim)
         roles = [
             (self.reference, self.config.reference.path),
             (self.critic, self.config.critic.path),

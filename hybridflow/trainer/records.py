@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
@@ -15,6 +16,7 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.config.val_sets import tag
 from hybridflow.errors import HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
+from hybridflow.rollout.dumps import dump_batch
 from hybridflow.rollout.evaluation import Validator, extra_metrics, failures
 from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.trainer.metrics import (
@@ -29,6 +31,9 @@ from hybridflow.trainer.observations import over_roles
 from hybridflow.trainer.protocols import Role, Update
 from hybridflow.trainer.samples import Samples
 from hybridflow.trainer.session import Session
+
+if TYPE_CHECKING:
+    from hybridflow.trainer.own_policies import Learner
 
 _OWN_SHOWN = 4
 
@@ -76,8 +81,9 @@ class Records:
         self.samples = samples
         self.validator = validator
 
-    def check_log_probs(self, batch: DataProto, step: int) -> None:
-        """Record how far engines and trainer differ, of answers that an engine has sampled.
+    def check_log_probs(self, batch: DataProto, step: int, name: str = "") -> None:
+        """Record how far engines and trainer differ, of answers that an engine has sampled; `name`
+        is a further policy's.
 
         Raises:
             LogprobMismatchError: by more than the bound: the run would not train on what it
@@ -87,16 +93,18 @@ class Records:
             return
         # older weights differ by design
         made_by = step - 1 if self.config.trainer.max_staleness else None
-        bound = derived.logprob_diff_bound(self.config)
+        config = derived.policy_view(self.config, name) if name else self.config
+        bound = derived.logprob_diff_bound(config)
         mean, largest = log_prob_difference(batch, made_by)
         self.session.totals["logprob_diff_sum"] = (
             self.session.totals.get("logprob_diff_sum", 0.0) + mean
         )
         self.session.note_max("logprob_diff_max", largest)
         # `not <=` rather than `>`: NaN is beyond the bound too
+        of_policy = f" of the {name}" if name else ""
         if bound is not None and not mean <= bound:
             raise LogprobMismatchError(
-                f"step {step}: engines and trainer differ by {mean:.2e} in mean "
+                f"step {step}: engines and trainer{of_policy} differ by {mean:.2e} in mean "
                 f"log-probability of the same tokens (bound {bound:.2e}, largest {largest:.2e}). "
                 "The weights in the engines are not those of the trainer, or the two compute "
                 "another model; compare dtype and temperature, or raise rollout.logprob_diff_bound "
@@ -169,6 +177,27 @@ class Records:
         if self.config.actor.on_nonfinite == "stop":
             self._stop_if_skipped(trained.step, updates)
 
+    def of_policy(self, learner: Learner, trained: Trained | None, step: int) -> dict[str, float]:
+        """The metrics of a further policy's update in a step, under its name; writes the dump of
+        its samples.
+
+        Raises:
+            HybridFlowError: a gradient was not finite, and the policy's settings stop the run on
+                that.
+        """
+        if trained is None:
+            return {}
+        metrics = batch_metrics(trained.batch, trained.scored) | trained.metrics
+        metrics |= update_metrics(trained.updates.get("actor", ()))
+        metrics |= trained.synced.metrics() if trained.synced else {}
+        whole = trained.scored if len(trained.scored) == len(trained.batch) else trained.batch
+        if self.session.is_due(self.config.trainer.dump_rollouts_every_steps, step):
+            folder = self.session.folder / f"rollouts-{learner.name}"
+            dump_batch(folder, step, whole, learner.tokenizer)
+        if learner.config.actor.on_nonfinite == "stop":
+            self._stop_if_skipped(step, {f"roles.{learner.name}.actor": trained.updates["actor"]})
+        return {f"{learner.name}/{key}": value for key, value in metrics.items()}
+
     def rollouts(
         self, step: int, batch: DataProto, progress: Progress, own: dict[str, float]
     ) -> None:
@@ -206,6 +235,13 @@ class Records:
 def _shown(own: Mapping[str, float]) -> dict[str, float]:
     """What the console shows of the metrics of a flow's own: the sampled score where the flow
     has replaced it, and the first numbers that it has recorded."""
-    names = {"critic/sampled_score/mean": "sampled"}
-    short = {names.get(key, key.removeprefix("flow/")): value for key, value in own.items()}
+    short = {}
+    for key, value in own.items():
+        name, _, metric = key.partition("/")
+        if key == "critic/sampled_score/mean":
+            short["sampled"] = value
+        elif name == "flow":
+            short[metric] = value
+        elif metric == "critic/score/mean":
+            short[name] = value  # a further policy's score
     return dict(islice(short.items(), _OWN_SHOWN))

@@ -62,6 +62,8 @@ async def fit_with_restarts(
             with suppress(HybridFlowError):
                 # the ranks will look into engines, which must be idle for it
                 await trainer.samples.forget()
+                for learner in trainer.learners.values():
+                    await learner.engines.forget()
             for group in groups.values():
                 await group.restart()
         await trainer.go_back()

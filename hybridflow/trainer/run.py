@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -32,6 +32,7 @@ from hybridflow.trainer.flow_api import FlowApi
 from hybridflow.trainer.flow_calls import Call, Pending, Updating, refuse_nonfinite
 from hybridflow.trainer.flow_roles import CALLS, TrainedPolicy
 from hybridflow.trainer.flow_watch import FlowWatch
+from hybridflow.trainer.own_policies import Learner, OwnPolicy, PolicyPart
 from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Records, Trained
@@ -49,6 +50,7 @@ class Trainer(Protocol):
     session: Session
     policy: Policy
     others: dict[str, Role]
+    learners: dict[str, Learner]
     engines: Engines
     samples: Samples
     advantages: Advantages
@@ -72,6 +74,7 @@ class FlowRun:
         called: the names of all calls that the flow has made.
         api: what its body is given.
         doubts: what the check says and does not refuse.
+        parts: of further policies in the open step.
 
     Args:
         last: the step after which the run ends.
@@ -113,6 +116,7 @@ class FlowRun:
         self._validated = 0  # the last step that was, in this session
         self._saved = 0
         self.stop: Callable[[], Awaitable[None]] | None = None  # called after each step
+        self.parts: Mapping[str, PolicyPart] = {}  # of further policies
         self._roles = self._all_roles()
         self.api = FlowApi(self)
 
@@ -124,9 +128,12 @@ class FlowRun:
         if config.trainer.rollouts_from is not None or config.data.answers == "pairs":
             # the samples of a dump have its scores, and pairs need none
             others.pop("reward_model", None)
+        policies = {name: OwnPolicy(self, one) for name, one in self.trainer.learners.items()}
+        self.parts = {name: policy.part for name, policy in policies.items()}
         return {
             "policy": TrainedPolicy(self, self.trainer.policy),
             **{name: calls(self, name, others.get(name)) for name, calls in CALLS.items()},
+            **policies,
         }
 
     # ---- what a flow calls (`flow_api`)
@@ -189,9 +196,15 @@ class FlowRun:
         return batch
 
     async def bring_to_engines(self, step: int) -> None:
-        """Bring the policy's weights to the engines where these are going to be asked."""
-        if self._trained is None or not self._was_called(_UPDATE):
+        """Bring the weights of the policies that were updated to their engines, where these are
+        going to be asked."""
+        updated = [part for part in self.parts.values() if part.trained is not None]
+        if not updated and not self._was_called(_UPDATE):
             raise FlowError("sync() comes after policy.update(batch)")
+        for part in updated:
+            await part.sync()
+        if self._trained is None or not self._was_called(_UPDATE):
+            return
         await self._end_training()
         if self.config.data.answers == "sampled" or self._validates(step):
             with self._session.timeline.phase("update_weights"):
@@ -266,14 +279,22 @@ class FlowRun:
             self._trained = Trained(step, batch, batch, {})
         return self._trained
 
-    def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
-        """The batch, after a check of those of these columns that the flow has made itself.
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """The time inside belongs to this phase of the step."""
+        return self._session.timeline.phase(name)
+
+    def with_own_columns(
+        self, batch: DataProto, names: Sequence[str], added: dict[str, object] | None = None
+    ) -> DataProto:
+        """The batch, after a check of those of these columns that the flow has made itself, and not
+        `added` (by the last `advantages`).
 
         Raises:
             FlowError: a column has another form, or a number that is not finite.
         """
         held = dict(batch.items())
-        own = [name for name in names if name in held and held[name] is not self._added.get(name)]
+        known = self._added if added is None else added
+        own = [name for name in names if name in held and held[name] is not known.get(name)]
         columns = {}
         for name in own:
             column = batch[name]
@@ -303,13 +324,13 @@ class FlowRun:
         elif self.is_tracing or not len(batch) or len(batch) % rows:
             raise FlowError(text)
 
-    def check_log_probs(self, batch: DataProto) -> None:
-        """Record how far engines and trainer differ.
+    def check_log_probs(self, batch: DataProto, name: str = "") -> None:
+        """Record how far engines and trainer differ, of a further policy by its `name`.
 
         Raises:
             LogprobMismatchError: by more than the bound.
         """
-        self.trainer.records.check_log_probs(batch, self.step)
+        self.trainer.records.check_log_probs(batch, self.step, name)
 
     async def bring_weights(self) -> SyncReport:
         """Send the present weights to the engines; say which engines were left out or have joined
@@ -317,16 +338,20 @@ class FlowRun:
         trainer = self.trainer
         async with trainer.phases.sync():
             synced = await trainer.engines.sync(self.step)
+        trainer.left_out = self.say_left_out(synced, trainer.left_out)
+        return synced
+
+    def say_left_out(self, synced: SyncReport, before: set[str], whose: str = "") -> set[str]:
+        """Say which engines were left out or have joined again; returns those left out."""
         for engine, why in synced.stale.items():
-            if engine in trainer.left_out:
+            if engine in before:
                 continue  # said already
             self.progress.message(
-                f"step {self.step}: {engine} is left out until it takes new weights: {why}"
+                f"step {self.step}: {whose}{engine} is left out until it takes new weights: {why}"
             )
-        for engine in sorted(trainer.left_out - synced.stale.keys()):
-            self.progress.message(f"step {self.step}: {engine} has taken weights again")
-        trainer.left_out = set(synced.stale)
-        return synced
+        for engine in sorted(before - synced.stale.keys()):
+            self.progress.message(f"step {self.step}: {whose}{engine} has taken weights again")
+        return set(synced.stale)
 
     # ---- steps
 
@@ -390,6 +415,8 @@ class FlowRun:
         if not self.config.trainer.rollout_only:
             await self._serve_engines()
         own = self._own_metrics(batch if trained is None else trained.batch)
+        for part in self.parts.values():
+            own |= self.trainer.records.of_policy(part.learner, part.close_step(), self.step)
         if trained is not None:
             trained.own = own
             trained.metrics = {**self.trainer.samples.metrics, **self.trainer.advantages.metrics}
@@ -499,6 +526,8 @@ class FlowRun:
             await self.devices.finish_pool("actor")
             # engines on the critic's devices wait for it
             await self.devices.finish_pool("rollout")
+        for part in self.parts.values():
+            await part.end_training()
         await self._memory.aclose()
 
     async def _serve_engines(self) -> None:
@@ -519,6 +548,13 @@ class FlowRun:
                 "the engines; call `await run.sync()` after policy.update(batch)",
                 line=updates[0].line,
             )
+        for part in self.parts.values():
+            if part.trained is not None and part.synced is None:
+                raise FlowError(
+                    f"step {self.step}: the {part.name} was updated, and its weights were not "
+                    f"brought to its engines; call `await run.sync()` after "
+                    f"{part.name}.update(batch)"
+                )
         if synced is None and (samples or validates):
             with self._session.timeline.phase("update_weights"):
                 synced = await self.bring_weights()

@@ -244,7 +244,8 @@ class Session:
         self.tracker.truncate_after("train", step)
         self.tracker.truncate_after("val", last_validated)
         self.timeline.truncate_after(step)
-        remove_dumps_after(self.folder / "rollouts", step)
+        for folder in self.folder.glob("rollouts*"):  # of further policies too
+            remove_dumps_after(folder, step)
         for folder in self.folder.glob("validation*"):
             remove_dumps_after(folder, last_validated)
 

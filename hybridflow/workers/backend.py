@@ -171,9 +171,10 @@ def _megatron(
     from hybridflow.mcore.backend import MegatronPolicy
 
     actor: ActorConfig = config.actor
-    parallel.initialize(
-        actor.parallel, config.seed, platform.collective_backend, config.cluster.call_timeout_s
-    )
+    if not parallel.is_initialized():  # another role in this process may have done it
+        parallel.initialize(
+            actor.parallel, config.seed, platform.collective_backend, config.cluster.call_timeout_s
+        )
     return MegatronPolicy(
         family,
         actor.parallel,

@@ -1,0 +1,83 @@
+"""Checks of further policies (`roles`): their names, what a run with several policies cannot do
+yet, and each policy's settings as those of a run of its own. Part of `config.check`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from hybridflow.config import derived
+from hybridflow.config.entries import ESTIMATORS, FLOWS
+from hybridflow.config.role_table import ROLES
+from hybridflow.config.schema import RunConfig
+
+# what `run.NAME` is in a flow, or a role's folder in a checkpoint
+_TAKEN = {
+    *ROLES,
+    *("policy", "rollout", "rollouts", "run", "state", "options", "steps", "samples", "all"),
+    *("advantages", "leave_out", "later", "sync", "record", "is_tracing"),
+}
+
+
+def problems(
+    config: RunConfig, job: str, own_problems: Callable[[RunConfig], list[str]]
+) -> Iterator[str]:
+    """Yield every problem as one line.
+
+    Args:
+        own_problems: returns the problems of the configuration of one policy
+            (`derived.policy_view`).
+    """
+    if not config.roles or job != "train":
+        return
+    for name in config.roles:
+        if not name.isidentifier() or name.startswith("_") or name in _TAKEN:
+            yield (
+                f"roles.{name}: a flow calls a policy as run.{name}, and this name is taken or is "
+                "no name of Python's; choose another one"
+            )
+            return
+    yield from _flow(config)
+    yield from _unsupported(config)
+    for name in config.roles:
+        yield from _pool(config, name)
+        where = f"roles.{name} (its procs are cluster.procs_per_node here): "
+        for line in own_problems(derived.policy_view(config, name)):
+            yield where + line
+
+
+def _flow(config: RunConfig) -> Iterator[str]:
+    name = derived.flow_name(config)
+    flow = FLOWS.get(name)
+    for role in config.roles:
+        if role not in flow.roles:
+            yield (
+                f"algorithm.flow={name} does not call run.{role}, and this run has roles.{role}: "
+                "call it in the flow and add it to the flow's roles, or leave roles."
+                f"{role} out"
+            )
+
+
+def _unsupported(config: RunConfig) -> Iterator[str]:
+    name = ", ".join(config.roles)
+    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
+    if estimator.needs_critic:
+        yield (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} with roles ({name}): a "
+            "critic is trained for the first policy alone; choose an estimator without one, for "
+            "example grpo"
+        )
+    for key, value in (
+        ("trainer.rollouts_from", config.trainer.rollouts_from is not None),
+        ("trainer.rollout_only", config.trainer.rollout_only),
+        ("data.answers=pairs", config.data.answers == "pairs"),
+    ):
+        if value:
+            yield f"{key} with roles ({name}): a run with several policies generates and trains"
+
+
+def _pool(config: RunConfig, name: str) -> Iterator[str]:
+    if config.roles[name].rollout.pool not in (None, "actor"):
+        yield (
+            f"roles.{name}.rollout.pool={config.roles[name].rollout.pool}: its engines have "
+            "devices of their own (null) or those of its own ranks (actor)"
+        )

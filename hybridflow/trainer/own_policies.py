@@ -1,0 +1,286 @@
+"""Further trained policies of a run (`roles`): what each has, and its part of a flow's steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from hybridflow.batch import DataProto
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import FlowError
+from hybridflow.rollout.answering import Prompt, samples
+from hybridflow.rollout.protocols import Engines, SyncReport
+from hybridflow.trainer.advantages import Advantages
+from hybridflow.trainer.devices import Devices
+from hybridflow.trainer.flow_calls import Call, Noting, Pending, checked_batch, refuse_nonfinite
+from hybridflow.trainer.flow_roles import TrainedPolicy
+from hybridflow.trainer.groups import role_pass
+from hybridflow.trainer.phases import Phases
+from hybridflow.trainer.protocols import Policy
+from hybridflow.trainer.records import Trained
+
+T = TypeVar("T")
+
+
+@dataclass
+class Learner:
+    """A further policy of a run.
+
+    Attributes:
+        config: the run's, as this policy has it (`derived.policy_view`).
+        keep: moves token columns that the driver makes to where workers read them.
+        left_out: engines that did not take the last weights.
+    """
+
+    name: str
+    config: RunConfig
+    policy: Policy
+    engines: Engines
+    tokenizer: Tokenizer
+    keep: Callable[[DataProto], DataProto]
+    advantages: Advantages = field(init=False)
+    phases: Phases = field(init=False)
+    left_out: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.advantages = Advantages(self.config)
+        self.phases = Phases(self.config, self.policy, self.engines)
+
+    async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
+        """Samples with the weights that the engines have."""
+        data = self.config.data
+        return self.keep(await samples(self.engines, self.tokenizer, data, prompts, n))
+
+    async def sync(self, step: int) -> SyncReport:
+        """Bring the present weights to the engines."""
+        async with self.phases.sync():
+            return await self.engines.sync(step)
+
+
+class WholeRun(Noting, Protocol):
+    """The run, as far as its further policies use it (`trainer.run.FlowRun`)."""
+
+    devices: Devices
+    is_tracing: bool
+
+    @property
+    def step(self) -> int:
+        """The number of the present step."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the step's mini-batches."""
+
+    def open_step(self, what: str) -> int:
+        """The number of the open step, in which `what` is called."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """The time inside belongs to this phase of the step."""
+
+    def with_own_columns(
+        self, batch: DataProto, names: Sequence[str], added: dict[str, object] | None = None
+    ) -> DataProto:
+        """The batch, after a check of columns that the flow has made itself."""
+
+    def check_log_probs(self, batch: DataProto, name: str = "") -> None:
+        """Record how far engines and trainer of a policy differ."""
+
+    def say_left_out(self, synced: SyncReport, before: set[str], whose: str = "") -> set[str]:
+        """Say which engines were left out or have joined again; returns those left out."""
+
+
+class OwnPolicy(TrainedPolicy):
+    """`flows.base.OwnPolicy`."""
+
+    def __init__(self, run: WholeRun, learner: Learner) -> None:
+        self.part = part = PolicyPart(run, learner)
+        super().__init__(part, learner.policy, learner.name)
+
+    def generate(self, prompts: Sequence[Prompt], n: int | None = None) -> Awaitable[DataProto]:
+        """Samples of prompts (texts, or lists of chat messages), `n` (`rollout.n`) of each."""
+        part = self.part
+        name = f"{self.name}.generate(...)"
+        part.whole.open_step(name)
+        if isinstance(prompts, str) or not len(prompts):
+            raise FlowError(f"{name} takes a list of prompts, at least one")
+        if part.is_training:
+            raise FlowError(
+                f"{name} after the policy was scored or updated: its engines have older weights; "
+                "call it before, or after `await run.sync()`"
+            )
+        count = part.config.rollout.n if n is None else n
+        return Pending(part, name, lambda: part.generate(list(prompts), count))
+
+    def _of_reference(self, batch: DataProto) -> list[asyncio.Task[DataProto]]:
+        """ref_log_probs of the policy as the run began, where its loss or estimator reads them."""
+        if not derived.needs_reference(self.part.config):
+            return []
+        computing = self.role.compute(role_pass("reference", self.part.config), batch)
+        return [self.part.begin("actor", "ref", computing)]
+
+    def advantages(self, batch: DataProto) -> DataProto:
+        """The batch with advantages of its scores."""
+        given = checked_batch(batch, f"{self.name}.advantages")
+        with self.part.calling():
+            return self.part.add_advantages(given)
+
+
+class PolicyPart:
+    """A policy's part of a run's steps; what `TrainedPolicy` asks of a run.
+
+    Attributes:
+        is_training: whether devices are the policy's, from its first pass of a step to the sync.
+        trained: its update of the open step.
+        synced: of the open step.
+    """
+
+    def __init__(self, whole: WholeRun, learner: Learner) -> None:
+        self.whole = whole
+        self.learner = learner
+        self.name = learner.name
+        self.config = learner.config
+        self.devices = whole.devices
+        self.line = whole.line
+        self.note = whole.note
+        self.calling = whole.calling
+        self.is_training = False
+        self.trained: Trained | None = None
+        self.synced: SyncReport | None = None
+        self._added: dict[str, object] = {}
+        self._memory = AsyncExitStack()
+
+    # ---- what `TrainedPolicy` asks
+
+    @property
+    def step(self) -> int:
+        """The number of the present step."""
+        return self.whole.step
+
+    @property
+    def seed(self) -> int:
+        """Seed of the step's mini-batches, the same in a resumed run."""
+        return self.whole.seed
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether a pass of its own computes old log-probs of all rows."""
+        return derived.scores_before_update(self.config)
+
+    def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run the work when the policy's devices are free."""
+        is_first = not self.is_training
+        self.is_training = True
+
+        async def with_memory() -> T:
+            if is_first:
+                await self._memory.enter_async_context(self.learner.phases.training())
+            return await work
+
+        return self.devices.call(self.name, f"{self.name}/{phase}", self.step, with_memory())
+
+    async def merged(self, calls: Sequence[Call]) -> DataProto:
+        """The batch of the calls with the columns of all of them."""
+        await self.devices.finish(*[task for one in calls for task in (*one.tasks, *one.others)])
+        batch = calls[0].batch
+        for call in calls:
+            for task in call.tasks:
+                batch = batch.union(task.result())
+        return batch
+
+    def training_on(self, batch: DataProto, update: str) -> Trained:
+        """The record of its update in the open step.
+
+        Raises:
+            FlowError: the step has had it, or the rows are not those of a step.
+        """
+        step = self.whole.open_step(update)
+        if self.trained is not None:
+            raise FlowError(f"step {step}: {update} is called twice; it makes all updates")
+        rows = derived.samples_per_step(self.config)
+        if len(batch) != rows and not self.whole.is_tracing:
+            raise FlowError(
+                f"{update} is given {len(batch)} rows, and its updates of a step take {rows}: "
+                f"train_batch_size {self.config.data.train_batch_size} x rollout.n "
+                f"{self.config.rollout.n} of roles.{self.name}. Change these, or keep all rows and "
+                "leave some out with `run.leave_out(batch, rows)`"
+            )
+        self.trained = Trained(step, batch, batch, {})
+        return self.trained
+
+    def check_log_probs(self, batch: DataProto) -> None:
+        """Record how far its engines and its ranks differ."""
+        self.whole.check_log_probs(batch, self.name)
+
+    def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
+        """The batch, after a check of columns that the flow has made itself."""
+        return self.whole.with_own_columns(batch, names, self._added)
+
+    # ---- what its calls do
+
+    async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
+        """Samples of the prompts."""
+        with self.whole.phase(f"{self.name}/gen"):
+            return await self.learner.generate(prompts, n)
+
+    def add_advantages(self, batch: DataProto) -> DataProto:
+        """The batch with advantages.
+
+        Raises:
+            FlowError: it has no scores, or one that is no finite number.
+        """
+        if "scores" not in batch:
+            raise FlowError(
+                f"{self.name}.advantages(batch): the batch has no scores; write "
+                "`batch = batch.with_columns(scores=...)` with a number for each row before it"
+            )
+        scores = np.asarray(batch["scores"])
+        if scores.shape != (len(batch),) or scores.dtype.kind not in "fiub":
+            raise FlowError(
+                f"{self.name}.advantages(batch): scores have the form {list(scores.shape)} of "
+                f"{scores.dtype}, and one number for each of the {len(batch)} rows is needed"
+            )
+        batch = batch.with_columns(scores=scores.astype(np.float32))
+        refuse_nonfinite(batch, "scores", self.step)
+        with self.whole.phase(f"{self.name}/adv"):
+            batch = self.learner.keep(self.learner.advantages.add(batch))
+        if self.scores_first:
+            self.check_log_probs(batch)
+        self._added = dict(batch.items())
+        return batch
+
+    # ---- steps
+
+    async def end_training(self) -> None:
+        """Wait for its updates; its memory is free then."""
+        if self.is_training:
+            await self.devices.finish_pool(self.name)
+        self.is_training = False
+        await self._memory.aclose()
+
+    async def sync(self) -> SyncReport:
+        """Bring its weights to its engines."""
+        await self.end_training()
+        with self.whole.phase(f"{self.name}/update_weights"):
+            synced = await self.learner.sync(self.step)
+        learner = self.learner
+        learner.left_out = self.whole.say_left_out(synced, learner.left_out, f"{self.name} ")
+        self.synced = synced
+        return synced
+
+    def close_step(self) -> Trained | None:
+        """End the open step; returns the record of its update, if it had one."""
+        trained = self.trained
+        if trained is not None:
+            trained.synced = self.synced
+            trained.metrics = dict(self.learner.advantages.metrics)
+        self.learner.advantages.metrics = {}
+        self.trained = self.synced = None
+        self._added = {}
+        return trained

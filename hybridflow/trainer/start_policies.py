@@ -1,0 +1,69 @@
+"""The start of a job's further policies (`roles`), and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from hybridflow.batch import DataProto
+from hybridflow.observe.progress import Progress
+from hybridflow.rollout.protocols import Engines
+from hybridflow.single_controller import Cluster, InProcessGroup, WorkerGroup, block_on
+from hybridflow.trainer.generation import Generation
+from hybridflow.trainer.groups import PolicyGroup
+from hybridflow.trainer.job import Job
+from hybridflow.trainer.own_policies import Learner
+
+
+class FurtherPolicies:
+    """The further policies of a job, whose cluster has started.
+
+    Attributes:
+        jobs: of each policy.
+        learners: once they have been started.
+        groups: by name, ranks in processes of their own.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster | None) -> None:
+        self.jobs = [job.of_policy(name) for name in job.config.roles]
+        self.learners: list[Learner] = []
+        self.groups: dict[str, WorkerGroup] = {}
+        self._cluster = cluster
+        self._engines: list[Generation] = []
+
+    @property
+    def guests(self) -> list[Job]:
+        """Those whose rank is in the process of the first policy's."""
+        return self.jobs if self._cluster is None else []
+
+    def start(
+        self, shared: WorkerGroup | InProcessGroup, keep: Callable[[DataProto], DataProto]
+    ) -> None:
+        """Start engines and ranks. `shared` are the first policy's; `keep` is `Learner.keep`."""
+        for job in self.jobs:
+            engines = job.start_engines(self._cluster)
+            self._engines.append(engines)
+            group = shared if self._cluster is None else job.start_policy(self._cluster)
+            address = job.name if self._cluster is None else "actor"
+            answering = engines.connect(group, job.tokenizer, job.logs, address)
+            job.stack.callback(partial(_close, answering))
+            policy = PolicyGroup(group, job.config, address)
+            self.learners.append(
+                Learner(job.name, job.config, policy, answering, job.tokenizer, keep)
+            )
+            if self._cluster is not None and isinstance(group, WorkerGroup):
+                self.groups[job.name] = group
+
+    async def wait_ready(self, progress: Progress) -> None:
+        """Wait for their engines, then plan and prove the weight transfers."""
+        for engines in self._engines:
+            await engines.wait_ready(progress)
+
+    def stop(self) -> None:
+        """Stop their engines."""
+        for engines in self._engines:
+            block_on(engines.stop())
+
+
+def _close(engines: Engines) -> None:
+    block_on(engines.close())
