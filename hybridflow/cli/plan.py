@@ -115,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_recipe(args: argparse.Namespace) -> int:
+    from hybridflow.config import derived
     from hybridflow.config.hub import located
     from hybridflow.config.load import load_config
     from hybridflow.planning import advice
@@ -143,15 +144,25 @@ def _run_recipe(args: argparse.Namespace) -> int:
     if args.auto:
         return _run_auto(args, config, machines, assumed, hf)
     plan = make_plan(job_of(config, machines, assumed, hf))
+    further = {}
+    for role in config.roles:
+        view = derived.policy_view(config, role)
+        further[role] = make_plan(job_of(view, machines, assumed, _sizes(view)))
     transfer = transfer_of(config, hf, args.link_gbps) if args.transfer else None
     name = args.config_name.removesuffix(".yaml")
     change = (
         None if plan.fits or args.json else advice.nearest_change(config, machines, assumed, hf)
     )
     text = table(plan, name, change)
+    for role, own in further.items():
+        text += (
+            f"\n\nThe further policy {role}, in its own processes\n{table(own, f'roles.{role}')}"
+        )
     _write_page(args, name, plan, text)
     if args.json:
         figures = plan.figures() | ({"transfer": transfer.figures()} if transfer else {})
+        if further:
+            figures["roles"] = {role: own.figures() for role, own in further.items()}
         print(json.dumps(finite(figures), indent=2))
         return 0
     say(text)

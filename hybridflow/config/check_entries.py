@@ -66,7 +66,7 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
         if role not in ROLES and role not in ("policy", *config.roles):
             yield (
                 f"{given} calls run.{role}, and this run has no such policy: give it under roles "
-                f"(roles.{role}.procs=1 has the settings of the first policy)"
+                f"(roles={{{role}: {{}}}} has the settings of the first policy)"
             )
     if config.trainer.rollout_only and name != "rollouts":
         yield (

@@ -427,7 +427,7 @@ def policy_view(config: RunConfig, name: str) -> RunConfig:
         reward_model=RewardModelConfig(),
         sft=SftConfig(),
         algorithm=replace(config.algorithm, flow=None, flow_options={}),
-        cluster=replace(config.cluster, nodes=1, procs_per_node=own.procs),
+        cluster=replace(config.cluster, nodes=1, procs_per_node=own.procs or world_size(config)),
     )
 
 

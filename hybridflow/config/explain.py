@@ -76,7 +76,13 @@ def explain(config: RunConfig, origins: Origins) -> str:
     """Return the text of `--explain`."""
     given = _given(config, origins)
     parts = (_rollout, _algorithm, _actor, _reference, _teacher, _critic, _sync, _sft)
-    return "\n".join([*given, *(line for part in parts for line in ("", *part(config)))])
+    lines = [*given, *(line for part in parts for line in ("", *part(config)))]
+    for name in config.roles:
+        view = derived.policy_view(config, name)
+        lines += ["", f"roles.{name}: a further policy, {view.cluster.procs_per_node} processes"]
+        for part in (_rollout, _actor, _reference):
+            lines += [f"  {line}" for line in part(view)]
+    return "\n".join(lines)
 
 
 def _given(config: RunConfig, origins: Origins) -> list[str]:

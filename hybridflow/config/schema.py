@@ -395,7 +395,7 @@ class PolicyConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    procs: PositiveInt = 1  # total number of training processes
+    procs: PositiveInt | None = None  # training processes in total; null: as many as the first has
     # prompts of its update in a step (x rollout.n samples); null: data.train_batch_size
     train_batch_size: PositiveInt | None = None
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridflow.config import role_table
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hybridflow.batch import DataProto
+    from hybridflow.rollout.answering import Prompt
 
 ROLES = tuple("policy" if name == "actor" else name for name in role_table.ROLES)
 _MISSPELT = 0.75  # so near to a role's name is no name of another policy
@@ -75,6 +76,11 @@ class Critic(Protocol):
 class Policy(Protocol):
     """The model that is trained, and whose weights the engines have."""
 
+    def generate(self, prompts: Sequence[Prompt], n: int | None = None) -> Awaitable[DataProto]:
+        """`n` samples (`rollout.n`) of each prompt, a text or a list of chat messages, with the
+        weights of the last sync: prompt_ids, uid, response_text and the columns of `samples` that
+        engines write. They have no scores."""
+
     def log_probs(self, batch: DataProto) -> Awaitable[DataProto]:
         """The batch with old_log_probs and entropys.
 
@@ -85,6 +91,18 @@ class Policy(Protocol):
     def update(self, batch: DataProto) -> Awaitable[None]:
         """All updates of a step; reads advantages. None while the critic warms up
         (`trainer.critic_warmup`)."""
+
+
+class FurtherPolicy(Policy, Protocol):
+    """A policy of `roles` in the configuration, `run.NAME`. Its log_probs also adds ref_log_probs
+    of the weights that it began with, where its loss or estimator reads them."""
+
+    def advantages(self, batch: DataProto) -> DataProto:
+        """The batch with advantages of its scores (`algorithm.adv_estimator`)."""
+
+    def take(self, other: Policy) -> Awaitable[None]:
+        """The weights of another policy of the same model, in ranks and engines; the optimizer is
+        fresh."""
 
 
 class Run(Protocol):
@@ -110,6 +128,9 @@ class Run(Protocol):
     @property
     def teacher(self) -> Teacher:
         """A model that the policy learns from."""
+
+    def __getattr__(self, name: str) -> FurtherPolicy:
+        """A further policy by its name."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -148,7 +169,7 @@ class Run(Protocol):
         metrics, its next call and a checkpoint wait for it."""
 
     def sync(self) -> Awaitable[None]:
-        """Bring the policy's weights to the engines."""
+        """Bring the weights of all policies that the step has updated to their engines."""
 
     def record(self, **values: float) -> None:
         """Record finite numbers with the metrics of this step, as flow/NAME; the last value of a

@@ -98,7 +98,7 @@ def build_model(
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     allocate(causal, device)
-    _fill(model, family, source)
+    fill(model, family, source)
     return model
 
 
@@ -112,7 +112,9 @@ def shards(model: ScoringModel) -> dict[str, DTensor]:
 
 
 @torch.no_grad()
-def _fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
+def fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
+    """Load this rank's shards from `source`. Raises ModelError if the family's map is of another
+    model."""
     tensors = family.tensors()
     held = shards(model)
     if {name: tuple(shard.shape) for name, shard in held.items()} != tensors:

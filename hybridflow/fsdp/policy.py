@@ -27,7 +27,7 @@ from hybridflow.device.reference import HoldsReference
 from hybridflow.device.residency import Part
 from hybridflow.errors import ModelError
 from hybridflow.fsdp import checkpoint
-from hybridflow.fsdp.model import build_model, shards
+from hybridflow.fsdp.model import build_model, fill, shards
 from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.fsdp.packed import MicroBatch, build_micro_batches
 from hybridflow.models import Family
@@ -323,6 +323,10 @@ class FsdpPolicy(HoldsReference):
         Raises CheckpointError as `checkpoint.load` does.
         """
         checkpoint.load(self, folder)
+
+    def load_from(self, source: WeightSource) -> None:
+        """Replace all weights; call `set_optimizer` again afterwards."""
+        fill(self.model, self.family, source)
 
     def export(
         self,

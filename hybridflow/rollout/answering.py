@@ -1,5 +1,5 @@
-"""Answers to prompts that are no rows of the dataset: those of a program, for people, and those of a
-flow, for training."""
+"""Answers to prompts that are no rows of the dataset: those of a program, for people, and those
+of a flow, for training."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.dispatch import DataflowStep
 from hybridflow.errors import FlowError
+from hybridflow.rollout.answering import Prompt
 from hybridflow.workers.model_role import interleave_pairs
 
 READING = DataflowStep(
@@ -60,6 +61,10 @@ class RecordedPairs:
                 },
             )
         )
+
+    async def of_prompts(self, prompts: Sequence[Prompt], n: int) -> DataProto:
+        """Raise FlowError: engines answer held-out prompts alone."""
+        raise FlowError("generate(...): the answers are recorded (data.answers=pairs)")
 
     def last_after(self, step: int) -> int | None:
         """Return None: pairs repeat in each epoch without an end."""

@@ -188,7 +188,12 @@ class _Invented:
             learners={name: self.learner(name) for name in config.roles},
             others={name: _Role(self, name) for name in roles},
             engines=SimpleNamespace(sync=self.sync),
-            samples=SimpleNamespace(take=self.samples, keep=lambda batch: batch, metrics={}),
+            samples=SimpleNamespace(
+                take=self.samples,
+                of_prompts=self.of_prompts,
+                keep=lambda batch: batch,
+                metrics={},
+            ),
             advantages=Advantages(config),
             devices=Devices(lambda role: "all", cast(Any, session.timeline)),
             phases=SimpleNamespace(training=_memory, sync=_memory),
@@ -246,6 +251,11 @@ class _Invented:
                 "weight_version": objects("0"),
             }
         )
+
+    async def of_prompts(self, prompts: Sequence[Any], n: int) -> DataProto:
+        """Answers to prompts of the flow's own."""
+        self.count()
+        return self.answers(len(prompts), n)
 
     def learner(self, name: str) -> SimpleNamespace:
         """A further policy, as far as a flow uses it."""

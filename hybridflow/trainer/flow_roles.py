@@ -12,8 +12,9 @@ from hybridflow.config import derived
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import FlowError
+from hybridflow.rollout.answering import Prompt
 from hybridflow.trainer.devices import Devices
-from hybridflow.trainer.flow_calls import Call, Noting, Updating, checked_batch
+from hybridflow.trainer.flow_calls import Call, Noting, Pending, Updating, checked_batch
 from hybridflow.trainer.groups import role_pass
 from hybridflow.trainer.protocols import Policy, Role
 from hybridflow.trainer.records import Trained
@@ -54,6 +55,16 @@ class OpenStep(Noting, Protocol):
 
     def check_log_probs(self, batch: DataProto) -> None:
         """Record how far engines and trainer differ."""
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether devices are the policy's, from its first pass of a step to the sync."""
+
+    async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
+        """Samples of prompts with the weights that the engines have."""
+
+    def open_step(self, what: str) -> int:
+        """The number of the open step, in which `what` is called."""
 
     def with_own_columns(self, batch: DataProto, names: Sequence[str]) -> DataProto:
         """The batch, whose columns of these names the flow may have made itself."""
@@ -159,6 +170,21 @@ class TrainedPolicy:
         self.name = name
         # log-probs of the rows that the first update of the step does not report
         self._later: asyncio.Task[DataProto] | None = None
+
+    def generate(self, prompts: Sequence[Prompt], n: int | None = None) -> Pending[DataProto]:
+        """Samples of prompts (texts, or lists of chat messages), `n` (`rollout.n`) of each."""
+        run = self.run
+        name = f"{self.name}.generate(...)"
+        run.open_step(name)
+        if isinstance(prompts, str) or not len(prompts):
+            raise FlowError(f"{name} takes a list of prompts, at least one")
+        if run.holds_memory:
+            raise FlowError(
+                f"{name} between the policy's passes and their sync: its engines have older "
+                "weights, or no memory; call it before them, or after `await run.sync()`"
+            )
+        count = run.config.rollout.n if n is None else n
+        return Pending(run, name, lambda: run.generate(list(prompts), count))
 
     def log_probs(self, batch: DataProto) -> Call:
         """Adds old_log_probs and entropys, and sum_pi_squared where the estimator reads it.

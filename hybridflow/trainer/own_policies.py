@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -25,6 +26,8 @@ from hybridflow.trainer.groups import role_pass
 from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy
 from hybridflow.trainer.records import Trained
+from hybridflow.workers.policy import PolicyWorker
+from hybridflow.workers.role import RoleWorker
 
 T = TypeVar("T")
 
@@ -36,6 +39,7 @@ class Learner:
     Attributes:
         config: the run's, as this policy has it (`derived.policy_view`).
         keep: moves token columns that the driver makes to where workers read them.
+        folder: for weights that it takes from another policy.
         left_out: engines that did not take the last weights.
     """
 
@@ -45,6 +49,7 @@ class Learner:
     engines: Engines
     tokenizer: Tokenizer
     keep: Callable[[DataProto], DataProto]
+    folder: Path
     advantages: Advantages = field(init=False)
     phases: Phases = field(init=False)
     left_out: set[str] = field(default_factory=set)
@@ -57,6 +62,11 @@ class Learner:
         """Samples with the weights that the engines have."""
         data = self.config.data
         return self.keep(await samples(self.engines, self.tokenizer, data, prompts, n))
+
+    async def take(self, other: Policy) -> None:
+        """The weights of another policy of the same model, which may have another layout."""
+        await other.call(RoleWorker.export, self.folder)
+        await self.policy.call(PolicyWorker.fill, self.folder)
 
     async def sync(self, step: int) -> SyncReport:
         """Bring the present weights to the engines."""
@@ -103,20 +113,17 @@ class OwnPolicy(TrainedPolicy):
         self.part = part = PolicyPart(run, learner)
         super().__init__(part, learner.policy, learner.name)
 
-    def generate(self, prompts: Sequence[Prompt], n: int | None = None) -> Awaitable[DataProto]:
-        """Samples of prompts (texts, or lists of chat messages), `n` (`rollout.n`) of each."""
+    def take(self, other: TrainedPolicy) -> Awaitable[None]:
+        """The present weights of another policy of the same model, with a fresh optimizer; the
+        engines have them too."""
         part = self.part
-        name = f"{self.name}.generate(...)"
+        name = f"{self.name}.take(...)"
         part.whole.open_step(name)
-        if isinstance(prompts, str) or not len(prompts):
-            raise FlowError(f"{name} takes a list of prompts, at least one")
-        if part.is_training:
-            raise FlowError(
-                f"{name} after the policy was scored or updated: its engines have older weights; "
-                "call it before, or after `await run.sync()`"
-            )
-        count = part.config.rollout.n if n is None else n
-        return Pending(part, name, lambda: part.generate(list(prompts), count))
+        if not isinstance(other, TrainedPolicy) or other is self:
+            raise FlowError(f"{name} takes another policy of the run, for example run.policy")
+        if part.trained is not None:
+            raise FlowError(f"{name} in a step that has updated the {self.name}")
+        return Pending(part, name, lambda: part.take(other.role))
 
     def _of_reference(self, batch: DataProto) -> list[asyncio.Task[DataProto]]:
         """ref_log_probs of the policy as the run began, where its loss or estimator reads them."""
@@ -147,6 +154,7 @@ class PolicyPart:
         self.name = learner.name
         self.config = learner.config
         self.devices = whole.devices
+        self.open_step = whole.open_step
         self.line = whole.line
         self.note = whole.note
         self.calling = whole.calling
@@ -224,10 +232,21 @@ class PolicyPart:
 
     # ---- what its calls do
 
+    @property
+    def holds_memory(self) -> bool:
+        """Whether devices are the policy's, from its first pass of a step to the sync."""
+        return self.is_training
+
     async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
         """Samples of the prompts."""
         with self.whole.phase(f"{self.name}/gen"):
             return await self.learner.generate(prompts, n)
+
+    async def take(self, other: Policy) -> None:
+        """The weights of another policy, through a Hugging Face folder."""
+        with self.whole.phase(f"{self.name}/take"):
+            await self.learner.take(other)
+        await self.sync()
 
     def add_advantages(self, batch: DataProto) -> DataProto:
         """The batch with advantages.

@@ -25,6 +25,7 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.errors import FlowError
 from hybridflow.flows.base import Body
 from hybridflow.observe.progress import Progress
+from hybridflow.rollout.answering import Prompt
 from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
@@ -109,6 +110,7 @@ class FlowRun:
         self._trained: Trained | None = None  # the open step, from its first update on
         self._unrecorded: Trained | None = None  # the step before, whose critic may still learn
         self._memory = AsyncExitStack()  # ends what `Phases.training` began
+        self.holds_memory = False  # the policy, from its first pass of a step to the sync
         self._is_open = False
         self._ends = False  # the flow has returned before its last step
         self._steps: AsyncIterator[int] | None = None  # the loop of the flow
@@ -165,8 +167,20 @@ class FlowRun:
         self._batch = await self.trainer.samples.take(step, greedy=greedy)
         self._scores = self._batch["scores"]
         if not self.config.trainer.rollout_only:
-            await self._memory.enter_async_context(self.trainer.phases.training())
+            await self._hold_memory()
         return self._batch
+
+    async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
+        """Samples of prompts that the flow has made, with the weights that the engines have."""
+        samples = self.trainer.samples
+        with self.phase("gen"):
+            return await samples.of_prompts(prompts, n)
+
+    async def _hold_memory(self) -> None:
+        """From here on the devices' memory is the policy's."""
+        if not self.holds_memory:
+            self.holds_memory = True
+            await self._memory.enter_async_context(self.trainer.phases.training())
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
         """The batch of the calls with the columns of all of them."""
@@ -256,7 +270,14 @@ class FlowRun:
 
     def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run the work of a role, `actor` for the policy, when its devices are free."""
-        return self.devices.call(role, phase, self.step, work)
+
+        async def with_memory() -> T:
+            await self._hold_memory()
+            return await work
+
+        # a flow that takes no samples of the dataset
+        holds = self.holds_memory or derived.pool_of(self.config, role) != "actor"
+        return self.devices.call(role, phase, self.step, work if holds else with_memory())
 
     def note(self, call: Pending[Any]) -> None:
         """Keep a call until the end of its step, by when it is awaited."""
@@ -528,6 +549,7 @@ class FlowRun:
             await self.devices.finish_pool("rollout")
         for part in self.parts.values():
             await part.end_training()
+        self.holds_memory = False
         await self._memory.aclose()
 
     async def _serve_engines(self) -> None:

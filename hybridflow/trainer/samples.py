@@ -3,7 +3,7 @@ recorded pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from hybridflow.batch import DataProto
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import COLUMNS, Prompts
 from hybridflow.observe.timeline import Timeline
+from hybridflow.rollout.answering import Prompt, samples
 from hybridflow.rollout.dumps import Dumps, dump_batch
 from hybridflow.rollout.evaluation import Scorer, with_failures, without_failed
 from hybridflow.rollout.groups import Groups
@@ -34,6 +35,9 @@ class Samples(Protocol):
 
     async def take(self, step: int, greedy: bool = False) -> DataProto:
         """The samples of the step: prompts, responses and scores; with `greedy` greedy_scores."""
+
+    async def of_prompts(self, prompts: Sequence[Prompt], n: int) -> DataProto:
+        """`n` samples of each of these prompts, which are no rows of the dataset."""
 
     def last_after(self, step: int) -> int | None:
         """The last step that there are samples for; None where there is no end."""
@@ -109,6 +113,11 @@ class Sampled:
                 batch = collected.add(self._counted(answered.union(await self.groups.scores())))
         self._dynamic = collected.metrics
         return await self._with_greedy_scores(batch) if greedy else batch
+
+    async def of_prompts(self, prompts: Sequence[Prompt], n: int) -> DataProto:
+        """`Samples.of_prompts`."""
+        data = self.config.data
+        return self.keep(await samples(self.engines, self.scorer.tokenizer, data, prompts, n))
 
     def last_after(self, step: int) -> int | None:
         """`Samples.last_after`."""

@@ -47,9 +47,10 @@ class FurtherPolicies:
             address = job.name if self._cluster is None else "actor"
             answering = engines.connect(group, job.tokenizer, job.logs, address)
             job.stack.callback(partial(_close, answering))
+            folder = job.model_folder / "taken"
             policy = PolicyGroup(group, job.config, address)
             self.learners.append(
-                Learner(job.name, job.config, policy, answering, job.tokenizer, keep)
+                Learner(job.name, job.config, policy, answering, job.tokenizer, keep, folder)
             )
             if self._cluster is not None and isinstance(group, WorkerGroup):
                 self.groups[job.name] = group

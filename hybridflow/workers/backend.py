@@ -116,6 +116,9 @@ class Backend(Model, Protocol):
                 stop. Raised on all ranks; no weight was changed.
         """
 
+    def load_from(self, source: WeightSource) -> None:
+        """Replace all weights; call `set_optimizer` again afterwards."""
+
     def freeze_reference(self) -> None:
         """Make the current weights the reference."""
 

@@ -21,6 +21,7 @@ from hybridflow.device.platform import Kind, Platform
 from hybridflow.device.residency import PARTS
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.models.fp8 import BlockQuantisation
+from hybridflow.models.weights import SafetensorsFolder
 from hybridflow.process.rendezvous import master_store
 from hybridflow.reshard.layout import Catalog
 from hybridflow.sync import session
@@ -130,6 +131,13 @@ class PolicyWorker(RoleWorker):
         noted = self._noted
         self._noted = None
         return noted
+
+    @register(Dispatch.ONE_TO_ALL)
+    @needs("weights", "gradients", "optimizer")
+    def fill(self, folder: Path) -> None:
+        """Load the weights of a Hugging Face folder of the same model, with a fresh optimizer."""
+        self.model.load_from(SafetensorsFolder(folder))
+        self.model.set_optimizer(self.spec.config.actor.optim)
 
     # ---- log-probs
 

@@ -173,8 +173,8 @@ class Describing:
     def __init__(self, backend: str) -> None:
         self.backend = backend
 
-    def run(self, method: Any) -> dict[str, str]:
-        assert method.__name__ == "describe"
+    def run(self, method: Any, role: str) -> dict[str, str]:
+        assert (method.__name__, role) == ("describe", "actor")
         return {"backend": self.backend, "megatron_core": "0.16.1"}
 
 

@@ -1,0 +1,106 @@
+"""Further policies in a configuration: what they take from the first one, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import derived
+from hybridflow.config.check import problems
+from hybridflow.config.load import dump_yaml, load_config
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ConfigError
+from hybridflow.placement import pools_of
+from hybridflow.planning.deadlines import StartAllowance
+
+FLOW = """
+from hybridflow import flow
+
+
+@flow("two", roles=("policy", "reference", "tester"))
+async def two(run):
+    pass
+"""
+ONE = "actor: {parallel: {tensor: 1, pipeline: 1, expert: 1, sequence: false}}"
+
+
+def given(folder: Path, roles: str, *words: str) -> RunConfig:
+    (folder / "two.py").write_text(FLOW)
+    flow = f"algorithm.flow={folder}/two.py:two"
+    return load_config("e2e", [flow, f"+roles={roles}", *words])
+
+
+def test_a_policy_has_the_settings_of_the_first_one_where_it_gives_no_others(
+    tmp_path: Path,
+) -> None:
+    roles = f"{{tester: {{procs: 2, {ONE}, rollout: {{n: 2}}}}}}"
+    config = given(tmp_path, roles, "actor.optim.lr=0.5", "rollout.sampling.temperature=0.7")
+    view = derived.policy_view(config, "tester")
+    assert view.actor.optim.lr == 0.5 and view.rollout.sampling.temperature == 0.7
+    assert (view.rollout.n, config.rollout.n) == (2, 4)
+    assert derived.world_size(view) == 2 and derived.data_parallel_size(view) == 2
+    assert derived.samples_per_step(view) == config.data.train_batch_size * 2
+    assert not problems(config)
+    file = tmp_path / "again.yaml"
+    file.write_text(dump_yaml(config))
+    assert load_config("again", [], tmp_path) == config
+
+
+def test_a_policy_has_devices_of_its_own(tmp_path: Path) -> None:
+    config = given(tmp_path, f"{{tester: {{procs: 2, {ONE}, rollout: {{num_engines: 3}}}}}}")
+    pools = {pool.name: pool for pool in pools_of(config)}
+    assert list(pools) == ["actor", "rollout", "tester", "tester.rollout"]
+    assert [group.count for group in pools["tester"].groups] == [2]
+    assert [(group.count, group.is_engine) for group in pools["tester.rollout"].groups] == [
+        (3, True)
+    ]
+    shared = given(tmp_path, f"{{tester: {{procs: 2, {ONE}, rollout: {{pool: actor}}}}}}")
+    groups = {pool.name: [one.role for one in pool.groups] for pool in pools_of(shared)}
+    assert groups["tester"] == ["tester", "tester.rollout"]
+    allowance = StartAllowance.of(config, {"vocab_size": 32, **config.model.hf_config})
+    assert allowance.applied(config).roles == config.roles
+
+
+@pytest.mark.parametrize(
+    ("roles", "words", "message"),
+    [
+        ("{critic: {}}", (), "roles.critic: a flow calls a policy as run.critic"),
+        ("{a-b: {}}", (), "roles.a-b: .* choose another one"),
+        ("{other: {}}", (), r"calls run.tester, and this run has no such policy: .*{tester: {}}"),
+        ("{tester: {}, other: {}}", (), "does not call run.other"),
+        ("{tester: {procs: 3}}", (), r"roles.tester .*: actor.parallel .* does not divide"),
+        (
+            f"{{tester: {{{ONE}, train_batch_size: 3}}}}",
+            (),
+            "roles.tester .*: data.train_batch_size=3 is no multiple",
+        ),
+        (
+            f"{{tester: {{{ONE}}}}}",
+            ("algorithm.adv_estimator=gae",),
+            "a critic is trained for the first policy alone",
+        ),
+        (
+            f"{{tester: {{{ONE}, rollout: {{pool: critic}}}}}}",
+            (),
+            "its engines have devices of their own",
+        ),
+        (f"{{tester: {{{ONE}, actor: {{policy_loss: nope}}}}}}", (), "policy_loss"),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_policy(
+    tmp_path: Path, roles: str, words: tuple[str, ...], message: str
+) -> None:
+    try:
+        found = problems(given(tmp_path, roles, *words))
+    except ConfigError as error:
+        found = [str(error)]
+    assert any(re.search(message, line) for line in found), found
+
+
+def test_a_key_that_does_not_exist_is_named_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"roles.tester.proc; did you mean roles.tester.procs"):
+        given(tmp_path, "{tester: {proc: 2}}")
+    with pytest.raises(ConfigError, match=r"roles.tester: got 3, expected a group of keys"):
+        given(tmp_path, "{tester: 3}")
