@@ -33,7 +33,7 @@ class FollowedRun(Noting, Protocol):
 
     @property
     def parts(self) -> Mapping[str, object]:
-        """Those of further policies, by their names."""
+        """The parts of further policies, by their names."""
 
     @property
     def state(self) -> dict[str, Any]:

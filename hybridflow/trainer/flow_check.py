@@ -201,7 +201,7 @@ class _Invented:
                 check_log_probs=lambda batch, step, name: None,
                 rollouts=_nothing,
                 trained=_later,
-                of_policy=lambda learner, trained, step: {},
+                of_policy=lambda name, tokenizer, trained, step: {},
                 validate=_later,
             ),
             state=state,
@@ -274,6 +274,7 @@ class _Invented:
             advantages=Advantages(config),
             phases=SimpleNamespace(training=_memory),
             left_out=set(),
+            tokenizer=None,
             generate=generate,
             sync=self.sync,
         )

@@ -7,13 +7,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.entries import ESTIMATORS
 from hybridflow.config.schema import RunConfig
 from hybridflow.config.val_sets import tag
+from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.dumps import dump_batch
@@ -31,9 +31,6 @@ from hybridflow.trainer.observations import over_roles
 from hybridflow.trainer.protocols import Role, Update
 from hybridflow.trainer.samples import Samples
 from hybridflow.trainer.session import Session
-
-if TYPE_CHECKING:
-    from hybridflow.trainer.own_policies import Learner
 
 _OWN_SHOWN = 4
 
@@ -177,7 +174,9 @@ class Records:
         if self.config.actor.on_nonfinite == "stop":
             self._stop_if_skipped(trained.step, updates)
 
-    def of_policy(self, learner: Learner, trained: Trained | None, step: int) -> dict[str, float]:
+    def of_policy(
+        self, name: str, tokenizer: Tokenizer, trained: Trained | None, step: int
+    ) -> dict[str, float]:
         """The metrics of a further policy's update in a step, under its name; writes the dump of
         its samples.
 
@@ -192,11 +191,10 @@ class Records:
         metrics |= trained.synced.metrics() if trained.synced else {}
         whole = trained.scored if len(trained.scored) == len(trained.batch) else trained.batch
         if self.session.is_due(self.config.trainer.dump_rollouts_every_steps, step):
-            folder = self.session.folder / f"rollouts-{learner.name}"
-            dump_batch(folder, step, whole, learner.tokenizer)
-        if learner.config.actor.on_nonfinite == "stop":
-            self._stop_if_skipped(step, {f"roles.{learner.name}.actor": trained.updates["actor"]})
-        return {f"{learner.name}/{key}": value for key, value in metrics.items()}
+            dump_batch(self.session.folder / f"rollouts-{name}", step, whole, tokenizer)
+        if self.config.roles[name].actor.on_nonfinite == "stop":
+            self._stop_if_skipped(step, {f"roles.{name}.actor": trained.updates["actor"]})
+        return {f"{name}/{key}": value for key, value in metrics.items()}
 
     def rollouts(
         self, step: int, batch: DataProto, progress: Progress, own: dict[str, float]

@@ -437,7 +437,9 @@ class FlowRun:
             await self._serve_engines()
         own = self._own_metrics(batch if trained is None else trained.batch)
         for part in self.parts.values():
-            own |= self.trainer.records.of_policy(part.learner, part.close_step(), self.step)
+            own |= self.trainer.records.of_policy(
+                part.name, part.learner.tokenizer, part.close_step(), self.step
+            )
         if trained is not None:
             trained.own = own
             trained.metrics = {**self.trainer.samples.metrics, **self.trainer.advantages.metrics}

@@ -33,7 +33,7 @@ class FurtherPolicies:
 
     @property
     def guests(self) -> list[Job]:
-        """Those whose rank is in the process of the first policy's."""
+        """Policies whose rank is in the process of the first one's."""
         return self.jobs if self._cluster is None else []
 
     def start(
