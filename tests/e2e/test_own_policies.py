@@ -143,6 +143,7 @@ def test_policies_of_other_layouts_over_ray_killed_and_resumed(
             f"algorithm.flow={tmp_path}/tested.py:tested",
             f"+roles={{tester: {{procs: 2, {tester}, rollout: {{num_engines: 1}}}}}}",
             *("trainer.total_steps=4", "trainer.save_every_steps=1", "rollout.sampling.top_k=1"),
+            "rollout.logprob_diff_bound=null",
         ]
 
     killed = tmp_path / "killed"
