@@ -3,22 +3,17 @@ learns."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
-from hybridflow.config.load import load_config
-from hybridflow.models import family_of
-from hybridflow.models.weights import RandomWeights
 from hybridflow.observe.jsonl import read_jsonl
 from tests.e2e.runs import Run
+from tests.e2e.teachers import TEACHER, random_teacher
 
 pytestmark = pytest.mark.slow
 RECIPE = "tiny-distill"
-TEACHER = "tiny-distill-teacher"
 
 
 def finish(folder: Path, command: str, recipe: str, *words: str) -> Path:
@@ -36,25 +31,6 @@ def finish(folder: Path, command: str, recipe: str, *words: str) -> Path:
 
 def records(folder: Path, phase: str) -> list[dict[str, Any]]:
     return [record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == phase]
-
-
-def random_teacher(folder: Path) -> Path:
-    """The recipe's teacher before it has learned anything."""
-    hf = {
-        **load_config(TEACHER).model.hf_config,
-        "vocab_size": 17,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    shapes = family_of(hf).tensors()
-    weights = RandomWeights(shapes, seed=3, std=0.2)
-    folder.mkdir()
-    save_file(
-        {name: weights.read(name, (0,) * len(shape), shape) for name, shape in shapes.items()},
-        folder / "model.safetensors",
-    )
-    (folder / "config.json").write_text(json.dumps(hf))
-    return folder
 
 
 @pytest.mark.parametrize("loss", ["forward_kl_topk", pytest.param("k3+", marks=pytest.mark.full)])

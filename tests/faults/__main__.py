@@ -17,8 +17,8 @@ from hybridflow.process.stopping import terminate_as_interrupt
 from tests.e2e.runs import Run
 from tests.faults import limits, oracle, table
 from tests.faults.campaign import Campaign, Trial, durations, moments_path
-from tests.faults.faults import COVERING, Fault, draw
-from tests.faults.shapes import SHAPES, words_of
+from tests.faults.faults import COVERING, Fault, draw, two_kills
+from tests.faults.shapes import FLOWS, SHAPES, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 _INSIDE = "HYBRIDFLOW_FAULTS_NAMESPACE"
@@ -48,6 +48,12 @@ def main() -> int:
     parser.add_argument(
         "--cover", action="store_true", help="play the covering campaign of `make test-full`"
     )
+    parser.add_argument(
+        "--two-kills",
+        action="store_true",
+        help="kill a rank and the driver, once each, in a run of the shape (or of each built-in "
+        "flow), at moments of the seed",
+    )
     parser.add_argument("--table", action="store_true", help="write docs/faults.md")
     args = parser.parse_args()
     outcomes = args.outcomes or args.folder / "trials.jsonl"
@@ -62,6 +68,12 @@ def main() -> int:
     disks = os.environ[_INSIDE] == "1"
     if args.cover:
         return shown(play("one process", 0, args.folder, COVERING))
+    if args.two_kills:
+        shapes = [args.shape] if args.shape else list(FLOWS.values())
+        return max(
+            shown(play(shape, args.seed, args.folder, two_kills(shape, args.seed)))
+            for shape in shapes
+        )
     status = 0
     for number in range(args.seed, args.seed + args.campaigns):
         shape = args.shape or list(SHAPES)[number % len(SHAPES)]

@@ -52,6 +52,7 @@ MORE = {
     "TP 2, PP 2, EP 2": ("actor rank 1", "actor rank 2", "actor rank 3"),
     "two engines": ("second engine's scheduler", "second engine's guard"),
     "fsdp": ("actor rank 1",),
+    "distill": ("teacher rank 0",),
 }
 
 
@@ -95,6 +96,20 @@ COVERING = (
 )
 
 
+def two_kills(shape: str, seed: int) -> list[Fault]:
+    """A rank of a role that the shape has besides the policy (or else the policy's), and the
+    driver, are killed at moments of two different steps, in either order."""
+    chance = random.Random(f"two kills of {shape}, {seed}")
+    ranks = [name for name in MORE.get(shape, ()) if " rank " in name]
+    rank = chance.choice(ranks or ["actor rank 0"])
+    victims = chance.sample([rank, "driver"], 2)
+    steps = (chance.randrange(2, STEPS // 2 + 1), chance.randrange(STEPS // 2 + 1, STEPS))
+    return [
+        Fault(KILL, _possible(chance.choice(PHASES), step), step, chance.random(), (victim,), 0.0)
+        for victim, step in zip(victims, steps, strict=True)
+    ]
+
+
 def draw(shape: str, seed: int, disks: bool, memory: bool) -> list[Fault]:
     """The disturbances of a campaign in the order of their moments: one while it starts, one in
     every step but the last, one at its end.
@@ -109,11 +124,7 @@ def draw(shape: str, seed: int, disks: bool, memory: bool) -> list[Fault]:
         *((chance.choice(PHASES), step) for step in range(1, STEPS)),
     ]
     places.append((chance.choice(ENDING), 0))
-    # a validation comes after every fourth step alone
-    places = [
-        ("update_weights" if name == "testing" and step % 4 else name, step)
-        for name, step in places
-    ]
+    places = [(_possible(name, step), step) for name, step in places]
     faults = []
     for moment, step in places:
         kinds = (KILL, KILL, KILL, STOP, STOP, DAMAGED) + ((FULL, READ_ONLY, SLOW) if disks else ())
@@ -126,3 +137,8 @@ def draw(shape: str, seed: int, disks: bool, memory: bool) -> list[Fault]:
         whom = tuple(victims) if kind in OF_PROCESSES else ()
         faults.append(Fault(kind, moment, step, chance.random(), whom, chance.random()))
     return faults
+
+
+def _possible(moment: str, step: int) -> str:
+    """A validation comes after every fourth step alone."""
+    return "update_weights" if moment == "testing" and step % 4 else moment

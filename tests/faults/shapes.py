@@ -7,14 +7,18 @@ from pathlib import Path
 
 from hybridflow.config.load import load_config
 from hybridflow.data.prepare import prepare
+from tests.e2e.teachers import random_teacher
 
 STEPS = 8
+PAIRS = 64
 # Responses differ from prompt to prompt; the mean over the batch is near 0.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 7 - 3) / 3
 """
 _ONE = ("actor=tiny", "cluster=one-process", "rollout=tiny")
+# a gradient where sample and baseline are one answer
+_BONUS = "actor.entropy_coef=0.01"
 SHAPES: dict[str, tuple[str, ...]] = {
     "one process": _ONE,
     "own critic": (
@@ -34,6 +38,33 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "actor.backend=fsdp",
         "cluster.procs_per_node=2",
     ),
+    # one for each built-in flow that no shape above follows: these follow grpo, and ppo
+    "remax": (*_ONE, "algorithm=remax", _BONUS),
+    "dpo": (
+        *_ONE,
+        "algorithm=dpo",
+        "actor.ppo_mini_batch_size=4",
+        "data.answers=pairs",
+        "data.train_files=['${data.prepare.out}/pairs.parquet']",
+        "rollout.n=2",
+    ),
+    "distill": (
+        *_ONE,
+        "teacher.placement=own",
+        "teacher.top_k=8",
+        "actor.distillation.coef=1.0",
+        "actor.distillation.task_rewards=false",
+    ),
+    "rejection": (*_ONE, "algorithm.flow=rejection", "actor.policy_loss=reinforce"),
+}
+# the built-in flows that train, and a shape that follows each
+FLOWS = {
+    "grpo": "one process",
+    "ppo": "own critic",
+    "remax": "remax",
+    "dpo": "dpo",
+    "distill": "distill",
+    "rejection": "rejection",
 }
 
 
@@ -42,18 +73,21 @@ def words_of(shape: str, work: Path, out: Path) -> list[str]:
     `work`."""
     work.mkdir(parents=True, exist_ok=True)
     (work / "reward.py").write_text(REWARD)
-    prepare("arithmetic", work / "data", None, load_config("e2e").data.prepare.options)
+    options = {**load_config("e2e").data.prepare.options, "num_pairs": PAIRS}
+    prepare("arithmetic", work / "data", None, options)
     announcer, estimator = (
         Path(__file__).with_name(f"{name}.py") for name in ("announcer", "estimator")
     )
-    scored = (
-        [] if "algorithm=ppo" in SHAPES[shape] else [f"algorithm.adv_estimator='{estimator}:score'"]
-    )
+    own = list(SHAPES[shape])
+    if not any(word.startswith("algorithm=") for word in own):
+        own.append(f"algorithm.adv_estimator='{estimator}:score'")
+    if shape == "distill":
+        own.append(f"teacher.path={random_teacher(work / 'teacher')}")
     return [
-        *("train", "--config-name", "e2e", *SHAPES[shape]),
+        *("train", "--config-name", "e2e", f"+data.prepare.options.num_pairs={PAIRS}"),
         *(f"data.prepare.out={work / 'data'}", f"output_dir={out}", "actor.optim.lr=3e-3"),
         *("reward=custom", f"reward.path={work / 'reward.py'}", "rollout.n=1"),
-        *("rollout.sampling.top_k=1", "rollout.logprob_diff_bound=null", *scored),
+        *("rollout.sampling.top_k=1", "rollout.logprob_diff_bound=null"),
         # two updates a step, and so a pass for the old log-probabilities
         "actor.ppo_mini_batch_size=2",
         *("data.val_max_prompts=4", "rollout.extra_args={disable_radix_cache: true}"),
@@ -64,4 +98,5 @@ def words_of(shape: str, work: Path, out: Path) -> list[str]:
         ),
         *("trainer.max_restarts=1000", "rollout.max_restarts=1000", "trainer.report=false"),
         f"trainer.loggers=[jsonl,'{announcer}:announcer']",
+        *own,
     ]

@@ -1,28 +1,58 @@
-"""The covering campaign of the matrix: an engine, a rank, a worker and Ray are lost in one run."""
+"""The covering campaign of the matrix: an engine, a rank, a worker and Ray are lost in one run. Each
+built-in flow loses a rank and its driver."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hybridflow.config.entries import FLOWS as FLOW_ENTRIES
 from tests.faults.campaign import problems_of_message
+from tests.faults.faults import two_kills
+from tests.faults.shapes import FLOWS, SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-@pytest.mark.full
-def test_a_run_that_loses_its_parts_ends_like_one_that_was_left_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.faults", "--cover", "--folder", str(tmp_path)]
+def played(folder: Path, *words: str) -> str:
+    """What a campaign printed; it must have found no fault."""
+    command = [sys.executable, "-m", "tests.faults", "--folder", str(folder), *words]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": ok\n") == 5
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_run_that_loses_its_parts_ends_like_one_that_was_left_alone(tmp_path: Path) -> None:
+    assert played(tmp_path, "--cover").count(": ok\n") == 5
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("flow", FLOWS)
+def test_each_flow_ends_as_if_its_rank_and_its_driver_had_not_been_killed(
+    tmp_path: Path, flow: str
+) -> None:
+    out = played(tmp_path, "--two-kills", "--shape", FLOWS[flow])
+    assert out.count(": ok\n") == 2 and "[driver]" in out and " rank 0]" in out
+    summary = next(tmp_path.glob("undisturbed/*/out/e2e/summary.json"))
+    assert json.loads(summary.read_text())["flow"] == flow
+
+
+def test_every_built_in_flow_that_trains_loses_its_processes() -> None:
+    assert {*FLOWS} == {*FLOW_ENTRIES.names()} - {"rollouts"} and {*FLOWS.values()} <= {*SHAPES}
+    for shape in SHAPES:
+        kills = two_kills(shape, 1)
+        assert kills == two_kills(shape, 1) and kills[0].step < kills[1].step
+        assert [kill.victims for kill in kills].count(("driver",)) == 1
 
 
 @pytest.mark.parametrize(
