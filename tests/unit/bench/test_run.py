@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -24,6 +25,30 @@ def test_what_a_late_measurement_has_started_ends_with_it(tmp_path: Path) -> Non
     while alive := [pid for pid in map(int, started) if is_running(pid)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
+
+
+DISK = """
+import os, sys, time
+from pathlib import Path
+from hybridflow.bench.measurements.base import Place
+from hybridflow.bench.measurements.disk import disk
+folder = Path(sys.argv[1])
+timed = next(iter(disk(Place("", ("",), folder, folder))))
+for call in timed.sides().values():
+    call()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_measurement_of_disks_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    words = [sys.executable, "-c", DISK, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and int(process.stdout.readline()) == process.pid
+        process.kill()
+    left = {name for name in os.listdir("/dev/shm") if str(process.pid) in name}
+    assert left - before == set()
 
 
 def test_the_status_and_the_words_of_a_measurement_are_kept(tmp_path: Path) -> None:
