@@ -48,12 +48,27 @@ class Registry(Generic[T]):
         self.key = key
         self._packages = packages
         self._entries: dict[str, T] = {}
+        # of entries of user files: the globals of the import that registered them, and the line
+        self._places: dict[str, tuple[dict[str, Any], int]] = {}
 
     def register(self, name: str, entry: T) -> T:
         """Add an entry under `name`, and return it. Entries registered by a user's file are
-        namespaced by its path and never shadow built-ins."""
-        owner = self._importing_file()
-        self._entries[name if owner is None else f"{owner}:{name}"] = entry
+        namespaced by its path and never shadow built-ins.
+
+        Raises:
+            ConfigError: the user's file has registered this name already; names the line.
+        """
+        frame = self._importing_frame()
+        if frame is not None:
+            name = f"{frame.f_globals['__file__']}:{name}"
+            module, line = self._places.get(name, (None, 0))
+            if module is frame.f_globals:  # and no earlier import of the file, which has failed
+                raise ConfigError(
+                    f"the {self.kind} {name.rpartition(':')[2]!r} is registered in line {line} "
+                    "already; give one of the two another name"
+                )
+            self._places[name] = (frame.f_globals, frame.f_lineno)
+        self._entries[name] = entry
         return entry
 
     def entry(self, name: str, made: Callable[[Any], T]) -> Callable[[F], F]:
@@ -70,9 +85,9 @@ class Registry(Generic[T]):
         """The entries of this process."""
         return tuple(self._entries.values())
 
-    def _importing_file(self) -> str | None:
-        """Return the user's file whose import is calling; None for a built-in entry, even if
-        imported by a user's file."""
+    def _importing_frame(self) -> FrameType | None:
+        """Return the frame of the user's file whose import is calling; None for a built-in entry,
+        even if imported by a user's file."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_name == "<module>":
@@ -80,7 +95,7 @@ class Registry(Generic[T]):
                 if module.startswith(f"{self.package}."):
                     return None
                 if module.startswith(_USER_MODULE):
-                    return str(frame.f_globals["__file__"])
+                    return frame
             frame = frame.f_back
         return None
 

@@ -4,13 +4,11 @@ roles that compute nothing and engines that answer nothing."""
 from __future__ import annotations
 
 import asyncio
-import inspect
 import re
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -28,6 +26,7 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.flow_errors import message_of, mistake
 from hybridflow.trainer.flow_state import kept_state
+from hybridflow.trainer.flow_text import dropped_result, text_of
 from hybridflow.trainer.groups import log_prob_method, update_step
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.run import FlowRun, Trainer
@@ -60,7 +59,8 @@ def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
             warnings.simplefilter("always", RuntimeWarning)
             error = _error_of(run)
     if error is None:
-        error = _forgotten(warned) or _not_called(run, config)
+        text = text_of(run.flow.body)
+        error = _forgotten(warned) or _not_called(run, config, text) or dropped_result(text)
     if error is not None and mistake(error) is not None:
         raise ConfigError(message_of(name, error)) from error
     for doubt in dict.fromkeys(run.doubts):
@@ -118,13 +118,10 @@ def _forgotten(warned: Sequence[warnings.WarningMessage]) -> FlowError | None:
     return None
 
 
-def _not_called(run: FlowRun, config: RunConfig) -> FlowError | None:
+def _not_called(run: FlowRun, config: RunConfig, text: str) -> FlowError | None:
     """The error of a flow that leaves out what the run's settings ask for: updates, and calls of
     the roles that they start. What the file names and two invented steps do not reach is a
     doubt."""
-    code = getattr(inspect.unwrap(run.flow.body), "__code__", None)
-    file = "" if code is None else code.co_filename
-    text = Path(file).read_text(errors="replace") if Path(file).is_file() else ""
     for call, (pattern, why) in _wanted(config).items():
         if any(name.startswith(call) for name in run.called):
             continue

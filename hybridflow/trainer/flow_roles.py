@@ -168,8 +168,8 @@ class TrainedPolicy:
         self.run = run
         self.role = role
         self.name = name
-        # log-probs of the rows that the first update of the step does not report
-        self._later: asyncio.Task[DataProto] | None = None
+        # {step: log-probs of the rows that its first update does not report}
+        self._later: dict[int, asyncio.Task[DataProto]] = {}
 
     def generate(self, prompts: Sequence[Prompt], n: int | None = None) -> Pending[DataProto]:
         """Samples of prompts (texts, or lists of chat messages), `n` (`rollout.n`) of each."""
@@ -204,9 +204,9 @@ class TrainedPolicy:
             return Call(run, name, batch, [*tasks, *self._of_reference(batch)])
         if not derived.scores_later_rows(run.config):
             return Call(run, name, batch, self._of_reference(batch))
-        later = self.role.later_log_probs(batch, run.seed)
-        self._later = run.begin("actor", "old_log_prob", later)
-        return Call(run, name, batch, self._of_reference(batch), [self._later])
+        later = run.begin("actor", "old_log_prob", self.role.later_log_probs(batch, run.seed))
+        self._later = {run.step: later}
+        return Call(run, name, batch, self._of_reference(batch), [later])
 
     def _of_reference(self, batch: DataProto) -> list[asyncio.Task[DataProto]]:
         """The passes of a reference that the flow does not call by itself."""
@@ -217,8 +217,7 @@ class TrainedPolicy:
         run = self.run
         name = f"{self.name}.update(batch)"
         trained = run.training_on(checked_batch(batch, f"{self.name}.update"), name)
-        later = self._later
-        self._later = None
+        later = self._later.get(run.step)
         is_scored = "old_log_probs" in batch if run.scores_first else later is not None
         if not is_scored and (run.scores_first or derived.scores_later_rows(run.config)):
             raise FlowError(
@@ -243,6 +242,7 @@ class TrainedPolicy:
 
             return Updating(run, name, finish)
         scoring = self.role.update_and_score(batch, run.seed, later.result() if later else None)
+        self._later = {}
         both = run.begin("actor", "update_actor", scoring)
 
         async def finish_both() -> None:

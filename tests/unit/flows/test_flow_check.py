@@ -262,6 +262,37 @@ PASSES = "await run.all(run.policy.log_probs(batch), run.reference.log_probs(bat
             "step 1: the column scores is not finite in row 0, 1, 2, 3 of 4",
             8,
         ),
+        # results that are dropped
+        (
+            GRPO.replace(
+                "    batch = run.adv",
+                "    batch.with_columns(scores=batch['scores'])\n    batch = run.adv",
+            ),
+            "a batch is immutable, and the result of batch.with_columns(...) is dropped; write "
+            "`batch = batch.with_columns(...)`",
+            9,
+        ),
+        (
+            GRPO.replace(
+                "    await run.pol",
+                "    run.leave_out(batch, batch['scores'] < 1)\n    await run.pol",
+            ),
+            "the result of run.leave_out(...) is dropped; write `batch = run.leave_out(...)`",
+            10,
+        ),
+        (
+            "def shaped(given):\n    if step:\n        given.with_columns(scores=1)\n    return given\n"
+            + GRPO,
+            "is dropped; write `given = given.with_columns(...)`",
+            8,
+        ),
+        (
+            GRPO.replace(
+                "    batch = run.adv", "    kept = batch\n    kept.rows([0])\n    batch = run.adv"
+            ),
+            "write `kept = kept.rows(...)`",
+            10,
+        ),
         (GRPO + "    run.record(loss=float('inf'))", "record(loss=...) takes a finite number", 12),
         (GRPO + "    run.record(loss='high')", "takes a finite number, and was given 'high'", 12),
         (BEGIN + "    exit()", "a flow ends the run with `return`", 8),
@@ -328,6 +359,20 @@ def test_what_is_no_flow_is_refused_where_it_is_registered(
     assert message in str(caught.value), caught.value
 
 
+def test_a_second_flow_of_a_name_is_refused_with_both_lines(tmp_path: Path) -> None:
+    file = tmp_path / "own_flow.py"
+    one = "@flow('mine', roles=('policy',))\nasync def {}(run):\n    run.policy\n\n"
+    file.write_text("from hybridflow import flow\n\n" + one.format("first") + one.format("mine"))
+    with pytest.raises(ConfigError) as caught:
+        FLOWS.get(f"{file}:mine")
+    assert str(caught.value) == (
+        f"{file} (algorithm.flow) cannot be imported: the flow 'mine' is registered in line 3 "
+        "already; give one of the two another name (line 7)"
+    )
+    file.write_text("from hybridflow import flow\n\n" + one.format("mine"))
+    assert FLOWS.get(f"{file}:mine").line == 3  # the file that was refused has left nothing
+
+
 def test_a_built_in_flow_that_the_estimator_does_not_fit_is_refused(tmp_path: Path) -> None:
     algorithm = AlgorithmConfig(flow="grpo", adv_estimator="remax")
     with pytest.raises(ConfigError, match=r"algorithm.flow=grpo: .*run.samples\(greedy=True\)"):
@@ -355,6 +400,16 @@ def test_an_update_that_the_two_steps_do_not_reach_is_a_warning(tmp_path: Path) 
     body = BEGIN + "    if step < 3:\n        continue\n" + GRPO.split("samples()\n", 1)[1]
     said = checked(following(config_of(tmp_path / "run"), own(tmp_path, body)))
     assert len(said) == 1 and "run.policy.update(batch) is called in none of the 2 steps" in said[0]
+
+
+def test_results_that_are_kept_and_methods_of_other_objects_are_no_mistakes(tmp_path: Path) -> None:
+    body = (
+        "from types import SimpleNamespace\ntable = SimpleNamespace(rename=print)\n"
+        + GRPO
+        + "    table.rename()\n    run.state['x'] = len(batch.rows([0]))\n"
+        + "    print(batch.with_columns())\n    other = batch.select(['scores'])\n"
+    )
+    assert checked(following(config_of(tmp_path / "run"), own(tmp_path, body))) == []
 
 
 def test_fewer_rows_are_a_warning_where_they_may_divide(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hybridflow.errors import ConfigError, FlowError, HybridFlowError, WorkerErr
 from hybridflow.single_controller import block_on
 from hybridflow.trainer import flow_watch
 from tests.unit.flows.bodies import BEGIN, FIRST, GRPO, fitted, following, own
-from tests.unit.trainer.worlds import World, config_of, records, trainer_of
+from tests.unit.trainer.worlds import N, World, config_of, records, trainer_of
 
 
 def error_of(tmp_path: Path, body: str, roles: tuple[str, ...] = ("policy", "reference")) -> str:
@@ -359,6 +360,38 @@ def test_what_a_flow_does_wrong_is_named_with_its_line(
     assert message in text and text.startswith("algorithm.flow="), text
     if line is not None:
         assert text.endswith(f"(line {FIRST + line})"), text
+
+
+def test_an_update_that_was_refused_may_be_called_again(tmp_path: Path) -> None:
+    """The pass of its later rows is still there."""
+    body = GRPO.replace(
+        "    batch = run.advantages(batch)\n",
+        "    from hybridflow import HybridFlowError\n"
+        "    try:\n"
+        "        run.policy.update(batch)\n"
+        "    except HybridFlowError as error:\n"
+        "        assert 'has no advantages' in str(error)\n"
+        "    batch = run.advantages(batch)\n",
+    )
+    config = following(config_of(tmp_path / "run", total_steps=2), own(tmp_path, body))
+    config = replace(config, actor=replace(config.actor, ppo_mini_batch_size=1))
+    world = World()
+    world.first_rows = N
+    trainer = fitted(trainer_of(config, world))
+    assert world.calls.count("update") == 2 and len(records(trainer, "train")) == 2
+
+
+def test_log_probs_of_a_step_are_not_those_of_the_next(tmp_path: Path) -> None:
+    body = BEGIN + (
+        "    if step == 1:\n        await run.policy.log_probs(batch)\n        continue\n"
+        "    await run.policy.update(run.advantages(batch))\n"
+    )
+    config = following(config_of(tmp_path / "run"), own(tmp_path, body))
+    config = replace(config, actor=replace(config.actor, ppo_mini_batch_size=1))
+    world = World()
+    world.first_rows = N
+    with pytest.raises(FlowError, match=r"step 2: .*no pass has computed the log-probs"):
+        fitted(trainer_of(config, world))
 
 
 def test_updates_of_a_frozen_reference_are_refused(tmp_path: Path) -> None:

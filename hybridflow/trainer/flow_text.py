@@ -1,0 +1,90 @@
+"""Mistakes that the text of a flow's file shows, and no run of it: a batch is immutable, so that a
+call whose result is dropped does nothing."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from hybridflow.batch import DataProto
+from hybridflow.errors import FlowError
+from hybridflow.flows.base import Body
+
+# methods that return another batch and do nothing else; reading values (`fetch`) may be meant
+_MAKE_A_BATCH = {
+    name
+    for name, method in inspect.getmembers(DataProto, inspect.isfunction)
+    if inspect.get_annotations(method).get("return") == "DataProto" and not name.startswith("_")
+} - {"fetch"}
+_OF_ANY = "with_columns"  # whatever is called so
+_OF_RUN = "leave_out"
+
+
+def text_of(body: Body) -> str:
+    """The text of the file of a flow; empty of one that was typed."""
+    code = getattr(inspect.unwrap(body), "__code__", None)
+    path = Path("" if code is None else code.co_filename)
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def dropped_result(text: str) -> FlowError | None:
+    """The error of the first statement that makes a batch and drops it."""
+    with suppress(SyntaxError):  # of a file that has been edited since its import
+        tree = ast.parse(text)
+        batches = _batches(tree)
+        statements = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+        for node in statements:
+            owner, method = _method(node.value) or ("", "")
+            call = f"{owner}.{method}(...)"
+            if method == _OF_RUN:
+                return FlowError(
+                    f"the result of {call} is dropped; write `batch = {call}`", line=node.lineno
+                )
+            if method == _OF_ANY or (method in _MAKE_A_BATCH and owner in batches):
+                return FlowError(
+                    f"a batch is immutable, and the result of {call} is dropped; write "
+                    f"`{owner} = {call}`",
+                    line=node.lineno,
+                )
+    return None
+
+
+def _batches(tree: ast.Module) -> set[str]:
+    """The variables that some line sets to a result of the run, or of a batch."""
+    assigned = list(_assigned(tree))
+    found: set[str] = set()
+    size = -1
+    while size != len(found):
+        size = len(found)
+        found |= {name for name, value in assigned if _is_batch(value, found)}
+    return found
+
+
+def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, node.value
+
+
+def _is_batch(value: ast.expr, batches: set[str]) -> bool:
+    if isinstance(value, ast.Await):
+        return _is_batch(value.value, batches)
+    if isinstance(value, ast.Name):
+        return value.id in batches
+    owner, method = _method(value) or ("", "")
+    return method in ("samples", "all", "advantages", _OF_RUN) or (
+        method in _MAKE_A_BATCH and owner in batches
+    )
+
+
+def _method(value: ast.expr) -> tuple[str, str] | None:
+    """Object and method of a call like `batch.rows(index)`."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return None
+    owner = value.func.value
+    return (owner.id, value.func.attr) if isinstance(owner, ast.Name) else None
