@@ -7,10 +7,11 @@ from pathlib import Path
 
 from hybridflow.config.load import load_config
 from hybridflow.data.prepare import prepare
-from tests.e2e.teachers import random_teacher
+from tests.e2e.teachers import random_reward_model, random_teacher
 
 STEPS = 8
 PAIRS = 64
+OWN_FLOW = Path(__file__).with_name("safe_rlhf.py")
 # Responses differ from prompt to prompt; the mean over the batch is near 0.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -56,6 +57,15 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "actor.distillation.task_rewards=false",
     ),
     "rejection": (*_ONE, "algorithm.flow=rejection", "actor.policy_loss=reinforce"),
+    # a file of the user's (`safe_rlhf.py`) on ranks of TP 2 and PP 2, with every role of PPO
+    "own flow": (
+        "rollout=tiny",
+        "algorithm=ppo",
+        f"algorithm.flow='{OWN_FLOW}:safe_rlhf'",
+        "+critic=tiny",
+        "+reward_model=tiny",
+        "actor.parallel.expert=1",
+    ),
 }
 # the built-in flows that train, and a shape that follows each
 FLOWS = {
@@ -81,6 +91,8 @@ def words_of(shape: str, work: Path, out: Path) -> list[str]:
     own = list(SHAPES[shape])
     if not any(word.startswith("algorithm=") for word in own):
         own.append(f"algorithm.adv_estimator='{estimator}:score'")
+    if shape == "own flow":
+        own.append(f"reward_model.path={random_reward_model(work / 'cost')}")
     if shape == "distill":
         own.append(f"teacher.path={random_teacher(work / 'teacher')}")
     return [

@@ -1,5 +1,5 @@
 """The covering campaign of the matrix: an engine, a rank, a worker and Ray are lost in one run. Each
-built-in flow loses a rank and its driver."""
+built-in flow loses a rank and its driver, and so does one of a user's own file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config.entries import FLOWS as FLOW_ENTRIES
+from hybridflow.config.registry import package_folder
+from hybridflow.observe.jsonl import read_jsonl
 from tests.faults.campaign import problems_of_message
 from tests.faults.faults import two_kills
-from tests.faults.shapes import FLOWS, SHAPES
+from tests.faults.shapes import FLOWS, OWN_FLOW, SHAPES, STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,8 +48,25 @@ def test_each_flow_ends_as_if_its_rank_and_its_driver_had_not_been_killed(
     assert json.loads(summary.read_text())["flow"] == flow
 
 
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_flow_of_the_users_on_four_ranks_ends_as_if_nothing_had_been_killed(
+    tmp_path: Path,
+) -> None:
+    """Its multiplier is in the checkpoints, and moves."""
+    out = played(tmp_path, "--two-kills", "--shape", "own flow")
+    assert out.count(": ok\n") == 2 and "[driver]" in out and " rank " in out
+    folder = next(tmp_path.glob("undisturbed/*/out/e2e"))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["flow"] == f"{OWN_FLOW}:safe_rlhf" and "TP2·PP2" in summary["layout"]
+    records = [one for one in read_jsonl(folder / "metrics.jsonl") if one["phase"] == "train"]
+    assert len({one["flow/multiplier"] for one in records}) == STEPS
+    assert len(OWN_FLOW.read_text().partition("@hf.flow")[2].splitlines()) <= 25
+
+
 def test_every_built_in_flow_that_trains_loses_its_processes() -> None:
-    assert {*FLOWS} == {*FLOW_ENTRIES.names()} - {"rollouts"} and {*FLOWS.values()} <= {*SHAPES}
+    files = {path.stem for path in package_folder("hybridflow.flows").glob("[a-z]*.py")}
+    assert {*FLOWS} == files - {"base", "rollouts"} and {*FLOWS.values()} <= {*SHAPES}
     for shape in SHAPES:
         kills = two_kills(shape, 1)
         assert kills == two_kills(shape, 1) and kills[0].step < kills[1].step
