@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.bench.measurements import flows
+from hybridflow.bench.measurements.base import Place, find
+from hybridflow.bench.result import Metric
 from hybridflow.bench.run import finish
 from hybridflow.process.children import is_running
 
@@ -55,3 +58,19 @@ def test_the_status_and_the_words_of_a_measurement_are_kept(tmp_path: Path) -> N
     with (tmp_path / "log").open("wb") as log:
         assert finish(["sh", "-c", "echo said; exit 3"], os.environ, log, 60.0) == 3
     assert (tmp_path / "log").read_bytes() == b"said\n"
+
+
+def test_following_a_flow_is_compared_with_its_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flows, "STEPS", 2)
+    found = list(find("flows").measure(Place("", ("",), tmp_path, tmp_path), []))
+    assert [one.name for one in found if isinstance(one, Metric)] == [
+        "flows/grpo adds to a step",
+        "flows/ppo adds to a step",
+    ]
+    for one in found:
+        assert isinstance(one, Metric) and one.limit is not None and one.limit.value == 5.0
+        assert one.unit == "ms" and len(one.rounds) == flows.ROUNDS
+    spans = (tmp_path / "ppo.jsonl").read_text()
+    assert '"update_critic"' in spans and '"update_actor"' in spans and '"values"' in spans
