@@ -18,6 +18,7 @@ from hybridflow.api.place import Place, place_for_caller
 from hybridflow.api.settings import text, words
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError, FlowError, HybridFlowError
+from hybridflow.process.extras import KERNELS, naming_packages, require
 
 if TYPE_CHECKING:
     from hybridflow.batch import DataProto
@@ -304,7 +305,9 @@ class Run:
             )
         if _open is not None:
             _open.close()
-        from hybridflow.trainer.stopping import Stops
+        with naming_packages("hybridflow.Run"):
+            require(KERNELS, *_libraries(self.config))
+            from hybridflow.trainer.stopping import Stops
 
         # after that import, so that it comes before the end of the event loop
         atexit.unregister(_close_open)
@@ -324,7 +327,8 @@ class Run:
         job = self._job
         assert job is not None and self._place is not None and self._stops is not None
         try:
-            self._place.run(partial(_go_on, job))
+            with naming_packages("hybridflow.Run"):
+                self._place.run(partial(_go_on, job))
         except BaseException:
             self._forget()
             raise
@@ -513,14 +517,18 @@ def _checked(config: RunConfig) -> RunConfig:
     return config
 
 
+def _libraries(config: RunConfig) -> tuple[str, ...]:
+    """Packages of an extra that a run imports."""
+    return ("torch", "transformers", *(() if config.cluster.in_process else ("ray",)))
+
+
 def _job(config: RunConfig, stops: Stops) -> Steps[None]:
     """The whole job, which yields at its stops."""
     from hybridflow.config.derived import generates
     from hybridflow.process.obstacles import require_none
     from hybridflow.trainer.preload import Preload
 
-    libraries = ("torch", "transformers", *(() if config.cluster.in_process else ("ray",)))
-    require_none((*libraries, "numpy", "pyarrow"))
+    require_none((*_libraries(config), "numpy", "pyarrow"))
     with Preload(config, with_engines=generates(config)) as preload:
         from hybridflow.models.check import check
         from hybridflow.trainer.app import training

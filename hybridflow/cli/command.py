@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.extras import KERNELS, require
 from hybridflow.config.outside_text import printable
+from hybridflow.process.extras import KERNELS, require
 from hybridflow.process.obstacles import require_none
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import hybridflow
 from hybridflow.cli import bench, checkpoint, config, doctor, plan, replay, slurm
 from hybridflow.cli.command import Handler, add_command, add_recipe, run_job, say, say_error, warn
-from hybridflow.cli.extras import missing_package
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError, StorageError
+from hybridflow.process.extras import missing_package
 from hybridflow.process.memory_limit import memory_limit
 from hybridflow.process.stopping import terminate_as_interrupt
 

@@ -1,10 +1,11 @@
-"""The login node: the wheel by `pip install` in a bare environment, then every command. Each
-answers, or says which extra brings what it needs."""
+"""The login node: the wheel by `pip install` in a bare environment, then every command, and a
+program. Each answers, or says which extra brings what it needs."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import pyarrow as pa
@@ -129,3 +130,43 @@ def test_python_m_and_an_install_into_a_folder_find_the_recipes(
     assert (target / "hybridflow/py.typed").is_file() and (
         target / "hybridflow_kernels/digest.py"
     ).is_file()
+
+
+PROGRAM = """
+import hybridflow as hf
+
+run = hf.Run(recipe="tiny-moe-grpo", cluster="in-process", reward=lambda **row: 1.0)
+print(run.folder)
+for begin in (run.train, lambda: next(run.steps()), lambda: run.generate(["1+1="]), run.evaluate):
+    try:
+        begin()
+    except hf.HybridFlowError as error:
+        print(error)
+"""
+
+
+def test_a_program_is_told_what_to_install(python: Path, tmp_path: Path) -> None:
+    said = succeed([str(python), "-c", PROGRAM], tmp_path).splitlines()
+    needs = (
+        "hybridflow.Run needs torch, which is not installed here: pip install 'hybridflow[train]'"
+    )
+    assert said == ["runs/tiny-moe-grpo", *[needs] * 4]
+    # nothing has begun: no folder of a run
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"] and not (
+        tmp_path / "runs/tiny-moe-grpo"
+    ).exists()
+
+
+@pytest.mark.full
+def test_with_the_packages_of_the_extras_the_example_trains(python: Path, tmp_path: Path) -> None:
+    """The wheel's own code, with the libraries of this environment."""
+    shutil.copy(ROOT / "examples/one_step.py", tmp_path)
+    site = sysconfig.get_path("purelib")
+    code = (
+        f"import sys; sys.path.append({site!r})\n"
+        "import hybridflow; print(hybridflow.__file__)\n"
+        "import runpy; runpy.run_path('one_step.py', run_name='__main__')\n"
+    )
+    said = succeed([str(python), "-c", code], tmp_path)
+    assert "step 5: 32 samples" in said
+    assert said.startswith(str(python.parents[1]))

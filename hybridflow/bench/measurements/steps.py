@@ -18,7 +18,6 @@ from hybridflow.errors import ResourceError
 
 RECIPE = "tiny-moe-grpo"
 RUNS = 3
-MOST_CONTROLLED = 0.05  # of a step's time, in which no worker and no engine works
 STEPS = 4  # the first step of a run warms up
 _SETTINGS = (
     "cluster=in-process",
@@ -38,7 +37,6 @@ _SETTINGS = (
 def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
     """steps of GRPO with the tiny recipe by phase, and to the end of the first step"""
     seconds: dict[str, list[float]] = defaultdict(list)
-    shares = []
     loops = []
     firsts = []
     starts = []
@@ -48,16 +46,11 @@ def steps(place: Place) -> Iterator[Metric | dict[str, str]]:
         firsts.append(first)
         for record in found[1:]:
             loops.append(_loop_seconds())
-            shares.append(float(record["controller/share"]))
             for name, value in record.items():
                 if name.startswith("timing_s/") or name == "perf/throughput":
                     seconds[name.removeprefix("timing_s/")].append(float(value))
     rate = seconds.pop("perf/throughput")
     yield Metric("", "full/tokens", "tokens/s", "none", tuple(rate))
-    most = Reference("aim", (MOST_CONTROLLED,) * len(shares))
-    yield Metric(
-        "", "full/controller", "of a step", "lower", tuple(shares), most, bound=0.5
-    )
     for name, values in seconds.items():
         if len(values) == len(loops):  # a phase that some steps lack is left out
             yield _with_loops(f"full/{name}", values, loops, 0.25)

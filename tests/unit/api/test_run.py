@@ -18,7 +18,7 @@ import hybridflow as hf
 from hybridflow.cli.main import main
 from hybridflow.config.registry import import_file
 from hybridflow.config.schema import RunConfig
-from hybridflow.errors import ConfigError, FlowError
+from hybridflow.errors import ConfigError, FlowError, ResourceError
 
 ROWS = [
     {
@@ -44,6 +44,18 @@ def made(tmp_path: Path) -> Callable[..., hf.Run]:
 def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
     """A reward."""
     return float(ground_truth in solution_str)
+
+
+def test_what_is_not_installed_is_named_where_the_run_begins(
+    made: Callable[..., hf.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for _ in range(2):
+        with pytest.raises(
+            ResourceError, match=r"hybridflow.Run needs transformers, .*pip install"
+        ):
+            run.train()
 
 
 @pytest.mark.parametrize(

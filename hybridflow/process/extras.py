@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hybridflow.errors import ResourceError
 
 # import name -> (distribution, extra); those without an extra come with the package itself
 MODULES = {
@@ -40,7 +44,7 @@ def require(*modules: str) -> None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def missing_package(error: ModuleNotFoundError) -> str | None:
+def missing_package(error: ModuleNotFoundError, user: str = "this command") -> str | None:
     """Return what to install as a message; None for a module that no extra provides."""
     module = (error.name or "").partition(".")[0]
     if module == KERNELS:
@@ -50,4 +54,17 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
         return None
     distribution, extra = found
     wanted = f"'hybridflow[{extra}]'" if extra else distribution
-    return f"this command needs {distribution}, which is not installed here: pip install {wanted}"
+    return f"{user} needs {distribution}, which is not installed here: pip install {wanted}"
+
+
+@contextmanager
+def naming_packages(user: str) -> Iterator[None]:
+    """Raise ResourceError, which says what to install, where an import inside fails because a
+    package of an extra is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = missing_package(error, user)
+        if message is None:
+            raise
+        raise ResourceError(message) from error
