@@ -8,14 +8,16 @@ from collections.abc import Iterator
 
 from hybridflow.bench.measurements.base import Place, measurement
 from hybridflow.bench.measurements.steps import train
-from hybridflow.bench.result import Metric, NotRun, single
+from hybridflow.bench.result import Metric, NotRun, Reference, single
 from hybridflow.errors import ResourceError
+
+MOST_CONTROLLED = 0.05  # of a step's time, in which neither workers nor engines work
 
 
 @measurement("scaling", "scale", timeout_s=540)
 def scaling(place: Place) -> Iterator[Metric | NotRun]:
-    """the tiny recipe's steps with 1, 2, ... data-parallel ranks, up to the cores: tokens a second
-    and efficiency"""
+    """the tiny recipe's steps with 1, 2, ... data-parallel ranks, up to the cores: tokens a second,
+    efficiency, and the controller's share"""
     alone = None
     ranks = 1
     while ranks <= len(os.sched_getaffinity(0)):
@@ -31,4 +33,15 @@ def scaling(place: Place) -> Iterator[Metric | NotRun]:
         yield Metric("", f"scale/{ranks} ranks", "tokens/s", "none", rate)
         efficiency = statistics.median(rate) / alone / ranks
         yield single(f"scale/efficiency of {ranks} ranks", "of one rank", efficiency)
+        shares = tuple(float(record["controller/share"]) for record in records[1:])
+        aim = Reference("aim", (MOST_CONTROLLED,) * len(shares))
+        yield Metric(
+            "",
+            f"scale/controller with {ranks} ranks",
+            "of a step",
+            "lower",
+            shares,
+            aim,
+            bound=0.5,
+        )
         ranks *= 2
