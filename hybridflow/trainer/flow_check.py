@@ -4,6 +4,7 @@ roles that compute nothing and engines that answer nothing."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import threading
 import warnings
@@ -26,7 +27,7 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.flow_errors import message_of, mistake
 from hybridflow.trainer.flow_state import kept_state
-from hybridflow.trainer.flow_text import dropped_result, text_of
+from hybridflow.trainer.flow_text import dropped_result, file_of, text_of
 from hybridflow.trainer.groups import log_prob_method, update_step
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.run import FlowRun, Trainer
@@ -55,12 +56,17 @@ def check_flow(config: RunConfig, say: Callable[[str], None]) -> None:
     invented = _Invented(config)
     with Progress(0, "", enabled=False) as progress:
         run = FlowRun(cast(Trainer, invented.trainer()), progress, STEPS, is_tracing=True)
+        gc.collect()  # coroutines of others that were not awaited are reported before
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", RuntimeWarning)
             error = _error_of(run)
     if error is None:
         text = text_of(run.flow.body)
-        error = _forgotten(warned) or _not_called(run, config, text) or dropped_result(text)
+        error = (
+            _forgotten(warned, file_of(run.flow.body))
+            or _not_called(run, config, text)
+            or dropped_result(text)
+        )
     if error is not None and mistake(error) is not None:
         raise ConfigError(message_of(name, error)) from error
     for doubt in dict.fromkeys(run.doubts):
@@ -107,13 +113,16 @@ def _endless(run: FlowRun) -> FlowError:
     )
 
 
-def _forgotten(warned: Sequence[warnings.WarningMessage]) -> FlowError | None:
-    """The error of a coroutine of the user's own that was made and not awaited."""
+def _forgotten(warned: Sequence[warnings.WarningMessage], file: str) -> FlowError | None:
+    """The error of a coroutine of the user's own that was made and not awaited. Others may be
+    collected meanwhile."""
     for one in warned:
-        if found := _NEVER_AWAITED.search(str(one.message)):
+        found = _NEVER_AWAITED.search(str(one.message))
+        code = getattr(one.source, "cr_code", None)
+        if found and file in (one.filename, getattr(code, "co_filename", "")):
             return FlowError(
                 f"the coroutine {found[1]}(...) is never awaited; write `await` before its call",
-                line=one.lineno,
+                line=one.lineno if one.filename == file else None,
             )
     return None
 

@@ -23,10 +23,15 @@ _OF_ANY = "with_columns"  # whatever is called so
 _OF_RUN = "leave_out"
 
 
+def file_of(body: Body) -> str:
+    """The file of a flow, as Python knows it."""
+    code = getattr(inspect.unwrap(body), "__code__", None)
+    return "" if code is None else str(code.co_filename)
+
+
 def text_of(body: Body) -> str:
     """The text of the file of a flow; empty of one that was typed."""
-    code = getattr(inspect.unwrap(body), "__code__", None)
-    path = Path("" if code is None else code.co_filename)
+    path = Path(file_of(body))
     return path.read_text(errors="replace") if path.is_file() else ""
 
 

@@ -7,6 +7,7 @@ import inspect
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,6 +358,26 @@ def test_what_is_no_flow_is_refused_where_it_is_registered(
     with pytest.raises(ConfigError) as caught:
         FLOWS.get(f"{file}:mine")
     assert message in str(caught.value), caught.value
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_a_coroutine_of_somebody_else_is_no_mistake_of_the_flow(tmp_path: Path) -> None:
+    async def stray() -> None: ...
+
+    box = SimpleNamespace(coroutine=stray())
+    box.itself = box  # collected while the flow is checked
+    del box
+    body = "import gc\n" + GRPO + "    gc.collect()\n"
+    assert checked(following(config_of(tmp_path / "run"), own(tmp_path, body))) == []
+
+
+def test_a_file_that_is_no_python_is_named_with_its_line_once(tmp_path: Path) -> None:
+    file = tmp_path / "own_flow.py"
+    file.write_text("x = 1\nprint(\n")
+    with pytest.raises(
+        ConfigError, match=r"imported: SyntaxError: '\(' was never closed \(line 2\)$"
+    ):
+        FLOWS.get(f"{file}:mine")
 
 
 def test_a_second_flow_of_a_name_is_refused_with_both_lines(tmp_path: Path) -> None:
