@@ -253,7 +253,9 @@ def describe_error(error: BaseException, path: Path) -> str:
     """Return type and message of an error in user code, with the line in the user's file. For a
     HybridFlowError it is the message alone."""
     line = line_of(error, path)
-    said = str(error) if isinstance(error, HybridFlowError) else f"{type(error).__name__}: {error}"
+    # the text of a SyntaxError has the line already
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    said = text if isinstance(error, HybridFlowError) else f"{type(error).__name__}: {text}"
     return said + ("" if line is None else f" (line {line})")
 
 
