@@ -24,6 +24,7 @@ import yaml
 
 from hybridflow.config.load import load_config
 from hybridflow.data.prepare import prepare
+from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.process.secret import VARIABLE
 from tests.e2e.runs import HYBRIDFLOW, Run
 from tests.security.sockets import processes_of
@@ -80,7 +81,7 @@ def local(
     site: Mapping[str, str | None] = MappingProxyType({}),
     more: Callable[[], list[psutil.Process]] = list,
 ) -> Iterator[Live]:
-    """`hybridflow train` on this machine; it must end well after the block. `more` are processes of
+    """`hybridflow train` on this machine; after the block it must end well, with both steps. `more` are processes of
     a Ray that it has joined."""
     words = [
         "--config-name",
@@ -102,6 +103,13 @@ def local(
         yield Live(lambda: [*processes_of(driver), *more()], [shared], shared / "runs" / "e2e")
         (shared / "done").touch()
         assert run.end(300) == 0, run.err
+    _check_steps(shared / "runs" / "e2e")
+
+
+def _check_steps(folder: Path) -> None:
+    """The run has recorded both of its steps, once each."""
+    records = read_jsonl(folder / "metrics.jsonl")
+    assert [one["step"] for one in records if one["phase"] == "train"] == [1, 2]
 
 
 def _settings(shared: Path) -> list[str]:
@@ -196,9 +204,11 @@ def slurm_job(shared: Path, cluster: SlurmCluster) -> Iterator[Live]:
         }
         return list(found.values())
 
-    yield Live(processes, [shared], jobs.folder / "runs" / "edges")
+    folder = jobs.folder / "runs" / "edges"
+    yield Live(processes, [shared], folder)
     (shared / "done").touch()
     assert jobs.end(number) == "COMPLETED", jobs.logs(number)
+    _check_steps(folder)
 
 
 @contextmanager

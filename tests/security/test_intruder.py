@@ -17,7 +17,6 @@ import torch.distributed as dist
 import zmq
 
 from hybridflow.engines.sglang import closed_sockets
-from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.process.rendezvous import master_store
 from hybridflow.process.secret import job_secret
 from tests.security import launchers, page
@@ -165,12 +164,6 @@ def test_another_user_gets_nothing(shared: Path, run: str) -> None:
         else doors
     ):
         assert any(name.startswith(door) for name in opened), (door, opened)
-    train = [
-        record["step"]
-        for record in read_jsonl(live.folder / "metrics.jsonl")
-        if record["phase"] == "train"
-    ]
-    assert train == [1, 2]
     assert not (shared / "open" / "trap").exists(), "something unpickled what the intruder sent"
 
 
