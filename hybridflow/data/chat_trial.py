@@ -78,14 +78,14 @@ def render_all(render: Callable[[Sequence[Mapping[str, Any]]], object]) -> None:
 
 def _run(calls: Sequence[Callable[[], object]]) -> None:
     """Run the calls in the child process. Does not return."""
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        present = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (present + BYTES, present + BYTES))
-    # the second limit sends SIGKILL
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the library's panic report
     try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            present = int(statm.read().split()[0]) * resource.getpagesize()
+        _limit(resource.RLIMIT_AS, present + BYTES, present + BYTES)
+        # the second limit sends SIGKILL
+        _limit(resource.RLIMIT_CPU, SECONDS, SECONDS + 1)
+        _limit(resource.RLIMIT_CORE, 0, 0)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the library's panic report
         for call in calls:
             call()
     except MemoryError:
@@ -93,3 +93,11 @@ def _run(calls: Sequence[Callable[[], object]]) -> None:
     except BaseException:
         os._exit(_FAILED)
     os._exit(0)
+
+
+def _limit(kind: int, soft: int, hard: int) -> None:
+    """Set a resource limit, no higher than the one that this process already has."""
+    present = resource.getrlimit(kind)[1]
+    if present != resource.RLIM_INFINITY:
+        soft, hard = min(soft, present), min(hard, present)
+    resource.setrlimit(kind, (soft, hard))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,3 +221,19 @@ def test_the_default_template_of_several_is_taken(tmp_path: Path) -> None:
     found = load_tokenizer(tmp_path)
     assert found.stop_ids == (specials["<|im_end|>"],)
     assert "1?" in found.render_chat([{"role": "user", "content": "1?"}])
+
+
+def test_a_trial_keeps_to_the_limits_that_its_process_has() -> None:
+    """A limit that the child cannot set must not let it go on as a second process of its caller."""
+    source = (
+        "import resource; from hybridflow.data.chat_trial import BYTES, trial\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "limit = pages * resource.getpagesize() + BYTES // 4\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (4, 4))\n"
+        "print(trial([lambda: None]) or 'fine')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("fine\n", "")
