@@ -217,12 +217,12 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
     """Return the policy's config, with the vocabulary size from the tokenizer's folder if the
     recipe does not specify it."""
     from hybridflow.config import derived
+    from hybridflow.config.outside_json import read_outside_json
 
     sizes = dict(derived.hf_config(config.model))
     if "vocab_size" not in sizes and config.model.tokenizer is not None:
         try:
-            folder = Path(config.model.tokenizer)
-            values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+            values = read_outside_json(Path(config.model.tokenizer) / "tokenizer.json")
             sizes["vocab_size"] = len(values["model"]["vocab"]) + len(
                 values.get("added_tokens", ())
             )

@@ -33,19 +33,6 @@ from hybridflow.config.locate import config_dirs, list_recipes, model_groups
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.errors import ConfigError
 
-# sizes far above any published model's
-_MOST = {
-    "num_hidden_layers": 10_000,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "moe_intermediate_size": 1 << 22,
-    "num_attention_heads": 1 << 16,
-    "num_key_value_heads": 1 << 16,
-    "head_dim": 1 << 16,
-    "vocab_size": 1 << 26,
-    "num_experts": 1 << 16,
-}
-
 
 def check(config: RunConfig, job: str = "train") -> None:
     """Raise one ConfigError with every problem of `config` for `hybridflow train`, `sft` or
@@ -365,8 +352,6 @@ def recipes_for(sizes: Mapping[str, Any]) -> list[str]:
 def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
     """Check sizes of the model against engines and lengths. `hybridflow.models.check` checks the
     trainer's layout with its family."""
-    if absurd := list(_absurd_sizes(sizes)):
-        return absurd
     tensor = config.actor.parallel.tensor
     experts = derived.num_experts(sizes)
     found = [] if experts else [*_dense_problems(config)]
@@ -381,16 +366,6 @@ def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
     if not any(True for _ in check_engines.shape_problems(config)):
         found += check_engines.size_problems(config.rollout, sizes)
     return found + list(_positions(config, sizes))
-
-
-def _absurd_sizes(sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Reject an untrusted config.json whose sizes would exhaust the memory."""
-    for key, most in _MOST.items():
-        if isinstance(size := sizes.get(key), int) and not 0 < size <= most:
-            yield (
-                f"model: {key}={size} in the model's config is not between 1 and {most}; is its "
-                "config.json damaged?"
-            )
 
 
 def _dense_problems(config: RunConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridflow.config import hub
 from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
-from hybridflow.config.outside_json import read_outside_json
+from hybridflow.config.model_config import read_model_config, wrong_fields
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import (
     CriticConfig,
@@ -458,13 +458,16 @@ def hf_config(model: ModelConfig) -> Mapping[str, Any]:
     uses the sizes of a recipe whose `path` is a hub id that is not in the cache.
 
     Raises:
-        ConfigError: config.json is missing or not a JSON object (`read_outside_json`).
+        ConfigError: config.json is missing or not a JSON object, or a field has an impossible value
+            (`read_model_config`).
     """
     if model.path is None or (model.hf_config and hub.is_hub_id(model.path)):
+        if wrong := wrong_fields(model.hf_config):
+            raise ConfigError("\n".join(f"model.hf_config.{line}" for line in wrong))
         return model.hf_config
     file = Path(model.path) / "config.json"
     try:
-        return read_outside_json(file)
+        return read_model_config(file)
     except OSError as error:
         raise ConfigError(
             f"model.path={model.path}: {file} cannot be read ({error.strerror}); give a Hugging "

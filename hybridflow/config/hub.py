@@ -6,13 +6,13 @@ setting of the library (such as HF_HUB_OFFLINE) is changed.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hybridflow.config.outside_json import read_outside_json
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 
@@ -58,7 +58,7 @@ def _has_weights(folder: Path) -> bool:
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_outside_json(index)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return all((folder / str(name)).is_file() for name in names)

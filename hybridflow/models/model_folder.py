@@ -15,7 +15,9 @@ from hybridflow.errors import ModelError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _POINTER = b"version https://git-lfs"
-_MOST_HEADER_BYTES = 100 << 20  # limit of the safetensors library
+_MOST_HEADER_BYTES = 16 << 20  # a header has about 130 bytes per tensor
+_MOST_FILES = 100_000
+_LONGEST_NAME = 255  # bytes; limit of the file systems of Linux
 
 
 def check_weights(folder: Path, tensors: Collection[str] = ()) -> None:
@@ -61,15 +63,9 @@ def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
             raise ModelError(
                 f"{index} is a git-lfs pointer in place of the file; {_again(folder, pointer=True)}"
             )
-        try:
-            weight_map = read_outside_json(index)["weight_map"]
-            held: dict[str, set[str]] = {}
-            for name, file in weight_map.items():
-                held.setdefault(Path(file).name, set()).add(name)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            raise ModelError(
-                f"{index} is no index of weights ({error}); {_again(folder)}"
-            ) from error
+        held: dict[str, set[str]] = {}
+        for name, file in read_weight_map(index).items():
+            held.setdefault(file, set()).add(name)
         return held, sorted(held)
     if (folder / SINGLE).is_file():
         return {}, [SINGLE]
@@ -87,6 +83,45 @@ def _listed(folder: Path) -> tuple[dict[str, set[str]], list[str]]:
     raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}{found}; {_again(folder)}")
 
 
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return {tensor: file} of an index.
+
+    File names must be plain names, so that an untrusted folder cannot refer to files outside of it.
+
+    Raises:
+        ModelError: the index cannot be read, or names what is no file of its folder.
+    """
+    try:
+        found = read_outside_json(index).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{index} is no index of weights ({error}); {_again(index.parent)}"
+        ) from error
+    if not isinstance(found, dict):
+        raise ModelError(
+            f"{index} is no index of weights (it has no weight_map); {_again(index.parent)}"
+        )
+    files = set[str]()
+    for name, file in found.items():
+        if not isinstance(file, str) or (file not in files and not _is_plain(file)):
+            raise ModelError(
+                f"{index}: tensor {name[:80]} is said to lie in {repr(file)[:80]}, which is no "
+                "file of this folder"
+            )
+        files.add(file)
+    if len(files) > _MOST_FILES:
+        raise ModelError(f"{index} names {len(files)} files, and no model has that many")
+    return found
+
+
+def _is_plain(name: str) -> bool:
+    return (
+        name not in ("", ".", "..")
+        and not {"/", "\0"} & set(name)
+        and len(name.encode(errors="replace")) <= _LONGEST_NAME
+    )
+
+
 def _names_in(file: Path) -> set[str]:
     """Return the tensor names of a safetensors file after checking that the file is not
     truncated."""
@@ -99,10 +134,12 @@ def _names_in(file: Path) -> set[str]:
         length = int.from_bytes(stream.read(8), "little")
         data = stream.read(min(length, _MOST_HEADER_BYTES))
     try:
+        if length > _MOST_HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes")
         header = json.loads(data)
         names = {name for name in header if name != "__metadata__"}
-        end = max((header[name]["data_offsets"][1] for name in names), default=0)
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        end = max((int(header[name]["data_offsets"][1]) for name in names), default=0)
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
         raise ModelError(f"{file} is no whole safetensors file; {_again(file.parent)}") from error
     if size != 8 + length + end:
         raise ModelError(

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from hybridflow.config.outside_json import read_outside_json
+from hybridflow.config.model_config import read_model_config
 from hybridflow.errors import ModelError
 from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
-from hybridflow.models.model_folder import INDEX, SINGLE
+from hybridflow.models.model_folder import INDEX, SINGLE, read_weight_map
 
 # files copied along with weights: tokenizers, templates, generation settings, remote code, licences
 _COMPANIONS = (
@@ -99,7 +99,7 @@ class SafetensorsFolder:
         self.quantisation = _quantisation_of(config) if config.exists() else None
         index = self.folder / INDEX
         if index.exists():
-            self.files = _weight_map(index)
+            self.files = read_weight_map(index)
         elif (self.folder / SINGLE).exists():
             from safetensors import SafetensorError, safe_open
 
@@ -178,28 +178,8 @@ class SafetensorsFolder:
             return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return {tensor: file} of an index.
-
-    File names must be plain names, so that an untrusted folder cannot refer to files outside of it.
-    """
-    try:
-        found = read_outside_json(index).get("weight_map")
-    except ValueError as error:
-        raise ModelError(f"{index} is {error}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{index} has no weight_map")
-    for name, file in found.items():
-        if not isinstance(file, str) or Path(file).name != file or file == "..":
-            raise ModelError(
-                f"{index}: tensor {name} is said to lie in {file!r}, which is no file of this "
-                "folder"
-            )
-    return found
-
-
 def _quantisation_of(config: Path) -> BlockQuantisation | None:
     try:
-        return BlockQuantisation.of_checkpoint(read_outside_json(config))
+        return BlockQuantisation.of_checkpoint(read_model_config(config))
     except (ModelError, ValueError) as error:
         raise ModelError(f"{config}: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.config.outside_json import read_outside_json
+from hybridflow.config.model_config import read_model_config
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models import family_of
 from hybridflow.models.decoder import Decoder
@@ -224,7 +224,7 @@ def read_config(model: str) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
         try:
-            return read_outside_json(file)
+            return read_model_config(file)
         except ValueError as error:
             raise ModelError(f"{file} is {error}") from error
     return published(model)

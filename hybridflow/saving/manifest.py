@@ -23,6 +23,7 @@ from typing import Any
 
 import xxhash
 
+from hybridflow.config.model_config import wrong_fields
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import CheckpointError
 
@@ -129,6 +130,8 @@ class Manifest:
             for key, kind in _KINDS.items():
                 if type(known[key]) is not kind:
                     raise ValueError(f"{key} is {str(known[key])[:80]!r}")
+            if wrong := wrong_fields(known["hf_config"]):
+                raise ValueError(f"hf_config: {wrong[0]}")
             return cls(**{**known, "contains": tuple(map(str, known["contains"]))}, files=files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(

@@ -13,7 +13,7 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.config.outside_json import read_outside_json
+from hybridflow.config.model_config import read_model_config
 from hybridflow.config.outside_text import read_outside_bytes
 from hybridflow.config.outside_yaml import read_outside_yaml
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
@@ -355,7 +355,7 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
 
     file = folder / "config.json"
     try:
-        hf_config = read_outside_json(file)
+        hf_config = read_model_config(file)
     except FileNotFoundError as error:
         raise ConfigError(f"{folder} is not a Hugging Face folder: there is no {file}") from error
     except ValueError as error:

@@ -1,0 +1,120 @@
+"""Reader of a model's config.json: fields from which layouts and plans are computed have a type and
+a range, so that an untrusted or damaged file is one message and cannot fill the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.outside_json import read_outside_json
+
+# {field: (least, most)}; the upper bounds are far above any published model's sizes
+_SIZES: Mapping[str, tuple[int, int]] = {
+    "num_hidden_layers": (1, 10_000),
+    "hidden_size": (1, 1 << 20),
+    **dict.fromkeys(
+        ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+        (1, 1 << 22),
+    ),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 1 << 16)),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (1, 1 << 16)),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), (1, 1 << 20)),
+    "vocab_size": (1, 1 << 26),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (1, 1 << 16)),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), (1, 1 << 16)),
+    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace"), (0, 1 << 16)),
+    "num_nextn_predict_layers": (0, 64),
+    "max_position_embeddings": (1, 1 << 40),
+    "original_max_position_embeddings": (1, 1 << 40),
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MOST_EXPERTS = 1 << 18  # of all layers; Kimi-K2 has 23,000
+_NUMBERS: Mapping[str, tuple[float, float]] = {
+    "rms_norm_eps": (0.0, 1.0),
+    "rope_theta": (1.1, 1e18),
+    "partial_rotary_factor": (0.01, 1.0),
+    "routed_scaling_factor": (0.0, 1e6),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), (0.001, 1e9)),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), (0.001, 1e9)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), (0.0, 1e9)),
+}
+_FLAGS = ("tie_word_embeddings", "attention_bias", "qkv_bias", "use_qk_norm", "norm_topk_prob")
+_ROTARY = ("rope_scaling", "rope_parameters")
+_QUANTISATION = "quantization_config"
+
+
+def read_model_config(file: Path) -> dict[str, Any]:
+    """Return the contents of a config.json.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        ValueError: as for `read_outside_json`, or a field has another type or an absurd value. The
+            message names the field, and not the file.
+    """
+    values = read_outside_json(file)
+    if wrong := wrong_fields(values):
+        raise ValueError(f"no config of a model: {wrong[0]}")
+    return values
+
+
+def wrong_fields(values: Mapping[str, Any]) -> list[str]:
+    """Return a line for each field whose value no model can have. Absent fields and null are left
+    to the family."""
+    return [*_wrong_scalars(values), *_wrong_groups(values)] or _wrong_products(values)
+
+
+def _wrong_scalars(values: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name in _SIZES:
+            least, most = _SIZES[name]
+            if type(value) is not int or not least <= value <= most:
+                yield _line(name, value, f"a whole number from {least} to {most}")
+        elif name in _NUMBERS:
+            low, high = _NUMBERS[name]
+            if type(value) not in (int, float) or not low <= value <= high:
+                yield _line(name, value, f"a number from {low:g} to {high:g}")
+        elif name in _FLAGS and not isinstance(value, bool):
+            yield _line(name, value, "true or false")
+
+
+def _wrong_groups(values: Mapping[str, Any]) -> Iterator[str]:
+    for name in (*_ROTARY, _QUANTISATION):
+        value = values.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            yield _line(name, value, "an object")
+        elif value and name in _ROTARY:
+            yield from (f"{name}.{line}" for line in _wrong_scalars(value))
+        elif value:
+            yield from _wrong_quantisation(value)
+    kinds = values.get("mlp_layer_types")
+    if kinds is not None and not _is_list_of(str, kinds):
+        yield _line("mlp_layer_types", kinds, "a list of names")
+
+
+def _wrong_quantisation(values: Mapping[str, Any]) -> Iterator[str]:
+    block = values.get("weight_block_size")
+    if block is not None and not _is_list_of(int, block):
+        yield _line(f"{_QUANTISATION}.weight_block_size", block, "two whole numbers")
+    skipped = values.get("modules_to_not_convert")
+    if skipped is not None and not _is_list_of(str, skipped):
+        yield _line(f"{_QUANTISATION}.modules_to_not_convert", skipped, "a list of names")
+
+
+def _wrong_products(values: Mapping[str, Any]) -> list[str]:
+    """Check numbers that are sizes each."""
+    layers = values.get("num_hidden_layers") or 0
+    experts = max(values.get(name) or 0 for name in _EXPERTS)
+    if layers * experts <= _MOST_EXPERTS:
+        return []
+    return [f"{layers} layers of {experts} experts are more than {_MOST_EXPERTS} experts in all"]
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(type(one) is kind for one in value)
+
+
+def _line(name: str, value: Any, wanted: str) -> str:
+    return f"{name}={repr(value)[:80]}, where {wanted} belongs"
