@@ -3,6 +3,7 @@ rejected with one line."""
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +27,18 @@ def read_outside_json(
         ValueError: as for `read_outside_bytes`; or not JSON, nested too deeply, not an object, or
             too large for memory. The message does not name the file.
     """
+    value = parse_outside_json(read_outside_bytes(path, most_bytes), unique=unique)
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__} where an object belongs")
+    return value
+
+
+def parse_outside_json(data: bytes, *, unique: bool = False) -> Any:
+    """Return the value that `data` describes. Raises ValueError as `read_outside_json` does."""
+    collects = gc.isenabled()
+    gc.disable()  # it would look at all lists again and again as their number grows
     try:
-        value = json.loads(
-            read_outside_bytes(path, most_bytes), object_pairs_hook=_once if unique else None
-        )
+        return json.loads(data, object_pairs_hook=_once if unique else None)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except MemoryError as error:
@@ -38,9 +47,9 @@ def read_outside_json(
         raise ValueError(f"not UTF-8: {error}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"a JSON {type(value).__name__} where an object belongs")
-    return value
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

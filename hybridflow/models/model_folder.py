@@ -5,11 +5,10 @@ Reads only the file headers and does not need torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
-from hybridflow.config.outside_json import read_outside_json
+from hybridflow.config.outside_json import parse_outside_json, read_outside_json
 from hybridflow.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -136,10 +135,10 @@ def _names_in(file: Path) -> set[str]:
     try:
         if length > _MOST_HEADER_BYTES:
             raise ValueError(f"its header has {length} bytes")
-        header = json.loads(data)
+        header = parse_outside_json(data)
         names = {name for name in header if name != "__metadata__"}
         end = max((int(header[name]["data_offsets"][1]) for name in names), default=0)
-    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise ModelError(f"{file} is no whole safetensors file; {_again(file.parent)}") from error
     if size != 8 + length + end:
         raise ModelError(
