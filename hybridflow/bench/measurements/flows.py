@@ -23,9 +23,8 @@ FLOWS = {"grpo": "grpo", "ppo": "gae"}  # flow -> estimator
 STEPS = 20
 PROMPTS = 64
 SAMPLES = 8  # of a prompt
-TOKENS = (
-    8  # of an answer: few, so that advantages, which both sides compute, take no time
-)
+# of an answer: few, so that advantages, which both sides compute, take no time
+TOKENS = 8
 ROUNDS = 7
 MOST_MS = 5.0
 
@@ -195,13 +194,16 @@ def _trainer(workers: _Workers, timeline: str) -> SimpleNamespace:
         ),
         policy=workers,
         others=dict.fromkeys(others, workers),
+        learners={},
         engines=workers,
         samples=workers,
         advantages=workers.advantages,
         devices=Devices(lambda role: derived.pool_of(config, role), times),
         phases=SimpleNamespace(training=_memory, sync=_memory),
         records=SimpleNamespace(
-            check_log_probs=lambda batch, step: None, trained=_later, validate=_later
+            check_log_probs=lambda batch, step, name: None,
+            trained=_later,
+            validate=_later,
         ),
         state={},
         step=0,
