@@ -101,6 +101,8 @@ class Run:
         self.reference = Role(self, "reference")
         self.reward_model = Role(self, "reward_model")
         self.teacher = Role(self, "teacher")
+        # the further policies, by their names
+        self.roles = {name: Role(self, name) for name in self.config.roles}
 
     @property
     def folder(self) -> Path:
@@ -450,6 +452,30 @@ class Role:
     def update(self, batch: DataProto) -> None:
         """All updates of a step."""
         self._call("update", batch)
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], n: int | None = None
+    ) -> DataProto:
+        """`n` samples (`rollout.n`) of each prompt, for training: a policy's, before its passes or
+        after `sync()`."""
+        found: DataProto = self._run._in_step(
+            lambda flow: getattr(flow, self._name).generate(prompts, n)
+        )
+        return found
+
+    def advantages(self, batch: DataProto) -> DataProto:
+        """A further policy's batch with advantages of its scores."""
+
+        async def add(flow: Any) -> DataProto:
+            found: DataProto = getattr(flow, self._name).advantages(batch)
+            return found
+
+        found: DataProto = self._run._in_step(add)
+        return found
+
+    def take(self, other: Role) -> None:
+        """The weights of another policy of the same model, for a further policy."""
+        self._run._in_step(lambda flow: getattr(flow, self._name).take(getattr(flow, other._name)))
 
 
 _open: Run | None = None

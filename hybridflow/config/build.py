@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from hybridflow.config.keys import Kind, description, hints_of, kind_of, unknown_key
-from hybridflow.config.schema import PolicyConfig, RunConfig
+from hybridflow.config.schema import ModelConfig, PolicyConfig, RunConfig
 from hybridflow.errors import ConfigError
 
 
@@ -30,7 +30,12 @@ def build(values: Mapping[str, Any]) -> RunConfig:
     first = PolicyConfig(config.model, config.actor, config.rollout)
     roles = {}
     for name, given in config.roles.items():
-        roles[name] = build_options(first, given, f"roles.{name}")
+        base = first
+        model = given.get("model") if isinstance(given, Mapping) else None
+        if isinstance(model, Mapping) and model.get("path") is not None:
+            # tokenizer, sizes and family of the first policy's model are those of another one
+            base = dataclasses.replace(first, model=ModelConfig(dtype=config.model.dtype))
+        roles[name] = build_options(base, given, f"roles.{name}")
     return dataclasses.replace(config, roles=roles)
 
 

@@ -70,12 +70,9 @@ def located(config: RunConfig) -> RunConfig:
     for section in ("model", *ROLES):
         if section == "actor":
             continue  # its model is `model`
-        part = getattr(config, section)
-        for key in ("path", "tokenizer"):
-            name = getattr(part, key, None)
-            if name is not None and is_hub_id(name) and (folder := cached(name, "model")):
-                part = replace(part, **{key: str(folder)})
-        config = replace(config, **{section: part})
+        config = replace(config, **{section: _of_model(getattr(config, section))})
+    roles = {name: replace(own, model=_of_model(own.model)) for name, own in config.roles.items()}
+    config = replace(config, roles=roles)
     data = config.data
     sft = config.sft
     pairs = config.reward_training
@@ -94,6 +91,15 @@ def located(config: RunConfig) -> RunConfig:
             val_files=_files(pairs.val_files, "test"),
         ),
     )
+
+
+def _of_model(part: Any) -> Any:
+    """Resolve the model and the tokenizer of a section."""
+    for key in ("path", "tokenizer"):
+        name = getattr(part, key, None)
+        if name is not None and is_hub_id(name) and (folder := cached(name, "model")):
+            part = replace(part, **{key: str(folder)})
+    return part
 
 
 def _of_val_set(given: Any) -> Any:

@@ -29,6 +29,11 @@ def check(config: RunConfig, job: str = "train") -> None:
         dict.fromkeys(_folder_problems(config, job))
     ):
         raise ConfigError("\n".join(found))
+    for name in config.roles if job == "train" else ():
+        try:
+            check(derived.policy_view(config, name), job)
+        except ConfigError as error:
+            raise ConfigError(f"roles.{name}: {error}") from error
 
 
 def _folder_problems(config: RunConfig, job: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 from hybridflow.config import derived
 from hybridflow.config.check import problems
 from hybridflow.config.load import dump_yaml, load_config
-from hybridflow.config.schema import RunConfig
+from hybridflow.config.schema import ModelConfig, RunConfig
 from hybridflow.errors import ConfigError
 from hybridflow.placement import pools_of
 from hybridflow.planning.deadlines import StartAllowance
@@ -46,6 +46,15 @@ def test_a_policy_has_the_settings_of_the_first_one_where_it_gives_no_others(
     file = tmp_path / "again.yaml"
     file.write_text(dump_yaml(config))
     assert load_config("again", [], tmp_path) == config
+
+
+def test_a_policy_with_its_own_model_has_nothing_of_the_first_ones(tmp_path: Path) -> None:
+    config = given(tmp_path, "{tester: {model: {path: some/model}}}", "model.dtype=bfloat16")
+    model = config.roles["tester"].model
+    assert model == ModelConfig(path="some/model", dtype="bfloat16")
+    assert any(
+        "roles.tester" in line and "hf download some/model" in line for line in problems(config)
+    )
 
 
 def test_a_policy_has_devices_of_its_own(tmp_path: Path) -> None:
@@ -86,7 +95,7 @@ def test_a_policy_has_devices_of_its_own(tmp_path: Path) -> None:
             (),
             "its engines have devices of their own",
         ),
-        (f"{{tester: {{{ONE}, actor: {{policy_loss: nope}}}}}}", (), "policy_loss"),
+        ("{tester: {actor: {policy_loss: nope}}}", (), "roles.tester.actor.policy_loss"),
     ],
 )
 def test_what_is_wrong_is_named_with_the_policy(
