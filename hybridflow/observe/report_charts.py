@@ -260,7 +260,9 @@ def _recorded(run: RunFolder) -> list[Chart]:
     """A chart for each number that the flow has recorded, for the sampled score where the flow has
     replaced it, and for score and KL divergence of further policies."""
     charts = [_one(run, "Score as it was sampled", "critic/sampled_score/mean", "score")]
-    for name in run.setting("roles") or ():
+    end = "/critic/score/mean"
+    names = sorted(name for name in run.names("train") if name.endswith(end))
+    for name in (one.removesuffix(end) for one in names):
         charts.append(_one(run, f"Score of the {name}", f"{name}/critic/score/mean", "score"))
         charts.append(_one(run, f"Policy change of the {name}", f"{name}/actor/ppo_kl", "KL"))
     for name in sorted(run.names("train")):
