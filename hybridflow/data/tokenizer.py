@@ -22,6 +22,7 @@ from hybridflow.errors import DataError
 _NOT_A_TOKEN = "\ufffd"
 # file names of vocabularies
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "merges.txt")
+_MOST_SETTINGS_BYTES = 8 << 20  # published ones have up to 2 MB
 
 
 class Tokenizer:
@@ -322,6 +323,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{folder}: {', '.join(strange[:4])} is not a regular file; remove pipes, devices and "
             "broken links from the tokenizer's folder"
         )
+    for file in _settings(folder):
+        if file.stat().st_size > _MOST_SETTINGS_BYTES:
+            raise DataError(
+                f"{file} is larger than {_MOST_SETTINGS_BYTES} bytes, and no tokenizer's settings "
+                "are; download it again"
+            )
     # transformers creates an empty tokenizer from a folder that has only a model's config.json
     if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
         raise DataError(
@@ -350,6 +357,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if hf.chat_template and (token := found.template.closing_token) is not None:
         stops.add(int(hf.convert_tokens_to_ids(token)))
     return found._with(stop_ids=tuple(sorted(stops)))
+
+
+def _settings(folder: Path) -> Iterator[Path]:
+    """Yield the files that transformers reads beside the vocabulary, whole and before any check."""
+    for name in ("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config"):
+        yield from folder.glob(f"{name}.json")
+    yield from folder.glob("*.jinja")
 
 
 def _read(folder: Path) -> Any:

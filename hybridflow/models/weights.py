@@ -36,14 +36,23 @@ _COMPANIONS = (
     ),
     *("generation_config.json", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
+_MOST_COMPANION_BYTES = 256 << 20  # the largest published tokenizers have 40 MB
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy a published folder's regular files that are neither weights nor config.json,
-    unchanged."""
+    """Copy a published folder's regular files that are neither weights nor config.json, unchanged.
+
+    Raises:
+        ModelError: a file is larger than any of these is, and its copy might fill the disk.
+    """
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
             if file.is_file():
+                if file.stat().st_size > _MOST_COMPANION_BYTES:
+                    raise ModelError(
+                        f"{file} is larger than {_MOST_COMPANION_BYTES} bytes, which no file next "
+                        "to a model's weights is; download it again"
+                    )
                 copy = target / file.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copy2(file, copy)

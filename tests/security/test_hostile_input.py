@@ -175,6 +175,15 @@ def test_a_hostile_tokenizer_file(tmp_path: Path, text: str) -> None:
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_settings_of_a_tokenizer_without_an_end_are_not_read(tmp_path: Path, name: str) -> None:
+    folder = tokenizer_folder(tmp_path)
+    with (folder / name).open("ab") as sparse:
+        sparse.truncate(1 << 40)
+    with pytest.raises(DataError, match=rf"{name} is larger than 8388608 bytes"):
+        load_tokenizer(folder)
+
+
 def test_a_pipe_among_a_tokenizers_files(tmp_path: Path) -> None:
     folder = tokenizer_folder(tmp_path)
     os.mkfifo(folder / "added_tokens.json")
