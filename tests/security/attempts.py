@@ -57,6 +57,7 @@ def facts_of(taken: Inventory, processes: Sequence[psutil.Process], shared: Path
     )
     return {
         "private": {name: name for name in closed},
+        "open": [edge.name for edge in of["folder"] if edge.is_of_run],
         "files": {name: name for name in files},
         "secret_files": {name: name for name in secret},
         "locks": [edge.name for edge in of["lock"]],

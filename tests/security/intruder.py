@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import secrets
 import signal
 import socket
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ OVER = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 OVER |= zmq.EVENT_DISCONNECTED
+_KEY = re.compile(rb"[\w+/=-]{16,}")
 
 
 class Trap:
@@ -96,7 +99,12 @@ def on_files(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, file in facts["files"].items():
         yield f"write {name}", refused(_open, file, "r+b")
         yield f"replace {name}", refused(_rename, file)
+    for folder in facts["open"]:
+        yield f"create a file in {folder}", refused(Path(folder, "intruder").write_text, "x")
+        yield f"find a key in {folder}", refused(_find_key, folder, facts["digests"])
     for file in facts["locks"]:
+        # who can open it can hold it before the next start of the run
+        yield f"open {file}", refused(_open, file, "rb")
         yield f"hold {file}", refused(_hold, file)
     for name, file in facts["secret_files"].items():
         yield f"read {name}", refused(_open, file, "rb")
@@ -121,6 +129,16 @@ def _hold(file: str) -> str:
     with open(file, "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return "held"
+
+
+def _find_key(folder: str, digests: list[str]) -> str:
+    """Which of the files that can be read holds a credential, by its digest."""
+    for path in sorted(Path(folder).iterdir()):
+        with suppress(OSError):
+            text = path.read_bytes() if path.is_file() else b""
+            if any(hashlib.sha256(word).hexdigest() in digests for word in _KEY.findall(text)):
+                return path.name
+    return ""
 
 
 def _watch(folder: str) -> str:

@@ -60,6 +60,7 @@ def test_each_attempt_succeeds_where_a_door_is_open(shared: Path, is_open: bool)
         "files": {"a file": str(sockets / "key")},
     }
     facts |= {
+        "open": [],
         "locks": [],
         "fork_servers": [],
         "secret_files": {"a key": str(sockets / "key")},

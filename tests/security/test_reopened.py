@@ -3,6 +3,7 @@ opened in a live run by hand, others by a process that does what none may."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,12 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import yaml
 
 from tests.security import launchers
+from tests.security.attempts import attempts_of_nobody, facts_of
 from tests.security.inventory import edges_of, take
 
 pytestmark = [
@@ -126,39 +129,83 @@ def key_in_a_log(live: launchers.Live) -> Iterator[None]:
         log.unlink()
 
 
-BY_HAND: dict[str, tuple[Callable[[launchers.Live], AbstractContextManager[None]], str]] = {
+# how it is opened, what the inventory says, and the attempt of another user that succeeds
+BY_HAND: dict[str, tuple[Callable[[launchers.Live], AbstractContextManager[None]], str, str]] = {
     "Ray's folder": (
         lambda live: mode(ray_folder(live), 0o777),
         "/hf-ray-.* others can list, write, enter",
+        r"create a file in .*/hf-ray-[\w-]+$",
     ),
     "an engine's folder": (
         lambda live: mode(one_of(live, "file", "/keys.yaml").parent, 0o755),
         "/hf-engine-.*enter",
+        r"list .*/hf-engine-[\w-]+$",
     ),
-    "an engine's keys": (keys_readable, r"keys\.yaml .*: others can read"),
+    "an engine's keys": (
+        keys_readable,
+        r"keys\.yaml .*: others can read",
+        r"read .*/keys\.yaml$",
+    ),
     "the run folder's lock": (
         lambda live: mode(one_of(live, "lock", ".e2e.lock"), 0o644),
         "lock .* others can read",
+        r"open .*\.e2e\.lock$",
     ),
     "shared memory": (
         lambda live: mode(one_of(live, "shared memory"), 0o666),
         "shared memory .* others can read",
+        "write /dev/shm/",
     ),
     "a folder of the run": (
         lambda live: mode(live.folder / "logs", 0o777),
         "logs .*others can list, write, enter",
+        "create a file in .*/logs$",
     ),
-    "a key in a log": (key_in_a_log, "leak.log holds a credential"),
+    "a key in a log": (key_in_a_log, "leak.log holds a credential", "find a key in .*/logs$"),
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("door", BY_HAND)
 def test_the_inventory_sees_a_door_opened_by_hand(live: launchers.Live, door: str) -> None:
-    opened, fault = BY_HAND[door]
+    opened, fault, _ = BY_HAND[door]
     with opened(live):
         faults = take(live.processes(), live.run_folders).faults
     assert any(re.search(fault, line) for line in faults), faults
+
+
+@pytest.fixture(scope="module")
+def facts(live: launchers.Live) -> dict[str, Any]:
+    """What an intruder knows of the run with every door closed, for attempts on files."""
+    processes = live.processes()
+    taken = take(processes, live.run_folders)
+    assert taken.faults == ()
+    return {**facts_of(taken, processes, live.run_folders[0]), "kinds": 1}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("door", BY_HAND)
+def test_another_user_gets_in_by_a_door_opened_by_hand(
+    live: launchers.Live, facts: dict[str, Any], door: str, tmp_path: Path
+) -> None:
+    opened, _, attempt = BY_HAND[door]
+    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    with opened(live):
+        got = [name for name, what in attempts_of_nobody(tmp_path / "facts.json") if what]
+    assert any(re.search(attempt, name) for name in got), got
+
+
+@pytest.mark.full
+def test_another_user_finds_a_key_in_a_command_line(
+    live: launchers.Live, facts: dict[str, Any], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", "input()", "--api-key", _key(live)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        told = {**facts, "pids": [process.pid], "kinds": 2}
+        (tmp_path / "facts.json").write_text(json.dumps(told))
+        got = [name for name, what in attempts_of_nobody(tmp_path / "facts.json") if what]
+        process.communicate(b"\n")
+    assert got == ["find a key in a command line"]
 
 
 # ---- at the OpenAI endpoint
