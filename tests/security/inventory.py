@@ -148,12 +148,15 @@ def _temporary(processes: Sequence[psutil.Process]) -> Iterator[str]:
 
 
 def _paths(pid: int, places: Sequence[str]) -> Iterator[Path]:
-    """What a process has open, mapped, or as its folder, in one of the places."""
+    """What a process has open, mapped, as its folder or in its command line, in one of the
+    places."""
     try:
         links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
         maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
         links += [line.split(maxsplit=5)[5] for line in maps if line.count("/")]
         links.append(os.readlink(f"/proc/{pid}/cwd"))
+        # a title that a process has given itself has blanks between its words
+        links += re.findall(r"(?<=[\0 ])/[^\0 ]+", Path(f"/proc/{pid}/cmdline").read_text())
         unix = {fields[6]: fields[7] for fields in _unix_sockets()}
         links += [
             unix[link[8:-1]] for link in links if link.startswith("socket:[") and link[8:-1] in unix
