@@ -61,7 +61,7 @@ from hybridflow.trainer.generation import start_both
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
 from hybridflow.trainer.job import Job
 from hybridflow.trainer.layout import layout_text
-from hybridflow.trainer.loop import RLTrainer
+from hybridflow.trainer.loop import RLTrainer, check_trained_roles
 from hybridflow.trainer.own_policies import Learner
 from hybridflow.trainer.preload import Preload
 from hybridflow.trainer.protocols import Role
@@ -217,6 +217,7 @@ def _check(
     rewards.check_data_sources(sources_to_score(job.config, dataset, *held_out.values()))
     check_truths(rewards, job.config, dataset, *held_out.values())
     check_steps(job.config)
+    check_trained_roles(job.config, job.checkpoint)
     check_flow(job.config, job.progress.message)
 
 

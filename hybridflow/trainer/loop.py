@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from hybridflow.config import derived
 from hybridflow.config.registry import is_user_entry
+from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import (
     CheckpointError,
@@ -46,6 +47,27 @@ from hybridflow.trainer.samples import Samples
 from hybridflow.trainer.session import Session
 from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
+
+
+def check_trained_roles(config: RunConfig, checkpoint: Checkpoint | None) -> None:
+    """Check, before anything starts, that a checkpoint of this phase has all models that this run
+    trains.
+
+    Raises:
+        CheckpointError: it is of a run without one of them.
+    """
+    if checkpoint is None or checkpoint.phase != "rl":
+        return
+    trained = [
+        role for role in derived.roles_in_use(config) if role != "actor" and ROLES[role].trains
+    ]
+    lacks = [name for name in (*trained, *config.roles) if not (checkpoint.folder / name).is_dir()]
+    if lacks:
+        raise CheckpointError(
+            f"{checkpoint.folder} is of a run that did not train the {' and the '.join(lacks)}, and "
+            "this run does; start anew under another name=..., or go on with the settings of the "
+            "earlier run"
+        )
 
 
 class RLTrainer:
@@ -153,11 +175,7 @@ class RLTrainer:
         )
 
     async def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on after a checkpoint of this phase.
-
-        Raises:
-            CheckpointError: it is of a run without a critic, and this one has one.
-        """
+        """Go on after a checkpoint of this phase (`check_trained_roles`)."""
         swapped = derived.needs_reference(self.config) and not self.reference
         await self.policy.call(
             PolicyWorker.load, checkpoint.policy, self.config.actor.optim, swapped

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config.schema import PolicyConfig
-from hybridflow.errors import ConfigError
+from hybridflow.config.schema import PolicyConfig, RunConfig
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.flows.base import flow
+from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.flow_check import check_flow
+from hybridflow.trainer.loop import check_trained_roles
 from tests.unit.flows.bodies import following, own
 from tests.unit.trainer.worlds import config_of
 
@@ -87,6 +89,25 @@ def test_a_misspelt_role_is_no_policy_of_its_own() -> None:
     with pytest.raises(ConfigError, match="did you mean 'critic'"):
         flow("x", roles=("policy", "critik"))(_body)
     flow("other_names", roles=("policy", "tester"))(_body)
+
+
+def test_a_checkpoint_without_a_policy_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    config = config_of(tmp_path / "run")
+    checkpoint = Checkpoint(tmp_path, "rl", 1, {})
+    check_trained_roles(config, checkpoint)
+    roles = {"tester": PolicyConfig(config.model, config.actor, config.rollout)}
+    check_trained_roles(replace(config, roles=roles), None)
+    with pytest.raises(CheckpointError, match="did not train the tester.*another name"):
+        check_trained_roles(replace(config, roles=roles), checkpoint)
+    with pytest.raises(CheckpointError, match="did not train the critic"):
+        check_trained_roles(following_gae(config), checkpoint)
+    (tmp_path / "tester").mkdir()
+    check_trained_roles(replace(config, roles=roles), checkpoint)
+
+
+def following_gae(config: RunConfig) -> RunConfig:
+    return replace(config, algorithm=replace(config.algorithm, adv_estimator="gae"))
 
 
 async def _body(run: object) -> None:
