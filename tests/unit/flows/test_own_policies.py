@@ -98,7 +98,7 @@ def test_a_checkpoint_without_a_policy_is_refused_before_anything_starts(tmp_pat
     check_trained_roles(config, checkpoint)
     roles = {"tester": PolicyConfig(config.model, config.actor, config.rollout)}
     check_trained_roles(replace(config, roles=roles), None)
-    with pytest.raises(CheckpointError, match="did not train the tester.*another name"):
+    with pytest.raises(CheckpointError, match=r"did not train the tester.*another name"):
         check_trained_roles(replace(config, roles=roles), checkpoint)
     with pytest.raises(CheckpointError, match="did not train the critic"):
         check_trained_roles(following_gae(config), checkpoint)
