@@ -64,9 +64,9 @@ def check_trained_roles(config: RunConfig, checkpoint: Checkpoint | None) -> Non
     lacks = [name for name in (*trained, *config.roles) if not (checkpoint.folder / name).is_dir()]
     if lacks:
         raise CheckpointError(
-            f"{checkpoint.folder} is of a run that did not train the {' and the '.join(lacks)}, and "
-            "this run does; start anew under another name=..., or go on with the settings of the "
-            "earlier run"
+            f"{checkpoint.folder} is of a run that did not train the {' and the '.join(lacks)}, "
+            "and this run does; start anew under another name=..., or go on with the settings of "
+            "the earlier run"
         )
 
 
