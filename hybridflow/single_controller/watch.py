@@ -31,6 +31,7 @@ _FAILED_LOOKS = 3
 _CONNECT_S = 2.0
 # a main thread that handles no signal within this time is in a call that never returns
 _DEAF_S = 15.0
+_AGAIN_S = 0.5
 
 
 class Watch:
@@ -87,15 +88,24 @@ class Watch:
                 )
                 # without our handler the signal would kill this process
                 if ours and not self._over.is_set():
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
-                    if not self._heard.wait(_DEAF_S):
-                        self._end()
+                    self._interrupt_main()
                 return
             self._wait(kept)
 
+    def _interrupt_main(self) -> None:
+        """Signal the main thread until it handles the signal: one that arrives just before a system
+        call does not end that call."""
+        deadline = time.monotonic() + _DEAF_S
+        while not self._heard.is_set():
+            if time.monotonic() >= deadline:
+                self._end()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+            self._heard.wait(min(_AGAIN_S, _DEAF_S))
+
     def _interrupt(self, number: int, frame: object) -> None:
-        self._heard.set()
-        raise KeyboardInterrupt
+        if not self._heard.is_set():
+            self._heard.set()
+            raise KeyboardInterrupt
 
     def _end(self) -> None:
         """Terminate this process. A local cluster's guard cleans up afterwards, as after a

@@ -107,6 +107,26 @@ def test_the_main_thread_is_interrupted_where_it_waits(sleeper: subprocess.Popen
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
+def test_a_signal_that_comes_just_before_a_system_call_is_sent_again(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = signal.pthread_kill
+    sent = []
+
+    def lose_the_first(thread: int, number: int) -> None:
+        sent.append(number)
+        if len(sent) > 1:
+            send(thread, number)
+
+    monkeypatch.setattr(signal, "pthread_kill", lose_the_first)
+    watched = watch.Watch(watch.Processes({"gcs_server": sleeper.pid}))
+    with pytest.raises(KeyboardInterrupt):
+        sleeper.kill()
+        time.sleep(120)
+    watched.stop()
+    assert sent == [signal.SIGUSR2] * 2
+
+
 def test_a_guard_that_was_killed_is_replaced(sleeper: subprocess.Popen[bytes]) -> None:
     local = _Local.make()
     killed = local.guard
