@@ -55,7 +55,7 @@ def flow_problems(config: RunConfig) -> Iterator[str]:
     roles = [role for role in derived.roles_in_use(config) if role != "actor"]
     if derived.needs_reference(config) and "reference" not in roles:
         roles.append("reference")
-    for role in roles:
+    for role in (*roles, *config.roles):
         if role not in called:
             yield (
                 f"{given} does not call run.{role}, and this run has a {role.replace('_', ' ')}: "

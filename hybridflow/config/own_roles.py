@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hybridflow.config import derived
-from hybridflow.config.entries import ESTIMATORS, FLOWS
+from hybridflow.config.entries import ESTIMATORS
 from hybridflow.config.role_table import ROLES
 from hybridflow.config.schema import RunConfig
 
@@ -36,25 +36,12 @@ def problems(
                 "no name of Python's; choose another one"
             )
             return
-    yield from _flow(config)
     yield from _unsupported(config)
     for name in config.roles:
         yield from _pool(config, name)
         where = f"roles.{name} (its procs are cluster.procs_per_node here): "
         for line in own_problems(derived.policy_view(config, name)):
             yield where + line
-
-
-def _flow(config: RunConfig) -> Iterator[str]:
-    name = derived.flow_name(config)
-    flow = FLOWS.get(name)
-    for role in config.roles:
-        if role not in flow.roles:
-            yield (
-                f"algorithm.flow={name} does not call run.{role}, and this run has roles.{role}: "
-                "call it in the flow and add it to the flow's roles, or leave roles."
-                f"{role} out"
-            )
 
 
 def _unsupported(config: RunConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain
 
 from hybridflow.errors import ResourceError
-from hybridflow.placement.pools import Group, Packing, Pool
+from hybridflow.placement.pools import Group, Packing, Pool, is_engine
 from hybridflow.placement.shape import ClusterShape, Node
 
 # Below the ephemeral range, so that no outgoing connection can take a port before it is bound. This
@@ -262,7 +262,7 @@ def _members_of(group: Group, pool: Pool, cluster: ClusterShape) -> str:
 
 
 def _members(found: Sequence[Process]) -> str:
-    name = "engine" if found[0].role.endswith("rollout") else "rank"
+    name = "engine" if is_engine(found[0].role) else "rank"
     ranks = sorted({one.rank for one in found})
     parts = sorted({one.part for one in found})
     part = f" (part {_ranges(parts)})" if any(parts) else ""

@@ -29,7 +29,7 @@ class Group:
     @property
     def is_engine(self) -> bool:
         """Whether its members are engines."""
-        return self.role.endswith("rollout")
+        return is_engine(self.role)
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,11 @@ def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tupl
         for name in config.roles:
             pools += _pools_of_policy(name, pools_of(derived.policy_view(config, name), job, kind))
     return tuple(pools)
+
+
+def is_engine(role: str) -> bool:
+    """Return True if the members of this role are engines, also those of a further policy."""
+    return role.rpartition(".")[2] == "rollout"
 
 
 def policy_pool(name: str, section: str) -> str:

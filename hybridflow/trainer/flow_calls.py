@@ -91,6 +91,19 @@ class Call(Pending[DataProto]):
         super().__init__(run, name, lambda: run.merged([self]))
 
 
+async def joined(
+    calls: Sequence[Call], finish: Callable[..., Coroutine[Any, Any, None]]
+) -> DataProto:
+    """The batch of the calls with the columns of all of them, when `finish` (`Devices.finish`) has
+    waited for their tasks."""
+    await finish(*[task for one in calls for task in (*one.tasks, *one.others)])
+    batch = calls[0].batch
+    for call in calls:
+        for task in call.tasks:
+            batch = batch.union(task.result())
+    return batch
+
+
 class Updating(Pending[None]):
     """The updates of a role in a step. They have ended when the call was awaited."""
 

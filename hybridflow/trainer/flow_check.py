@@ -278,11 +278,11 @@ class _Invented:
             policy=_Role(own, "actor"),
             keep=lambda batch: batch,
             advantages=Advantages(config),
-            phases=SimpleNamespace(training=_memory),
+            phases=SimpleNamespace(training=_memory, sync=_memory),
             left_out=set(),
             tokenizer=None,
             generate=generate,
-            sync=self.sync,
+            engines=SimpleNamespace(sync=self.sync),
         )
 
     async def sync(self, version: int) -> SyncReport:

@@ -131,9 +131,8 @@ class RLTrainer:
             self.run = run = FlowRun(self, progress, last)
             run.stop = self.stop
             await run.bring_weights()
-            for learner in self.learners.values():
-                synced = await learner.sync(self.step)
-                learner.left_out = run.say_left_out(synced, learner.left_out, f"{learner.name} ")
+            for part in run.parts.values():
+                await part.bring_weights()
             if self.step == 0 and trainer.val_before_train:
                 await self.records.validate(self.engines, self.step, progress)
             if self.stop is not None:

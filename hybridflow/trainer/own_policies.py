@@ -20,7 +20,14 @@ from hybridflow.rollout.answering import Prompt, samples
 from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
-from hybridflow.trainer.flow_calls import Call, Noting, Pending, checked_batch, refuse_nonfinite
+from hybridflow.trainer.flow_calls import (
+    Call,
+    Noting,
+    Pending,
+    checked_batch,
+    joined,
+    refuse_nonfinite,
+)
 from hybridflow.trainer.flow_roles import TrainedPolicy
 from hybridflow.trainer.groups import role_pass
 from hybridflow.trainer.phases import Phases
@@ -68,11 +75,6 @@ class Learner:
         await other.call(RoleWorker.export, self.folder)
         await self.policy.call(PolicyWorker.fill, self.folder)
 
-    async def sync(self, step: int) -> SyncReport:
-        """Bring the present weights to the engines."""
-        async with self.phases.sync():
-            return await self.engines.sync(step)
-
 
 class WholeRun(Noting, Protocol):
     """The run, as far as its further policies use it (`trainer.run.FlowRun`)."""
@@ -107,7 +109,7 @@ class WholeRun(Noting, Protocol):
 
 
 class OwnPolicy(TrainedPolicy):
-    """`flows.base.OwnPolicy`."""
+    """`flows.base.FurtherPolicy`."""
 
     def __init__(self, run: WholeRun, learner: Learner) -> None:
         self.part = part = PolicyPart(run, learner)
@@ -143,7 +145,7 @@ class PolicyPart:
     """A policy's part of a run's steps; what `TrainedPolicy` asks of a run.
 
     Attributes:
-        is_training: whether devices are the policy's, from its first pass of a step to the sync.
+        holds_memory: whether devices are the policy's, from its first pass of a step to the sync.
         trained: its update of the open step.
         synced: of the open step.
     """
@@ -158,7 +160,7 @@ class PolicyPart:
         self.line = whole.line
         self.note = whole.note
         self.calling = whole.calling
-        self.is_training = False
+        self.holds_memory = False
         self.trained: Trained | None = None
         self.synced: SyncReport | None = None
         self._added: dict[str, object] = {}
@@ -183,8 +185,8 @@ class PolicyPart:
 
     def begin(self, role: str, phase: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run the work when the policy's devices are free."""
-        is_first = not self.is_training
-        self.is_training = True
+        is_first = not self.holds_memory
+        self.holds_memory = True
 
         async def with_memory() -> T:
             if is_first:
@@ -195,12 +197,7 @@ class PolicyPart:
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
         """The batch of the calls with the columns of all of them."""
-        await self.devices.finish(*[task for one in calls for task in (*one.tasks, *one.others)])
-        batch = calls[0].batch
-        for call in calls:
-            for task in call.tasks:
-                batch = batch.union(task.result())
-        return batch
+        return await joined(calls, self.devices.finish)
 
     def training_on(self, batch: DataProto, update: str) -> Trained:
         """The record of its update in the open step.
@@ -231,11 +228,6 @@ class PolicyPart:
         return self.whole.with_own_columns(batch, names, self._added)
 
     # ---- what its calls do
-
-    @property
-    def holds_memory(self) -> bool:
-        """Whether devices are the policy's, from its first pass of a step to the sync."""
-        return self.is_training
 
     async def generate(self, prompts: Sequence[Prompt], n: int) -> DataProto:
         """Samples of the prompts."""
@@ -278,19 +270,23 @@ class PolicyPart:
 
     async def end_training(self) -> None:
         """Wait for its updates; its memory is free then."""
-        if self.is_training:
+        if self.holds_memory:
             await self.devices.finish_pool(self.name)
-        self.is_training = False
+        self.holds_memory = False
         await self._memory.aclose()
 
-    async def sync(self) -> SyncReport:
-        """Bring its weights to its engines."""
+    async def sync(self) -> None:
+        """Bring its weights to its engines, as a phase of the step."""
         await self.end_training()
         with self.whole.phase(f"{self.name}/update_weights"):
-            synced = await self.learner.sync(self.step)
+            self.synced = await self.bring_weights()
+
+    async def bring_weights(self) -> SyncReport:
+        """Send its present weights to its engines; say which were left out or have joined again."""
         learner = self.learner
+        async with learner.phases.sync():
+            synced = await learner.engines.sync(self.step)
         learner.left_out = self.whole.say_left_out(synced, learner.left_out, f"{self.name} ")
-        self.synced = synced
         return synced
 
     def close_step(self) -> Trained | None:

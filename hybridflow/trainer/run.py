@@ -30,7 +30,7 @@ from hybridflow.rollout.protocols import Engines, SyncReport
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.devices import Devices
 from hybridflow.trainer.flow_api import FlowApi
-from hybridflow.trainer.flow_calls import Call, Pending, Updating, refuse_nonfinite
+from hybridflow.trainer.flow_calls import Call, Pending, Updating, joined, refuse_nonfinite
 from hybridflow.trainer.flow_roles import CALLS, TrainedPolicy
 from hybridflow.trainer.flow_watch import FlowWatch
 from hybridflow.trainer.own_policies import Learner, OwnPolicy, PolicyPart
@@ -184,12 +184,7 @@ class FlowRun:
 
     async def merged(self, calls: Sequence[Call]) -> DataProto:
         """The batch of the calls with the columns of all of them."""
-        await self.devices.finish(*[task for one in calls for task in (*one.tasks, *one.others)])
-        batch = calls[0].batch
-        for call in calls:
-            for task in call.tasks:
-                batch = batch.union(task.result())
-        self._batch = batch
+        self._batch = batch = await joined(calls, self.devices.finish)
         await self.record()  # the critic has ended its update of the step before
         return batch
 

@@ -13,6 +13,7 @@ from hybridflow.config.load import dump_yaml, load_config
 from hybridflow.config.schema import ModelConfig, RunConfig
 from hybridflow.errors import ConfigError
 from hybridflow.placement import pools_of
+from hybridflow.placement.pools import is_engine
 from hybridflow.planning.deadlines import StartAllowance
 
 FLOW = """
@@ -65,6 +66,7 @@ def test_a_policy_has_devices_of_its_own(tmp_path: Path) -> None:
     assert [(group.count, group.is_engine) for group in pools["tester.rollout"].groups] == [
         (3, True)
     ]
+    assert is_engine("tester.rollout") and not is_engine("prerollout")
     shared = given(tmp_path, f"{{tester: {{procs: 2, {ONE}, rollout: {{pool: actor}}}}}}")
     groups = {pool.name: [one.role for one in pool.groups] for pool in pools_of(shared)}
     assert groups["tester"] == ["tester", "tester.rollout"]
