@@ -45,7 +45,9 @@ class Run:
         flow: the algorithm: a function with the decorator `flow`, a name, or
             "path/to/file.py:name".
         tokenizer: a Hugging Face folder (`model.tokenizer`).
-        where: "here". A job of Slurm is submitted by `hybridflow slurm submit`.
+        where: "here", or "slurm": the constructor submits this program as a Slurm job and exits.
+            In the job the same line starts the run.
+        slurm: options of `hybridflow slurm submit` by name, for example {"nodes": 2}.
         settings: any other keys, nested (`trainer={"total_steps": 5}`) or dotted
             (`**{"trainer.total_steps": 5}`).
 
@@ -63,13 +65,13 @@ class Run:
         flow: Callable[..., Any] | str | None = None,
         tokenizer: str | Path | None = None,
         where: str = "here",
+        slurm: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        if where != "here":
-            raise ConfigError(
-                f"where={where}: a program runs here; write the settings into a recipe, and the "
-                "functions into files, and submit it: hybridflow slurm submit --config-name NAME"
-            )
+        if where not in ("here", "slurm"):
+            raise ConfigError(f'where must be "here" or "slurm", got {where!r}')
+        if slurm is not None and where == "here":
+            raise ConfigError('slurm=... has an effect only with where="slurm"')
         own_model, settings = _object("model", model, settings)
         reward, settings = _object("reward", reward, settings)
         data, settings = _object("data", data, settings, parts=PARTS)
@@ -85,7 +87,10 @@ class Run:
             self.config = _load(recipe, self._given, own, own_model, data, tokenizer)
             self._folder_given = Path(f"{self.folder}.given")
             self._given.write(self._folder_given)
-        self.config = _checked(self.config)
+        if where == "slurm":
+            self.config = _in_job(self.config, slurm or {}, own)
+        else:
+            self.config = _checked(self.config)
         self._place: Place | None = None
         self._job: Steps[None] | None = None
         self._stops: Stops | None = None
@@ -212,6 +217,14 @@ class Run:
         tokenizer = trainer.records.validator.scorer.tokenizer
         work = partial(answer, trainer.engines, tokenizer, self.config.data)
         return self._wait(lambda: work(list(prompts), max_new_tokens))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]] | str, max_new_tokens: int | None = None
+    ) -> dict[str, str]:
+        """Return the policy's answer to chat messages, or to a text, as the next message. Sampling
+        is that of `generate`."""
+        (text,) = self.generate([messages], max_new_tokens)
+        return {"role": "assistant", "content": text}
 
     def save(self) -> Path:
         """Write a checkpoint of the present step; returns its folder."""
@@ -541,6 +554,21 @@ def _checked(config: RunConfig) -> RunConfig:
     for line in habits(config):
         warnings.warn(line, stacklevel=3)
     return config
+
+
+def _in_job(config: RunConfig, options: Mapping[str, Any], words: list[str]) -> RunConfig:
+    """Submit the program, unless it is the job's driver already: then return the configuration of
+    a run on the job's Ray."""
+    from hybridflow.api.job import checked_for_a_job, job_address, options_of, submit
+
+    wanted = options_of(options)
+    joined = checked_for_a_job(config, words)
+    address = job_address()
+    if address is None:
+        _checked(joined)
+        submit(config, wanted)
+    cluster = dataclasses.replace(joined.cluster, address=address)
+    return _checked(dataclasses.replace(joined, cluster=cluster))
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:

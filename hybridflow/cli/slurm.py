@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ from hybridflow.errors import ConfigError
 if TYPE_CHECKING:
     from hybridflow.launch.job import Job
     from hybridflow.launch.site import Site
+    from hybridflow.launch.submission import Options
 
 SLURM = """\
 examples:
@@ -124,13 +123,7 @@ def run_submit(args: argparse.Namespace) -> int:
 
     job, site = _job(args)
     number = slurm.submit(job, render(job, site))
-    spares = f" and {job.spares} spare" if job.spares else ""
-    print(f"submitted job {number}: {job.name} on {job.nodes} node(s){spares}")
-    print(f"output: {job.out / f'{number}.out'}")
-    print(
-        f"hybridflow slurm status {number}; hybridflow slurm logs {number} --follow; hybridflow "
-        f"slurm cancel {number}"
-    )
+    print(slurm.submitted(job, number))
     return 0
 
 
@@ -181,11 +174,10 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
             "--config-name is missing: name a recipe (`hybridflow train` lists them), or --bench "
             "SUITE"
         )
-    from hybridflow.config import derived
     from hybridflow.config.check import check
     from hybridflow.config.hub import located
     from hybridflow.config.load import load_config
-    from hybridflow.launch.job import Job, nodes_of
+    from hybridflow.launch.submission import in_a_job, job_of
 
     # The array task's number replaces %a, so that the recipe is checked as the first task reads it.
     overrides = [word.replace("%a", "1") for word in args.overrides]
@@ -196,80 +188,27 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
             f"it to sbatch itself, as in sbatch --wrap='hybridflow {args.job} --config-name "
             f"{args.config_name}', or add cluster=one-process"
         )
-    _check_address(run.cluster.address, overrides)
-    # the job's own head overrides the recipe's group (`launch.driver.run`)
-    joined = [*overrides, "cluster.address='127.0.0.1:1'"]
-    checked = located(load_config(args.config_name, joined, args.config_dir))
+    address_given = any(word.lstrip("+").startswith("cluster.address=") for word in overrides)
+    checked = located(in_a_job(run, address_given=address_given))
     check(checked, args.job)
     warn(checked)
-    if run.trainer.resume == "disable":
-        raise ConfigError(
-            "trainer.resume=disable: a requeued job would start over; choose another name=... "
-            "instead"
-        )
-    site = _site(args)
+    options = _options(args)
+    site = options.read_site()
     words = [args.job, "--config-name", args.config_name]
     words += ["--config-dir", str(args.config_dir.resolve())] if args.config_dir else []
-    here = Path.cwd()
-    per_task = []
-    for word in args.overrides:
-        if word.startswith("name=") and "%a" in word:
-            per_task.append(word.partition("=")[2])
-    folder = Path(derived.run_dir(run))
-    folder = folder.with_name(per_task[-1]) if args.array and per_task else folder
-    gpus = args.gpus_per_node
-    if gpus is None:
-        gpus = (
-            site.gpus_per_node
-            if run.cluster.devices_per_node is None
-            else run.cluster.devices_per_node
-        )
-    job = Job(
-        name=run.name,
-        words=(*words, *args.overrides),
-        workdir=here,
-        out=here / run.output_dir / "slurm",
-        run_dir=here / folder,
-        nodes=args.nodes or nodes_of(run, args.job),
-        other_nodes=args.other_nodes,
-        other_options=tuple(args.other_sbatch),
-        spares=args.spares,
-        gpus_per_node=gpus,
-        time=args.time,
-        array=args.array,
-        dependency=args.dependency,
-        max_restarts=args.max_restarts,
-        grace_s=args.grace,
-        options=tuple(args.sbatch),
-    )
-    return job, site
+    names = [word.partition("=")[2] for word in args.overrides if word.startswith("name=")]
+    per_task = [name for name in names if "%a" in name]
+    name = per_task[-1] if args.array and per_task else None
+    words += args.overrides
+    return job_of(run, words, options, site, kind=args.job, name=name), site
 
 
-def _check_address(address: str | None, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if the user sets a cluster address for a job, which starts its own cluster.
-    If the recipe sets one, print a line."""
-    if address in (None, "auto"):
-        return
-    if any(word.lstrip("+").startswith("cluster.address=") for word in overrides):
-        raise ConfigError(
-            f"cluster.address={address}: a Slurm job starts its own Ray cluster; leave the key out"
-        )
-    print(
-        f"cluster.address={address} of the recipe is not used: the job starts its own Ray cluster",
-        file=sys.stderr,
-    )
+def _options(args: argparse.Namespace) -> Options:
+    from dataclasses import fields
 
+    from hybridflow.launch.submission import Options
 
-def _site(args: argparse.Namespace) -> Site:
-    """Return the site file's defaults, overridden by the options."""
-    from dataclasses import replace
-
-    from hybridflow.launch.site import read_site
-
-    site = read_site(args.site)
-    return replace(
-        site, partition=args.partition or site.partition, account=args.account or site.account
-    )
+    return Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
 
 
 def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
@@ -287,7 +226,7 @@ def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
     if given := [name for name, value in refused.items() if value]:
         raise ConfigError(f"--bench {args.bench} runs no recipe; leave out {', '.join(given)}")
     chosen(args.bench)
-    site = _site(args)
+    site = _options(args).read_site()
     here = Path.cwd()
     out = here / "runs" / "bench" / "slurm"
     job = Job(

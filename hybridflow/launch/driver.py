@@ -1,5 +1,5 @@
-"""The driver of a job: waits until every node has joined Ray, runs `hybridflow train`, and passes
-on requests to stop.
+"""The driver of a job: waits until every node has joined Ray, runs `hybridflow train` or a user's
+program, and passes on requests to stop.
 
 SIGUSR1 and SIGTERM ask the driver for a checkpoint (SIGUSR1) and end it when that takes too long;
 SIGUSR2 ends it now. The driver runs in a session of its own, since Slurm may signal the whole
@@ -22,12 +22,16 @@ from hybridflow.launch.node import clean_environment
 from hybridflow.launch.verdict import STOPPED
 from hybridflow.single_controller.cluster import wait_for_nodes
 
+# first word of a job whose driver is a program of the user's; Python's own words follow
+PROGRAM = "program"
+# where `hybridflow.Run(where="slurm")` of that program finds the job's Ray
+ADDRESS = "HYBRIDFLOW_JOB_ADDRESS"
 _END_S = 20.0  # the driver takes a few seconds to end its workers
 _POLL_S = 0.2
 
 
 class Driver:
-    """A `hybridflow` command whose output goes to a log and to our own."""
+    """A `hybridflow` command, or a program, whose output goes to a log and to our own."""
 
     def __init__(self, folder: Path, grace_s: float) -> None:
         """`grace_s`: seconds that a checkpoint may take once it was asked for."""
@@ -60,14 +64,13 @@ class Driver:
         if self.asked_at is not None or self.ended_at is not None:
             raise RunStopped("stopped as asked, before the driver had started")
 
-    def run(self, words: Sequence[str]) -> int:
-        """Run `hybridflow WORDS` to its end; returns its exit status, or STOPPED when it was asked
-        to stop."""
-        command = [sys.executable, "-P", "-m", "hybridflow.cli.main", *words]
+    def run(self, words: Sequence[str], address: str) -> int:
+        """Run the command of these words (`command`) to its end, with the address of Ray's head.
+        Return its exit status, or STOPPED if it was asked to stop."""
         with (self.folder / records.DRIVER_LOG).open("ab") as log:
             self.process = subprocess.Popen(
-                command,
-                env=clean_environment(os.environ) | {"PYTHONUNBUFFERED": "1"},
+                command(words, address),
+                env=clean_environment(os.environ) | {"PYTHONUNBUFFERED": "1", ADDRESS: address},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -112,6 +115,16 @@ class Driver:
         sys.stdout.flush()
 
 
+def command(words: Sequence[str], address: str) -> list[str]:
+    """Return the driver's command: `hybridflow WORDS` with the address of Ray's head, or after
+    `PROGRAM` Python with the words that follow. Such a program starts as at a prompt, so modules
+    of its own folder can be imported."""
+    if words[0] == PROGRAM:
+        return [sys.executable, *words[1:]]
+    address_word = f"cluster.address={address}"
+    return [sys.executable, "-P", "-m", "hybridflow.cli.main", *words, address_word]
+
+
 def run(
     folder: Path, nodes: int, words: Sequence[str], start_timeout_s: float, grace_s: float
 ) -> int:
@@ -120,7 +133,7 @@ def run(
     Args:
         folder: of this start of the job.
         nodes: that must have joined.
-        words: after `hybridflow`; the cluster's address is added.
+        words: see `command`.
         start_timeout_s: for the nodes to join.
         grace_s: for a checkpoint that was asked for.
     """
@@ -135,4 +148,4 @@ def run(
         time.sleep(_POLL_S)
     address = str(head["address"])
     wait_for_nodes(address, nodes, deadline - time.monotonic(), driver.check)
-    return driver.run([*words, f"cluster.address={address}"])
+    return driver.run(words, address)

@@ -25,7 +25,8 @@ class Job:
     """What a user asks for; paths are absolute.
 
     Attributes:
-        words: after `hybridflow`, for example ("train", "--config-name", "x").
+        words: the driver's command (`launch.driver.command`), for example ("train",
+            "--config-name", "x").
         nodes: that the run uses, those of `other_nodes` included.
         other_nodes: how many of them are the second part of a heterogeneous job, with
             `other_options` of sbatch.

@@ -38,6 +38,17 @@ def submit(job: Job, script: str) -> str:
     return number
 
 
+def submitted(job: Job, number: str) -> str:
+    """Return the lines that tell a user about a submitted job."""
+    spares = f" and {job.spares} spare" if job.spares else ""
+    return (
+        f"submitted job {number}: {job.name} on {job.nodes} node(s){spares}\n"
+        f"output: {job.out / f'{number}.out'}\n"
+        f"hybridflow slurm status {number}; hybridflow slurm logs {number} --follow; hybridflow "
+        f"slurm cancel {number}"
+    )
+
+
 def status(job: str, out: Path) -> str:
     """A line of Slurm's about the job, and one for each start that has ended. ResourceError: Slurm
     does not answer."""

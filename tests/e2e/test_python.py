@@ -38,7 +38,9 @@ def begun(name, **objects):
 rows = {part: pq.read_table(f"{data}/{part}.parquet").to_pylist() for part in ("train", "test")}
 run = begun("steps", data=rows, reward=reward)
 for metrics in run.steps():
-    run.generate(["1+1=", [{"role": "user", "content": "2+2="}]], max_new_tokens=3)
+    asked = [{"role": "user", "content": "2+2="}]
+    texts = run.generate(["1+1=", asked], max_new_tokens=3)
+    assert run.chat(asked, max_new_tokens=3) == {"role": "assistant", "content": texts[1]}
     if metrics["step"] == 2:
         held_out = run.evaluate()["val/score"]
         break

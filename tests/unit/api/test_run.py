@@ -213,8 +213,6 @@ def test_a_flow_is_an_object(made: Callable[..., hf.Run]) -> None:
 
 
 def test_what_a_run_cannot_do_before_it_starts(made: Callable[..., hf.Run]) -> None:
-    with pytest.raises(ConfigError, match=r"where=slurm: .*hybridflow slurm submit"):
-        made(where="slurm")
     run = made()
     assert isinstance(run.config, RunConfig)
     assert (run.step, run.metrics, run.summary) == (0, {}, None)
@@ -223,3 +221,36 @@ def test_what_a_run_cannot_do_before_it_starts(made: Callable[..., hf.Run]) -> N
             call()
     run.close()
     assert not run.folder.exists()
+
+
+def test_a_program_that_cannot_be_a_job_is_refused(
+    made: Callable[..., hf.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"where": "slurm", "cluster": "one-process", "actor": "tiny"}
+    with pytest.raises(ConfigError, match=r"one process needs no Ray"):
+        made(where="slurm")
+    with pytest.raises(ConfigError, match=r"got 'Slurm'"):
+        made(where="Slurm")
+    with pytest.raises(ConfigError, match=r'only with where="slurm"'):
+        made(slurm={"nodes": 2})
+    with pytest.raises(ConfigError, match=r"unknown option node; did you mean nodes\?"):
+        made(**job, slurm={"node": 2})
+    with pytest.raises(ConfigError, match=r"cannot be a job array"):
+        made(**job, slurm={"array": "1-3"})
+    with pytest.raises(ConfigError, match=r"a requeued job would start over"):
+        made("trainer.resume=disable", **job)
+    with pytest.raises(ConfigError, match=r"starts its own Ray cluster; leave the key out"):
+        made("cluster.address=10.0.0.1:6379", **job)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())  # a notebook
+    with pytest.raises(ConfigError, match=r"a notebook or prompt has none"):
+        made(**job)
+
+
+def test_in_its_job_a_program_joins_the_job_s_ray(
+    made: Callable[..., hf.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRIDFLOW_JOB_ADDRESS", "10.0.0.1:20000")
+    run = made(where="slurm", slurm={"nodes": 2}, cluster="one-process", actor="tiny")
+    assert run.config.cluster.address == "10.0.0.1:20000"
+    with pytest.raises(ConfigError, match=r"leave the key out"):
+        made("cluster.address=10.0.0.1:6379", where="slurm", cluster="one-process", actor="tiny")

@@ -1,0 +1,90 @@
+"""`hybridflow.Run(where="slurm")`: the program itself as a Slurm job."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ConfigError
+from hybridflow.launch.driver import ADDRESS, PROGRAM
+from hybridflow.launch.submission import Options, in_a_job, job_of
+
+
+def job_address() -> str | None:
+    """Return the address of the job's Ray if this program is a job's driver."""
+    return os.environ.get(ADDRESS)
+
+
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Return the options of a submission, given by name.
+
+    Raises:
+        ConfigError: there is no such option, or a program cannot have it.
+    """
+    names = [field.name for field in fields(Options) if field.name != "array"]
+    for name in given:
+        if name == "array":
+            raise ConfigError(
+                'slurm={"array": ...}: a program cannot be a job array; submit it in a loop, with '
+                "another name for each run"
+            )
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"slurm: unknown option {name}{hint} (known: {', '.join(names)})")
+    site = given.get("site")
+    return Options(**{**given, "site": None if site is None else Path(site)})
+
+
+def checked_for_a_job(config: RunConfig, words: list[str]) -> RunConfig:
+    """Return the configuration as the job will have it.
+
+    Raises:
+        ConfigError: the run cannot be a job.
+    """
+    if config.cluster.in_process:
+        raise ConfigError(
+            'where="slurm" with cluster.in_process=true: a run in one process needs no Ray; pass '
+            'the program to sbatch with where="here", or choose another cluster'
+        )
+    address_given = any(word.lstrip("+").startswith("cluster.address=") for word in words)
+    return in_a_job(config, address_given=address_given)
+
+
+def submit(config: RunConfig, options: Options) -> NoReturn:
+    """Submit this program as the run's job, and exit.
+
+    Raises:
+        ConfigError: there is no program that a job could run.
+        ResourceError: there is no Slurm, or it refuses the job.
+    """
+    from hybridflow.launch import slurm
+    from hybridflow.launch.job import render
+
+    site = options.read_site()
+    job = job_of(config, _program(), options, site)
+    number = slurm.submit(job, render(job, site))
+    print(slurm.submitted(job, number))
+    raise SystemExit(0)
+
+
+def _program() -> list[str]:
+    """Return the words of a job that runs this program with its arguments."""
+    main = sys.modules["__main__"]
+    if spec := getattr(main, "__spec__", None):
+        # `python -m a.b`; `python -m a` runs a.__main__
+        name = spec.name.removesuffix(".__main__")
+        return [PROGRAM, "-m", name, *sys.argv[1:]]
+    file = getattr(main, "__file__", None)
+    if file is None or not Path(file).is_file():
+        raise ConfigError(
+            'where="slurm" submits the program\'s file, but a notebook or prompt has none; move '
+            "the run into a file and start it with python"
+        )
+    return [PROGRAM, str(Path(file).resolve()), *sys.argv[1:]]
