@@ -41,7 +41,7 @@ SAID = {
     "many_records": ("metrics.jsonl: has more than", "all as in the manifest"),
     "wrong_content": (
         "Rollouts of step 2 (1 of 1 rows)",
-        "has its right hash and does not describe",
+        "has the right hash but does not describe",
     ),
 }
 
