@@ -100,6 +100,7 @@ _WORDS = (
     (re.compile(r"π"), r"\\pi "),
     (re.compile(r"∞"), r"\\infty "),
     (re.compile(r"√"), r"\\sqrt "),
+    (re.compile(r"±"), r"\\pm "),
     (re.compile(r"≤|\\leq(?![A-Za-z])|\\leqslant(?![A-Za-z])"), r"\\le "),
     (re.compile(r"≥|\\geq(?![A-Za-z])|\\geqslant(?![A-Za-z])"), r"\\ge "),
     (
@@ -279,8 +280,9 @@ def literals(text: str) -> list[str] | None:
     for part in _PARTS.split(text):
         for side in _RELATION.split(part):
             bare = without_unit(without_name(side.strip())[0])[0].replace(" ", "")
-            if is_literal(bare):
-                parts.append(bare)
+            both = bare.removeprefix("\\pm")
+            if is_literal(both):
+                parts += [both, f"-{both}"] if both != bare else [bare]
             elif bare and not (
                 len(bare) == 1 and bare.isalpha() and (_RELATION.search(part) is not None)
             ):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 DRIVER_CHARACTERS = 100_000
 
 # DeepSeek-R1, Qwen3 and GLM-4.5 write <think>, Magistral [THINK], Kimi-VL ◁think▷, Seed-OSS
-# <seed:think>, MiniMax-M3 <mm:think>, and Kimi-K3 and Gemma 4 the last two.
+# <seed:think>, MiniMax-M3 <mm:think>, EXAONE <thought>, and Kimi-K3 and Gemma 4 the last two.
 _OPENERS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -25,11 +25,18 @@ _OPENERS = {
     "◁think▷": "◁/think▷",
     "<seed:think>": "</seed:think>",
     "<mm:think>": "</mm:think>",
+    "<thought>": "</thought>",
     "<|open|>think<|sep|>": "<|close|>think<|sep|>",
     "<|channel>thought": "<channel|>",
 }
 _OPENER_OF = {closer: opener for opener, closer in _OPENERS.items()}
 _MARKER = re.compile("|".join(map(re.escape, [*_OPENERS, *_OPENER_OF])))
+
+# gpt-oss: a response is a sequence of messages, each in a channel, and analysis is its thinking
+_FIRST_MESSAGE = re.compile(r"\s{0,8}<\|channel\|>(?:analysis|commentary|final)\b")
+_ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>")
+_FINAL = "<|channel|>final<|message|>"
+_END_OF_MESSAGE = "<|end|>"
 
 # how far to look for the start or end of a marker's line: keeps many markers on one line linear
 _INDENT = 64
@@ -74,6 +81,8 @@ def read_response(
     thinking only if it starts or ends a line, or is followed by a tag. Markers inside `verbatim`,
     ordered spans of the text, are ignored.
     """
+    if _FIRST_MESSAGE.match(text):
+        return _read_messages(text)
     opener = next(iter(_OPENERS)) if thinking_open else ""
     started = ended = 0  # start of the current thinking; end of the last one
     pieces: list[str] = []
@@ -108,6 +117,26 @@ def read_response(
     if opener:
         return Reading("".join([*pieces, text[started:]]).strip(), "", closed=False)
     return Reading("".join(pieces).strip(), text[ended:] if pieces else text, closed=True)
+
+
+def _read_messages(text: str) -> Reading:
+    """Split gpt-oss's messages. The answer is the last one in the channel final, or without any the
+    text between the analyses (calls)."""
+    thinking, rest = list[str](), list[str]()
+    ended = 0
+    for head in _ANALYSIS.finditer(text):
+        if head.start() < ended:
+            continue
+        end = text.find(_END_OF_MESSAGE, head.end())
+        rest.append(text[ended : head.start()])
+        if end < 0:
+            return Reading("".join([*thinking, text[head.end() :]]).strip(), "", closed=False)
+        thinking.append(text[head.end() : end])
+        ended = end + len(_END_OF_MESSAGE)
+    answer = "".join([*rest, text[ended:]])
+    final = answer.rfind(_FINAL)
+    answer = answer[final + len(_FINAL) :] if final >= 0 else answer
+    return Reading("".join(thinking).strip(), answer, closed=True)
 
 
 def _is_within(position: int, spans: Sequence[tuple[int, int]]) -> bool:

@@ -17,7 +17,7 @@ from hybridflow.agents.formats.base import (
 
 _MESSAGE = "<|message|>"
 _RECIPIENT = re.compile(r"to=functions\.(?P<name>[^\s<]+)")
-_END = re.compile(r"<\|(?:end|call|return)\|>")
+_END = re.compile(r"<\|(?:end|call|return|start)\|>")
 _SPACE = re.compile(r"\s*")
 
 

@@ -62,6 +62,7 @@ PIECES = (
         "</answer>",
         "<answer>a</answer>",
         "[THINK]",
+        "<|channel|>analysis<|message|>",
         "\\(",
         "\\[",
     ),
@@ -94,7 +95,16 @@ PIECES = (
         "I ",
     ),
 )
-STARTS = ("", "The answer is", "\\boxed{", "#### ", "```python\n", "<think>", "Score:")
+STARTS = (
+    "",
+    "The answer is",
+    "\\boxed{",
+    "#### ",
+    "```python\n",
+    "<think>",
+    "Score:",
+    "<|channel|>final",
+)
 
 
 def _grade(text: str) -> float | None:

@@ -13,6 +13,10 @@ from hybridflow.rewards.reading import (
     read_response,
 )
 
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final<|message|>"
+START = "<|start|>assistant"
+
 
 @pytest.mark.parametrize(
     ("text", "thinking_open", "thinking", "answer", "closed"),
@@ -52,6 +56,13 @@ from hybridflow.rewards.reading import (
         ("<mm:think>a</mm:think>b", False, "a", "b", True),
         ("<|open|>think<|sep|>a<|close|>think<|sep|>b", False, "a", "b", True),
         ("<|channel>thought\na<channel|>b", False, "a", "b", True),
+        ("<thought>a</thought>b", False, "a", "b", True),
+        (f"{ANALYSIS}maybe \\boxed{{42}} but", False, "maybe \\boxed{42} but", "", False),
+        (f"{ANALYSIS}a<|end|>{START}{FINAL}b", False, "a", "b", True),
+        (f"{ANALYSIS}a<|end|>{START}{ANALYSIS}b", False, "ab", "", False),
+        (f"{FINAL}b", False, "", "b", True),
+        (f"<|channel|>commentary<|message|>a<|end|>{START}{FINAL}b", False, "", "b", True),
+        (f"in gpt-oss {ANALYSIS}begins", False, "", f"in gpt-oss {ANALYSIS}begins", True),
     ],
 )
 def test_thinking_and_answer(text, thinking_open, thinking, answer, closed):
