@@ -234,7 +234,7 @@ def _statements(text: str) -> ProgramTest:
 
 
 def _of_check(test: str, entry_point: str, setup: str) -> list[ProgramTest]:
-    """Build tests from HumanEval's format, a function `check` with asserts about `candidate`. Each
+    """Build tests from HumanEval's format, a function `check` with asserts about its argument. Each
     assert is a separate test if `check` contains nothing else."""
     try:
         tree = ast.parse(test)
@@ -250,13 +250,18 @@ def _of_check(test: str, entry_point: str, setup: str) -> list[ProgramTest]:
         raise ValueError(
             f"entry_point={entry_point!r} is not a function name, but the test's `check` needs one"
         )
+    names = [argument.arg for argument in check.args.args]
     asserts = [node for node in check.body if isinstance(node, ast.Assert)]
     others = [node for node in check.body if not isinstance(node, ast.Assert | ast.Pass)]
-    if not asserts or not all(
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in others
+    if (
+        not asserts
+        or len(names) != 1
+        or not all(
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in others
+        )
     ):
-        return [_statements(f"{setup}\n{test}\ncheck({entry_point})")]
+        return [_statements(f"{setup}\n{test}\ncheck({entry_point if names else ''})")]
     rest = "\n".join(ast.unparse(node) for node in tree.body if node is not check)
     return [
-        _of_condition(node.test, f"{setup}\n{rest}\ncandidate = {entry_point}") for node in asserts
+        _of_condition(node.test, f"{setup}\n{rest}\n{names[0]} = {entry_point}") for node in asserts
     ]

@@ -18,6 +18,11 @@ _SUBJECT = re.compile(
     r"be)\s(?:the\s)?(?:only\s|best\s|most\s)?"
     r"(?:correct|right|accurate|answer|best)\b"
 )
+# before it: it is one of several, or nothing is said of it
+_NO_SUBJECT = re.compile(
+    r"(?:(?<![A-Za-z])[A-Z][)*_]{0,3},?\s(?:and|or|nor)\s|(?i:\b(?:neither|either|not|nor|if|whether|unless)\s))"
+    r"[(*_]{0,3}$"
+)
 # limits of the search: characters at the end, and statements in them
 _NEAR_END = 20_000
 _MOST_STATEMENTS = 200
@@ -133,8 +138,10 @@ def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | No
         if letters or denied:
             yield found.start(), letters[0] if len(letters) == 1 else None
             break
-    for found in list(_SUBJECT.finditer(text, near))[-1:]:
-        yield found.start(), found[1]
+    for found in reversed(list(_SUBJECT.finditer(text, near))[-_MOST_STATEMENTS:]):
+        if not _NO_SUBJECT.search(text[max(0, found.start() - 12) : found.start()]):
+            yield found.start(), found[1]
+            break
 
 
 def _options(text: str) -> Iterator[str]:
@@ -163,6 +170,8 @@ def _letters(text: str) -> list[str]:
     statement = (bare[: ended.start()] if ended else bare).strip(" \"'“”()[]")
     if re.fullmatch("[A-Za-z]", statement):
         return [statement.upper()]
+    if re.match(r"(?i:not|none|neither|no|except|any)\b", statement):
+        return []
     found = []
     for letter in _LETTER.finditer(statement):
         word = re.match(r"\s(?!and\b|or\b)[a-z]{1,20}", statement[letter.end() :])

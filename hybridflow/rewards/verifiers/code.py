@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from hybridflow.rewards.reading import Block, fenced_blocks, read_response
 from hybridflow.rewards.sandbox import Limits, Sandbox
 from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
-_LABELS = ("python", "py", "python3", "python2", "py3")
+_LABEL = re.compile(r"(?:python|py)[\d.]{0,8}")
 # share of a call's deadline that tests may use, so that passed tests are still reported
 _SHARE = 0.9
 
@@ -93,7 +94,7 @@ def code(
 def program_of(answer: str) -> str | None:
     """Return the program of an answer, or None."""
     blocks = fenced_blocks(answer)
-    labelled = [block for block in blocks if block.label in _LABELS]
+    labelled = [block for block in blocks if _LABEL.fullmatch(block.label)]
     chosen = labelled or [block for block in blocks if not block.label]
     return _whole(chosen[-1]) if chosen and chosen[-1].closed else None
 
