@@ -132,6 +132,9 @@ def _value(text: str, kinds: frozenset[str]) -> Any:
         found = found if end == len(plain) else text
     except ValueError:
         found = _WORDS.get(plain.lower(), text) if kinds else text
+    if isinstance(found, str) and found != text and kinds:
+        # the quotation marks belong to a text, and not to a number
+        return text if "string" in kinds else _value(found, kinds)
     if "integer" in kinds and isinstance(found, float) and found.is_integer():
         return int(found)
     return found if not kinds or any(_is(found, kind) for kind in kinds) else text

@@ -192,6 +192,8 @@ def test_what_is_thought_calls_nothing(name: str) -> None:
         ({"type": "string"}, " a\nb ", " a\nb "),
         ({"type": "integer"}, "5", 5),
         ({"type": "integer"}, "5.0", 5),
+        ({"type": "integer"}, '"5"', 5),
+        ({"type": "string"}, '"5"', '"5"'),
         ({"type": "number"}, "1e3", 1000.0),
         ({"type": "boolean"}, "True", True),
         ({"type": "array"}, "[1, 2]", [1, 2]),
