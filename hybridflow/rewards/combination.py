@@ -30,7 +30,7 @@ class Combination(Verifier):
 
     @classmethod
     def of(cls, weights: Mapping[str, Any]) -> Combination:
-        """Look up verifiers by name, or `path/to/file.py:name`.
+        """Combine the verifiers in `weights`, {name or `path/to/file.py:name`: weight}.
 
         Raises:
             ConfigError: a verifier does not exist, or a weight is not a number.
@@ -39,7 +39,7 @@ class Combination(Verifier):
         for name, weight in weights.items():
             if type(weight) not in (int, float):
                 raise ConfigError(
-                    f"reward.combine.{name}={weight!r}: the weight of a verifier must be a number"
+                    f"reward.combine.{name}={weight!r}: a verifier's weight must be a number"
                 )
             try:
                 entry = VERIFIERS.get(str(name))
@@ -86,20 +86,20 @@ class Combination(Verifier):
 
     @property
     def needed(self) -> set[str]:
-        """The options that are required by any part."""
+        """The options that any part requires."""
         return {option for one, _ in self.parts.values() for option in one.needed}
 
     @property
     def facts(self) -> set[str]:
-        """The facts that any part takes."""
+        """The facts that any part accepts."""
         return {fact for one, _ in self.parts.values() for fact in one.facts}
 
     def check_truth(self, ground_truth: Any) -> None:
-        """Raise ValueError if the ground truth is invalid for a part."""
+        """Raise ValueError if the ground truth is invalid for any part."""
         for one, _ in self.parts.values():
             one.check_truth(ground_truth)
 
     @property
     def is_async(self) -> bool:
-        """True if any part is async. The parts of one row run one after another."""
+        """True if any part is async. The parts of a row run sequentially."""
         return any(one.is_async for one, _ in self.parts.values())

@@ -35,9 +35,9 @@ _OPENED = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
 
 
 def stated_answer(answer: str) -> str | None:
-    """Extract the result that an answer states: its last box; else the text after the last "the
-    answer is"; else the last expression of its last sentence. None if there is none, or if the last
-    box is not closed."""
+    """Extract the result that an answer states: its last box; otherwise the text after the last
+    "the answer is"; otherwise the last expression of its last sentence. Return None if there is
+    none, or if the last box is not closed."""
     box = last_box(answer)
     if box is not None:
         return box.content
@@ -128,7 +128,7 @@ _END_OF_SENTENCE = re.compile(r"(?<!\\)[.。,，;；]{1,3}$")
 
 
 def readable(text: str) -> bool:
-    """Return True if the text is within the limits of length and nesting."""
+    """Return True if the text is within the length and nesting limits."""
     depth = deepest = 0
     for sign in text if len(text) <= _MAX_LENGTH else ():
         depth += (sign in "{([") - (sign in "})]")
@@ -149,7 +149,7 @@ def plain(text: str) -> str:
 
 
 def words(text: str) -> str | None:
-    """Return a name or phrase without digits and operators ("east", "No solution", "(C)", "CAT",
+    """Return a name or phrase without digits or operators ("east", "No solution", "(C)", "CAT",
     "星期三"), or None."""
     bare = text.strip().strip("$").strip()
     was_wrapped = _WRAPPED.search(bare) is not None

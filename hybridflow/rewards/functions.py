@@ -50,11 +50,12 @@ class Scoring:
     """The function or the verifiers configured in the `reward` section.
 
     A function that takes data_sources, solution_strs, ground_truths and extra_infos is called once
-    for all samples of a prompt and returns a list; any other is called per row. Both may be async.
+    for all samples of a prompt and returns a list; other functions are called per row. Both may be
+    async.
 
     Raises:
-        ConfigError: the function or a verifier cannot be loaded or called, or no verifier takes a
-            key of `reward.kwargs`.
+        ConfigError: the function or a verifier cannot be loaded or called, or no verifier accepts
+            a key of `reward.kwargs`.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -62,9 +63,9 @@ class Scoring:
         self._kwargs = dict(config.kwargs)
         if config.path is not None and config.combine:
             raise ConfigError(
-                f"reward.combine={dict(config.combine)} with reward.path={config.path}, whose "
-                "function scores every row: remove one of them (the function may be a verifier, "
-                "path/to/file.py:name in reward.combine)"
+                f"reward.combine={dict(config.combine)} cannot be used with "
+                f"reward.path={config.path}, whose function scores every row; remove one of them "
+                "(reward.combine also accepts functions, as path/to/file.py:name)"
             )
         self._function = None if config.path is None else load_function(config)
         self._verifiers: Mapping[str, Verifier] = {}
@@ -89,7 +90,7 @@ class Scoring:
         missing = self._verifiers["*"].needed - self._kwargs.keys() if config.combine else set()
         if missing:
             keys = ", ".join(f"reward.kwargs.{name}" for name in sorted(missing))
-            raise ConfigError(f"reward.combine={dict(config.combine)} needs {keys}")
+            raise ConfigError(f"reward.combine={dict(config.combine)} requires {keys}")
 
     @property
     def sources(self) -> list[str] | None:
@@ -154,7 +155,7 @@ class Scoring:
         function = self._function or self._verifier(rows[0][0]).function
         try:
             file = inspect.getfile(function)
-        except TypeError:  # an object that can be called
+        except TypeError:  # a callable object
             file = str(self._config.path)
         how = (
             "raised"
@@ -236,8 +237,8 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
 
     Raises:
         ConfigError: the file is missing or fails to import, has no such function, or the function
-            does not take the arguments data_source, solution_str, ground_truth, extra_info (or
-            those of a group) and those of reward.kwargs.
+            does not accept data_source, solution_str, ground_truth and extra_info (or the group
+            arguments) and the keys of reward.kwargs.
     """
     module = import_file(Path(str(config.path)), "reward.path")
     function: Callable[..., Any] = attribute_of(
@@ -255,8 +256,8 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
 
 
 def checked(who: str, found: Any, weight: float = 1.0) -> Outcome:
-    """Convert the return value of a function or verifier to an outcome. `who` starts the text of a
-    failure."""
+    """Convert the return value of a function or verifier to an outcome. `who` is the subject of the
+    failure text."""
     try:
         result = result_of(found, weight)
     except ValueError as error:
@@ -270,8 +271,8 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 
 @contextmanager
 def leaving_no_alarm() -> Iterator[None]:
-    """Disarm timers that a call left running, and restore its signal handlers. A later alarm would
-    interrupt another call."""
+    """Disarm timers that a call left running and restore the signal handlers it replaced, so that a
+    late alarm does not interrupt another call."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -38,12 +38,12 @@ _ASYNC_GRACE_S = 2.0
 
 @dataclass
 class _Job:
-    """One call: its rows."""
+    """One call and its rows."""
 
     number: int
     rows: list[Any]
     begun: float = 0.0
-    overtaken: int = 0  # number of times
+    overtaken: int = 0  # later calls that were started first
 
     @property
     def truth(self) -> tuple[Any, Any]:
@@ -58,7 +58,7 @@ class _Process:
     pid: int
     lines: Lines
     jobs: dict[int, _Job] = field(default_factory=dict)
-    truth: Any = None  # of its previous call
+    truth: Any = None  # `_Job.truth` of its previous call
 
 
 class Host:
@@ -175,7 +175,7 @@ class Host:
             status = self._end(process)
             how = f"signal {-status}" if status < 0 else f"exit code {status}"
             for job in process.jobs.values():
-                self._fail(job, f"the process that scored it ended ({how})")
+                self._fail(job, f"the process scoring it exited ({how})")
             return
         for message in messages:
             if process.jobs.pop(message["id"], None) is not None:

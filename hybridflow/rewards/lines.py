@@ -1,5 +1,5 @@
-"""JSON lines over a socket, and the start of processes that use them. Bytes and dates, which
-parquet columns may contain, keep their types."""
+"""JSON lines over a socket, and functions that start processes connected by one. Bytes and dates,
+which parquet columns may contain, keep their types."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Lines:
         self._out = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message immediately (blocking socket)."""
+        """Send a message now. Requires a blocking socket."""
         self.socket.sendall(encoded(message))
 
     def queue(self, message: dict[str, Any]) -> None:
@@ -75,8 +75,8 @@ class Lines:
         return [decoded(line) for line in whole.split(b"\n")]
 
     def first(self) -> dict[str, Any] | None:
-        """Wait for the first message (blocking socket); None if the peer has closed the
-        connection."""
+        """Wait for the first message; None if the peer has closed the connection. Requires a
+        blocking socket."""
         while (messages := self.received()) == []:
             continue
         return messages[0] if messages else None
@@ -86,7 +86,7 @@ def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[
     """Start `python -m module DESCRIPTOR`, connected to this process and without the job's
     credentials. Returns the process and this end of the connection.
 
-    It prints to `log_path`; None: to the output of this process.
+    The process writes its output to `log_path`; None: to the output of this process.
     """
     ours, theirs = socket.socketpair()
     with ExitStack() as opened:
@@ -106,35 +106,35 @@ def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[
 
 
 class Forked:
-    """A process that was forked, not started, with the methods of `subprocess.Popen` that its owner
-    needs."""
+    """A forked process, with the methods of `subprocess.Popen` that its owner uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code, or None while it runs."""
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # of another process: this is a fork of its parent
+            except ChildProcessError:  # not our child: this process is a fork of its parent
                 self.returncode = 0
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL unless it has exited."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float) -> int:
-        """The exit code, once it has ended. TimeoutError after so many seconds."""
+        """Wait for the process and return its exit code. Raises TimeoutError after `timeout`
+        seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"process {self.pid} has not ended within {timeout:g} s")
+                raise TimeoutError(f"process {self.pid} did not exit within {timeout:g} s")
             time.sleep(_POLL_S)
         return code
 
@@ -142,8 +142,8 @@ class Forked:
 def fork_process(
     main: Callable[[Sequence[str]], None], log_path: Path | None
 ) -> tuple[Forked, Lines]:
-    """Run `main([DESCRIPTOR])` in a fork of this process, as `start_process` runs a module in a new
-    one: with the objects of this process, and without its other open files."""
+    """Run `main([DESCRIPTOR])` in a fork of this process. Like `start_process`, except that the
+    child keeps the objects of this process. Other open files are closed in the child."""
     ours, theirs = socket.socketpair()
     driver = os.getpid()
     sys.stdout.flush()
@@ -155,7 +155,7 @@ def fork_process(
     code = 1
     try:
         die_with_parent(driver)
-        # an object that is collected would close a descriptor that belongs to another by then
+        # collecting an inherited object could close a descriptor number that has been reused
         gc.freeze()
         _keep_only(theirs.fileno(), log_path)
         kept = without_credentials()
@@ -174,7 +174,7 @@ def fork_process(
 
 
 def _keep_only(descriptor: int, log_path: Path | None) -> None:
-    """Close every other file, and print into `log_path`."""
+    """Close all other descriptors and redirect output to `log_path`."""
     if log_path is not None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -23,8 +23,8 @@ _TRUTHS = 4096  # ground truths checked per call of the pool
 
 @dataclass(frozen=True)
 class Submitted:
-    """Rows being scored. Each call has its number in the pool, or its rows if they are scored in
-    this process when collected, and the positions of its rows."""
+    """Rows being scored. Each call consists of its number in the pool, or its rows if this process
+    scores them when they are collected, and the positions of its rows."""
 
     calls: Sequence[tuple[int | list[Row], list[int]]]
 
@@ -34,10 +34,10 @@ class RewardManager:
     background.
 
     Without `reward.path`, each row is scored by the verifier of its data source, built-in or from
-    `reward.verifiers`, with the `reward.kwargs` that it takes. With `reward.path`, the function of
-    that file scores every row. Calls run in `reward.processes` processes with the deadline
-    `reward.timeout_s`. Built-in verifiers that cannot hang run in this process, as do all calls
-    with `reward.processes=0`, then without a deadline.
+    `reward.verifiers`, with the `reward.kwargs` that it accepts. With `reward.path`, the function
+    in that file scores every row. Calls run in `reward.processes` processes with the deadline
+    `reward.timeout_s`. Built-in verifiers that cannot hang run in this process. With
+    `reward.processes=0` all calls do, without a deadline.
 
     Args:
         config: the `reward` section.
@@ -45,7 +45,7 @@ class RewardManager:
 
     Raises:
         ConfigError: with `reward.processes=0`, the function or a verifier cannot be loaded or
-            called, or no verifier takes a key of `reward.kwargs`. Otherwise the first call of
+            called, or no verifier accepts a key of `reward.kwargs`. Otherwise the first call of
             another method raises it.
     """
 
@@ -244,8 +244,8 @@ class RewardManager:
         return (self._scoring or self._started_pool()).facts
 
     def _loaded(self) -> tuple[list[str] | None, bool]:
-        """Return the data sources with a verifier (None: a function scores all), and whether calls
-        are per group."""
+        """Return the data sources with a verifier (None: a function scores all rows), and True if
+        calls are per group."""
         if self._scoring is not None:
             return self._scoring.sources, self._scoring.by_group
         pool = self._started_pool()

@@ -1,4 +1,4 @@
-"""`RewardPool`: the driver's end of the processes that score rows."""
+"""`RewardPool`: the driver's interface to the processes that score rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RewardPool:
             config = replace(config, path=str(Path(config.path).resolve()))
         self._process: subprocess.Popen[bytes] | Forked
         if self.config.path is not None and is_offered(Path(self.config.path)):
-            # at the top, `python -m` of the host would find its module imported already
+            # not at the top: `python -m` of the host would find its module already imported
             from hybridflow.rewards.host import main
 
             self._process, self._lines = fork_process(main, self.log_path)
@@ -82,11 +82,11 @@ class RewardPool:
         try:
             loaded = self._lines.first()
         except TimeoutError:
-            raise ConfigError(f"{self._what()} was not loaded within {_START_S:.0f} s") from None
+            raise ConfigError(f"{self._what()} did not load within {_START_S:.0f} s") from None
         if loaded is None:
             code = self._process.wait(_PATIENCE_S)
             raise ConfigError(
-                f"the process that loads {self._what()} ended with code {code}{self._look_at_log()}"
+                f"the process loading {self._what()} exited with code {code}{self._look_at_log()}"
             )
         if "refused" in loaded:
             raise ConfigError(loaded["refused"])
@@ -139,9 +139,9 @@ class RewardPool:
         self.close()
         if not self._restarts.take():
             raise HybridFlowError(
-                f"the process that runs rewards ended {_MAX_HOST_RESTARTS + 1} times within an "
-                f"hour, last with code {self._process.returncode}{self._look_at_log()}; -9 is "
-                "often a machine without memory"
+                f"the reward process exited {_MAX_HOST_RESTARTS + 1} times within an hour, last "
+                f"with code {self._process.returncode}{self._look_at_log()}; -9 often means that "
+                "the machine ran out of memory"
             )
         self._launch()
         self.start()

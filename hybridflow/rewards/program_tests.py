@@ -16,7 +16,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 _TOLERANCE = 1e-6  # relative and absolute, for numbers with a decimal point
-# our name, and those of sandbox services and of MBPP
+# names used here, by sandbox services and by MBPP
 _ASSERTS = ("asserts", "assert_case", "test_list")
 _SETUPS = ("setup", "test_setup_code", "test_imports")
 
@@ -40,7 +40,7 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
     """Parse the tests of a ground truth. `verifiers.code` documents the formats.
 
     Raises:
-        ValueError: it has none of these formats, or no test.
+        ValueError: it has none of these formats, or contains no tests.
     """
     tests = _from_text(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(tests, Sequence) and tests and all(isinstance(one, str) for one in tests):
@@ -66,7 +66,7 @@ def read_tests(ground_truth: Any) -> list[ProgramTest]:
     inputs = tests["inputs"]
     outputs = tests["outputs"]
     if not inputs or len(inputs) != len(outputs):
-        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+        raise ValueError(f"the ground truth has {len(inputs)} inputs but {len(outputs)} outputs")
     make = _of_function(str(tests["fn_name"])) if tests.get("fn_name") else _of_program
     return [make(given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
 
@@ -93,7 +93,7 @@ def _lines_of(value: Any) -> str:
 def _of_program(given: Any, wanted: Any) -> ProgramTest:
     expected = _lines_of(wanted) if isinstance(wanted, (str, list, tuple)) else str(wanted)
     text = _lines_of(given) if isinstance(given, (str, list, tuple)) else str(given)
-    return ProgramTest(text, lambda said: None if same_output(said, expected) else "another output")
+    return ProgramTest(text, lambda said: None if same_output(said, expected) else "wrong output")
 
 
 def same_output(said: str, expected: str) -> bool:
@@ -142,7 +142,7 @@ def _of_function(name: str) -> Callable[[Any, Any], ProgramTest]:
                 found = json.loads(said.strip().splitlines()[-1])
             except (ValueError, IndexError, RecursionError):
                 return "no result"
-            return None if any(_same_value(found, one) for one in candidates) else "another result"
+            return None if any(_same_value(found, one) for one in candidates) else "wrong result"
 
         return ProgramTest(json.dumps([name.rpartition(".")[2], arguments]), judge, calls=True)
 
@@ -221,7 +221,7 @@ def _result(statements: str, expected: Any) -> ProgramTest:
             found = ast.literal_eval(json.loads(said.strip().splitlines()[-1]))
         except (ValueError, TypeError, SyntaxError, IndexError, RecursionError, MemoryError):
             return "no result"
-        return None if found == expected else "another result"
+        return None if found == expected else "wrong result"
 
     return ProgramTest(json.dumps(statements), judge, calls=True)
 

@@ -3,8 +3,8 @@ sections. Shared by verifiers, judges, tools and the completions server. Each fu
 the length of the text.
 
 Reasoning models end their thinking with a closing marker. Many chat templates (R1 distillations,
-Qwen3-Thinking) write the opening marker at the end of the prompt, so the response starts inside its
-thinking.
+Qwen3-Thinking) put the opening marker at the end of the prompt, so the response starts inside the
+thinking block.
 """
 
 import bisect
@@ -59,8 +59,8 @@ class Reading:
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Return True if the prompt ends with an opening marker, so that the response starts inside its
-    thinking."""
+    """Return True if the prompt ends with an opening marker, so that the response starts inside a
+    thinking block."""
     return prompt.rstrip().endswith(tuple(_OPENERS))
 
 
@@ -72,19 +72,19 @@ def has_markers(text: str) -> bool:
 def read_response(
     text: str, thinking_open: bool = False, verbatim: Sequence[tuple[int, int]] = ()
 ) -> Reading:
-    """Split a response into its thinking and the answer after its last thinking.
+    """Split a response into its thinking and the answer after the last thinking block.
 
-    With `thinking_open`, the prompt ended with an opening marker. An unclosed thinking gives an
-    empty answer. Without markers the whole text is the answer. After a quotation mark, or after a
-    first thinking, a marker opens another one only at the start of a line, so that an answer (for
-    example a call's arguments) may mention markers. A closing marker without an opening one ends a
-    thinking only if it starts or ends a line, or is followed by a tag. Markers inside `verbatim`,
-    ordered spans of the text, are ignored.
+    With `thinking_open`, the prompt ended with an opening marker. An unclosed block gives an empty
+    answer. Without markers the whole text is the answer. After a quotation mark, or after the first
+    block, a marker opens another block only at the start of a line, so that an answer (for example
+    a call's arguments) may mention markers. A closing marker without an opening one ends a block
+    only if it starts or ends a line, or is followed by a tag. Markers inside `verbatim`, ordered
+    spans of the text, are ignored.
     """
     if _FIRST_MESSAGE.match(text):
         return _read_messages(text)
     opener = next(iter(_OPENERS)) if thinking_open else ""
-    started = ended = 0  # start of the current thinking; end of the last one
+    started = ended = 0  # start of the current block; end of the last one
     pieces: list[str] = []
     for marker in _MARKER.finditer(text):
         word = marker.group()
@@ -216,7 +216,7 @@ class Block:
     Attributes:
         label: the language of the opening fence in lower case, or "".
         text: the text between the fences, without the indentation of the opening one.
-        closed: there is a closing fence.
+        closed: True if there is a closing fence.
         longer: the texts up to later closing fences, shortest first, for programs that contain a
             fence.
     """

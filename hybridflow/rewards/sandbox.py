@@ -86,7 +86,7 @@ class Sandbox:
         self._connection = ours
         self._lines = ours.makefile("rwb")
         line = self._lines.readline()
-        answer = json.loads(line) if line else {"refused": "its process ended"}
+        answer = json.loads(line) if line else {"refused": "its process exited"}
         if "refused" in answer:
             self.close()
             raise ResourceError(
@@ -136,7 +136,7 @@ class Sandbox:
 
     @property
     def has_ended(self) -> bool:
-        """True if its process is known to have ended."""
+        """True if its process is known to have exited."""
         return self._process.returncode is not None
 
     def close(self) -> None:

@@ -604,9 +604,7 @@ def main() -> None:
     lines = control.makefile("rwb")
     try:
         if os.uname().machine != "x86_64":
-            raise OSError(
-                f"its system calls are known only for x86_64, not for {os.uname().machine}"
-            )
+            raise OSError(f"the system-call filter supports only x86_64, not {os.uname().machine}")
         _leave_users()
         _leave_files()
         if as_root:

@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-# of float32's 3.4e38: leaves room for differences, sums and products with the group size
+# of float32's 3.4e38; leaves room for differences, sums and products with the group size
 _MOST = 1e30
 # extra values that are lists of numbers, one per turn or per token
 PART_REWARDS = ("turn_rewards", "token_rewards")
 
 
 def finite_number(value: Any, factor: float = 1.0) -> float | None:
-    """Convert a number (also a boolean, a scalar, 0-d array or 0-d tensor) to float. Returns None
-    for anything else, and if it or its product with `factor` exceeds 1e30 in magnitude."""
-    # of numpy and torch; detached and moved to the host
+    """Convert a number, boolean, scalar, 0-d array or 0-d tensor to float. Returns None for
+    anything else, and if the value or its product with `factor` exceeds 1e30 in magnitude."""
+    # numpy and torch: `item` detaches and moves to the host
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, (numbers.Real, Decimal)):
@@ -55,9 +55,8 @@ def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any
     number = finite_number(score, weight)
     if number is None:
         raise ValueError(
-            f"{shown(found)}; expected a finite number (at most 1e30, also times reward.weight) or "
-            "a dict with one "
-            'under "score"'
+            f"{shown(found)}; expected a finite number (at most 1e30, also after multiplication by "
+            'reward.weight) or a dict with one under "score"'
         )
     for name in PART_REWARDS:
         if name in extra:
@@ -73,7 +72,7 @@ def _part_rewards(name: str, values: Any, weight: float) -> list[float]:
         else [None]
     )
     if any(value is None for value in found):
-        raise ValueError(f"{name}={shown(values)}, which must be a list of finite numbers")
+        raise ValueError(f"{name}={shown(values)}; expected a list of finite numbers")
     return [value for value in found if value is not None]
 
 

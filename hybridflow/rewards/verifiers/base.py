@@ -52,8 +52,8 @@ class Verifier:
             `ScoreResult`. It may be async. Arguments named in `FACTS` receive facts about the row
             and the call.
         data_sources: values of the column data_source that it scores.
-        runs_in_driver: it takes microseconds and cannot hang, so rows need no process and no
-            deadline.
+        runs_in_driver: True if it takes microseconds and cannot hang, so rows need no process and
+            no deadline.
         requires: an optional package that it imports; None: none.
         truth: parses a ground truth and raises ValueError if it is invalid. All rows are checked
             before a run starts. None: no check.

@@ -87,7 +87,7 @@ def choice(
     The choice is the last of: the letter in the last \boxed{} or <answer>, and the letter after
     "answer" or "choice"; without any, the last option that is not ruled out ("option A is wrong");
     without that, the letter that ends the response or is all of it. A statement with several
-    letters is no choice, nor are the words "I" and "a".
+    letters is not a choice; neither are the words "I" and "a".
 
     Args:
         ground_truth: one letter, or the 0-based index of the option.
@@ -97,7 +97,7 @@ def choice(
         extra["answer"] is the parsed letter, or None.
 
     Raises:
-        ValueError: the ground truth is neither.
+        ValueError: the ground truth is neither a letter nor an index.
     """
     expected = _letter(ground_truth)
     answer = _read(read_response(response, bool(thinking_open)).answer)
@@ -123,8 +123,8 @@ def _read(text: str) -> str | None:
 
 def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | None]]:
     """Yield position and letter of the last "the answer is B" and the last "B is correct". The
-    letter is None if several are named, or it is denied. Words that announce a box are not a
-    separate statement."""
+    letter is None if several are named or the statement is negated. Words that announce a box are
+    not a separate statement."""
     near = max(len(text) - _NEAR_END, 0)
     for found in reversed(list(_ANNOUNCED.finditer(text, near))[-_MOST_STATEMENTS:]):
         after = text[found.end() : found.end() + _REACH]

@@ -60,7 +60,7 @@ def code(
             test.
         test_timeout_s: wall clock limit of a test.
         max_slow_tests: after this many timeouts, the remaining tests count as failed.
-        timeout_s: deadline of the call. Tests that do not fit count as failed.
+        timeout_s: deadline of the call. Tests that do not run in time count as failed.
         thinking_open: whether the prompt opened the thinking.
 
     Returns:

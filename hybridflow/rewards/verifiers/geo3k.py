@@ -17,8 +17,8 @@ def geo3k(
     comparison_s: float = 5.0,
     thinking_open: bool | None = None,
 ) -> ScoreResult:
-    r"""Return the `math` score, with `format_share` of the total for a thinking that ends before a
-    \boxed{} answer.
+    r"""Return the `math` score, with `format_share` of the total for a thinking block that ends
+    before a \boxed{} answer.
     """
     judged = math(
         response,

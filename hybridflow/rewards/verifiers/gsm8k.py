@@ -53,7 +53,7 @@ def gsm8k(
         response: text with the final answer after "####".
         ground_truth: a number, or a number as text.
         flexible: if no number follows a "####", use the number in the last box, or the last number
-            of the whole text. An unclosed last box has none.
+            of the whole text. An unclosed last box gives no answer.
         thinking_open: whether the prompt opened the thinking.
 
     Returns:
@@ -76,8 +76,8 @@ def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
 
     Uses the last "####" with digits on its line (one without is a heading): an optional sign and
     "$", then one number with or without thousands separators. Words, a unit ("540 m2"), a full
-    stop, and a number that belongs to them ("18 dollars for 2 eggs") may follow. Another answer may
-    not ("3 or 4", "3/4", "18 (or 25)").
+    stop, and a number that belongs to them ("18 dollars for 2 eggs") may follow. A second answer
+    ("3 or 4", "3/4", "18 (or 25)") may not.
     """
     lines = (_first_line(after) for after in reversed(text.split(_MARK)[1:]))
     found = _leading_number(next((line for line in lines if re.search("[0-9]", line)), ""))

@@ -31,7 +31,8 @@ SCORE = (
     r"(?i)score[*_ ]{0,4}[:：=](?:[*_\s\[(`$]|\\[a-z]{0,9}[{(]){0,8}"
     r"(-?\d+(?:\.\d+)?(?:e[+-]?\d{1,3})?)"
 )
-# by the client, with backoff, for a busy server or a lost connection; within `reward.timeout_s`
+# retries by the client, with backoff, if the server is busy or the connection is lost; within
+# `reward.timeout_s`
 _MAX_RETRIES = 4
 _RECORDED = 2000  # characters of the judge's text that are recorded
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], Any]] = (

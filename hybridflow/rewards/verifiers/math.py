@@ -37,7 +37,7 @@ _SOURCES = (
 _TRUTHS = 4096  # parsed ground truths cached per process
 _RECORDED = 200  # characters of an answer that are recorded
 _PRECISE = 7  # digits of a decimal that may stand for a fraction, like math-verify's rounding
-# of an integer that a comparison may compute: a larger power cannot be interrupted
+# digits of the largest integer that a comparison may compute: a larger power cannot be interrupted
 _MOST_DIGITS = 10_000
 # operations that an answer leaves unevaluated
 _UNDONE = re.compile(
@@ -61,8 +61,8 @@ def math(
     equal.
 
     The answer is the content of the last \boxed{}; without any, the text after the last "the answer
-    is"; without that, the last expression of the last sentence. An unclosed box or thinking was cut
-    off and has no answer. Several numbers are wrong if one is expected.
+    is"; without that, the last expression of the last sentence. An unclosed box or thinking block
+    was cut off and has no answer. Several numbers are wrong if one is expected.
 
     Args:
         response: text with the answer.

@@ -192,7 +192,7 @@ def test_other_verifiers_may_judge_beside_it(server: Server) -> None:
 
 def test_a_server_and_a_model_are_needed() -> None:
     with pytest.raises(
-        ConfigError, match=r"needs reward.kwargs.judge_model, reward.kwargs.judge_url"
+        ConfigError, match=r"requires reward.kwargs.judge_model, reward.kwargs.judge_url"
     ):
         RewardManager(RewardConfig(combine={"judge": 1.0}))
 

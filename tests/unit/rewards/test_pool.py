@@ -74,7 +74,7 @@ def test_rows_that_hang_raise_end_or_return_nonsense_cost_themselves_alone(tmp_p
         assert said[0] == "no score within 8 s (reward.timeout_s)"
         assert "raised KeyError: 'k' (line 12)" in said[1]
         assert said[2:4] == [
-            f"the process that scored it ended ({how})" for how in ("exit code 3", "signal 9")
+            f"the process scoring it exited ({how})" for how in ("exit code 3", "signal 9")
         ]
         assert "not plain data: a value of type object" in said[4] and "returned 'None'" in said[5]
         pids = {result.extra["pid"] for result in results if not result.failure}
@@ -319,7 +319,7 @@ def test_credentials_of_the_job_do_not_reach_rewards_and_values_keep_their_types
         (
             "import os; os._exit(4)",
             ConfigError,
-            r"reward.py \(reward.path\) ended with code 4; see .*rewards.log",
+            r"reward.py \(reward.path\) exited with code 4; see .*rewards.log",
         ),
         ("def compute_score(text): pass", ConfigError, "cannot be called with"),
     ],

@@ -336,7 +336,7 @@ def test_code_is_scored_by_its_tests():
         [tests, calls, tests, tests],
     )
     assert [round(result.score, 3) for result in found] == [0.667, 1.0, 0.0, 0.0]
-    assert found[0].extra == {"passed": 2, "tests": 3, "failed_with": "another output"}
+    assert found[0].extra == {"passed": 2, "tests": 3, "failed_with": "wrong output"}
     assert found[2].extra["failed_with"] == "no program"
     assert "PermissionError" in found[3].extra["failed_with"]
 

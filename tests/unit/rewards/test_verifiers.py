@@ -175,7 +175,7 @@ def test_a_combination_that_cannot_be_is_refused() -> None:
         ConfigError, match=r"reward\.combine: .*no verifier of this name; did you mean 'gsm8k'"
     ):
         RewardManager(RewardConfig(processes=0, combine={"gsm8": 1.0}))
-    with pytest.raises(ConfigError, match=r"reward\.combine\.gsm8k='much': the weight"):
+    with pytest.raises(ConfigError, match=r"reward\.combine\.gsm8k='much': a verifier's weight"):
         RewardManager(RewardConfig(processes=0, combine={"gsm8k": "much"}))
     with pytest.raises(
         ConfigError,
