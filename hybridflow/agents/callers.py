@@ -1,4 +1,4 @@
-"""Connections of an HTTP server, bounded so that no client can use up the slots of another."""
+"""Connections of an HTTP server, bounded so that no client can exhaust another's slots."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LINGER_S = 5.0  # time to read the last answer after a key is revoked
 
 
 class Callers:
-    """Open connections: unauthenticated ones, and those of each key. Each holds a file descriptor
-    of this process.
+    """Open connections, grouped into the unauthenticated ones and those of each key. Each uses a
+    file descriptor of this process.
 
     Unauthenticated connections share 256 slots, and each key has 16. When they are full, a new
-    connection closes the one of the same group that has been idle longest. A client that is closed
-    while idle can reconnect.
+    connection closes the longest-idle one of its group. A client whose idle connection is closed
+    can reconnect.
     """
 
     def __init__(self) -> None:

@@ -33,15 +33,15 @@ _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     "response_format": (
         ({"type": "text"},),
-        'must be {"type": "text"}: a grammar would change what is sampled',
+        'must be {"type": "text"}: a grammar would change the sampling distribution',
     ),
     "presence_penalty": ((0,), "must be 0: the policy is sampled without penalties"),
     "frequency_penalty": ((0,), "must be 0: the policy is sampled without penalties"),
     "repetition_penalty": ((1,), "must be 1: the policy is sampled without penalties"),
-    "logit_bias": (({},), "must be empty: it would change what is sampled"),
+    "logit_bias": (({},), "must be empty: it would change the sampling distribution"),
     "chat_template_kwargs": (
         ({},),
-        "must be empty: the prompt of the row was rendered without them",
+        "must be empty: the row's prompt was rendered without them",
     ),
     "modalities": ((["text"],), 'must be ["text"]'),
     "functions": (([],), "is the old name of tools; send tools"),
@@ -62,7 +62,8 @@ _READ = (
 
 
 class RequestError(Exception):
-    """An invalid request. Sent to the client with an HTTP status and the name of the field."""
+    """Raised for an invalid request; returned to the client as an HTTP status plus the name of the
+    invalid field."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
@@ -79,7 +80,7 @@ class ChatRequest:
         tools: function declarations.
         reads_calls: parse tool calls from the answer (`tool_choice` is not none).
         most_calls: maximum number of calls to return; None: all.
-        most: maximum tokens of the answer; None: the room that is left.
+        most: maximum tokens of the answer; None: all the remaining room.
         stop: stop strings.
         logprobs: return the log-probability of each token.
         stream, with_usage: send the answer as events, and its usage as the last of them.
@@ -109,19 +110,19 @@ def read_request(body: Any) -> ChatRequest:
         or not isinstance(body.get("messages"), list)
         or not body["messages"]
     ):
-        raise RequestError("messages is required: a list of messages", param="messages")
+        raise RequestError("messages is required and must be a list of messages", param="messages")
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         _check(name, value)
     choice = given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise RequestError(
-            "tool_choice must be auto or none: a call cannot be forced", param="tool_choice"
+            "tool_choice must be auto or none; forced calls are not supported", param="tool_choice"
         )
     options = given.get("stream_options", {})
     if not isinstance(options, dict) or set(options) - {"include_usage"}:
         raise RequestError(
-            "stream_options must be an object with no key except include_usage",
+            "stream_options must be an object with include_usage as its only key",
             param="stream_options",
         )
     limits = [
@@ -147,7 +148,7 @@ def _check(name: str, value: Any) -> None:
         if isinstance(value, bool) or value not in values:
             raise RequestError(f"{name} {why}", param=name)
     elif name not in (*_READ, *_SAMPLING, *_OF_THE_SENDER):
-        raise RequestError(f"{name} is not supported; leave it out", param=name)
+        raise RequestError(f"{name} is not supported; remove it", param=name)
 
 
 def _flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -200,14 +201,14 @@ def _message(number: int, message: Any) -> Mapping[str, Any]:
         if not all(
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
         ):
-            raise RequestError(f"message {number} has a part that is not text", param="messages")
+            raise RequestError(f"message {number}: content parts must be text", param="messages")
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
-        raise RequestError(f"the content of message {number} is not text", param="messages")
+        raise RequestError(f"message {number}: content must be text", param="messages")
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(isinstance(one, dict) for one in calls):
         raise RequestError(
-            f"the tool_calls of message {number} are not a list of calls", param="messages"
+            f"message {number}: tool_calls must be a list of tool calls", param="messages"
         )
     known = {
         name: message[name]

@@ -74,7 +74,7 @@ class CompletionServer:
 
     @property
     def is_active(self) -> bool:
-        """True if a request arrived or an answer was sent within the last moments."""
+        """True if a request arrived or an answer was sent very recently."""
         return time.monotonic() - self._moved < _QUIET_S
 
     @asynccontextmanager
@@ -144,7 +144,7 @@ class CompletionServer:
     def _of(self, request: web.Request) -> _Served:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if key not in self._served:
-            raise RequestError("no conversation has this API key; it may be over", 401)
+            raise RequestError("no conversation has this API key; it may have ended", 401)
         self._callers.know(request.transport, key)
         return self._served[key]
 
@@ -179,15 +179,15 @@ class CompletionServer:
         if asked.ignored and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "a program's request sets %s, which has no effect: rollout.sampling and "
-                "rollout.val_sampling decide",
+                "a program's request sets %s, which is ignored: the run samples with "
+                "rollout.sampling and rollout.val_sampling",
                 ", ".join(asked.ignored),
             )
 
     async def _answer_to(self, served: _Served, asked: ChatRequest) -> dict[str, Any]:
         if served.pending is None or asked.messages != served.messages:
             if served.pending is not None and not served.pending.done():
-                raise RequestError("another request of this conversation has no answer yet")
+                raise RequestError("another request of this conversation is still pending")
             self._show(served, asked)
             served.messages = asked.messages
             served.pending = asyncio.create_task(_next_answer(served, asked))
@@ -208,7 +208,8 @@ class CompletionServer:
             raise served.over
         if asked.tools != served.tools:
             raise RequestError(
-                "tools must be those of the first request: the prompt shows them", param="tools"
+                "tools must be the same as in the first request: the prompt contains them",
+                param="tools",
             )
         differs = next(
             (n for n in range(before) if n >= len(messages) or messages[n] != served.messages[n]),
@@ -220,8 +221,8 @@ class CompletionServer:
             )
         if len(messages) < before + 2 or not _is_last_answer(messages[before], served):
             raise RequestError(
-                f"message {before} must be the last answer as it was given, and another message "
-                "must follow it"
+                f"message {before} must repeat the last answer unchanged, and another message must "
+                "follow it"
             )
         _observe(served, messages[before + 1 :])
 
@@ -229,15 +230,15 @@ class CompletionServer:
 def _compare(
     conversation: Conversation, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
 ) -> None:
-    """Reject messages that do not render to the prompt of the row. A `developer` message may stand
-    for the system message."""
+    """Reject messages that do not render to the row's prompt. A `developer` message may replace the
+    system message."""
     shown = conversation.tokenizer.decode(conversation.prompt)
     asked = sum(len(one["content"]) + 1 for one in messages) + len(json.dumps(tools))
     # encoding megabytes would block the other conversations
     if asked > _LONGER * len(shown) + _SLACK:
         raise RequestError(
-            f"the messages and tools of the first request have {asked} characters, the prompt of "
-            f"the row has {len(shown)}: they cannot render to it"
+            f"the first request's messages and tools have {asked} characters, but the row's prompt "
+            f"has {len(shown)}, so they cannot render to it"
         )
     as_system = [
         {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
@@ -255,9 +256,8 @@ def _compare(
     if problem is not None and not ids:
         raise problem
     raise RequestError(
-        "the messages of the first request must render to the prompt of the row, "
-        f"{shown!r}; they render to "
-        f"{conversation.tokenizer.decode(ids)!r}"
+        "the messages of the first request must render to the row's prompt: expected "
+        f"{shown!r}, got {conversation.tokenizer.decode(ids)!r}"
     )
 
 
@@ -270,7 +270,7 @@ def _observe(served: _Served, new: Sequence[Mapping[str, Any]]) -> None:
     for one in new:
         if one["role"] == "assistant":
             raise RequestError(
-                "a message of the assistant follows the answer; only the policy may answer"
+                "an assistant message follows the answer; only the policy may answer"
             )
         known = {"tool_call_id": one["tool_call_id"]} if "tool_call_id" in one else {}
         name = one.get("name") or names.get(one.get("tool_call_id", ""))
@@ -375,8 +375,8 @@ async def _go_on(request: web.Request) -> None:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Filter log records: drop malformed requests and lost connections, with which unauthenticated
-    clients could fill the log."""
+    """Filter log records: drop those about malformed requests and lost connections, because
+    unauthenticated clients could fill the log with them."""
     from aiohttp.http_exceptions import HttpProcessingError
 
     return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, OSError)))
@@ -397,17 +397,17 @@ async def _body_of(request: web.Request) -> Any:
         # parsing takes seconds, and blocks all other conversations
         if (made := _containers(text)) > _MOST_CONTAINERS:
             raise RequestError(
-                f"the body has {made} lists and objects, more than {_MOST_CONTAINERS}"
+                f"the body has {made} lists and objects; the limit is {_MOST_CONTAINERS}"
             )
         return json.loads(text)
     except TimeoutError as error:
         raise RequestError(f"the body did not arrive within {_BODY_S:.0f} s", 408) from error
     except OSError as error:
-        raise RequestError(f"the connection ended before the body: {error}") from error
+        raise RequestError(f"the connection was lost before the body arrived: {error}") from error
     except (ValueError, LookupError, RecursionError) as error:  # LookupError: unknown encoding
         raise RequestError(f"the body is not valid JSON: {error}") from error
     except web.HTTPRequestEntityTooLarge as error:
-        raise RequestError(f"the body has more than {_MOST_BYTES >> 20} MiB", 413) from error
+        raise RequestError(f"the body exceeds {_MOST_BYTES >> 20} MiB", 413) from error
 
 
 # ---- responses

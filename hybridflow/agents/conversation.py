@@ -31,9 +31,9 @@ class Sampled:
     """The result of one sampling request of t tokens.
 
     token_ids, log_probs and weight versions are `[t]`; `finish_reason` is stop, length or abort.
-    `routes` (with router replay) are the experts of the request's tokens and of these, `[asked + t,
-    layers, experts per token]`; those of the last token are unknown. `support` is the set of tokens
-    that each one was sampled from, if the sampler truncates its distribution.
+    `routes` (with router replay) are the experts of the request's tokens and of the sampled ones,
+    `[asked + t, layers, experts per token]`; those of the last token are unknown. `support` is the
+    set of tokens that each one was sampled from, if the sampler truncates its distribution.
     """
 
     token_ids: np.ndarray
@@ -71,16 +71,16 @@ class Conversation:
         config: `rollout.agent`.
         room: tokens that may still be added, sampled or shown.
         messages: the answers and observations so far, as chat messages.
-        shown: the same as exchanges of the chat template.
+        shown: the same, as exchanges of the chat template.
         end: why it ended; empty while it is running.
         failure: the error, if the loop raised one. Its tokens are not trained on.
         episodes: starts episodes of `rollout.agent.environment`; None without one.
         endpoint: serves a conversation to OpenAI clients.
         rewards: rewards given by the loop.
         answered, calls: number of answers and of tool calls.
-        routes: experts of the first tokens of prompt and conversation, as far as they are known;
-            None: not requested.
-        supports: for parts of `tokens`, the tokens that each was sampled from.
+        routes: experts of the leading tokens of prompt and conversation, as far as known; None: not
+            requested.
+        supports: for parts of `tokens`, the tokens that each token was sampled from.
     """
 
     prompt: Sequence[int]
@@ -110,16 +110,16 @@ class Conversation:
         """Sample the policy's next answer. Returns its text without the stop token.
 
         Args:
-            most: maximum tokens of this answer; None: the room that is left.
+            most: maximum tokens of this answer; None: all the remaining room.
             stop: stop strings. The token that completes one is kept as the last; later tokens are
                 dropped.
 
         Raises:
-            ConversationOver: it has had `rollout.agent.max_answers` answers, or there is no room
-                for another token.
+            ConversationOver: the conversation has `rollout.agent.max_answers` answers, or there is
+                no room for another token.
         """
         if self.answered == self.config.max_answers:
-            raise ConversationOver(f"{self.answered} answers")
+            raise ConversationOver(f"it has {self.answered} answers (rollout.agent.max_answers)")
         self.need(1)
         asked = [*self.prompt, *self.tokens]
         sampled, text = self._until(
@@ -142,8 +142,8 @@ class Conversation:
         `max_observation_tokens`.
 
         Args:
-            calls: the calls of the last answer whose results the texts are, for templates that
-                render their names or ids.
+            calls: the last answer's calls that produced these texts, for templates that render
+                their names or ids.
 
         Raises:
             ConversationOver: the last answer was cut off, or there is no room for the texts and

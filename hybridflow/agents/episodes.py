@@ -29,8 +29,8 @@ _END_S = 10.0  # for a killed process to exit
 
 
 class EpisodeError(HybridFlowError):
-    """An environment raised, returned an invalid step or timed out, or its process exited. The
-    episode is lost."""
+    """Raised if an environment raised, returned an invalid step or timed out, or its process
+    exited. The episode is lost."""
 
 
 class Episodes:
@@ -61,7 +61,7 @@ class Episodes:
         return any(one.waiting for one in self._processes)
 
     def begin(self, row: Mapping[str, Any]) -> Episode:
-        """Create an episode for this row of the prompts. Enter it with `async with`.
+        """Create an episode for this prompt row. Enter it with `async with`.
 
         Raises:
             EpisodeError: too many environment processes have exited within an hour.
@@ -72,8 +72,8 @@ class Episodes:
             if not self._restarts.take():
                 self._given_up = (
                     f"{self._lost} processes of "
-                    f"rollout.agent.environment={self.config.environment} have ended, the last "
-                    f"because it {process.ended}"
+                    f"rollout.agent.environment={self.config.environment} have exited; the last "
+                    f"one {process.ended}"
                 )
         if self._given_up:
             raise EpisodeError(self._given_up)
@@ -105,7 +105,7 @@ class Episode:
         """Send an answer to the environment and return the resulting step.
 
         Raises:
-            EpisodeError: the environment raised or returned no `Step`, did not respond within
+            EpisodeError: the environment raised, did not return a `Step`, did not respond within
                 `rollout.agent.tool_timeout_s`, or its process exited.
         """
         observation, reward, done = await self.process.ask(
@@ -152,7 +152,7 @@ class _Process:
         self.tell({"environment": absolute_entry(str(config.environment)), "parent": os.getpid()})
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Queue a message; the messages of one iteration of the event loop are sent together.
+        """Queue a message. Messages queued in one iteration of the event loop are sent together.
         Raises ValueError for values that JSON cannot represent."""
         if self.ended:
             return
@@ -163,7 +163,7 @@ class _Process:
     async def ask(self, message: dict[str, Any]) -> Any:
         """Send a message and wait for its answer. Raises EpisodeError."""
         if self.ended:
-            raise EpisodeError(f"the process of the environment {self.ended}")
+            raise EpisodeError(f"the environment process {self.ended}")
         self._asked += 1
         number = self._asked
         answer = self._loop.create_future()
@@ -177,7 +177,7 @@ class _Process:
             return await answer
         except ValueError as error:
             raise EpisodeError(
-                f"a row of the prompts contains {error}; environments accept only plain data"
+                f"a prompt row contains {error}; environments accept only plain data"
             ) from error
         finally:
             self.waiting.pop(number, None)
@@ -245,10 +245,10 @@ class _Process:
             self._popen.kill()
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(_END_S)
-        self.ended = why or f"ended with code {self._popen.returncode}"
+        self.ended = why or f"exited with code {self._popen.returncode}"
         for answer in self.waiting.values():
             if not answer.done() and not self._loop.is_closed():
-                answer.set_exception(EpisodeError(f"the process of the environment {self.ended}"))
+                answer.set_exception(EpisodeError(f"the environment process {self.ended}"))
 
 
 def _end_all(processes: list[_Process]) -> None:

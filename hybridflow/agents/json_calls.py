@@ -32,7 +32,7 @@ class JsonCalls:
             groups the value is an object with the name and the arguments.
         end: closes a call.
         lacks: the problem reported for a call without its header.
-        fence: optional text between the value and `end`, besides white space.
+        fence: optional text between the value and `end`, in addition to white space.
         name_in_id: matches a whole id; its group `name` is the name.
         value: parses the value at a position and returns it with its end. Raises ValueError.
     """

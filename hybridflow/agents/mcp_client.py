@@ -38,7 +38,7 @@ from hybridflow.process.surroundings import is_own
 
 _KEY = "rollout.agent.mcp_servers"
 _END_S = 10.0  # for closing the connections when the process exits
-# before reconnecting; doubled after each failure
+# pause before reconnecting; doubled after each failure
 _PAUSE_S = 1.0
 _MOST_PAUSE_S = 30.0
 _MOST_PAGES = 1000  # of the list of tools
@@ -51,7 +51,7 @@ def offered(config: RunConfig) -> list[Tool]:
     """Return the tools of all servers of `rollout.agent`. Starts the servers that are not running.
 
     Raises:
-        ConfigError: a server cannot be started or reached, or lacks a tool that is named.
+        ConfigError: a server cannot be started or reached, or lacks a tool named in the config.
     """
     found: list[Tool] = []
     for name, settings in mcp_servers(config.rollout.agent).items():
@@ -110,7 +110,8 @@ class _Server:
         if missing := [one for one in settings.tools if one not in has]:
             self.close()
             raise ConfigError(
-                f"{self.key}.tools: there is no {missing[0]} (it has: {', '.join(has) or 'none'})"
+                f"{self.key}.tools: the server has no {missing[0]} (it has: "
+                f"{', '.join(has) or 'none'})"
             )
 
     def close(self) -> None:
@@ -214,7 +215,7 @@ class _Server:
                 client = await self._connected()
         except TimeoutError as error:
             raise ToolLostError(
-                f"{self.key} was lost and has not reconnected: {self._lost or self._before}"
+                f"{self.key} was lost and has not been reconnected: {self._lost or self._before}"
             ) from error
         if client is None:
             raise ToolLostError(f"{self.key}: {self._given_up}")
@@ -304,7 +305,7 @@ class _Bounded(httpx2.AsyncByteStream):
         async for part in self._stream:
             read += len(part)
             if read > MOST_BYTES:
-                raise httpx2.StreamError(f"the response has more than {MOST_BYTES} bytes")
+                raise httpx2.StreamError(f"the response exceeds {MOST_BYTES} bytes")
             yield part
 
     async def aclose(self) -> None:
@@ -316,8 +317,8 @@ class _Bounded(httpx2.AsyncByteStream):
 
 @cache
 def _events() -> asyncio.AbstractEventLoop:
-    """Return the event loop of the connections. Its thread starts the programs, and runs as long as
-    this process."""
+    """Return the event loop of the connections. Its thread starts the programs, and runs until this
+    process exits."""
     events = asyncio.new_event_loop()
     threading.Thread(target=events.run_forever, name="mcp", daemon=True).start()
     atexit.register(close_all)

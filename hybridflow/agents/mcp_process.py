@@ -27,7 +27,7 @@ from hybridflow.process.secret import without_credentials
 MOST_BYTES = 64 << 20  # per message; it may contain a result twice, as text and as data
 # variables passed on to the program
 _GIVEN = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
-_END_S = 2.0  # for the program to exit after its input is closed, and again after SIGTERM
+_END_S = 2.0  # for the program to exit after its input is closed, and then after SIGTERM
 
 
 def environment(settings: McpServer) -> dict[str, str]:
@@ -54,7 +54,7 @@ async def program(
     """
     given = environment(settings)
     if shutil.which(settings.command[0], path=given.get("PATH")) is None:
-        raise ConfigError(f"there is no program {settings.command[0]!r} (looked in PATH)")
+        raise ConfigError(f"program {settings.command[0]!r} not found in PATH")
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as errors:
         process = await asyncio.create_subprocess_exec(

@@ -42,7 +42,7 @@ class TaggedCalls:
             follows, so that a value may contain it.
         end: closes a call.
         example: how arguments are written, for error messages.
-        section: opens the section of calls, which must contain one; empty: the whole text.
+        section: opens the section of calls, which must contain a call; empty: the whole text.
         value: converts (opening tag, text) to the argument's value.
         is_text: values are text, to be converted to the types that the tool declares.
     """

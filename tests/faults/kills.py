@@ -45,7 +45,7 @@ VICTIMS = {
 MOMENTS = {"generate": 0.25, "train": 0.05, "save": 0.03}
 STALENESS = (0, 1, 2)
 # reasons of conversations that a kill may end
-LOSSES = r"was lost|the process of the environment|has ended"
+LOSSES = r"was lost|the environment process|has ended"
 LOOP = """
 from hybridflow.agents.formats.base import Call
 from hybridflow.agents.loops.base import agent_loop

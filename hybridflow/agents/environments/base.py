@@ -20,7 +20,7 @@ class Step:
 
     Attributes:
         observation: shown to the policy next, unless the episode is over.
-        reward: of this answer; a conversation's score is the sum of its rewards.
+        reward: reward of this answer; a conversation's score is the sum of its rewards.
         done: True if the episode is over.
     """
 
@@ -34,8 +34,8 @@ class Environment(Protocol):
     a resumed run gets the same episodes."""
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Start the episode. `row` has data_source, ground_truth and extra_info of the prompt,
-        which shows the first state."""
+        """Start the episode. `row` contains data_source, ground_truth and extra_info of the prompt;
+        the prompt itself shows the first state."""
 
     def step(self, answer: str) -> Step:
         """Apply the policy's answer."""

@@ -24,8 +24,8 @@ class AgentLoop:
 
     Attributes:
         function: runs one conversation.
-        gives_rewards: it calls `Conversation.reward`. A conversation's score is the sum of these
-            rewards, unless `reward.path` or `reward.combine` is set.
+        gives_rewards: True if it calls `Conversation.reward`. A conversation's score is the sum of
+            these rewards, unless `reward.path` or `reward.combine` is set.
     """
 
     function: AgentFunction

@@ -29,8 +29,8 @@ _MOST_CHARACTERS = 1 << 16  # of a result, before it is truncated to tokens
 
 
 class ToolLostError(HybridFlowError):
-    """The process that runs a tool has ended, through no fault of the policy. The conversation that
-    called it is lost."""
+    """Raised if the process that runs a tool has exited, through no fault of the policy. The
+    conversation that called it is lost."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Tool:
     """A function that the policy may call.
 
     Attributes:
-        name: as the policy writes it.
-        function: takes named arguments of the types str, int, float or bool; its result is shown as
+        name: the name that the policy writes.
+        function: accepts keyword arguments of type str, int, float or bool; its result is shown as
             text. It may be async; otherwise each call runs in its own thread.
-        description: shown to the policy: the first paragraph of the function's docstring.
-        is_instant: it takes microseconds and cannot hang, so it needs no thread.
+        description: the first paragraph of the function's docstring, shown to the policy.
+        is_instant: True if it takes microseconds and cannot hang, so it needs no thread.
         options: a frozen dataclass, if the tool has options. `function` is then called once at the
-            start of the run, with the options from `rollout.agent.tool_options`, and returns the
+            start of the run with the options in `rollout.agent.tool_options`, and returns the
             function that the policy may call.
         declared: the JSON schema of its arguments; None: derived from the function's signature.
     """
@@ -131,7 +131,7 @@ class Toolbox:
         for found in [*(_opened(TOOLS.get(name), config) for name in config.tools), *offered]:
             if found.name in self.tools:
                 raise ConfigError(
-                    f"rollout.agent.tools: two tools are called {found.name}; remove one of them"
+                    f"rollout.agent.tools: two tools are named {found.name}; remove one of them"
                 )
             self.tools[found.name] = found
         FORMATS.get(config.call_format)
@@ -157,7 +157,7 @@ class Toolbox:
         `rollout.agent.max_parallel_calls` run concurrently, started in order.
 
         Raises:
-            ToolLostError: the process that runs one of the tools has ended. Pending calls are not
+            ToolLostError: the process that runs one of the tools has exited. Pending calls are not
                 started.
         """
         places = asyncio.Semaphore(self._at_a_time)

@@ -26,10 +26,10 @@ def calculator(expression: str) -> str:
     """Compute an arithmetic expression, for example (12 + 3) * 4 / 7.
 
     Raises:
-        ValueError: it is no arithmetic expression, or its value is beyond 1e100.
+        ValueError: it is not an arithmetic expression, or its value exceeds 1e100.
     """
     if len(expression) > _MOST_CHARACTERS:
-        raise ValueError(f"an expression has at most {_MOST_CHARACTERS} characters")
+        raise ValueError(f"an expression must have at most {_MOST_CHARACTERS} characters")
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -54,11 +54,11 @@ def _value(node: ast.expr) -> float:
     else:
         raise ValueError("this is not an arithmetic expression")
     if not abs(found) <= _MOST:
-        raise ValueError("the value is beyond 1e100")
+        raise ValueError("the value exceeds 1e100")
     return found
 
 
 def _power(base: float, exponent: float) -> float:
     if abs(exponent) > _LARGEST_EXPONENT or (base < 0 and not float(exponent).is_integer()):
-        raise ValueError("this power is not computed")
+        raise ValueError("this power is too large to compute")
     return base**exponent

@@ -30,9 +30,9 @@ def python(code: str) -> str:
     if result.why == ENDED:
         result = _result(code, fresh=True)
     if result.why == ENDED:
-        return "error: the sandbox ended twice while running this program"
+        return "error: the sandbox exited twice while running this program"
     if result.why:
-        return f"{result.stdout}error: the program reached its limit of {result.why}"
+        return f"{result.stdout}error: the program exceeded its {result.why} limit"
     return (
         result.stdout
         if result.code == 0

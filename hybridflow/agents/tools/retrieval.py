@@ -99,7 +99,7 @@ def _index(options: Options) -> _Index:
     """Return the index of these documents, cached per process."""
     if not options.documents:
         raise ConfigError(
-            f"{_KEY}.documents is not set; give a .jsonl or .parquet file, or a folder"
+            f"{_KEY}.documents is not set; set it to a .jsonl or .parquet file, or a folder"
         )
     source = Path(options.documents)
     files = _files(source)
@@ -126,20 +126,20 @@ def _files(source: Path) -> list[Path]:
     if source.is_file():
         if source.suffix not in _TABLES + _TEXTS:
             raise ConfigError(
-                f"{_KEY}.documents={source}: expected a file that ends in "
+                f"{_KEY}.documents={source}: expected a file ending in "
                 f"{', '.join(_TABLES + _TEXTS)}"
             )
         return [source]
     if not source.is_dir():
         raise ConfigError(
-            f"{_KEY}.documents={source}: there is no such file or folder (looked in {Path.cwd()})"
+            f"{_KEY}.documents={source}: no such file or folder (looked in {Path.cwd()})"
         )
     found = sorted(
         path for path in source.rglob("*") if path.suffix in _TABLES + _TEXTS and path.is_file()
     )
     if not found:
         raise ConfigError(
-            f"{_KEY}.documents={source}: this folder has no file of {', '.join(_TABLES + _TEXTS)}"
+            f"{_KEY}.documents={source}: the folder has no {', '.join(_TABLES + _TEXTS)} files"
         )
     return found
 
@@ -164,7 +164,7 @@ def _passages(file: Path, options: Options) -> Iterator[str]:
                 )
                 raise ConfigError(
                     f"{_KEY}.text_column={options.text_column}: row {number} of {file} has no text "
-                    f"of this name{has}"
+                    f"under this name{has}"
                 )
             if not cell.strip():
                 raise ConfigError(f"{_KEY}.documents: row {number} of {file} is empty; remove it")

@@ -158,7 +158,7 @@ def test_megabytes_that_cannot_be_the_prompt_are_not_encoded(
             status, said = await answer(
                 port, request(at.api_key, json.dumps({"messages": messages}).encode())
             )
-            assert status == 400 and "they cannot render to it" in said
+            assert status == 400 and "so they cannot render to it" in said
 
     asyncio.run(run())
 
@@ -177,10 +177,10 @@ def test_lists_beyond_number_are_not_made_and_brackets_in_a_text_are_none(
                 '"\\"" [' * 2000,
             ):
                 status, said = await answer(port, request(at.api_key, text.encode()))
-                assert status == 400 and "lists and objects, more than 1000" in said
+                assert status == 400 and "lists and objects; the limit is 1000" in said
             brackets = json.dumps({"messages": [{"role": "user", "content": '[{"\\' * 2000}]})
             status, said = await answer(port, request(at.api_key, brackets.encode()))
-            assert status == 400 and "must render to the prompt" in said
+            assert status == 400 and "must render to the row's prompt" in said
 
     asyncio.run(run())
 

@@ -255,7 +255,7 @@ def test_tools_stay_those_of_the_prompt(chatml: Tokenizer) -> None:
     async def program(client: openai.AsyncOpenAI) -> None:
         await asked(client, QUESTION, tools=TOOLS)
         with pytest.raises(
-            openai.BadRequestError, match="tools must be those of the first request"
+            openai.BadRequestError, match="tools must be the same as in the first request"
         ):
             await asked(client, [*ANSWERED, MORE])
 
@@ -298,7 +298,7 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
         (
             [{"role": "user", "content": "another"}],
             {},
-            r"must render to the prompt of the row, '.*What is 12",
+            r"must render to the row's prompt: expected '.*What is 12",
         ),
         (QUESTION, {"n": 2}, "n must be 1"),
         (QUESTION, {"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
@@ -307,7 +307,7 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
             {},
-            "message 0 has a part that is not text",
+            "message 0: content parts must be text",
         ),
         (QUESTION, {"max_tokens": True}, "max_tokens must be a whole number of at least 1"),
         (
@@ -350,7 +350,7 @@ MORE: dict[str, Any] = {"role": "tool", "tool_call_id": "x", "content": "no"}
         ),
         (QUESTION, {"presence_penalty": 0.5}, "presence_penalty must be 0"),
         (QUESTION, {"logit_bias": {"5": 1}}, "logit_bias must be empty"),
-        (QUESTION, {"reasoning_effort": "high"}, "reasoning_effort is not supported; leave it out"),
+        (QUESTION, {"reasoning_effort": "high"}, "reasoning_effort is not supported; remove it"),
         (QUESTION, {"extra_body": {"ignore_eos": True}}, "ignore_eos is not supported"),
         (
             QUESTION,
@@ -387,15 +387,15 @@ def test_a_first_request_that_cannot_be_answered_is_refused(
         ),
         (
             [*QUESTION, {"role": "assistant", "content": "It is 409."}, MORE],
-            "message 1 must be the last answer",
+            "message 1 must repeat the last answer",
         ),
         (
             ANSWERED,
-            "message 1 must be the last answer as it was given, and another message must follow it",
+            "message 1 must repeat the last answer unchanged, and another message must follow it",
         ),
         (
             [*ANSWERED, {"role": "assistant", "content": "sure."}],
-            "a message of the assistant follows the answer",
+            "an assistant message follows the answer",
         ),
     ],
 )
@@ -419,7 +419,7 @@ def test_a_conversation_that_is_over_ends_the_loop_whatever_the_program_does(
     async def program(client: openai.AsyncOpenAI) -> None:
         await asked(client, QUESTION)
         with pytest.raises(
-            openai.BadRequestError, match="the conversation is over: 1 answers"
+            openai.BadRequestError, match="the conversation is over: it has 1 answers"
         ) as refused:
             await asked(client, [*ANSWERED, MORE])
         assert refused.value.code == "context_length_exceeded"

@@ -117,7 +117,7 @@ def test_an_environment_that_cannot_begin_costs_its_own_episode(config: AgentCon
         episodes = Episodes(config)
         for truth, extra, said in (
             ("no reset", {}, r"KeyError: 'level 7' \(line 12\)"),
-            ("", {"greeting": object()}, "a row of the prompts contains a value of type object"),
+            ("", {"greeting": object()}, "a prompt row contains a value of type object"),
         ):
             with pytest.raises(EpisodeError, match=said):
                 async with episodes.begin(row(truth, **extra)):
@@ -134,12 +134,10 @@ def test_a_process_that_ends_takes_its_episodes_and_no_others(config: AgentConfi
         async with episodes.begin(row()) as other:
             async with episodes.begin(row()) as episode:
                 with pytest.raises(
-                    EpisodeError, match="the process of the environment ended with code 5"
+                    EpisodeError, match="the environment process exited with code 5"
                 ):
                     await episode.step("end")
-            with pytest.raises(
-                EpisodeError, match="the process of the environment ended with code 5"
-            ):
+            with pytest.raises(EpisodeError, match="the environment process exited with code 5"):
                 await other.step("a")
         async with episodes.begin(row()) as later:
             assert (await later.step("a")).observation == "a"
@@ -175,7 +173,7 @@ def test_processes_that_end_again_and_again_are_not_started_for_ever(config: Age
         for _ in range(2):
             with pytest.raises(
                 EpisodeError,
-                match=r"2 processes of rollout.agent.environment=.*own have ended.*code 5",
+                match=r"2 processes of rollout.agent.environment=.*own have exited.*code 5",
             ):
                 episodes.begin(row())
 

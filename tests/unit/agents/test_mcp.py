@@ -164,7 +164,7 @@ def test_the_policy_calls_tools_of_a_server_and_is_told_what_there_is(
 def test_only_the_tools_that_are_named_are_offered(opened: Callable[..., Toolbox]) -> None:
     assert list(opened(tools=["pid", "add"]).tools) == ["add", "pid"]
     with pytest.raises(
-        ConfigError, match=r"mcp_servers.tiny.tools: there is no sub \(it has: add, hang"
+        ConfigError, match=r"mcp_servers.tiny.tools: the server has no sub \(it has: add, hang"
     ):
         opened(tools=["sub"])
 
@@ -287,7 +287,7 @@ def test_a_server_that_cannot_be_used_is_named_at_the_start(
     opened: Callable[..., Toolbox], tmp_path: Path
 ) -> None:
     key = "rollout.agent.mcp_servers.tiny"
-    with pytest.raises(ConfigError, match=rf"{key}: .*there is no program 'no-such-program'"):
+    with pytest.raises(ConfigError, match=rf"{key}: .*program 'no-such-program' not found"):
         opened(command=["no-such-program"])
     with pytest.raises(
         ConfigError, match=rf"{key}: the server cannot be used: it exited with code 7"
@@ -307,7 +307,7 @@ def test_a_server_that_cannot_be_used_is_named_at_the_start(
         {name: {"command": [sys.executable, str(tmp_path / "server.py")]} for name in "ab"},
     )
     (tmp_path / "server.py").write_text(RAW)
-    with pytest.raises(ConfigError, match="two tools are called odd"):
+    with pytest.raises(ConfigError, match="two tools are named odd"):
         toolbox(twice)
     assert (tmp_path / twice.name / "logs" / "mcp-a.log").exists()
 

@@ -228,15 +228,15 @@ def test_documents_that_cannot_be_searched_are_named_with_the_key(tmp_path: Path
     cases: list[tuple[str, dict[str, Any]]] = [
         (rf"{key}\.documents is not set", {}),
         (
-            rf"{key}\.documents=.*/none: there is no such file or folder",
+            rf"{key}\.documents=.*/none: no such file or folder",
             {"documents": f"{tmp_path}/none"},
         ),
         (
-            rf"{key}\.documents=.*: this folder has no file of .jsonl",
+            rf"{key}\.documents=.*: the folder has no .jsonl",
             {"documents": folder(tmp_path / "a", {"x.c": "a"})},
         ),
         (
-            rf"{key}\.documents=.*x.c: expected a file that ends in",
+            rf"{key}\.documents=.*x.c: expected a file ending in",
             {"documents": f"{tmp_path}/a/x.c"},
         ),
         (
@@ -249,7 +249,7 @@ def test_documents_that_cannot_be_searched_are_named_with_the_key(tmp_path: Path
         ),
         (
             (
-                rf"{key}\.text_column=text: row 1 of .*d.jsonl has no text of this name \(it has: "
+                rf"{key}\.text_column=text: row 1 of .*d.jsonl has no text under this name \(it has: "
                 rf"contents\)"
             ),
             {"documents": jsonl(tmp_path / "d.jsonl", [{"contents": "a"}])},
