@@ -1,5 +1,4 @@
-"""The coefficient of the entropy bonus: steered, so that the policy's entropy does not fall below a
-target."""
+"""The entropy bonus coefficient, controlled so that the policy's entropy stays above a target."""
 
 from __future__ import annotations
 
@@ -8,9 +7,9 @@ import torch
 
 
 class EntropyControl:
-    """Holds a coefficient that rises by `step` where the entropy is below `target` and falls by it,
-    down to 0, where it is not; the bonus counts only where the entropy is below (Skywork-OR1, arXiv
-    2505.22312, section 4)."""
+    """The bonus coefficient: increased by `step` when the entropy is below `target`, otherwise
+    decreased by `step` down to 0. The bonus applies only while the entropy is below the target
+    (Skywork-OR1, arXiv 2505.22312, section 4)."""
 
     def __init__(self, coefficient: float, target: float, step: float) -> None:
         self.value = coefficient
@@ -18,8 +17,8 @@ class EntropyControl:
         self.step = step
 
     def update(self, entropy: float) -> float:
-        """The coefficient for a step whose sampled tokens have this mean entropy, in nats; moves it
-        on."""
+        """Return the coefficient for a step with this mean entropy of its sampled tokens, in nats,
+        and update it for the next step."""
         below = entropy < self.target
         now = self.value
         self.value = max(0.0, now + (self.step if below else -self.step))
@@ -27,9 +26,9 @@ class EntropyControl:
 
 
 def most_uncertain(entropies_T: torch.Tensor, mask_T: torch.Tensor, share: float) -> torch.Tensor:
-    """[T] bool: the sampled tokens (`mask_T`) whose entropy is at least the (1 - share) quantile of
-    theirs, linearly interpolated: the tokens at which reasoning forks ("Beyond the 80/20 Rule",
-    arXiv 2506.01939, section 5)."""
+    """Return [T] bool: True for sampled tokens (`mask_T`) whose entropy is at least the (1 - share)
+    quantile of all sampled tokens, linearly interpolated. These are the tokens at which reasoning
+    forks ("Beyond the 80/20 Rule", arXiv 2506.01939, section 5)."""
     if not mask_T.any():
         return mask_T
     entropies = entropies_T.double()

@@ -1,11 +1,10 @@
-"""The coefficient of the KL penalty inside the reward: fixed, or steered towards a target
-divergence."""
+"""The coefficient of the KL penalty inside the reward: fixed, or adapted to a target divergence."""
 
 from __future__ import annotations
 
 
 class KlControl:
-    """Holds the coefficient; with a `target` it follows the measured divergence (arXiv 1909.08593,
+    """The coefficient. With a `target`, it adapts to the measured divergence (arXiv 1909.08593,
     section 2.2).
 
     value *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon after every step.
@@ -14,12 +13,12 @@ class KlControl:
     def __init__(
         self, coefficient: float, target: float | None = None, horizon: int = 10_000
     ) -> None:
-        """Without a target the coefficient stays as it is."""
+        """Without a target the coefficient is constant."""
         self.value = coefficient
         self.target = target
         self.horizon = horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Note the mean divergence of a step's samples."""
+        """Adapt the coefficient to the mean divergence of a step's samples."""
         if self.target is not None:
             self.value *= 1.0 + min(max(kl / self.target - 1.0, -0.2), 0.2) * samples / self.horizon

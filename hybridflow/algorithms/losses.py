@@ -1,9 +1,9 @@
 """Aggregation of token losses, and the KL penalty, over packed response tokens.
 
-Losses return (sum, count): one place scales by the global count over data-parallel ranks and
-micro-batches, so the gradient does not depend on how a batch was cut. If that count is 0, the
-gradient is that of the sum. T is the number of response tokens of a micro-batch, S the number of
-its sequences.
+Losses return (sum, count). Scaling by the global count over data-parallel ranks and micro-batches
+happens in one place, so the gradient does not depend on how the batch was split. If that count is
+0, the gradient is that of the sum. T is the number of response tokens of a micro-batch, S its
+number of sequences.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from hybridflow.algorithms.rewards import sums_of_rows
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
-# columns [T, k] of the teacher's most likely tokens; the last, with gradient, is what a backend
-# adds to a micro-batch that has the ids: the policy's log-probs of these tokens
+# columns [T, k] with the teacher's most likely tokens. The last column is added by the backend if
+# the micro-batch has the ids: the policy's log-probs of these tokens, with gradient
 TEACHER_LOG_PROBS = "teacher_top_log_probs"
 TEACHER_IDS = "teacher_top_ids"
 OF_TEACHER = "policy_of_teacher_top"
 
 
 class ResponseTokens(Protocol):
-    """What a loss sees of a micro-batch besides the model's results."""
+    """The parts of a micro-batch that a loss reads in addition to the model's outputs."""
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[S] response tokens of each sequence."""
+        """[S] number of response tokens of each sequence."""
 
     @property
     def columns(self) -> Mapping[str, torch.Tensor]:
-        """Per-response-token columns [T, ...]."""
+        """Columns [T, ...], one entry per response token."""
 
 
 # (log-probs [T], entropies [T] or None, micro-batch) -> (loss sum, count, metric sums with counts)
@@ -45,16 +45,16 @@ LossFunction = Callable[
 def aggregate(
     values_T: torch.Tensor, lengths_S: torch.Tensor, mode: str, norm: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum, count) of per-token values: the global loss is sum / max(count, 1) over all
+    """Aggregate per-token values to (sum, count). The global loss is sum / max(count, 1) over all
     micro-batches and ranks.
 
     Args:
-        values_T: [T] per-token values, sequences one after another.
-        lengths_S: [S] response tokens of each sequence; sequences of length 0 take no part.
+        values_T: [T] per-token values, sequences concatenated.
+        lengths_S: [S] response tokens of each sequence; sequences of length 0 are ignored.
         mode: token-mean | token-sum, with a count of 0 | seq-mean-token-sum | seq-mean-token-mean |
             seq-mean-token-sum-norm.
-        norm: what seq-mean-token-sum-norm divides sums by, a constant (Dr.GRPO, arXiv 2503.20783,
-            section 3.2).
+        norm: the constant divisor of seq-mean-token-sum-norm (Dr.GRPO, arXiv 2503.20783, section
+            3.2).
     """
     if mode == "token-mean":
         return values_T.sum(), lengths_S.sum()
@@ -71,15 +71,16 @@ def aggregate(
 
 
 def kl_penalty(log_probs_T: torch.Tensor, ref_log_probs_T: torch.Tensor, kind: str) -> torch.Tensor:
-    """[T] estimate of KL(policy || reference) from the sampled tokens alone (Schulman,
+    """Return [T] estimates of KL(policy || reference) from the sampled tokens alone (Schulman,
     "Approximating KL divergence").
 
-    k1 = d; abs = |d|; k2 = d^2/2; k3 = exp(-d) + d - 1, where d = log p - log p_ref. k3 grows
-    exponentially: there d is clamped to +-20 and the result to +-10. The others are not clamped, so
-    that a policy far from the reference is still pulled back (as in verl).
+    k1 = d; abs = |d|; k2 = d^2/2; k3 = exp(-d) + d - 1, where d = log p - log p_ref. Because k3
+    grows exponentially, its d is clamped to +-20 and its result to +-10. The others are not
+    clamped, so that a policy far from the reference is still pulled back (as in verl).
 
-    `+` behind a kind (k1+, abs+, k3+): its value with the gradient of k2. The mean gradient of k1
-    and k3 is not that of the divergence, that of k2 is (arXiv 2506.09477, section 4).
+    A `+` after a kind (k1+, abs+, k3+) keeps its value but uses the gradient of k2. The mean
+    gradient of k2 is that of the divergence; those of k1 and k3 are not (arXiv 2506.09477, section
+    4).
     """
     if kind.endswith("+"):
         with_gradient = kl_penalty(log_probs_T, ref_log_probs_T, "k2")
@@ -104,10 +105,10 @@ def unbiased_kl(
     old_log_probs_T: torch.Tensor,
     kind: str,
 ) -> torch.Tensor:
-    """[T] k1 or k3 times the ratio of the policy to what sampled: over its samples the mean is
-    KL(policy || reference), and the gradient of the mean is that of the divergence (DeepSeek-V3.2,
-    arXiv 2512.02556, section 3.1, "Unbiased KL Estimate"). Log-ratios are clamped to +-20; a bound
-    on the estimate would bias it."""
+    """Return [T] k1 or k3 times the ratio of the policy to the sampling policy. Over the latter's
+    samples, the mean is KL(policy || reference), and the gradient of the mean is that of the
+    divergence (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Unbiased KL Estimate"). Log-ratios
+    are clamped to +-20; the estimate is not bounded, because that would bias it."""
     difference = log_probs_T - ref_log_probs_T
     ratio = (log_probs_T - old_log_probs_T).clamp(-20.0, 20.0).exp()
     return ratio * (
@@ -116,13 +117,13 @@ def unbiased_kl(
 
 
 def forward_kl_topk(teacher_log_probs_TK: torch.Tensor, log_probs_TK: torch.Tensor) -> torch.Tensor:
-    """[T] sum over the teacher's k most likely tokens of p_T (log p_T - log p_S): the forward
-    divergence KL(teacher, policy) in states that the policy has sampled (GKD, arXiv 2306.13649, eq.
-    2), cut off behind the first k tokens.
+    """Return [T] the sum over the teacher's k most likely tokens of p_T (log p_T - log p_S): the
+    forward divergence KL(teacher, policy) in states sampled by the policy (GKD, arXiv 2306.13649,
+    eq. 2), truncated to the first k tokens.
 
-    Both arguments are log-probs over the whole vocabulary, not normalised over the k. The tail,
-    what the teacher gives to all other tokens, takes no part: where the k tokens have a mass m < 1,
-    the sum is least, m log m and so below 0, at a policy that gives them p_T / m and all others
-    nothing. With k = size of the vocabulary it is the whole divergence.
+    Both arguments are log-probs over the whole vocabulary, not renormalised over the k tokens. The
+    teacher's probability of all other tokens is ignored. If the k tokens have a total probability m
+    < 1, the minimum of the sum is m log m, which is below 0, at a policy that assigns them p_T / m
+    and 0 to all others. With k = vocabulary size, the sum is the exact divergence.
     """
     return (teacher_log_probs_TK.exp() * (teacher_log_probs_TK - log_probs_TK)).sum(-1)

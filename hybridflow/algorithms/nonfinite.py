@@ -1,9 +1,9 @@
-"""Finds a loss or gradient that is NaN or infinite, says on which rank and in which micro-batch,
-and makes all ranks agree on it.
+"""Detection of losses and gradients that are NaN or infinite, with the rank and micro-batch, agreed
+on by all ranks.
 
-Every micro-batch is watched at its loss and at gradients on the way back; what arises in between
-shows in the latter. The flags stay on the device until the mini-batch is done: one look, one small
-all-gather.
+Each micro-batch is checked at its loss and at gradients in the backward pass. A value that becomes
+non-finite in between shows up in those gradients. The flags stay on the device until the mini-batch
+is done, so a check costs one read and one small all-gather.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch.distributed as dist
 
 from hybridflow.errors import NonFiniteError
 
-_PLACES = ("the loss", "a gradient", "the reduced gradients")  # in the order of cause and effect
+_PLACES = ("the loss", "a gradient", "the reduced gradients")  # each can cause the next
 
 
 class Watch:
-    """Watches one mini-batch on this rank."""
+    """Checks one mini-batch on this rank."""
 
     def __init__(self, num_micro_batches: int, device: torch.device) -> None:
-        # one row a place, the last without micro-batches
+        # one row per place; the last place has no micro-batches
         self.flags = torch.zeros((2, num_micro_batches), dtype=torch.bool, device=device)
 
     def loss(self, micro_batch: int, total: torch.Tensor) -> None:
-        """`total` is a loss of this micro-batch."""
+        """Check the loss `total` of this micro-batch."""
         self._note(0, micro_batch, total)
 
     def gradient_of(self, tensor: torch.Tensor | None, micro_batch: int) -> None:
-        """The gradient of `tensor` belongs to this micro-batch."""
+        """Check the gradient of `tensor` in the backward pass of this micro-batch."""
         if tensor is not None and tensor.requires_grad:
             tensor.register_hook(lambda grad: self._note(1, micro_batch, grad))
 
@@ -40,14 +40,14 @@ class Watch:
         self.flags[place, micro_batch] |= not_finite(values)
 
     def report_of(self, gradients: Iterable[torch.Tensor]) -> str:
-        """What is wrong with this mini-batch, equal on all ranks; empty when nothing is. Collective
-        over the world.
+        """Describe the problem with this mini-batch, identically on all ranks; empty if there is
+        none. Collective over the world.
 
         Args:
-            gradients: reduced, of this rank.
+            gradients: this rank's reduced gradients.
         """
         reduced = torch.stack([not_finite(data) for data in gradients]).any()
-        # the first micro-batch at each place, -1: none
+        # the first micro-batch at each place; -1: none
         found = [torch.where(row.any(), row.int().argmax(), -1) for row in self.flags]
         mine = torch.stack([*found, torch.where(reduced, 0, -1)]).to(torch.int64)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -56,23 +56,24 @@ class Watch:
 
 
 def not_finite(values: torch.Tensor) -> torch.Tensor:
-    """Whether there is NaN or an infinity: then the least or the largest value is one. One pass
-    over the values, where `isfinite` makes four and as many tensors of their size."""
+    """Return a bool tensor: True if any value is NaN or infinite, in which case the minimum or the
+    maximum is too. Takes one pass over the values; `isfinite` takes four and allocates as many
+    tensors of that size."""
     if not values.numel():
         return torch.zeros((), dtype=torch.bool, device=values.device)
     return ~torch.stack(torch.aminmax(values)).isfinite().all()
 
 
 def describe(found: Sequence[Sequence[int]]) -> str:
-    """Sentences from each rank's first micro-batch at each place [world][3], -1 where all is
-    finite; the likeliest causes alone."""
+    """Describe the most likely causes as sentences. `found` [world][3] is each rank's first
+    micro-batch at each place; -1 if all values are finite."""
     for place, name in enumerate(_PLACES):
         ranks = [(rank, row[place]) for rank, row in enumerate(found) if row[place] >= 0]
         if not ranks:
             continue
         if place == len(_PLACES) - 1:
             return (
-                f"{name} of rank {ranks[0][0]} are not finite, though those of each micro-batch "
+                f"{name} of rank {ranks[0][0]} are not finite, although those of each micro-batch "
                 "were: their sum overflowed"
             )
         shown = ", ".join(f"rank {rank} micro-batch {micro}" for rank, micro in ranks[:4])
@@ -87,7 +88,7 @@ def not_applied(
     metrics: Mapping[str, tuple[float, float]],
     learning_rate: float,
 ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-    """What an update with that problem returns where such updates are skipped.
+    """Return the results of an update that was skipped because of this problem.
 
     Raises:
         NonFiniteError: `on_nonfinite` is stop.
@@ -95,8 +96,8 @@ def not_applied(
     if on_nonfinite == "stop":
         raise NonFiniteError(
             f"{problem}. The update was not applied. Lower the learning rate (actor.optim.lr, "
-            "critic.optim.lr, sft.optim.lr) and run the same command again to resume from the last "
-            "checkpoint, or leave such updates out with actor.on_nonfinite=skip"
+            "critic.optim.lr, sft.optim.lr) and rerun the same command to resume from the last "
+            "checkpoint, or skip such updates with actor.on_nonfinite=skip"
         )
     logging.getLogger(__name__).warning("update skipped (actor.on_nonfinite=skip): %s", problem)
     finite = {name: pair for name, pair in metrics.items() if math.isfinite(pair[0])}

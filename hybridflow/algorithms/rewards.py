@@ -1,7 +1,7 @@
-"""Scores of rows and penalties of tokens become rewards of tokens.
+"""Conversion of row scores and token penalties to token rewards.
 
-T is the number of response tokens of a batch, rows one after another without padding; S the number
-of rows. Torch's methods only, as estimators and losses use it too.
+T is the number of response tokens of a batch, rows concatenated without padding; S is the number of
+rows. Uses only tensor methods, because estimators and losses use this module too.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ def token_rewards(
     lengths_S: torch.Tensor,
     mask_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T] reward of each token: minus its penalty, and the score of the row at its last sampled
-    token. A row without such a token has no reward.
+    """Return [T] rewards: minus the penalty of each token, plus the row's score at its last sampled
+    token. A row without a sampled token has no reward.
 
     Args:
-        scores_S: [S] one score a row.
-        penalty_T: [T] what is taken off at each token (coefficient times KL estimate, or zeros).
+        scores_S: [S] one score per row.
+        penalty_T: [T] subtracted from each token's reward (coefficient times KL estimate, or
+            zeros).
         lengths_S: [S] int64 tokens of each row.
-        mask_T: [T] bool, whether the policy sampled the token; None: all of them.
+        mask_T: [T] bool, True for tokens sampled by the policy; None: all of them.
     """
     rewards = -penalty_T.float()
     row = rows_of_tokens(lengths_S)
@@ -41,8 +42,8 @@ def token_rewards(
 def overlong_penalties(
     lengths_S: torch.Tensor, limit: int, buffer: int, penalty: float
 ) -> torch.Tensor:
-    """[S] what a long answer loses: nothing up to `limit - buffer` tokens, `penalty` at `limit`, in
-    proportion between.
+    """Return [S] penalties for long answers: 0 up to `limit - buffer` tokens, `penalty` at `limit`,
+    linear in between.
 
     DAPO (arXiv 2503.14476), equation 13: soft overlong punishment.
     """
@@ -50,10 +51,10 @@ def overlong_penalties(
 
 
 def sums_of_rows(values_T: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
-    """[S] sums over the tokens of each row."""
+    """Return [S] sums over the tokens of each row."""
     return values_T.new_zeros(len(lengths_S)).index_add(0, rows_of_tokens(lengths_S), values_T)
 
 
 def rows_of_tokens(lengths_S: torch.Tensor) -> torch.Tensor:
-    """[T] the row that each token belongs to."""
+    """Return [T] the row index of each token."""
     return (lengths_S.new_ones(len(lengths_S)).cumsum(0) - 1).repeat_interleave(lengths_S)

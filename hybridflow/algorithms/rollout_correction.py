@@ -1,9 +1,8 @@
-"""Correction of rollouts whose engine gave tokens another probability than the trainer: importance
-weights, rejection, and how far the two are apart.
+"""Correction of rollouts for which the engine's token probabilities differ from the trainer's:
+importance weights, rejection, and the divergence between the two.
 
-T tokens that the policy sampled, in S sequences one after another. The ratio of a token is its
-probability under the trainer over that under the engine; log-ratios are clamped to +-20 before they
-are exponentiated.
+T sampled tokens in S concatenated sequences. A token's ratio is its probability under the trainer
+divided by that under the engine. Log-ratios are clamped to +-20 before they are exponentiated.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ def importance_weights(
     upper: float,
     lower: float | None,
 ) -> torch.Tensor:
-    """[T] weights of the tokens, without gradient.
+    """Return [T] token weights, without gradient.
 
     Args:
-        level: token: the ratio of each token; sequence: the product of those of its sequence, for
+        level: token: the ratio of each token; sequence: the product of its sequence's ratios, for
             all its tokens.
-        upper: larger weights count as it (truncated importance sampling, arXiv 2503.14286, eq. 6).
-        lower: with it, weights outside `lower` to `upper` are 0 (IcePop, arXiv 2510.18855, eq. 2);
-            None: without.
+        upper: larger weights are clipped to it (truncated importance sampling, arXiv 2503.14286,
+            eq. 6).
+        lower: weights outside `lower` to `upper` are 0 (IcePop, arXiv 2510.18855, eq. 2); None:
+            only `upper` applies.
     """
     log_ratio = log_ratio_T.detach()
     if level == "sequence":
@@ -48,14 +48,15 @@ def kept_tokens(
     lengths_S: torch.Tensor,
     bounds: Mapping[str, float | Sequence[float]],
 ) -> torch.Tensor:
-    """[T] bool: tokens that lie within every bound.
+    """Return [T] bool: True for tokens within every bound.
 
     Args:
-        bounds: {statistic: bound}. A statistic is LEVEL_KIND; kinds are estimates of the divergence
-            from the engine, k1 = -log ratio, k2 = (log ratio)^2 / 2, k3 = ratio - 1 - log ratio;
-            levels are the token, or sum, mean (k1: the geometric mean of ratios), max and min over
-            a sequence, which is rejected whole. The bound of k1 is two numbers between which
-            exp(k1), the ratio engine / trainer, must lie; that of others is the largest value.
+        bounds: {statistic: bound}. A statistic is LEVEL_KIND. Kinds are estimates of the divergence
+            from the engine: k1 = -log ratio, k2 = (log ratio)^2 / 2, k3 = ratio - 1 - log ratio.
+            Levels are the token, or the sum, mean (k1: the geometric mean of ratios), max and min
+            over a sequence, which is rejected as a whole. The bound of k1 is a pair of numbers
+            between which exp(k1), the ratio engine / trainer, must be; other kinds have a single
+            upper bound.
     """
     log_ratio = log_ratio_T.detach().clamp(-_SAFE, _SAFE)
     kinds = {"k1": -log_ratio, "k2": 0.5 * log_ratio**2, "k3": log_ratio.exp() - 1.0 - log_ratio}
@@ -80,9 +81,9 @@ def on_policy_tokens(
     lengths_S: torch.Tensor,
     most: float,
 ) -> torch.Tensor:
-    """[T] bool: False where the advantage is negative and the mean over the sequence of log engine
-    - log policy, under the present weights, is over `most` nats (DeepSeek-V3.2, arXiv 2512.02556,
-    eq. 9)."""
+    """Return [T] bool: False for tokens with a negative advantage in a sequence whose mean of (log
+    engine - log policy), under the current weights, exceeds `most` nats (DeepSeek-V3.2, arXiv
+    2512.02556, eq. 9)."""
     drift = _of_sequences(engine_T - log_probs_T.detach(), lengths_S, "seq_mean")[
         rows_of_tokens(lengths_S)
     ]
@@ -90,7 +91,7 @@ def on_policy_tokens(
 
 
 def _of_sequences(values_T: torch.Tensor, lengths_S: torch.Tensor, level: str) -> torch.Tensor:
-    """[S] sum, mean, largest or smallest value of each sequence; 0 in empty ones."""
+    """Return [S] the sum, mean, maximum or minimum of each sequence; 0 for empty ones."""
     if level in ("seq_max", "seq_min"):
         way = "amax" if level == "seq_max" else "amin"
         empty = values_T.new_zeros(len(lengths_S))

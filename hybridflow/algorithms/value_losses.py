@@ -1,5 +1,5 @@
-"""Losses of scalar heads: the critic's clipped regression and the reward model's comparison of
-pairs."""
+"""Losses of scalar heads: the critic's clipped regression and the reward model's pairwise
+comparison."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def value_token_loss(
     *,
     clip: float | None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Half the squared error, the larger of that of the value and of the value clipped to old +-
-    clip (PPO2; arXiv 2005.12729, section 3).
+    """Compute half the squared error, of the value or of the value clipped to old +- clip,
+    whichever is larger (PPO2; arXiv 2005.12729, section 3).
 
     Returns:
         [T] loss per token, and token sums with counts: critic/vf_clipfrac, critic/vpred_mean.
@@ -36,13 +36,14 @@ def value_token_loss(
 
 
 def preference_loss(scores_S: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-    """-log sigmoid(chosen - rejected) of each pair (Bradley-Terry; arXiv 2203.02155, eq. 1).
+    """Compute -log sigmoid(chosen - rejected) of each pair (Bradley-Terry; arXiv 2203.02155, eq.
+    1).
 
     Args:
-        scores_S: [2 n] scores of pairs one after another: chosen, rejected, chosen, rejected, ...
+        scores_S: [2 n] scores of consecutive pairs: chosen, rejected, chosen, rejected, ...
 
     Returns:
-        [n] loss per pair, and sums with counts: reward/accuracy (chosen is scored higher),
+        [n] loss per pair, and sums with counts: reward/accuracy (chosen has the higher score),
         reward/margin (mean difference).
     """
     chosen, rejected = scores_S.view(-1, 2).unbind(-1)

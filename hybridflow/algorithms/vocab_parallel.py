@@ -1,10 +1,10 @@
-"""Log-probabilities, entropy and the most likely tokens from hidden states, where the output
-layer's rows are split over tensor ranks.
+"""Log-probabilities, entropies and the most likely tokens from hidden states, with the output
+layer's rows split over tensor-parallel ranks.
 
-Each rank sums over its own rows of the vocabulary (`hybridflow_kernels.linear_log_probs`): whole
-logits never exist, forward or backward, so the memory they take is bounded by a chunk and not by
-the batch. Shapes: n rows, h hidden size, v vocabulary rows of this rank (rank r holds [r v, (r + 1)
-v), padding at the end). All arithmetic on logits in fp32.
+Each rank sums over its own vocabulary rows (`hybridflow_kernels.linear_log_probs`). The full logits
+are never materialised, forward or backward, so their memory is bounded by the chunk size instead of
+the batch size. Shapes: n rows, h hidden size, v vocabulary rows of this rank (rank r has [r v, (r +
+1) v), with padding at the end). All arithmetic on logits is fp32.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from hybridflow_kernels.linear_log_probs import Upstream, gradients, partial_sum
 
 
 class SumOverGroup(torch.autograd.Function):
-    """All-reduce (sum) whose backward is the identity: every rank computes the same loss, so each
-    keeps its own share of the gradient."""
+    """An all-reduce (sum) whose backward is the identity: every rank computes the same loss, so
+    each rank keeps only its share of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """The sum, equal on every rank."""
+        """Return the sum, equal on every rank."""
         total = tensor.clone().contiguous()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Unchanged."""
+        """Pass the gradient through unchanged."""
         return grad, None
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How hidden states are scored.
+    """Options for scoring hidden states.
 
     Attributes:
-        vocab_size: rows of the output layer at or behind it are padding and take no probability.
-        temperature: divides the logits, as the sampler did.
-        with_entropy: whether the entropy of each row's distribution is wanted too.
-        chunk: rows (tokens) whose logits exist at a time.
+        vocab_size: number of real tokens; later rows of the output layer are padding without
+            probability.
+        temperature: divides the logits, as in the sampler.
+        with_entropy: True to compute the entropy of each row's distribution too.
+        chunk: number of rows (tokens) whose logits are materialised at a time.
     """
 
     vocab_size: int
@@ -58,17 +59,17 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Support:
-    """The tokens among which each of n targets was sampled, m in all; some targets may have no
+    """The tokens from which each of n targets was sampled, m in all. Some targets may have no
     support.
 
     Attributes:
-        rows, columns: [m] the target that each token belongs to, and its place among the tokens of
-            that target.
+        rows, columns: [m] index of each token's target, and its position among that target's
+            tokens.
         tokens: [m] global token ids.
         targets: [n] the column of each target itself, 0 without a support.
-        width: columns of the largest support; known on the host, which would wait for it.
-        whole: [w] targets without a support, sampled from the whole vocabulary; None where there
-            are none.
+        width: size of the largest support; kept on the host to avoid a synchronisation.
+        whole: [w] targets without a support, sampled from the whole vocabulary; None if there are
+            none.
     """
 
     rows: torch.Tensor
@@ -85,10 +86,11 @@ class Support:
         targets_N: np.ndarray,
         upload: Callable[[torch.Tensor], torch.Tensor],
     ) -> Support:
-        """The supports of these targets, on the device.
+        """Build the supports of these targets on the device.
 
         Raises:
-            ValueError: a target is not among the tokens of its support, or more than once.
+            ValueError: a target is missing from the tokens of its support, or occurs more than
+                once.
         """
         sizes = supports.sizes.astype(np.int64)
         starts = np.cumsum(sizes) - sizes
@@ -99,8 +101,8 @@ class Support:
         if len(wrong := np.flatnonzero(found != (sizes > 0))):
             row = int(wrong[0])
             raise ValueError(
-                f"target {row} is {int(targets_N[row])}, which is {found[row]} times among the "
-                f"{sizes[row]} tokens that its sampler chose from; the support is another token's"
+                f"target {row} is {int(targets_N[row])}, which occurs {found[row]} times among the "
+                f"{sizes[row]} tokens of its support; the support belongs to another token"
             )
         places = np.zeros(len(sizes), np.int64)
         places[rows[hits]] = columns[hits]
@@ -127,29 +129,30 @@ def log_probs_and_entropy(
     group: Any,
     support: Support | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log p(target) and, when asked for, the entropy of softmax(hidden weight^T / temperature).
+    """Compute log p(target) and, if requested, the entropy of softmax(hidden weight^T /
+    temperature).
 
-    With a `support` both are of the distribution that the sampler took the target from: the softmax
-    over its tokens alone, which are constants (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Keep
-    Sampling Mask"). Only their logits are computed, and the kernel is not used.
+    With a `support`, both refer to the distribution from which the sampler drew the target: the
+    softmax over the tokens of the support, which is constant (DeepSeek-V3.2, arXiv 2512.02556,
+    section 3.1, "Keep Sampling Mask"). Only their logits are computed, without the kernel.
 
     Args:
-        hidden_NH: [n, h], equal on all ranks of `group`; its gradient is this rank's share and must
+        hidden_NH: [n, h], equal on all ranks of `group`. Its gradient is this rank's share and must
             be summed over the group.
         weight_VH: [v, h], this rank's rows of the output layer. With the kernel, its gradient is
-            added to Megatron's `main_grad` straight away, where it has one in fp32.
+            added directly to Megatron's `main_grad` if it has one in fp32.
         targets_N: [n] global token ids.
         group: tensor-parallel group.
-        support: the tokens that each target was sampled among; None: the whole vocabulary.
+        support: the tokens from which each target was sampled; None: the whole vocabulary.
 
     Returns:
         [n] fp32 log-probs with gradient, [n] entropies (natural log, with gradient) or None. Equal
         on all ranks of the group.
 
     Raises:
-        ValueError: a target is no token of the vocabulary, or the shard is another group's. On a
-            GPU, where a look at the targets would wait for it, the log-prob of such a target is not
-            a number (`check_token_ids` refuses the batch before it gets there).
+        ValueError: a target is not in the vocabulary, or the shard belongs to another group. On a
+            GPU, targets are not checked, to avoid a synchronisation: the log-prob of such a target
+            is NaN (`check_token_ids` rejects the batch earlier).
     """
     if support is not None:
         return _over_support(hidden_NH, weight_VH, targets_N, scoring, group, support)
@@ -165,11 +168,11 @@ def _over_support(
     group: Any,
     support: Support,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`log_probs_and_entropy` over the tokens of the support."""
+    """Compute `log_probs_and_entropy` over the tokens of the support."""
     logits = _Logits.apply(hidden, weight, support.rows, support.tokens, scoring, group)
     table = logits.new_full((len(hidden), support.width), -torch.inf)
     if support.whole is not None:
-        table[support.whole] = 0.0  # any numbers: these rows are replaced below
+        table[support.whole] = 0.0  # arbitrary finite values: these rows are replaced below
     table = table.index_put((support.rows, support.columns), logits)
     log_probs_NK = table.log_softmax(-1)
     log_probs = log_probs_NK.gather(1, support.targets[:, None])[:, 0]
@@ -196,11 +199,10 @@ def log_probs_of_tokens(
     scoring: Scoring,
     group: Any,
 ) -> torch.Tensor:
-    """[n, k] log-probs of k more tokens of each row, with gradient, from those of its target, which
-    `log_probs_and_entropy` has found: they differ by the difference of the logits, so that no
-    second pass over the vocabulary is needed. Arguments and gradients as there; `tokens_NK` int64
-    in any order.
-    """
+    """Return [n, k] log-probs of k additional tokens of each row, with gradient. They differ from
+    the target's log-prob (`log_probs_N`, from `log_probs_and_entropy`) by the difference of the
+    logits, so no second pass over the vocabulary is needed. Arguments and gradients are those of
+    `log_probs_and_entropy`; `tokens_NK` is int64, in any order."""
     tokens = torch.cat([targets_N[:, None], tokens_NK], 1)
     rows = torch.arange(len(tokens), device=tokens.device).repeat_interleave(tokens.shape[1])
     logits = _Logits.apply(hidden_NH, weight_VH, rows, tokens.reshape(-1), scoring, group).view(
@@ -213,16 +215,14 @@ def log_probs_of_tokens(
 def top_log_probs(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, k: int, scoring: Scoring, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k most likely tokens of the whole vocabulary for each row: [n, k] log-probs in descending
-    order, [n, k] int64 token ids.
+    """Return the k most likely tokens of the whole vocabulary for each row: [n, k] log-probs in
+    descending order and [n, k] int64 token ids.
 
     Raises:
         ValueError: the vocabulary has fewer than k tokens.
     """
     if not 1 <= k <= scoring.vocab_size:
-        raise ValueError(
-            f"the {k} most likely tokens of a vocabulary of {scoring.vocab_size} were asked for"
-        )
+        raise ValueError(f"k={k} exceeds the {scoring.vocab_size} tokens of the vocabulary")
     shard = _Shard(weight_VH, scoring, group)
     values = hidden_NH.new_full((len(hidden_NH), k), -torch.inf, dtype=torch.float32)
     tokens = torch.zeros(values.shape, dtype=torch.int64, device=values.device)
@@ -240,15 +240,15 @@ def top_log_probs(
 
 
 class _Shard:
-    """This rank's real rows of the output layer."""
+    """This rank's rows of the output layer, without padding."""
 
     def __init__(self, weight: torch.Tensor, scoring: Scoring, group: Any) -> None:
         held = dist.get_world_size(group) * len(weight)
         if held < scoring.vocab_size:
             raise ValueError(
                 f"the output layer has {held} rows on the {dist.get_world_size(group)} ranks of "
-                f"the group, {len(weight)} each, for a vocabulary of {scoring.vocab_size}: the "
-                "shard is not this group's"
+                f"the group, {len(weight)} each, for a vocabulary of {scoring.vocab_size}; the "
+                "shard belongs to another group"
             )
         self.first = dist.get_rank(group) * len(weight)
         self.rows = max(0, min(len(weight), scoring.vocab_size - self.first))
@@ -257,22 +257,22 @@ class _Shard:
         self.group = group
 
     def local(self, targets: torch.Tensor) -> torch.Tensor:
-        """Each target's row here, -1 where it is elsewhere."""
+        """Return each target's row on this rank, or -1 if it is on another rank."""
         local = targets - self.first
         return torch.where((local >= 0) & (local < self.rows), local, -1)
 
     def unknown(self, targets: torch.Tensor) -> torch.Tensor:
-        """[n] bool: which targets are no tokens.
+        """Return [n] bool: True for targets outside the vocabulary.
 
         Raises:
-            ValueError: one is not, and they lie on the CPU.
+            ValueError: a target is outside the vocabulary, and the targets are on the CPU.
         """
         unknown = (targets < 0) | (targets >= self.scoring.vocab_size)
         if targets.is_cpu and bool(unknown.any()):
             row = int(unknown.nonzero()[0])
             raise ValueError(
-                f"target {row} is {int(targets[row])}; tokens of a vocabulary of "
-                f"{self.scoring.vocab_size} are 0 to {self.scoring.vocab_size - 1}"
+                f"target {row} is {int(targets[row])}; with a vocabulary of "
+                f"{self.scoring.vocab_size} tokens, ids are 0 to {self.scoring.vocab_size - 1}"
             )
         return unknown
 
@@ -283,11 +283,11 @@ def _normaliser(
     targets: torch.Tensor | None = None,
     best: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[n] log of the sum of exponentials over the whole vocabulary, [n] logit of the target, [n]
-    entropy (zeros unless asked for); `best` as `partial_sums` has it.
+    """Return [n] log of the sum of exponentials over the whole vocabulary, [n] logit of the target,
+    and [n] entropy (zeros unless requested). `best` is an output, as in `partial_sums`.
 
-    Two small all-reduces however many chunks there are: latency is what tensor parallelism costs
-    over gloo.
+    Uses two small all-reduces regardless of the number of chunks, because the cost of tensor
+    parallelism over gloo is latency.
     """
     entropy = shard.scoring.with_entropy and targets is not None
     local = (
@@ -318,7 +318,7 @@ def _normaliser(
 
 
 class _Scores(torch.autograd.Function):
-    """Log-probs and entropy; the backward computes the logits again."""
+    """Log-probs and entropies whose backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -329,9 +329,9 @@ class _Scores(torch.autograd.Function):
         scoring: Scoring,
         group: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n] log-probs and [n] entropies; only each row's normaliser and entropy are kept for the
-        backward."""
-        # entropies that are only looked at have no gradient, and cost none
+        """Return [n] log-probs and [n] entropies. Only each row's normaliser and entropy are saved
+        for the backward."""
+        # without a gradient, entropies that are only reported cost nothing in the backward
         ctx.set_materialize_grads(False)
         hidden = hidden.contiguous()
         shard = _Shard(weight, scoring, group)
@@ -349,8 +349,8 @@ class _Scores(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """This rank's share of the hidden states' gradient, and its rows of the weight's; padding
-        rows take none."""
+        """Return this rank's share of the gradient of the hidden states, and the gradient of its
+        weight rows; padding rows get none."""
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         shard = _Shard(weight, ctx.scoring, ctx.group)
         main_grad = _main_grad(ctx.parameter) if ctx.needs_input_grad[1] else None
@@ -370,8 +370,8 @@ class _Scores(torch.autograd.Function):
             grad_weight_VH=None if grad_weight is None else grad_weight[: shard.rows],
         )
         if main_grad is not None:
-            # Megatron's hook looks for a gradient, and adds it unless it is told that this has been
-            # done
+            # Megatron's hook adds the parameter's gradient unless this flag says that it is already
+            # added
             ctx.parameter.grad_added_to_main_grad = True
             return grad_hidden, torch.empty_like(weight), None, None, None
         return (
@@ -384,8 +384,8 @@ class _Scores(torch.autograd.Function):
 
 
 class _Logits(torch.autograd.Function):
-    """Logits of m pairs of a row and a token; the rows of the weight are gathered again in the
-    backward, a chunk at a time."""
+    """Logits of m (row, token) pairs. The backward gathers the weight rows again, one chunk at a
+    time."""
 
     @staticmethod
     def forward(
@@ -397,7 +397,8 @@ class _Logits(torch.autograd.Function):
         scoring: Scoring,
         group: Any,
     ) -> torch.Tensor:
-        """[m], in fp32 or what `hidden` has if that is more; equal on all ranks of the group."""
+        """Return [m] logits in fp32, or in the dtype of `hidden` if it is wider; equal on all ranks
+        of the group."""
         local = _Shard(weight, scoring, group).local(tokens)
         logits = hidden.new_zeros(len(rows), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for part in _pair_chunks(len(rows), weight, scoring):
@@ -412,7 +413,8 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logits: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """This rank's share of the hidden states' gradient, and its rows of the weight's."""
+        """Return this rank's share of the gradient of the hidden states, and the gradient of its
+        weight rows."""
         hidden, weight, rows, local = ctx.saved_tensors
         grad_logits = (grad_logits / ctx.scoring.temperature).masked_fill(local < 0, 0.0)
         main_grad = _main_grad(ctx.parameter) if ctx.needs_input_grad[1] else None
@@ -435,18 +437,18 @@ class _Logits(torch.autograd.Function):
 
 
 def _pair_chunks(pairs: int, weight: torch.Tensor, scoring: Scoring) -> list[slice]:
-    """Pairs whose hidden states and rows of the weight take no more memory than the logits of a
-    chunk."""
+    """Split the pairs into slices whose hidden states and weight rows take no more memory than the
+    logits of a chunk."""
     size = max(1, scoring.chunk * len(weight) // (2 * weight.shape[1]))
     return [slice(start, start + size) for start in range(0, pairs, size)]
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """The fp32 gradient that Megatron keeps for a parameter over micro-batches, where the kernel
-    adds to it.
+    """Return the fp32 gradient buffer in which Megatron accumulates a parameter's gradient, to
+    which the kernel adds.
 
-    None where the embedding is tied to the parameter, whose own gradient comes by way of autograd,
-    and in the torch form, where chunks are summed before the sum is added.
+    None if the embedding is tied to the parameter, because its own gradient arrives through
+    autograd; and with the torch implementation, which adds the sum over all chunks.
     """
     if not uses_triton(weight):
         return None

@@ -1,4 +1,4 @@
-"""Whitening: values over tokens are moved to mean 0 and scaled to variance 1."""
+"""Whitening: token values are shifted to mean 0 and scaled to variance 1."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def whiten(values_T: torch.Tensor, mask_T: torch.Tensor | None = None) -> torch.Tensor:
-    """[T] (x - mean) / sqrt(variance + 1e-8) over the tokens of the mask, with the unbiased
-    variance; 0 elsewhere.
+    """Return [T] (x - mean) / sqrt(variance + 1e-8) over the masked-in tokens, with the unbiased
+    variance; 0 for the others.
 
-    One token alone has no variance and becomes 0. Computed in fp64: of equal values, fp32 would
-    leave rounding errors times 1e4.
+    A single token has no variance and becomes 0. Computed in fp64, because fp32 would amplify
+    rounding errors of equal values by 1e4.
     """
     import torch
 

@@ -1,2 +1,1 @@
-"""Advantage estimators, one file each; `base.py` says what an estimator is given and what it
-returns."""
+"""Advantage estimators, one file each; `base.py` defines an estimator's inputs and outputs."""

@@ -1,10 +1,10 @@
-"""What estimators that compare the policy with the reference, sample by sample, have in common;
-torch's methods only.
+"""Shared parts of the estimators that compare the policy with the reference, sample by sample. Uses
+only tensor methods.
 
-The gradient of a preference loss with respect to the log-probability of an answer is one number for
-each sample. With it as the advantage, one update a step of a policy gradient
-(`actor.policy_loss=reinforce`, or `ppo` at its first update) summed over tokens
-(`actor.loss_agg_mode=seq-mean-token-sum`) is exactly the gradient step of that loss.
+The gradient of a preference loss with respect to the log-probability of an answer is one number per
+sample. With that number as the advantage, one policy-gradient update per step
+(`actor.policy_loss=reinforce`, or `ppo` at its first update), summed over tokens
+(`actor.loss_agg_mode=seq-mean-token-sum`), is exactly a gradient step of that loss.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ AGGREGATIONS = ("seq-mean-token-sum",)
 
 @dataclass(frozen=True)
 class Beta:
-    """How strongly the policy is held to the reference."""
+    """The strength of the pull towards the reference."""
 
     beta: float = 0.1
 
 
 def log_ratios(samples: Samples) -> torch.Tensor:
-    """[B] float64 log p - log p_ref of each answer, summed over its sampled tokens."""
+    """Return [B] float64 log p - log p_ref of each answer, summed over its sampled tokens."""
     difference = (samples.columns["old_log_probs"] - samples.columns["ref_log_probs"]).double()
     return sums_of_rows(difference.where(samples.mask, 0.0), samples.lengths)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The best and the worst answer to each prompt whose answers differ in score: rows [P], and
-    samples of the prompt [P]."""
+    """The best and the worst answer to each prompt whose answers differ in score: row indices [P],
+    and the prompt's number of samples [P]."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -47,7 +47,8 @@ class Pairs:
 
     @classmethod
     def of(cls, samples: Samples) -> Pairs:
-        """The first of equally good answers is chosen, the last of equally bad ones rejected."""
+        """Pair the answers. Among equally good samples the first is chosen; among equally bad ones
+        the last is rejected."""
         groups = Groups.by(samples.groups)
         order = groups.ranked(samples.scores)
         ends = groups.count.long().cumsum(0)
@@ -59,8 +60,8 @@ class Pairs:
     def advantages(
         self, samples: Samples, chosen_P: torch.Tensor, rejected_P: torch.Tensor
     ) -> torch.Tensor:
-        """[T] the given advantages at the tokens of the pairs, times the samples of the prompt: a
-        mean over samples is then a mean over prompts."""
+        """Return [T] the given advantages at the pairs' tokens, multiplied by the prompt's number
+        of samples, so that a mean over samples becomes a mean over prompts."""
         values = chosen_P.new_zeros(len(samples.scores))
         values[self.chosen], values[self.rejected] = self.size * chosen_P, self.size * rejected_P
         return samples.over_tokens(values.to(samples.scores.dtype))

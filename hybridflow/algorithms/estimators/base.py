@@ -1,8 +1,8 @@
-"""What an advantage estimator is given and returns, and how one is registered.
+"""The inputs and outputs of an advantage estimator, and its registration.
 
-A built-in estimator is a file of this package that bears its name. It imports torch for type
-checkers alone and works with methods of tensors: `--explain` reads its declaration, and must not
-wait for torch. A file of a user's may import what it likes.
+A built-in estimator is a file of this package with the same name. It imports torch only for type
+checkers and uses only tensor methods, because `--explain` reads its declaration and must not wait
+for torch. User files may import anything.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from hybridflow.config.entries import ESTIMATORS, Estimator, NoOptions
 if TYPE_CHECKING:
     import torch
 
-# advantages [T]; with a critic, the returns [T] that it learns from as well
+# advantages [T]; with a critic, also the returns [T] that it is trained on
 Estimate: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 Function = Callable[["Samples", Any], "Estimate"]
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of one step: B samples, and their T response tokens one after another without
-    padding.
+    """The samples of one step: B samples and their T response tokens, concatenated without padding.
 
     Attributes:
-        scores: [B] f32 reward of each sample, its KL penalties taken off.
-        rewards: [T] f32 the same by token: minus the penalty of the token, and the score at the
-            last sampled token.
-        groups: [B] int64 the prompt of each sample.
+        scores: [B] f32 reward of each sample, minus its KL penalties.
+        rewards: [T] f32 the same per token: minus the token's penalty, plus the score at the last
+            sampled token.
+        groups: [B] int64 prompt of each sample.
         lengths: [B] int64 response tokens of each sample.
-        mask: [T] bool, whether the policy sampled the token. Advantages and returns of other tokens
-            are 0.
-        columns: [T], or [B] where the batch has one value a sample: the columns that the estimator
-            declared to read.
-        parts: [B] numbers that the reward returned for every sample beside the score, by name.
-        part_rewards: [T] where samples are rewarded turn by turn or token by token: the reward of
-            each part at its last token, less the KL penalty of each token; None: they are not.
-        part_ends: [T] bool, the last token of each part; with part_rewards.
+        mask: [T] bool, True for tokens sampled by the policy. Advantages and returns of other
+            tokens are 0.
+        columns: the columns that the estimator declared to read: [T], or [B] if the batch has one
+            value per sample.
+        parts: [B] additional numbers that the reward returned for every sample, by name.
+        part_rewards: [T] if samples have turn or token rewards: the reward of each part at its last
+            token, minus the KL penalty of each token. None if they have none.
+        part_ends: [T] bool, True for the last token of each part; set together with part_rewards.
     """
 
     scores: torch.Tensor
@@ -53,7 +52,7 @@ class Samples:
     part_ends: torch.Tensor | None = None
 
     def over_tokens(self, values_B: torch.Tensor) -> torch.Tensor:
-        """[T] the value of its sample at each sampled token, 0 at all others."""
+        """Return [T] each sample's value at its sampled tokens, 0 at all others."""
         return values_B.repeat_interleave(self.lengths).where(self.mask, 0.0)
 
 
@@ -68,8 +67,8 @@ def estimator(
     takes_parts: bool = False,
     preferences: bool = False,
 ) -> Callable[[Function], Function]:
-    """Register a function (samples, options) -> (advantages, returns or None); see `Estimator` for
-    the arguments."""
+    """Register a function (samples, options) -> (advantages, returns or None). `Estimator`
+    documents the arguments."""
     declared = (
         reads,
         needs_critic,

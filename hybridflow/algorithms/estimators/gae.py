@@ -1,5 +1,5 @@
-"""Generalised advantage estimation: token rewards and a critic's values become advantages and
-returns."""
+"""Generalised advantage estimation: advantages and returns from token rewards and a critic's
+values."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GaeOptions:
-    """`gamma` discounts a token; `lam` 1 sums the rewards to go, 0 looks one token ahead;
-    `critic_lam` is that of the returns, None: the same. With `length_alpha` the lambda of an answer
-    grows with its length, in place of `lam`."""
+    """`gamma` is the discount per token. `lam`: 1 sums the rewards to go, 0 looks one token ahead.
+    `critic_lam` is the lambda of the returns; None: the same. `length_alpha` replaces `lam` by a
+    lambda that grows with the length of the answer."""
 
     gamma: float = 1.0
     lam: float = 1.0
@@ -28,12 +28,12 @@ class GaeOptions:
 
 @estimator("gae", reads=("values",), needs_critic=True, options=GaeOptions)
 def gae_estimator(samples: Samples, options: GaeOptions) -> Estimate:
-    """Whitened advantages, and the returns that the critic learns from.
+    """Compute whitened advantages, and the returns that the critic is trained on.
 
-    With a lambda of its own the critic's bias does not depend on the policy's (decoupled GAE of
-    VC-PPO and VAPO, arXiv 2504.05118, section 4.1: critic_lam 1). The policy's may follow the l
-    sampled tokens of an answer: 1 - 1 / (alpha l), and 0 where alpha l is under 1, so that errors
-    over about alpha l tokens count (length-adaptive GAE, section 4.2: length_alpha 0.05).
+    With a separate lambda, the critic's bias does not depend on the policy's (decoupled GAE of
+    VC-PPO and VAPO, arXiv 2504.05118, section 4.1: critic_lam 1). The policy's lambda may depend on
+    the l sampled tokens of an answer: 1 - 1 / (alpha l), or 0 if alpha l is below 1, so that errors
+    carry over about alpha l tokens (length-adaptive GAE, section 4.2: length_alpha 0.05).
     """
     from hybridflow_kernels.scans import gae
 

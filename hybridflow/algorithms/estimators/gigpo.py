@@ -1,5 +1,5 @@
-"""GiGPO: an answer of several turns is compared as a whole, and each turn with others that began in
-the same state."""
+"""GiGPO: compares whole multi-turn answers, and each turn with other turns that began in the same
+state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class GigpoOptions(GrpoOptions):
-    """GRPO's division by the standard deviation; `gamma` discounts a turn, and `step_weight` is
-    what the comparison of turns counts beside that of whole answers."""
+    """GRPO's division by the standard deviation. `gamma` is the discount per turn, and
+    `step_weight` the weight of the turn comparison relative to that of whole answers."""
 
     gamma: float = 1.0
     step_weight: float = 1.0
@@ -23,25 +23,26 @@ class GigpoOptions(GrpoOptions):
     "gigpo", reads=("response_ids",), compares_samples=True, options=GigpoOptions, takes_parts=True
 )
 def gigpo(samples: Samples, options: GigpoOptions) -> Estimate:
-    """A_E + step_weight A_S at each token of a turn (arXiv 2505.10978, section 4). A_E compares the
-    sums of the turns' rewards of a prompt's answers, A_S the discounted rewards from a turn on with
-    those of the turns of these answers that began in the same state: at the start, or after the
-    same tokens of a tool or an environment. A_S is 0 for a turn whose state no other has.
+    """Compute A_E + step_weight A_S at each token of a turn (arXiv 2505.10978, section 4). A_E
+    compares the answers to a prompt by the sum of their turn rewards. A_S compares the discounted
+    rewards from a turn on with those of turns of these answers that began in the same state: at the
+    start, or after the same tokens of a tool or an environment. A_S is 0 for a turn whose state
+    occurs only once.
 
     Raises:
-        ConfigError: no sample has rewards of its turns.
+        ConfigError: no sample has turn rewards.
     """
     ends = samples.part_ends
     given = samples.part_rewards
     if ends is None or given is None:
         raise ConfigError(
-            "algorithm.adv_estimator=gigpo needs a reward for each turn: return turn_rewards (a "
-            "list of numbers) beside the score, or choose rollout.agent.loop=environment"
+            "algorithm.adv_estimator=gigpo requires a reward for each turn; return turn_rewards (a "
+            "list of numbers) with the score, or set rollout.agent.loop=environment"
         )
     number = int(ends.sum())
     norm = options.norm_adv_by_std
     row = samples.lengths.new_tensor(range(len(samples.lengths))).repeat_interleave(samples.lengths)
-    # of each sampled token; what is behind a sample's last turn is not sampled
+    # turn of each sampled token; tokens after a sample's last turn are not sampled
     part = ends.cumsum(0) - ends.long()
     parts = given.new_zeros(number + 1).index_add_(0, part, given)[:number]
     totals = parts.new_zeros(len(samples.lengths)).index_add_(0, row[ends], parts)
@@ -57,7 +58,8 @@ def gigpo(samples: Samples, options: GigpoOptions) -> Estimate:
 
 
 def _discounted(rewards: list[float], rows: list[int], gamma: float) -> list[float]:
-    """The discounted sum, for each turn, of its reward and those of its row's later turns."""
+    """Return, for each turn, the discounted sum of its reward and those of the later turns of its
+    row."""
     found = list(rewards)
     for turn in range(len(rewards) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:
@@ -66,15 +68,15 @@ def _discounted(rewards: list[float], rows: list[int], gamma: float) -> list[flo
 
 
 def _states(samples: Samples) -> list[int]:
-    """The number of each turn's state, the same for turns that answers to one prompt began after
-    the same tokens."""
+    """Return the state number of each turn. Turns of answers to one prompt have the same state if
+    they began after the same tokens."""
     assert samples.part_ends is not None
     numbers: dict[tuple[object, ...], int] = {}
     found: list[int] = []
     columns = samples.columns["response_ids"], samples.mask, samples.part_ends
     rows = zip(*(column.split(samples.lengths.tolist()) for column in columns), strict=True)
     for group, (ids, mask, ends) in zip(samples.groups.tolist(), rows, strict=True):
-        # since the last turn; None: a part goes on where another ended
+        # tokens since the last turn; None: a part continues directly after another
         shown: list[int] | None = []
         begun = False
         for token, sampled, last in zip(ids.tolist(), mask.tolist(), ends.tolist(), strict=True):

@@ -1,5 +1,5 @@
-"""Group policy gradient: scores less the mean of their prompt, scaled by the share of scores that
-are not 0."""
+"""Group policy gradient: scores minus the mean of their prompt, scaled by the inverse of the share
+of nonzero scores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 @estimator("gpg", compares_samples=True)
 def gpg(samples: Samples, options: object) -> Estimate:
-    """alpha (score - mean) with alpha = samples / samples whose score is not 0 (arXiv 2504.02546,
-    eq. 6 and 7)."""
+    """Compute alpha (score - mean), with alpha = samples / samples with a nonzero score (arXiv
+    2504.02546, eq. 6 and 7)."""
     scores = samples.scores
     alpha = len(scores) / (scores != 0).sum().clamp(min=1)
     return samples.over_tokens(

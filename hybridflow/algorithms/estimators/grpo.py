@@ -1,4 +1,4 @@
-"""Group-relative advantages: a sample is compared with the other samples of its prompt."""
+"""Group-relative advantages: each sample is compared with the other samples of its prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GrpoOptions:
-    """Whether advantages are divided by the standard deviation of their group; without that it is
+    """Whether advantages are divided by the standard deviation of their group. False gives
     Dr.GRPO."""
 
     norm_adv_by_std: bool = True
@@ -22,18 +22,18 @@ class GrpoOptions:
 
 @dataclass(frozen=True)
 class ScaledOptions(GrpoOptions):
-    """The same; and of what the standard deviation is: of a `group`, or of all samples of the step
-    (`batch`)."""
+    """GRPO's options, and the samples over which the standard deviation is taken: the `group`, or
+    all samples of the step (`batch`)."""
 
     std: Literal["group", "batch"] = "group"
 
 
 @estimator("grpo", compares_samples=True, options=ScaledOptions)
 def grpo(samples: Samples, options: ScaledOptions) -> Estimate:
-    """The group-relative advantage of a sample at each of its sampled tokens.
+    """Compute the group-relative advantage of each sample, at each of its sampled tokens.
 
-    With the deviation of the batch easy and hard prompts weigh alike (arXiv 2508.08221; TRL's
-    scale_rewards=batch).
+    With the standard deviation of the batch, easy and hard prompts have equal weight (arXiv
+    2508.08221; TRL's scale_rewards=batch).
     """
     by_group = options.norm_adv_by_std and options.std == "group"
     advantages = grpo_advantages(samples.scores, samples.groups, norm_by_std=by_group)
@@ -46,19 +46,19 @@ def grpo(samples: Samples, options: ScaledOptions) -> Estimate:
 def grpo_advantages(
     scores_B: torch.Tensor, groups_B: torch.Tensor, *, norm_by_std: bool = True
 ) -> torch.Tensor:
-    """(score - mean) / (std + 1e-6) within the samples of one prompt.
+    """Compute (score - mean) / (std + 1e-6) within the samples of one prompt.
 
     DeepSeekMath (arXiv 2402.03300), equation for outcome supervision; without the division, Dr.GRPO
-    (arXiv 2503.20783). The standard deviation is the unbiased one. Computed in float64, and exactly
-    0 where the scores of a group are equal: float32 would leave rounding errors over 1e-6. A group
-    of one sample has mean 0 and std 1, so its advantage is its score.
+    (arXiv 2503.20783). The standard deviation is unbiased. Computed in float64, and exactly 0 if
+    the scores of a group are equal: float32 would leave rounding errors above 1e-6. A group of one
+    sample has mean 0 and std 1, so its advantage is its score.
 
     Args:
-        scores_B: [B] one score a sample.
-        groups_B: [B] integer id of the prompt each sample belongs to, in any order.
+        scores_B: [B] one score per sample.
+        groups_B: [B] integer id of each sample's prompt, in any order.
 
     Returns:
-        [B] of the type of the scores.
+        [B] advantages, in the dtype of the scores.
     """
     groups = Groups.by(groups_B)
     centred = groups.centred(scores_B)

@@ -1,4 +1,4 @@
-"""Pass@k training: of the samples of a prompt only the best has an advantage."""
+"""Pass@k training: only the best sample of a prompt has an advantage."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from hybridflow.algorithms.estimators.grpo import GrpoOptions
 
 @estimator("grpo_passk", compares_samples=True, options=GrpoOptions)
 def grpo_passk(samples: Samples, options: GrpoOptions) -> Estimate:
-    """Best score less second best, at the tokens of the best sample (arXiv 2503.19595, section 3);
-    0 at all others.
+    """Compute best minus second-best score, at the tokens of the best sample (arXiv 2503.19595,
+    section 3); 0 at all others.
 
-    Of equally good samples none is better than the next, so the group has no advantage; nor has a
-    group of one.
+    If the two best scores are equal, or the group has a single sample, the group has no advantage.
     """
     groups = Groups.by(samples.groups)
     scores = samples.scores.double()

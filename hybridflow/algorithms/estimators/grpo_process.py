@@ -1,4 +1,4 @@
-"""GRPO with process supervision: every turn or token of an answer has a reward of its own."""
+"""GRPO with process supervision: every turn or token of an answer has a separate reward."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from hybridflow.errors import ConfigError
 
 @estimator("grpo_process", compares_samples=True, options=GrpoOptions, takes_parts=True)
 def grpo_process(samples: Samples, options: GrpoOptions) -> Estimate:
-    """At each token the sum of the normalised rewards of its part and of those that follow
+    """Compute, at each token, the sum of the normalised rewards of its part and of later parts
     (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
 
-    A part's reward, its KL penalties taken off, is compared with those of all parts of all answers
-    to the prompt. The score of the whole answer does not count.
+    A part's reward, minus its KL penalties, is normalised over all parts of all answers to the
+    prompt. The score of the whole answer is not used.
 
     Raises:
-        ConfigError: no sample has such rewards.
+        ConfigError: no sample has turn or token rewards.
     """
     from hybridflow_kernels.scans import discounted_sums
 
     if samples.part_ends is None or samples.part_rewards is None:
         raise ConfigError(
-            "algorithm.adv_estimator=grpo_process needs a reward for each turn or token: return "
-            "turn_rewards or token_rewards (lists of numbers) beside the score, or choose "
+            "algorithm.adv_estimator=grpo_process requires a reward for each turn or token; return "
+            "turn_rewards or token_rewards (lists of numbers) with the score, or set "
             "rollout.agent.loop=environment"
         )
     ends = samples.part_ends
-    # of each token; what comes behind a sample's last part has no reward
+    # part of each token; tokens after a sample's last part have no reward
     part = ends.cumsum(0) - ends.long()
     number = int(ends.sum())
     rewards = samples.part_rewards.new_zeros(number + 1).index_add_(0, part, samples.part_rewards)[

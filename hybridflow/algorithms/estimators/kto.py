@@ -1,4 +1,4 @@
-"""KTO: answers are desirable or not, each on its own."""
+"""KTO: each answer is judged desirable or undesirable, without pairs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 @dataclass(frozen=True)
 class KtoOptions(Beta):
-    """From which score on an answer is desirable, and how much desirable and undesirable answers
-    count."""
+    """The minimum score of a desirable answer, and the weights of desirable and undesirable
+    answers."""
 
     threshold: float = 0.5
     desirable_weight: float = 1.0
@@ -20,12 +20,12 @@ class KtoOptions(Beta):
 
 @estimator("kto", reads=READS, options=KtoOptions, aggregations=AGGREGATIONS, preferences=True)
 def kto(samples: Samples, options: KtoOptions) -> Estimate:
-    """The gradient of 1 - sigmoid(+-beta (log-ratio - z)), + for desirable answers (arXiv
-    2402.01306, eq. 8).
+    """Compute the gradient of 1 - sigmoid(+-beta (log-ratio - z)), with + for desirable answers
+    (arXiv 2402.01306, eq. 8).
 
-    z is the mean log-ratio of the batch, at least 0 and without a gradient: answers sampled from
-    the policy estimate its divergence from the reference, for which the paper needs mismatched
-    pairs.
+    z is the mean log-ratio of the batch, at least 0 and without gradient. Answers sampled from the
+    policy estimate its divergence from the reference directly; the paper needs mismatched pairs for
+    that.
     """
     ratios = log_ratios(samples)
     desirable = samples.scores >= options.threshold

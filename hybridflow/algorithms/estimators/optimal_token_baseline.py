@@ -1,5 +1,5 @@
-"""Optimal token baseline: a baseline for each position, in which answers count by the gradient they
-have gathered."""
+"""Optimal token baseline: a baseline per position, in which answers are weighted by their
+accumulated gradient."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hybridflow.algorithms.rewards import rows_of_tokens
     "optimal_token_baseline", reads=("old_log_probs", "sum_pi_squared"), compares_samples=True
 )
 def optimal_token_baseline(samples: Samples, options: object) -> Estimate:
-    """G_t less sum(W_t G_t) / sum(W_t) over the answers to the prompt that have a t-th sampled
-    token.
+    """Compute G_t minus sum(W_t G_t) / sum(W_t) over the answers to the prompt that have a t-th
+    sampled token.
 
-    The optimal token baseline of arXiv 2602.07078. G_t is the reward to go. W_t sums 1 - 2 p + sum
-    of p^2 over the vocabulary for the tokens up to t: the squared length of the gradient of their
-    log-probabilities with respect to the logits. Positions count sampled tokens alone, as in verl's
-    form for several turns. Where one answer alone goes on there is no baseline.
+    This is the optimal token baseline of arXiv 2602.07078. G_t is the reward to go. W_t sums 1 - 2
+    p + sum of p^2 over the vocabulary for the tokens up to t: the squared norm of the gradient of
+    their log-probabilities with respect to the logits. Positions count only sampled tokens, as in
+    verl's multi-turn variant. A position reached by a single answer has no baseline.
     """
     from hybridflow_kernels.scans import discounted_sums
 
     mask = samples.mask
     groups = Groups.by(samples.groups)
     returns = discounted_sums(samples.rewards, samples.lengths, gamma=1.0, mask_T=mask)
-    # the sample of each sampled token, and how many of it come before
+    # sample index of each sampled token, and its position among that sample's sampled tokens
     row = rows_of_tokens(samples.lengths)[mask]
     number = row.bincount(minlength=len(samples.lengths))
     place = (row.new_ones(len(row)).cumsum(0) - 1) - (number.cumsum(0) - number)[row]
@@ -36,11 +36,11 @@ def optimal_token_baseline(samples: Samples, options: object) -> Estimate:
     gathered[row, place] = (1 - 2 * log_probs.exp() + sum_squared).clamp(min=0.0)
     weight = gathered.cumsum(1)[row, place]
 
-    at = groups.of[row] * longest + place  # the prompt and position of each token
+    at = groups.of[row] * longest + place  # index of each token's (prompt, position)
     reached = at.bincount()
     others = weight.new_zeros(int(at.max()) + 1)
     own = returns[mask].double()
-    # relative to any return of the position, so that equal ones leave exactly 0
+    # relative to one of the position's returns, so that equal returns leave exactly 0
     relative = own - others.scatter(0, at, own)[at]
     mean = others.index_add(0, at, weight * relative) / (others.index_add(0, at, weight) + 1e-8)
     advantages = returns.clone()

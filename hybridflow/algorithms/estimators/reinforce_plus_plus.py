@@ -10,18 +10,17 @@ from hybridflow.algorithms.whitening import whiten
 
 @dataclass(frozen=True)
 class ReinforcePlusPlusOptions:
-    """`gamma` discounts a token."""
+    """`gamma` is the discount per token."""
 
     gamma: float = 1.0
 
 
 @estimator("reinforce_plus_plus", options=ReinforcePlusPlusOptions)
 def reinforce_plus_plus(samples: Samples, options: ReinforcePlusPlusOptions) -> Estimate:
-    """Whitened returns G_t = r_t + gamma G_{t+1} (arXiv 2501.03262, section 3); the KL penalty is
-    part of the rewards.
+    """Compute whitened returns G_t = r_t + gamma G_{t+1} (arXiv 2501.03262, section 3). The rewards
+    include the KL penalty.
 
-    Tokens that the policy did not sample are skipped: a return reaches over them without a
-    discount.
+    Tokens that the policy did not sample are skipped; returns carry across them undiscounted.
     """
     from hybridflow_kernels.scans import discounted_sums
 

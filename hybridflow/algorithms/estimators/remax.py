@@ -1,4 +1,4 @@
-"""ReMax: the score of the greedy answer to the same prompt as baseline."""
+"""ReMax: the score of the greedy answer to the same prompt is the baseline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 @estimator("remax", reads=("greedy_scores",))
 def remax(samples: Samples, options: object) -> Estimate:
-    """Rewards to go less `greedy_scores` [B], the score of the most likely answer (arXiv
+    """Compute the rewards to go minus `greedy_scores` [B], the score of the greedy answer (arXiv
     2310.10505, eq. 5)."""
     from hybridflow_kernels.scans import discounted_sums
 

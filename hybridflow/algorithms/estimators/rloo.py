@@ -1,4 +1,4 @@
-"""REINFORCE with the mean of the other samples of a prompt as baseline."""
+"""REINFORCE with the mean score of a prompt's other samples as the baseline."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 @estimator("rloo", compares_samples=True)
 def rloo(samples: Samples, options: object) -> Estimate:
-    """Score less the mean score of the other samples of the prompt (arXiv 2402.14740, eq. 8).
+    """Compute the score minus the mean score of the prompt's other samples (arXiv 2402.14740, eq.
+    8).
 
-    That is n / (n - 1) times the score less the mean of all n. A sample that is alone has no
+    This equals n / (n - 1) times the score minus the mean of all n. A single sample has no
     baseline: its advantage is its score.
     """
     groups = Groups.by(samples.groups)

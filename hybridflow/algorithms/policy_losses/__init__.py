@@ -1,1 +1,1 @@
-"""Policy losses, one file each; `base.py` says what a loss is given and what it returns."""
+"""Policy losses, one file each; `base.py` defines a loss's inputs and outputs."""

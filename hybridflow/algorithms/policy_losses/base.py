@@ -1,8 +1,8 @@
-"""What a policy loss is given and returns, and how one is registered.
+"""The inputs and outputs of a policy loss, and its registration.
 
-A built-in loss is a file of this package that bears its name. It imports torch for type checkers
-alone and works with methods of tensors: `--explain` reads its declaration, and must not wait for
-torch. A file of a user's may import what it likes.
+A built-in loss is a file of this package with the same name. It imports torch only for type
+checkers and uses only tensor methods, because `--explain` reads its declaration and must not wait
+for torch. User files may import anything.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from hybridflow.config.entries import POLICY_LOSSES, NoOptions, TokenLoss
 if TYPE_CHECKING:
     import torch
 
-# loss of each token [T], and metrics: numbers or truths [T] whose mean over all tokens is reported
+# loss of each token [T], and metrics: numbers or booleans [T] whose mean over all tokens is
+# reported
 Loss: TypeAlias = "tuple[torch.Tensor, Mapping[str, torch.Tensor]]"
 Function = Callable[["Tokens", Any], "Loss"]
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """How far a ratio of probabilities counts: 1 - `clip_ratio_low` to 1 + `clip_ratio_high`."""
+    """The clipping range of probability ratios: 1 - `clip_ratio_low` to 1 + `clip_ratio_high`."""
 
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
@@ -32,7 +33,8 @@ class Clipping:
     def surrogates(
         self, advantages: torch.Tensor, ratio: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-A ratio, as it is and with the ratio clipped; PPO's loss is the larger of the two."""
+        """Return -A ratio with the unclipped and the clipped ratio; PPO's loss is the maximum of
+        the two."""
         return -advantages * ratio, -advantages * ratio.clamp(
             1 - self.clip_ratio_low, 1 + self.clip_ratio_high
         )
@@ -40,11 +42,10 @@ class Clipping:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one micro-batch that the policy sampled: T of them in S sequences, one after
-    another.
+    """The sampled tokens of one micro-batch: T tokens in S concatenated sequences.
 
     Attributes:
-        log_probs: [T] of the sampled tokens under the present weights, with gradient.
+        log_probs: [T] log-probs of the sampled tokens under the current weights, with gradient.
         lengths: [S] int64 sampled tokens of each sequence; may be 0.
         columns: [T] the columns that the loss declared to read, by name.
     """
@@ -54,7 +55,7 @@ class Tokens:
     columns: Mapping[str, torch.Tensor]
 
     def mean_of_sequences(self, values_T: torch.Tensor) -> torch.Tensor:
-        """[T] the mean over its sequence, at each token."""
+        """Return [T] the mean over each token's sequence."""
         means = sums_of_rows(values_T, self.lengths) / self.lengths.clamp(min=1)
         return means[rows_of_tokens(self.lengths)]
 
@@ -66,11 +67,11 @@ def policy_loss(
     options: type = NoOptions,
     aggregations: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Register a function (tokens, options) -> (loss of each token, metrics); see `TokenLoss` for
+    """Register a function (tokens, options) -> (loss of each token, metrics). `TokenLoss` documents
     the arguments.
 
-    `actor.loss_agg_mode` says how the losses of tokens become one number; entropy bonus and KL
-    penalty are added to every policy loss alike.
+    `actor.loss_agg_mode` selects how token losses are aggregated. The entropy bonus and the KL
+    penalty are added to every policy loss in the same way.
     """
     return POLICY_LOSSES.entry(
         name, lambda function: TokenLoss(function, reads, options, aggregations)

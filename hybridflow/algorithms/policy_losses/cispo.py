@@ -1,4 +1,4 @@
-"""CISPO: the clipped ratio is a weight without gradient, so that every token keeps its gradient."""
+"""CISPO: the clipped ratio is a weight without gradient, so every token keeps its gradient."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, pol
 
 @policy_loss("cispo", options=Clipping)
 def cispo(tokens: Tokens, options: Clipping) -> Loss:
-    """-sg(clip(ratio)) A log p (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5). The log-ratio is
-    clamped to +-20."""
+    """Compute -sg(clip(ratio)) A log p (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5). The log-ratio
+    is clamped to +-20."""
     log_ratio = (tokens.log_probs - tokens.columns["old_log_probs"]).clamp(-20.0, 20.0).detach()
     ratio = log_ratio.exp()
     weight = ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)

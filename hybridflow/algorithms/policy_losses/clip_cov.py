@@ -1,4 +1,4 @@
-"""Clip-Cov: PPO's clipped surrogate, where a few tokens of high covariance have no gradient."""
+"""Clip-Cov: PPO's clipped surrogate without the gradient of a few tokens of high covariance."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, pol
 
 @dataclass(frozen=True)
 class ClipCovOptions(Clipping):
-    """PPO's clipping; and the `share` of tokens without gradient, chosen among those whose
-    covariance of advantage and log-probability lies between `lower` and `upper`."""
+    """PPO's clipping, and the `share` of tokens without gradient, chosen among those whose
+    covariance of advantage and log-probability is between `lower` and `upper`."""
 
     share: float = 0.0002
     lower: float = 1.0
@@ -19,10 +19,12 @@ class ClipCovOptions(Clipping):
 
 @policy_loss("clip_cov", options=ClipCovOptions)
 def clip_cov(tokens: Tokens, options: ClipCovOptions) -> Loss:
-    """PPO without the tokens that would lower the entropy most (arXiv 2505.22617, eq. 10 and 11).
+    """Compute PPO's loss without the tokens that would lower the entropy most (arXiv 2505.22617,
+    eq. 10 and 11).
 
-    Means are those of the micro-batch. Of more candidates than are left out, evenly spaced ones
-    are: ranks that share a sequence choose the same ones without a common random generator.
+    Means are taken over the micro-batch. If there are more candidates than needed, evenly spaced
+    ones are excluded, so that ranks that share a sequence choose the same tokens without a common
+    random generator.
     """
     advantages = tokens.columns["advantages"]
     log_ratio = tokens.log_probs - tokens.columns["old_log_probs"]

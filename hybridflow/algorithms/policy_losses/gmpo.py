@@ -7,12 +7,12 @@ from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, pol
 
 @policy_loss("gmpo", options=Clipping, aggregations=("seq-mean-token-mean",))
 def gmpo(tokens: Tokens, options: Clipping) -> Loss:
-    """-A exp(mean of a sequence's clipped log-ratios) (arXiv 2507.20673, eq. 4), the same at each
-    token of a sequence.
+    """Compute -A exp(mean of a sequence's clipped log-ratios), the same at each token of a sequence
+    (arXiv 2507.20673, eq. 4).
 
-    A token's log-ratio counts from -`clip_ratio_low` to `clip_ratio_high`; the paper takes 0.4
-    each. As in PPO only the side is clipped that would move the policy further; A is the mean of
-    the sequence's advantages.
+    A token's log-ratio is clipped to -`clip_ratio_low` and `clip_ratio_high`; the paper uses 0.4
+    for both. As in PPO, only the side that would move the policy further is clipped. A is the mean
+    of the sequence's advantages.
     """
     advantages = tokens.columns["advantages"]
     log_ratio = tokens.log_probs - tokens.columns["old_log_probs"]

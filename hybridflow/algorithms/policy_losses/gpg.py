@@ -1,5 +1,5 @@
-"""GPG: the plain policy gradient of group-relative advantages (arXiv 2504.02546, eq. 5), which is
-REINFORCE's loss."""
+"""GPG: the plain policy gradient of group-relative advantages (arXiv 2504.02546, eq. 5), identical
+to REINFORCE's loss."""
 
 from __future__ import annotations
 

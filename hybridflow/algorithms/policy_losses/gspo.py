@@ -1,4 +1,4 @@
-"""GSPO: the ratio of whole sequences, one for all tokens of a sequence."""
+"""GSPO: one probability ratio per sequence, shared by all its tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, pol
 
 @policy_loss("gspo", options=Clipping)
 def gspo(tokens: Tokens, options: Clipping) -> Loss:
-    """The clipped surrogate of s_i = exp(mean of a sequence's log-ratios), whose gradient flows
-    through each token (GSPO-token, arXiv 2507.18071, eq. 13 and 14). The paper takes
+    """Compute the clipped surrogate of s_i = exp(mean of a sequence's log-ratios), whose gradient
+    flows through each token (GSPO-token, arXiv 2507.18071, eq. 13 and 14). The paper uses
     actor.loss_agg_mode=seq-mean-token-mean and clips to 1 - 3e-4 and 1 + 4e-4.
 
-    The log-ratio of a sequence is at most 10.
+    A sequence's log-ratio is clamped to at most 10.
     """
     advantages = tokens.columns["advantages"]
     log_ratio = tokens.log_probs - tokens.columns["old_log_probs"]

@@ -9,7 +9,7 @@ from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 @dataclass(frozen=True)
 class KlCovOptions:
-    """`share` of the tokens that are penalised, and the strength of that."""
+    """The `share` of tokens that are penalised, and the strength of the penalty."""
 
     share: float = 0.0002
     ppo_kl_coef: float = 1.0
@@ -17,8 +17,8 @@ class KlCovOptions:
 
 @policy_loss("kl_cov", options=KlCovOptions)
 def kl_cov(tokens: Tokens, options: KlCovOptions) -> Loss:
-    """-A ratio, plus coefficient x |log-ratio| at the tokens whose covariance of advantage and
-    log-probability is largest (arXiv 2505.22617, eq. 12 and 13). Means are those of the
+    """Compute -A ratio, plus coefficient x |log-ratio| for the tokens with the largest covariance
+    of advantage and log-probability (arXiv 2505.22617, eq. 12 and 13). Means are taken over the
     micro-batch."""
     advantages = tokens.columns["advantages"]
     log_ratio = tokens.log_probs - tokens.columns["old_log_probs"]

@@ -9,19 +9,19 @@ from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, pol
 
 @dataclass(frozen=True)
 class PpoOptions(Clipping):
-    """PPO's clipping; and where advantages are negative, the ratio counts up to `clip_ratio_c`
-    (dual clip; None: without bound)."""
+    """PPO's clipping. For negative advantages, the ratio is bounded by `clip_ratio_c` (dual clip;
+    None: unbounded)."""
 
     clip_ratio_c: float | None = 3.0
 
 
 @policy_loss("ppo", options=PpoOptions)
 def ppo(tokens: Tokens, options: PpoOptions) -> Loss:
-    """The clipped surrogate (arXiv 1707.06347, eq. 7) with optional dual clip (arXiv 1912.09729,
-    eq. 5).
+    """Compute the clipped surrogate (arXiv 1707.06347, eq. 7) with optional dual clip (arXiv
+    1912.09729, eq. 5).
 
-    The log-ratio is clamped to +-20. Metrics: ppo_kl (mean of -log-ratio, as it is clamped),
-    pg_clipfrac, pg_clipfrac_lower.
+    The log-ratio is clamped to +-20. Metrics: ppo_kl (mean of the clamped -log-ratio), pg_clipfrac,
+    pg_clipfrac_lower.
     """
     old_log_probs = tokens.columns["old_log_probs"]
     advantages = tokens.columns["advantages"]

@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate on the ratio in place of clipping."""
+"""SAPO: a smooth gate on the ratio instead of clipping."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 @dataclass(frozen=True)
 class SapoOptions:
-    """How fast the gate closes as the ratio leaves 1, at tokens with positive and with negative
-    advantage."""
+    """How fast the gate closes as the ratio moves away from 1, for tokens with positive and with
+    negative advantage."""
 
     tau_pos: float = 1.0
     tau_neg: float = 1.05
@@ -18,8 +18,8 @@ class SapoOptions:
 
 @policy_loss("sapo", options=SapoOptions, aggregations=("seq-mean-token-mean",))
 def sapo(tokens: Tokens, options: SapoOptions) -> Loss:
-    """-A sigmoid(tau (ratio - 1)) 4 / tau (arXiv 2511.20347, eq. 5 and 6); at ratio 1 its gradient
-    is that of PPO."""
+    """Compute -A sigmoid(tau (ratio - 1)) 4 / tau (arXiv 2511.20347, eq. 5 and 6). At ratio 1 its
+    gradient equals that of PPO."""
     advantages = tokens.columns["advantages"]
     log_ratio = (tokens.log_probs - tokens.columns["old_log_probs"]).clamp(-20.0, 20.0)
     tau = (advantages * 0.0 + options.tau_neg).where(advantages <= 0, options.tau_pos)

@@ -1,5 +1,5 @@
-"""VESPO: each sequence counts by a smooth weight of its ratio that is largest near the policy that
-sampled it."""
+"""VESPO: each sequence has a smooth weight that depends on its ratio and is largest near the
+sampling policy."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 from hybridflow.algorithms.rewards import rows_of_tokens, sums_of_rows
 
-# of the log-ratio of a sequence; of a token +-20
+# bounds of a sequence's log-ratio; a token's are +-20
 _LEAST = math.log(1e-8)
 _MOST = 20.0
 
 
 @dataclass(frozen=True)
 class VespoOptions:
-    """Exponent `k` and decay `lambda` of the weight, for advantages from 0 on (`pos`) and below
-    (`neg`): a larger k takes more weight off ratios under 1, a larger lambda off those over 1."""
+    """Exponent `k` and decay `lambda` of the weight, for nonnegative (`pos`) and negative (`neg`)
+    advantages. A larger k lowers the weight of ratios below 1; a larger lambda, of ratios above
+    1."""
 
     k_pos: float = 2.0
     lambda_pos: float = 3.0
@@ -27,9 +28,9 @@ class VespoOptions:
 
 @policy_loss("vespo", options=VespoOptions)
 def vespo(tokens: Tokens, options: VespoOptions) -> Loss:
-    """-phi(w) A log p with phi(w) = w^k exp(lambda (1 - w)), where w is the product of a sequence's
-    ratios (arXiv 2602.10693); phi has no gradient, and is 1 where the policy has not moved. As TRL
-    1.16 computes it.
+    """Compute -phi(w) A log p with phi(w) = w^k exp(lambda (1 - w)), where w is the product of a
+    sequence's ratios (arXiv 2602.10693). phi has no gradient, and is 1 if the policy has not moved.
+    Matches TRL 1.16.
 
     Metrics: ppo_kl (mean of -log-ratio), vespo_weight (phi).
     """

@@ -84,5 +84,5 @@ def test_turns_of_an_answer_that_was_ended_count_nothing_and_too_many_rewards_ar
         DataError, match=r"row 0: .*turn_rewards=0\.5, which must be a list of numbers"
     ):
         advantages_of({"turn_rewards": 0.5}, {}, {}, {})
-    with pytest.raises(ConfigError, match="needs a reward for each turn or token"):
+    with pytest.raises(ConfigError, match="requires a reward for each turn or token"):
         advantages_of({}, {}, {}, {})

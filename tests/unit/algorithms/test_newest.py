@@ -348,5 +348,5 @@ def test_turns_are_compared_with_those_that_began_in_the_same_state() -> None:
 
 
 def test_gigpo_without_rewards_of_turns_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs a reward for each turn"):
+    with pytest.raises(ConfigError, match="requires a reward for each turn"):
         gigpo(samples_of(0), GigpoOptions())

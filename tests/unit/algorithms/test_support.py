@@ -109,7 +109,7 @@ def test_the_whole_vocabulary_as_support_is_no_support(monkeypatch: pytest.Monke
 def test_a_target_outside_of_its_support_is_refused(ids: list[int], times: int) -> None:
     supports = Supports(np.array([1, 0, 2], np.int32), np.array([4, *ids], np.int32))
     with pytest.raises(
-        ValueError, match=f"target 2 is 5, which is {times} times among the 2 tokens"
+        ValueError, match=f"target 2 is 5, which occurs {times} times among the 2 tokens"
     ):
         Support.of(supports, np.array([4, 9, 5]), lambda one: one)
 

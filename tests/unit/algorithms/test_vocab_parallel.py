@@ -88,7 +88,7 @@ def test_the_most_likely_tokens_equal_topk_over_the_vocabulary(group: Any, chunk
     )
     torch.testing.assert_close(values, expected.values, rtol=1e-5, atol=1e-5)
     assert torch.equal(tokens, expected.indices)
-    with pytest.raises(ValueError, match="52 most likely tokens of a vocabulary of 51"):
+    with pytest.raises(ValueError, match="k=52 exceeds the 51 tokens of the vocabulary"):
         top_log_probs(hidden, weight, 52, Scoring(VOCAB, 1.0, False), group)
 
 
@@ -237,7 +237,8 @@ def test_a_target_that_is_no_token_is_refused(group: Any, target: int) -> None:
     hidden, weight, targets = inputs()
     targets[3] = target
     with pytest.raises(
-        ValueError, match=f"target 3 is {target}; tokens of a vocabulary of {VOCAB} are 0 to 50"
+        ValueError,
+        match=f"target 3 is {target}; with a vocabulary of {VOCAB} tokens, ids are 0 to 50",
     ):
         log_probs_and_entropy(hidden, weight, targets, Scoring(VOCAB, 1.0, False), group)
 
